@@ -1,0 +1,58 @@
+# Everything a fresh machine needs. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRA ?= cpu
+TORCH := 2.13.0
+STAMP := $(VENV)/.installed-$(EXTRA)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all check format requirements clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+install: $(STAMP)  ## set up .venv (EXTRA=gpu on CUDA machines)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# --no-deps: the list is complete, and PyPI's torchvision, torchaudio and torchcodec would bring CUDA builds.
+$(VENV)/.installed-cpu: $(VENV)/bin/python requirements/cpu.txt pyproject.toml
+	$(BIN)/pip install --quiet --no-deps "torch==$(TORCH)+cpu" 2>/dev/null \
+	  || $(BIN)/pip install --quiet --no-deps "torch==$(TORCH)" --index-url https://download.pytorch.org/whl/cpu
+	$(BIN)/pip install --quiet --no-deps --requirement requirements/cpu.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-gpu: $(VENV)/bin/python pyproject.toml
+	$(BIN)/pip install --quiet --editable ".[gpu,dev]"
+	@touch $@
+
+demo: install  ## run the four-process stack on the CPU and watch it learn
+	$(BIN)/atropos-tui up profiles/demo.toml
+
+test: install  ## unit, supervisor, screen and end-to-end tests
+	$(BIN)/python -m pytest
+
+test-all: install  ## the same with the tests marked slow
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: install  ## lint, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install  ## format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+requirements:  ## resolve requirements/cpu.in into the pinned cpu.txt (needs uv)
+	uv pip compile --universal --python-version 3.11 --no-annotate --no-header --overrides requirements/cpu.overrides \
+	  $(foreach p,torch torchaudio torchvision torchcodec triton,--no-emit-package $(p)) \
+	  requirements/cpu.in --output-file requirements/cpu.txt
+
+clean:  ## remove caches and .venv; runs/ stays
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,1 @@
+"""What is seen: readers of a run's files and samplers of the machine. No Textual, owns nothing."""

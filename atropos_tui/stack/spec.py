@@ -1,0 +1,143 @@
+"""What one component is, in full: the interface between planning and the supervisor.
+
+A `StackSpec` is complete and explicit. The supervisor needs nothing else: no profile, no defaults, no mode.
+`${VAR}` in `command`, `env` and `cwd` stays a reference here and is resolved only when the process is spawned.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trainer_core.contracts.control import Role
+
+
+class Spec(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class HttpCheck(Spec):
+    """Passes when `GET url` answers with `status`."""
+
+    kind: Literal["http"] = "http"
+    url: str
+    status: int = 200
+
+
+class TcpCheck(Spec):
+    """Passes when a connection opens."""
+
+    kind: Literal["tcp"] = "tcp"
+    host: str = "127.0.0.1"
+    port: int
+
+
+class ExecCheck(Spec):
+    """Passes when the command exits with 0."""
+
+    kind: Literal["exec"] = "exec"
+    command: list[str]
+
+
+class LogCheck(Spec):
+    """Passes once a line of the component's present log matches the regular expression."""
+
+    kind: Literal["log"] = "log"
+    pattern: str
+
+
+class FileCheck(Spec):
+    """Passes when the file exists."""
+
+    kind: Literal["file"] = "file"
+    path: str
+
+
+Check = Annotated[HttpCheck | TcpCheck | ExecCheck | LogCheck | FileCheck, Field(discriminator="kind")]
+
+
+class Probe(Spec):
+    """All checks must pass, `success_threshold` times running; `failure_threshold` failures running make it fail."""
+
+    checks: list[Check] = Field(min_length=1)
+    interval_s: float = Field(0.5, gt=0)
+    timeout_s: float = Field(5.0, gt=0)
+    success_threshold: int = Field(1, ge=1)
+    failure_threshold: int = Field(3, ge=1)
+    start_period_s: float = Field(0.0, ge=0)
+    """Failures in the first seconds of the process do not count."""
+
+
+class Probes(Spec):
+    startup: Probe | None = None
+    """Gates the others; a component without `readiness` is healthy once this passed."""
+    readiness: Probe | None = None
+    liveness: Probe | None = None
+    """Fails: unhealthy, then a restart by the policy."""
+
+
+class RestartPolicy(Spec):
+    """When a process that ended by itself is started again."""
+
+    policy: Literal["never", "on-failure", "always"] = "on-failure"
+    backoff_s: float = Field(1.0, ge=0)
+    """First delay; doubles up to `max_backoff_s`, with jitter; reset after a minute of health."""
+    max_backoff_s: float = Field(30.0, ge=0)
+    max_restarts: int = Field(3, ge=0)
+    """At most this many within `window_s`, then `failed`."""
+    window_s: float = Field(600.0, gt=0)
+
+
+class StopPolicy(Spec):
+    """Signal the main process group, wait `grace_s`, then KILL every process of the set."""
+
+    signal: Literal["TERM", "INT", "HUP", "QUIT", "KILL"] = "TERM"
+    grace_s: float = Field(10.0, ge=0)
+
+
+class ComponentSpec(Spec):
+    """One program of the stack."""
+
+    name: str
+    role: Role = Role.OTHER
+    command: list[str] = Field(min_length=1)
+    cwd: str | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    """Added to the supervisor's environment."""
+    depends_on: dict[str, Literal["started", "healthy", "completed"]] = Field(default_factory=dict)
+    probes: Probes = Probes()
+    restart: RestartPolicy = RestartPolicy()
+    stop: StopPolicy = StopPolicy()
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Not healthy by then: the gate timed out (exit code 4)."""
+    port: int | None = None
+    """The port it listens on, for display and for the check that it is free."""
+    gpus: list[int] = Field(default_factory=list)
+    creates: str | None = None
+    """A one-shot step that is skipped when this path exists."""
+    clears: list[str] = Field(default_factory=list)
+    """Files removed before every start and after every stop (stale manifest, shared memory)."""
+    restart_with: list[str] = Field(default_factory=list)
+    """Components that must go and come back with this one."""
+    ends_run: bool = False
+    """Its success ends the run: the rest is stopped and the run's exit code is 0."""
+
+
+class LogPolicy(Spec):
+    max_bytes: int = Field(64 * 1024 * 1024, gt=0)
+    """Kept per attempt; what rotation dropped is counted."""
+
+
+class StackSpec(Spec):
+    """Everything the supervisor runs, in start order: stopping goes through the list backwards."""
+
+    run_id: str
+    name: str
+    mode: str
+    run_dir: str
+    components: list[ComponentSpec]
+    logs: LogPolicy = LogPolicy()
+
+    def component(self, name: str) -> ComponentSpec | None:
+        return next((c for c in self.components if c.name == name), None)

@@ -1,0 +1,165 @@
+"""Messages of the control socket: HTTP with JSON bodies over the run's Unix socket.
+
+    GET  /status                     -> RunStatus
+    GET  /events?after=SEQ           -> NDJSON: a Snapshot line first, then every later record of supervisor.jsonl
+    POST /commands   CommandRequest  -> 202 Accepted | 409/404/422 Refusal
+    GET  /commands/ID                -> CommandStatus
+    GET  /recipe?action=A&component=C-> Recipe (what a command would do)
+    GET  /logs/COMPONENT?n=N         -> text, the last N lines of the current attempt
+    GET  /wait?for=X&timeout=S       -> WaitResult (for: ready, done, a component's name)
+
+The trainer uses the same socket to ask for a new engine (`initiator="trainer"`).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class State(StrEnum):
+    """States of a component. `stopped`, `failed` and `completed` are resting: no process is left."""
+
+    PENDING = "pending"
+    STARTING = "starting"
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    BACKOFF = "backoff"
+    FAILED = "failed"
+    COMPLETED = "completed"
+
+
+class Role(StrEnum):
+    """What a component is for; recipes and probes key on this, never on a name."""
+
+    API = "api"
+    ENV = "env"
+    ENGINE = "engine"
+    TRAINER = "trainer"
+    PREPARE = "prepare"
+    OTHER = "other"
+
+
+class Phase(StrEnum):
+    """Where a run as a whole stands."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+class Message(BaseModel):
+    """Base of all messages: unknown fields of a newer peer are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class ComponentStatus(Message):
+    """One row of `ps`. Times are Unix seconds, memory is bytes, null where there is nothing to say."""
+
+    name: str
+    role: Role
+    state: State
+    attempt: int = 0
+    restarts: int = 0
+    """Restarts after a crash; a restart by hand is not counted."""
+    pid: int | None = None
+    pids: list[int] = Field(default_factory=list)
+    """Every live process of the component, descendants included."""
+    port: int | None = None
+    started_at: float | None = None
+    since: float | None = None
+    """When the present state began."""
+    waiting_for: str = ""
+    """What a pending or starting component waits for."""
+    healthy: bool | None = None
+    probe_latency_s: float | None = None
+    probe_detail: str = ""
+    cpu_percent: float | None = None
+    """Of one core, summed over its processes."""
+    memory_bytes: int | None = None
+    """Proportional set size where the kernel gives it, else resident size."""
+    gpu_bytes: int | None = None
+    exit_code: int | None = None
+    reason: str = ""
+    diagnosis: str = ""
+
+
+class RunStatus(Message):
+    """Snapshot of a run; `seq` is the last record of supervisor.jsonl that it includes (-1: none yet)."""
+
+    run_id: str
+    name: str
+    mode: str
+    run_dir: str
+    phase: Phase
+    started_at: float
+    seq: int = -1
+    exit_code: int | None = None
+    reason: str = ""
+    supervisor_pid: int | None = None
+    components: list[ComponentStatus] = Field(default_factory=list)
+
+
+class Snapshot(Message):
+    """First line of `/events`."""
+
+    kind: Literal["snapshot"] = "snapshot"
+    status: RunStatus
+
+
+class Recipe(Message):
+    """What a command does, blast radius first."""
+
+    action: str
+    component: str | None = None
+    stop: list[str] = Field(default_factory=list)
+    """Stopped in this order, each gone before the next."""
+    start: list[str] = Field(default_factory=list)
+    """Started in this order, behind their gates."""
+    note: str = ""
+    """Why others are touched, and what is lost."""
+
+
+Action = Literal["start", "stop", "restart", "kill", "down"]
+
+
+class CommandRequest(Message):
+    action: Action
+    component: str | None = None
+    """Required but for `down`."""
+    initiator: Literal["user", "trainer"] = "user"
+    timeout_s: float | None = None
+    """For `down`: seconds until what is left is killed."""
+
+
+class Accepted(Message):
+    command_id: str
+    recipe: Recipe
+
+
+class Refusal(Message):
+    """Why a command was not taken, and what to do instead."""
+
+    error: str
+    fix: str = ""
+
+
+class CommandStatus(Message):
+    command_id: str
+    action: str
+    component: str | None = None
+    status: Literal["accepted", "running", "done", "failed"]
+    detail: str = ""
+
+
+class WaitResult(Message):
+    """`outcome`: reached, timeout, or impossible (a component failed, the run ended)."""
+
+    outcome: Literal["reached", "timeout", "impossible"]
+    detail: str = ""

@@ -1,0 +1,120 @@
+"""The tensor manifest `vllm_bridge_config.json`: how a trainer finds and maps the server's weights.
+
+Plain JSON fields, never pickle. Written by the server (mode 0600, aside and renamed), read by the trainer, which
+refuses a file that another user owns or can write, another model's, or one whose server is gone. A manifest holds one
+entry per tensor-parallel rank; single copy uses rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+MANIFEST_VERSION = 1
+
+
+class ManifestError(ValueError):
+    """A manifest that must not be used: missing, half-written, foreign or of another server."""
+
+
+class CudaIpc(BaseModel):
+    """A CUDA IPC handle as plain fields: the arguments of `torch.UntypedStorage._new_shared_cuda`, bytes in base64."""
+
+    model_config = ConfigDict(extra="forbid")
+    device: int
+    handle: str
+    storage_bytes: int
+    storage_offset_bytes: int
+    ref_counter_handle: str
+    ref_counter_offset: int
+    event_handle: str
+    event_sync_required: bool
+
+
+class TensorEntry(BaseModel):
+    """One parameter of the server, under vLLM's own name."""
+
+    model_config = ConfigDict(extra="forbid")
+    shape: list[int]
+    stride: list[int]
+    """In elements."""
+    dtype: str
+    """torch's name without the prefix, such as "bfloat16"."""
+    offset: int = 0
+    """First element in its storage (the shared file on CPU), in elements of `dtype`."""
+    ipc_handle: CudaIpc | None = None
+    """Present for CUDA; null for the shared file."""
+
+
+class Shard(BaseModel):
+    """Tensors of one rank."""
+
+    model_config = ConfigDict(extra="forbid")
+    kind: Literal["shm", "cuda_ipc"]
+    shm_path: str | None = None
+    shm_bytes: int = 0
+    param_mappings: dict[str, TensorEntry]
+    aliases: dict[str, str] = Field(default_factory=dict)
+    """Names that share a tensor already listed, such as a tied `lm_head`."""
+
+
+class Manifest(BaseModel):
+    """The whole file."""
+
+    model_config = ConfigDict(extra="forbid")
+    version: int = MANIFEST_VERSION
+    model: str
+    architecture: str
+    config: dict[str, object]
+    """The model's `config.json`, to check that both sides mean the same model."""
+    instance_id: str
+    """Random, new at every server start; `/bridge/info` answers the same."""
+    server_pid: int
+    server_create_time: float
+    base_url: str
+    vllm_version: str
+    tensor_parallel_size: int = 1
+    ranks: dict[int, Shard]
+
+
+def write_manifest(manifest: Manifest, path: Path) -> None:
+    """Write `path` atomically with mode 0600."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(manifest.model_dump_json(indent=1))
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and check `path`.
+
+    Raises:
+        ManifestError: missing, not ours (owner, mode), or not a manifest of this version.
+    """
+    try:
+        info = path.lstat()
+    except FileNotFoundError:
+        raise ManifestError(
+            f"{path}: no manifest. Start the server with VLLM_ENABLE_SHARED_WEIGHTS=1 and LOGDIR={path.parent}"
+        ) from None
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise ManifestError(f"{path}: must be a regular file of this user with mode 0600; delete it and restart vLLM")
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "file"
+        raise ManifestError(
+            f"{path}: not a manifest ({where}: {first['msg']}); restart vLLM to write it anew"
+        ) from None
+    if manifest.version != MANIFEST_VERSION:
+        raise ManifestError(f"{path}: manifest version {manifest.version}, this trainer reads {MANIFEST_VERSION}")
+    return manifest

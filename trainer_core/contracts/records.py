@@ -1,0 +1,288 @@
+"""Records of `telemetry.jsonl`, `supervisor.jsonl` and `eval.NAME.jsonl`: one JSON object a line.
+
+Writers stamp every line with an `Envelope`; readers call `parse_line`, which accepts unknown fields and unknown kinds
+(a newer writer) and raises `RecordError` for anything that is not a record at all. A value that does not exist is
+`null`; a non-finite float travels as the string "NaN", "Infinity" or "-Infinity", so every line is strict JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+
+SCHEMA_VERSION = 1
+
+
+class RecordError(ValueError):
+    """A line that is not a record: not JSON, not an object, or without the fields its kind needs."""
+
+
+def _encode_float(value: float) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _decode_float(value: Any) -> Any:
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
+
+
+Number = Annotated[
+    float,
+    BeforeValidator(_decode_float),
+    PlainSerializer(_encode_float, return_type=float | str, when_used="json"),
+]
+"""A float that survives JSON whatever its value."""
+
+
+class Record(BaseModel):
+    """Fields of every line. Subclasses add the fields of their kind."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    KIND: ClassVar[str] = ""
+
+    v: int = SCHEMA_VERSION
+    run_id: str = ""
+    time: float = 0.0
+    """Unix seconds."""
+    seq: int = 0
+    """Position in its file, from 0, without gaps."""
+    kind: str = ""
+
+    def to_line(self) -> str:
+        """The record as one line of strict JSON, newline included."""
+        return self.model_dump_json() + "\n"
+
+
+class ComponentRecord(Record):
+    """A record of the supervisor about one component."""
+
+    component: str | None = None
+    role: str | None = None
+    node: str | None = None
+
+
+class StateRecord(ComponentRecord):
+    """One transition of a component."""
+
+    KIND: ClassVar[str] = "state"
+    kind: Literal["state"] = "state"
+    old: str
+    new: str
+    attempt: int = 0
+    reason: str = ""
+    command_id: str | None = None
+    pid: int | None = None
+    exit_code: int | None = None
+    """Exit status; negative is the signal that ended the process. Null while it runs."""
+
+
+class ProbeRecord(ComponentRecord):
+    """A probe whose verdict changed (not every probe that ran)."""
+
+    KIND: ClassVar[str] = "probe"
+    kind: Literal["probe"] = "probe"
+    probe: Literal["startup", "readiness", "liveness"]
+    ok: bool
+    latency_s: Number | None = None
+    detail: str = ""
+
+
+class CommandRecord(ComponentRecord):
+    """A command that was accepted, refused, done or failed."""
+
+    KIND: ClassVar[str] = "command"
+    kind: Literal["command"] = "command"
+    command_id: str
+    action: str
+    status: Literal["accepted", "refused", "running", "done", "failed"]
+    initiator: str = "user"
+    detail: str = ""
+
+
+class DiagnosisRecord(ComponentRecord):
+    """What went wrong, how we know, and the way out."""
+
+    KIND: ClassVar[str] = "diagnosis"
+    kind: Literal["diagnosis"] = "diagnosis"
+    title: str
+    evidence: str = ""
+    fix: str = ""
+
+
+class TrainerRecord(Record):
+    """A record of the trainer."""
+
+    attempt: int = 1
+    rank: int = 0
+    step: int = 0
+    """Optimizer step this record belongs to, from 1."""
+
+
+class StepRecord(TrainerRecord):
+    """One optimizer step."""
+
+    KIND: ClassVar[str] = "step"
+    kind: Literal["step"] = "step"
+    loss: Number
+    reward_mean: Number
+    reward_std: Number
+    lr: Number
+    grad_norm: Number
+    ratio_mean: Number
+    clip_fraction: Number
+    tokens: int
+    sequences: int
+    policy_lag_mean: Number | None = None
+    """Weight versions between generation and training, by the oldest token; null when no version is known."""
+    policy_lag_max: Number | None = None
+    weight_version: int
+
+
+class AlignmentRecord(TrainerRecord):
+    """Trainer logprobs against the engine's. `logprob_diff_*` over rollout tokens, policy lag included;
+    `probe_*` at the same weights on both sides."""
+
+    KIND: ClassVar[str] = "alignment"
+    kind: Literal["alignment"] = "alignment"
+    logprob_diff_mean: Number | None = None
+    logprob_diff_abs_mean: Number | None = None
+    logprob_diff_abs_max: Number | None = None
+    kl_k3: Number | None = None
+    train_mean: Number | None = None
+    inference_mean: Number | None = None
+    tokens: int = 0
+    probe_diff_abs_mean: Number | None = None
+    probe_diff_abs_max: Number | None = None
+    probe_tokens: int = 0
+    verdict: Literal["ok", "drift", "mismatch"] = "ok"
+    cause: str = ""
+
+
+class TimingRecord(TrainerRecord):
+    """Where the seconds of a step went."""
+
+    KIND: ClassVar[str] = "timing"
+    kind: Literal["timing"] = "timing"
+    step_s: Number
+    data_wait_s: Number
+    train_s: Number
+    sync_s: Number
+    checkpoint_s: Number
+    tokens_per_s: Number
+    mfu: Number | None = None
+
+
+class MemoryRecord(TrainerRecord):
+    """Memory of the trainer process, in bytes; GPU fields are null on a CPU machine."""
+
+    KIND: ClassVar[str] = "memory"
+    kind: Literal["memory"] = "memory"
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    peak_bytes: int | None = None
+    rss_bytes: int | None = None
+
+
+class SyncRecord(TrainerRecord):
+    """One publish of weights to the engine."""
+
+    KIND: ClassVar[str] = "sync"
+    kind: Literal["sync"] = "sync"
+    mode: str
+    weight_version: int
+    seconds: Number
+    phases: dict[str, Number] = Field(default_factory=dict)
+
+
+class RolloutRecord(TrainerRecord):
+    """One completion of a batch, a few per step. Text is data from a model: escape before showing it."""
+
+    KIND: ClassVar[str] = "rollout"
+    kind: Literal["rollout"] = "rollout"
+    env: str = ""
+    prompt: str
+    completion: str
+    reward: Number
+    advantage: Number
+    policy_lag: Number | None = None
+
+
+class CheckpointRecord(TrainerRecord):
+    """A checkpoint that was written."""
+
+    KIND: ClassVar[str] = "checkpoint"
+    kind: Literal["checkpoint"] = "checkpoint"
+    path: str
+    seconds: Number
+    bytes: int
+
+
+class BenchmarkRecord(TrainerRecord):
+    """The guides' BENCHMARK SUMMARY as data; seconds and bytes."""
+
+    KIND: ClassVar[str] = "benchmark"
+    kind: Literal["benchmark"] = "benchmark"
+    mode: str
+    total_s: Number
+    steps: int
+    avg_step_s: Number
+    total_step_s: Number
+    avg_sync_s: Number
+    syncs: int
+    total_sync_s: Number
+    avg_data_wait_s: Number
+    total_data_wait_s: Number
+    peak_bytes: int | None = None
+    avg_bytes: int | None = None
+    tokens_per_s: Number
+
+
+class EvalRecord(Record):
+    """Held-out accuracy, written by an environment to its own `eval.NAME.jsonl`."""
+
+    KIND: ClassVar[str] = "eval"
+    kind: Literal["eval"] = "eval"
+    env: str
+    split: str = "held_out"
+    accuracy: Number
+    correct: int
+    questions: int
+    weight_version: int | None = None
+    policy_step: int | None = None
+    """run-api's step (batches drained) when the evaluation began."""
+
+
+def _concrete(root: type[Record]) -> list[type[Record]]:
+    found = [root] if root.KIND else []
+    for child in root.__subclasses__():
+        found += _concrete(child)
+    return found
+
+
+RECORD_TYPES: dict[str, type[Record]] = {cls.KIND: cls for cls in _concrete(Record)}
+"""Every kind that this version knows, by its `kind`."""
+
+
+def parse_line(line: str | bytes) -> Record:
+    """One line as its typed record; a kind this version does not know comes back as a plain `Record`.
+
+    Raises:
+        RecordError: the line is no JSON object, or lacks a field that its kind needs.
+    """
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"not JSON: {error}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
+        raise RecordError("not a record: a JSON object with a 'kind' is expected")
+    try:
+        return RECORD_TYPES.get(data["kind"], Record).model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RecordError(f"{data['kind']}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error

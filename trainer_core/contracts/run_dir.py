@@ -1,0 +1,122 @@
+"""The run directory: which file lies where, who writes it, and the environment variables that name it.
+
+Every path has one writer. `RunDir` only computes paths; `create` makes the folders with mode 0700.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ENV_RUN_DIR = "ATROPOS_RUN_DIR"
+"""The run directory, for every component."""
+ENV_RUN_ID = "ATROPOS_RUN_ID"
+"""The run's id; also the marker by which leftover processes of a run are found."""
+ENV_CONTROL_SOCKET = "ATROPOS_CONTROL_SOCKET"
+"""The supervisor's Unix socket; absent when a component runs alone."""
+ENV_TOKEN = "ATROPOS_TOKEN"
+"""The run's random token for control routes of the inference server."""
+ENV_COMPONENT = "ATROPOS_COMPONENT"
+"""The component's own name in the plan."""
+ENV_ATTEMPT = "ATROPOS_ATTEMPT"
+"""How often this component was started in this run, from 1."""
+ENV_HOLD_GENERATION = "ATROPOS_HOLD_GENERATION"
+""""1": the server answers only requests with the token until `/bridge/resume` names a weight version."""
+
+MANIFEST_NAME = "vllm_bridge_config.json"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether `name` can stand in a path, a flag and a log line: letters, digits, dot, dash, underscore."""
+    return _NAME.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths below one run directory."""
+
+    root: Path
+
+    @classmethod
+    def from_env(cls) -> RunDir | None:
+        """The run directory that the supervisor named, or None when this program runs alone."""
+        value = os.environ.get(ENV_RUN_DIR)
+        return cls(Path(value)) if value else None
+
+    def create(self) -> None:
+        """Make the directory and its folders, private to the user."""
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.root.chmod(0o700)
+        for folder in (self.logs, self.bridge, self.checkpoints):
+            folder.mkdir(exist_ok=True, mode=0o700)
+
+    @property
+    def run_json(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def result_json(self) -> Path:
+        return self.root / "result.json"
+
+    @property
+    def profile_toml(self) -> Path:
+        return self.root / "profile.toml"
+
+    @property
+    def plan_json(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def control_sock(self) -> Path:
+        return self.root / "control.sock"
+
+    @property
+    def journal_json(self) -> Path:
+        return self.root / "journal.json"
+
+    @property
+    def supervisor_jsonl(self) -> Path:
+        return self.root / "supervisor.jsonl"
+
+    @property
+    def telemetry_jsonl(self) -> Path:
+        return self.root / "telemetry.jsonl"
+
+    @property
+    def fault_txt(self) -> Path:
+        """Report of a fault of ours, to file as an issue."""
+        return self.root / "fault.txt"
+
+    @property
+    def supervisor_log(self) -> Path:
+        """What the supervisor process itself prints when it runs in the background."""
+        return self.root / "supervisor.log"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def bridge(self) -> Path:
+        return self.root / "bridge"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def eval_jsonl(self, env: str) -> Path:
+        return self.root / f"eval.{env}.jsonl"
+
+    def log(self, component: str, attempt: int) -> Path:
+        return self.logs / component / f"{attempt}.log"
+
+    def engine_bridge(self, component: str) -> Path:
+        """Where one engine writes its manifest and version stamps."""
+        return self.bridge / component
+
+    def manifest(self, component: str) -> Path:
+        return self.engine_bridge(component) / MANIFEST_NAME
