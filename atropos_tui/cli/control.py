@@ -1,0 +1,140 @@
+"""Commands that act on a live run through its socket."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atropos_tui.cli import runs, show
+from atropos_tui.errors import Exit, Problem, UserError
+from trainer_core.contracts.control import Action, CommandRequest
+
+if TYPE_CHECKING:
+    from atropos_tui.supervisor.client import ControlClient
+
+POLL_S = 0.1
+
+
+def client(run_dir: Path) -> ControlClient:
+    from atropos_tui.supervisor.client import ControlClient
+
+    return ControlClient(run_dir)
+
+
+def not_live(run_dir: Path) -> UserError:
+    return UserError(
+        f"{run_dir.name} is not running",
+        [Problem("no supervisor answers on its socket", "`atropos-tui runs` lists the runs; `up` starts one")],
+        Exit.NO_RUN,
+    )
+
+
+async def start(options: argparse.Namespace) -> int:
+    return await _act("start", options)
+
+
+async def stop(options: argparse.Namespace) -> int:
+    return await _act("stop", options)
+
+
+async def restart(options: argparse.Namespace) -> int:
+    return await _act("restart", options)
+
+
+async def kill(options: argparse.Namespace) -> int:
+    return await _act("kill", options)
+
+
+async def _act(action: Action, options: argparse.Namespace) -> int:
+    """Show the blast radius, ask where it is wide, send the command and follow it to its end."""
+    from atropos_tui.supervisor.client import NoSupervisor, Refused
+
+    run_dir = runs.pick(options.run_dir).dir.root
+    socket = client(run_dir)
+    try:
+        recipe = await socket.recipe(action, options.component)
+        if options.dry_run:
+            print(show.recipe_text(recipe))
+            return Exit.DONE
+        if not options.yes and action != "start" and sys.stdin.isatty():
+            answer = await asyncio.to_thread(input, f"{show.recipe_text(recipe)}\ngo on? [y/N] ")
+            if answer.strip().lower() not in ("y", "yes"):
+                return Exit.DONE
+        accepted = await socket.command(CommandRequest(action=action, component=options.component))
+        return await _follow(socket, accepted.command_id)
+    except Refused as refused:
+        raise UserError(f"refused: {refused.error}", [Problem(refused.fix)] if refused.fix else []) from None
+    except NoSupervisor:
+        raise not_live(run_dir) from None
+
+
+async def _follow(socket: ControlClient, command_id: str) -> int:
+    while True:
+        status = await socket.command_status(command_id)
+        if status.status in ("done", "failed"):
+            print(f"{status.action} {status.component or ''}: {status.status}  {show.plain(status.detail)}".rstrip())
+            return Exit.DONE if status.status == "done" else Exit.COMPONENT_FAILED
+        await asyncio.sleep(POLL_S)
+
+
+async def bring_down(run_dir: Path, timeout_s: float | None) -> None:
+    """Stop the stack and wait until its supervisor has ended; a run that has ended already is fine."""
+    from atropos_tui.supervisor.client import NoSupervisor
+
+    socket = client(run_dir)
+    try:
+        await socket.command(CommandRequest(action="down", timeout_s=timeout_s))
+        while True:
+            await socket.status()
+            await asyncio.sleep(POLL_S)
+    except NoSupervisor:
+        return
+
+
+async def down(options: argparse.Namespace) -> int:
+    """`down`: exit 0 once nothing is left."""
+    entry = runs.pick(options.run_dir)
+    if not entry.is_live:
+        raise not_live(entry.dir.root)
+    await bring_down(entry.dir.root, options.timeout)
+    result = runs.read_result(entry.dir)
+    print(show.ending(result) if result else "stopped")
+    return Exit.DONE
+
+
+async def wait(options: argparse.Namespace) -> int:
+    """`wait --for`: 0 reached, 3 impossible, 4 timeout; `done` passes on the run's own code."""
+    from atropos_tui.supervisor.client import NoSupervisor, Refused
+
+    entry = runs.pick(options.run_dir)
+    try:
+        outcome = await client(entry.dir.root).wait(options.target, options.timeout)
+    except Refused as refused:
+        raise UserError(f"refused: {refused.error}", [Problem(refused.fix)] if refused.fix else []) from None
+    except NoSupervisor:
+        result = runs.read_result(entry.dir)
+        if options.target == "done" and result is not None:
+            return int(result["exit_code"])
+        raise not_live(entry.dir.root) from None
+    if outcome.outcome == "timeout":
+        print(f"timeout: {show.plain(outcome.detail)}", file=sys.stderr)
+        return Exit.TIMEOUT
+    if options.target == "done":
+        result = await _result_soon(entry)
+        return int(result["exit_code"]) if result else Exit.DONE
+    if outcome.outcome == "impossible":
+        print(f"impossible: {show.plain(outcome.detail)}", file=sys.stderr)
+        return Exit.COMPONENT_FAILED
+    return Exit.DONE
+
+
+async def _result_soon(entry: runs.RunEntry) -> dict[str, Any] | None:
+    """result.json is written just before the supervisor ends."""
+    for _ in range(100):
+        if (result := runs.read_result(entry.dir)) is not None:
+            return result
+        await asyncio.sleep(POLL_S)
+    return None

@@ -1,0 +1,225 @@
+"""Commands that read: they ask a live run, and answer from the files of one that has ended."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from atropos_tui.cli import runs, show
+from atropos_tui.cli.control import client
+from atropos_tui.errors import Exit, Problem, UserError
+from trainer_core.contracts.control import ComponentStatus, Phase, Role, RunStatus, State
+from trainer_core.contracts.records import DiagnosisRecord, Record, RecordError, StateRecord, parse_line
+from trainer_core.contracts.run_dir import RunDir
+
+FOLLOW_S = 0.2
+
+
+async def status_of(entry: runs.RunEntry) -> RunStatus:
+    """From the supervisor, else rebuilt from plan.json and supervisor.jsonl."""
+    from atropos_tui.supervisor.client import NoSupervisor
+
+    try:
+        return await client(entry.dir.root).status()
+    except NoSupervisor:
+        return status_from_files(entry)
+
+
+def status_from_files(entry: runs.RunEntry) -> RunStatus:
+    """What the files of an ended run say about its components."""
+    components: dict[str, ComponentStatus] = {}
+    try:
+        plan = json.loads(entry.dir.plan_json.read_text(encoding="utf-8"))["components"]
+    except (OSError, ValueError, KeyError):
+        plan = []
+    for spec in plan:
+        components[spec["name"]] = ComponentStatus(
+            name=spec["name"], role=spec["role"], state=State.PENDING, port=spec["port"]
+        )
+    for record in read_events(entry.dir):
+        old = components.get(getattr(record, "component", None) or "")
+        if isinstance(record, StateRecord) and record.component and record.new in set(State):
+            base = old or ComponentStatus(name=record.component, role=Role(record.role or "other"), state=State.PENDING)
+            components[record.component] = base.model_copy(
+                update={
+                    "state": State(record.new),
+                    "attempt": record.attempt,
+                    "reason": record.reason,
+                    "since": record.time,
+                    "exit_code": record.exit_code if record.exit_code is not None else base.exit_code,
+                    "restarts": base.restarts + (record.new == State.BACKOFF),
+                }
+            )
+        elif isinstance(record, DiagnosisRecord) and old is not None:
+            components[old.name] = old.model_copy(update={"diagnosis": record.title})
+    result = runs.read_result(entry.dir) or {}
+    return RunStatus(
+        run_id=str(entry.info.get("run_id", entry.dir.root.name)),
+        name=str(entry.info.get("name", "")),
+        mode=str(entry.info.get("mode", "")),
+        run_dir=str(entry.dir.root),
+        phase=Phase.ENDED,
+        started_at=entry.started_at,
+        exit_code=result.get("exit_code"),
+        reason=str(result.get("reason", "the supervisor is gone without a result")),
+        components=list(components.values()),
+    )
+
+
+def read_events(run: RunDir) -> Iterator[Record]:
+    """Records of supervisor.jsonl; a torn or foreign line is passed over."""
+    try:
+        with run.supervisor_jsonl.open("rb") as file:
+            for line in file:
+                try:
+                    yield parse_line(line)
+                except RecordError:
+                    continue
+    except OSError:
+        return
+
+
+async def ps(options: argparse.Namespace) -> int:
+    status = await status_of(runs.pick(options.run_dir))
+    print(status.model_dump_json(indent=2) if options.json else show.ps_table(status))
+    return Exit.DONE
+
+
+async def why(options: argparse.Namespace) -> int:
+    """What is waited for, and the last diagnosis with evidence and fix."""
+    entry = runs.pick(options.run_dir)
+    status = await status_of(entry)
+    chosen = [part for part in status.components if options.component in (None, part.name)]
+    if not chosen:
+        raise _no_component(options.component, [part.name for part in status.components])
+    diagnoses = {record.component: record for record in read_events(entry.dir) if isinstance(record, DiagnosisRecord)}
+    for part in chosen:
+        since = f" for {show.duration(time.time() - part.since)}" if part.since and status.phase != Phase.ENDED else ""
+        print(f"{part.name}: {part.state}{since}  {show.plain(part.waiting_for or part.reason)}".rstrip())
+        if (found := diagnoses.get(part.name)) is not None:
+            print(f"  {show.plain(found.title)}")
+            print(f"  evidence: {show.plain(found.evidence)}\n  fix: {show.plain(found.fix)}")
+    return Exit.DONE
+
+
+def _no_component(name: str, known: list[str]) -> UserError:
+    return UserError(f"no component {name!r}", [Problem("not part of this run", f"one of: {', '.join(known)}")])
+
+
+async def events(options: argparse.Namespace) -> int:
+    entry = runs.pick(options.run_dir)
+    source = _live_events(entry) if options.follow else _past_events(entry)
+    async for record in source:
+        print(record.to_line().rstrip("\n") if options.json else show.event_line(record), flush=True)
+    return Exit.DONE
+
+
+async def _past_events(entry: runs.RunEntry) -> AsyncIterator[Record]:
+    for record in read_events(entry.dir):
+        yield record
+
+
+async def _live_events(entry: runs.RunEntry) -> AsyncIterator[Record]:
+    """The past from the file, then the live stream from where the file ended."""
+    from atropos_tui.supervisor.client import NoSupervisor
+
+    last = -1
+    for record in read_events(entry.dir):
+        last = record.seq
+        yield record
+    try:
+        async for item in client(entry.dir.root).events(after=last):
+            if isinstance(item, Record):
+                yield item
+    except NoSupervisor:
+        return
+
+
+async def logs(options: argparse.Namespace) -> int:
+    """Print the newest attempt's log; `-f` goes on through restarts until the run ends."""
+    entry = runs.pick(options.run_dir)
+    try:
+        pattern = re.compile(options.grep) if options.grep else None
+    except re.error as error:
+        raise UserError("invalid --grep", [Problem(f"not a regular expression: {error}")]) from None
+    path = newest_log(entry.dir, options.component)
+    if path is None:
+        known = [part.name for part in (await status_of(entry)).components]
+        if options.component not in known:
+            raise _no_component(options.component, known)
+        print(f"{options.component} has not printed anything yet", file=sys.stderr)
+        return Exit.DONE
+    lines = [line for line in path.read_text(errors="replace").splitlines() if pattern is None or pattern.search(line)]
+    for line in lines[-options.lines :] if options.lines > 0 else []:
+        print(show.plain(line))
+    if options.follow:
+        _follow(entry, options.component, path, pattern)
+    return Exit.DONE
+
+
+def newest_log(run: RunDir, component: str) -> Path | None:
+    """The log of the last attempt."""
+    attempts = [path for path in (run.logs / Path(component).name).glob("*.log") if path.stem.isdecimal()]
+    return max(attempts, key=lambda path: int(path.stem), default=None)
+
+
+def _follow(entry: runs.RunEntry, component: str, path: Path, pattern: re.Pattern[str] | None) -> None:
+    position, rest = path.stat().st_size, ""
+    while True:
+        newest = newest_log(entry.dir, component)
+        if newest is not None and newest != path:
+            path, position, rest = newest, 0, ""
+        elif path.stat().st_size < position:
+            position, rest = 0, ""
+        with path.open(errors="replace") as file:
+            file.seek(position)
+            *whole, rest = (rest + file.read()).split("\n")
+            position = file.tell()
+        for line in whole:
+            if pattern is None or pattern.search(line):
+                print(show.plain(line), flush=True)
+        if not whole and not entry.is_live:
+            return
+        time.sleep(FOLLOW_S)
+
+
+def list_runs(options: argparse.Namespace) -> int:
+    entries = runs.all_runs()
+    rows = []
+    for entry in entries:
+        result = runs.read_result(entry.dir)
+        state = "live" if entry.is_live else (f"ended {result['exit_code']}" if result else "gone")
+        rows.append(
+            {
+                "run": entry.info.get("run_id"),
+                "mode": entry.info.get("mode"),
+                "state": state,
+                "dir": str(entry.dir.root),
+            }
+        )
+    if options.json:
+        print(json.dumps(rows, indent=2))
+    elif not rows:
+        print("no runs yet: atropos-tui up PROFILE")
+    else:
+        print(
+            show.table([("RUN", "MODE", "STATE", "DIRECTORY"), *(tuple(str(v) for v in row.values()) for row in rows)])
+        )
+    return Exit.DONE
+
+
+def bench(options: argparse.Namespace) -> int:
+    """The guides' BENCHMARK SUMMARY of each run."""
+    from atropos_tui.monitor import bench as summary
+
+    chosen = [runs.pick(path).dir.root for path in options.runs] or [runs.pick(None).dir.root]
+    if options.json:
+        print(json.dumps({str(path): summary.benchmark_data(path) for path in chosen}, indent=2))
+    else:
+        print("\n\n".join(summary.benchmark_text(path) for path in chosen))
+    return Exit.DONE

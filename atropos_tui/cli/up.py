@@ -1,0 +1,138 @@
+"""`up` and `attach`: plan, check, write the run directory, then run in the foreground or hand over to a supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from atropos_tui import __version__
+from atropos_tui.cli import runs, show
+from atropos_tui.cli.profiles import checked
+from atropos_tui.cli.run_files import write_run_files
+from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.stack.plan import make_site
+from atropos_tui.stack.profile import Profile, load_profile
+from atropos_tui.stack.spec import StackSpec
+from trainer_core.contracts.run_dir import RunDir
+
+SUPERVISOR_START_S = 20.0
+
+
+def up(options: argparse.Namespace) -> int:
+    """Start a stack; the exit codes are those of `atropos_tui.errors.Exit`."""
+    profile, file = load_profile(options.profile, options.sets)
+    root, run_id = _choose_run(options, profile)
+    stack = checked(
+        profile, file, make_site(profile, root, run_id=run_id, token=secrets.token_urlsafe(24)), machine=True
+    )
+    run = RunDir(root)
+    run.create()
+    write_run_files(run, stack, profile, version=__version__)
+    runs.remember(run, run_id)
+    if options.detach:
+        _spawn_supervisor(run, stack)
+        print(f"{run_id} runs in the background: {root}\n  atropos-tui attach · ps · down")
+        return Exit.DONE
+    if options.headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return _headless(run, stack)
+    _spawn_supervisor(run, stack)
+    return _screen(run)
+
+
+def attach(options: argparse.Namespace) -> int:
+    """Open the screen on a live run, or on what an ended one left."""
+    return _screen(runs.pick(options.run_dir).dir)
+
+
+def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, str]:
+    """Directory and id of the run; a used directory is only taken to resume it."""
+    if options.resume is not None:
+        entry = runs.pick(options.resume)
+        if entry.is_live:
+            raise UserError("that run is live", [Problem(str(entry.dir.root), "atropos-tui attach")])
+        return entry.dir.root, str(entry.info["run_id"])
+    run_id = runs.new_run_id(profile.name)
+    root = (options.run_dir or Path("runs") / run_id).resolve()
+    if runs.is_used(root):
+        raise UserError(
+            "the run directory is in use",
+            [Problem(f"{root} is not empty", f"choose another --run-dir, or continue it with --resume {root}")],
+        )
+    return root, run_id
+
+
+def _headless(run: RunDir, stack: StackSpec) -> int:
+    from atropos_tui.supervisor.runner import run_stack
+
+    print(f"{stack.run_id}: {run.root}", flush=True)
+    code = asyncio.run(run_stack(stack, on_event=lambda record: print(show.event_line(record), flush=True)))
+    return _ended(run, code)
+
+
+def _ended(run: RunDir, code: int | None = None) -> int:
+    """Say how the run ended and return its code."""
+    result = runs.read_result(run) or {
+        "exit_code": code if code is not None else Exit.FAULT,
+        "reason": "no result.json",
+    }
+    if not result["exit_code"]:
+        from atropos_tui.monitor.bench import benchmark_text
+
+        print(benchmark_text(run.root))
+    print(show.ending(result), file=sys.stderr if result["exit_code"] else sys.stdout, flush=True)
+    print(f"files: {run.root}")
+    return int(result["exit_code"]) if code is None else code
+
+
+def _spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
+    """Start the supervisor in a session of its own and wait until its socket answers.
+
+    The spec goes through a pipe: it holds what must not be written to a file.
+    """
+    run.result_json.unlink(missing_ok=True)
+    descriptor = os.open(run.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "atropos_tui.supervisor"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(stack.model_dump(mode="json")).encode())
+    process.stdin.close()
+    deadline = time.monotonic() + SUPERVISOR_START_S
+    while not run.control_sock.exists():
+        if process.poll() is not None and run.result_json.exists():
+            return
+        if process.poll() is not None or time.monotonic() > deadline:
+            tail = run.supervisor_log.read_text(errors="replace").splitlines()[-5:]
+            raise UserError("the supervisor did not start", [Problem(show.plain(line)) for line in tail], Exit.FAULT)
+        time.sleep(0.02)
+
+
+def _screen(run: RunDir) -> int:
+    """Show the run; leaving either detaches (0) or stops the stack and ends with the run's code."""
+    if not sys.stdout.isatty():
+        raise UserError("no terminal", [Problem("the screen needs one", "use ps, logs and events instead")])
+    from atropos_tui.ui.app import run_cockpit
+
+    choice = run_cockpit(run.root)
+    if choice == "stop":
+        from atropos_tui.cli.control import bring_down
+
+        print("stopping the stack …", flush=True)
+        asyncio.run(bring_down(run.root, timeout_s=None))
+        return _ended(run)
+    if run.result_json.exists() and not run.control_sock.exists():
+        return _ended(run)
+    print(f"detached; the run goes on: {run.root}\n  atropos-tui attach · ps · down")
+    return Exit.DONE

@@ -1,0 +1,263 @@
+"""One builder per role: profile section in, `ComponentSpec` out. Pure."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atropos_tui.stack.modes import TRAITS, ModeTraits
+from atropos_tui.stack.profile import (
+    ApiSection,
+    ComponentOptions,
+    EngineSection,
+    EnvSection,
+    ExtraSection,
+    PrepareSection,
+    Profile,
+)
+from atropos_tui.stack.spec import (
+    ComponentSpec,
+    FileCheck,
+    HttpCheck,
+    LogCheck,
+    Probe,
+    Probes,
+    RestartPolicy,
+    StopPolicy,
+)
+from atropos_tui.stack.variables import expand
+from trainer_core.config import TrainingConfig
+from trainer_core.contracts.control import Role
+from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_TOKEN, RunDir
+
+PYTHON = sys.executable
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the builders share about one run."""
+
+    profile: Profile
+    run: RunDir
+    run_id: str
+    token: str
+    variables: Mapping[str, str]
+
+    @property
+    def traits(self) -> ModeTraits:
+        return TRAITS[self.profile.mode]
+
+    @property
+    def model(self) -> str:
+        return self.text(self.profile.model)
+
+    def text(self, value: str) -> str:
+        return expand(value, dict(self.variables))
+
+    def texts(self, values: list[str]) -> list[str]:
+        return [self.text(value) for value in values]
+
+    def url(self, port: int) -> str:
+        return f"http://127.0.0.1:{port}"
+
+
+def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpec:
+    """Derived values, overridden by what the profile says."""
+    probes: Probes = derived.pop("probes", Probes())
+    chosen = {name: getattr(options, name) for name in ("startup", "readiness", "liveness")}
+    derived["probes"] = probes.model_copy(update={name: probe for name, probe in chosen.items() if probe is not None})
+    for name in ("restart", "stop", "start_timeout_s", "depends_on"):
+        if getattr(options, name) is not None:
+            derived[name] = getattr(options, name)
+    if options.cwd is not None:
+        derived["cwd"] = site.text(options.cwd)
+    derived["env"] = derived.get("env", {}) | {key: site.text(value) for key, value in options.env.items()}
+    return ComponentSpec(**derived)
+
+
+def prepare(site: Site, section: PrepareSection, before: list[str]) -> ComponentSpec:
+    return ComponentSpec(
+        name=section.name,
+        role=Role.PREPARE,
+        command=_program(site.texts(section.command)),
+        env={key: site.text(value) for key, value in section.env.items()},
+        depends_on=dict.fromkeys(before, "completed"),
+        creates=site.text(section.creates) if section.creates else None,
+        restart=RestartPolicy(policy="never"),
+        start_timeout_s=24 * 3600,
+    )
+
+
+def api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
+    command = [PYTHON, "-m", "atroposlib.cli.run_api", "--host", section.host, "--port", str(section.port)]
+    names = [env.name for env in site.profile.env]
+    return _spec(
+        site,
+        section,
+        name="api",
+        role=Role.API,
+        command=site.texts(section.command) if section.command else command,
+        depends_on=dict.fromkeys(after, "completed"),
+        probes=Probes(
+            readiness=Probe(checks=[HttpCheck(url=f"{site.url(section.port)}/info")], interval_s=0.25),
+            liveness=Probe(
+                checks=[HttpCheck(url=f"{site.url(section.port)}/info")],
+                interval_s=5,
+                timeout_s=10,
+                failure_threshold=6,
+            ),
+        ),
+        port=section.port,
+        # Its state is in memory only: environments must register anew, and the trainer does so by itself.
+        restart_with=names,
+        stop=StopPolicy(grace_s=5),
+    )
+
+
+def engine(site: Site, section: EngineSection, after: list[str], dtype: str) -> ComponentSpec:
+    bridge = site.run.engine_bridge(section.name)
+    shm = f"atropos-{site.run_id}-{section.name}"
+    environment = {ENV_TOKEN: site.token, "LOGDIR": str(bridge)} | _gpus(section.gpus)
+    checks: list[Any] = [HttpCheck(url=f"{site.url(section.port)}/health_generate")]
+    clears: list[str] = []
+    if site.traits.shares_memory:
+        environment |= {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_SHM_NAME": shm}
+        manifest = str(site.run.manifest(section.name))
+        checks.append(FileCheck(path=manifest))
+        clears = [manifest, f"/dev/shm/{shm}"]
+    if site.traits.holds_generation:
+        environment[ENV_HOLD_GENERATION] = "1"
+    return _spec(
+        site,
+        section,
+        name=section.name,
+        role=Role.ENGINE,
+        command=_engine_command(site, section, dtype),
+        env=environment,
+        depends_on=dict.fromkeys(after, "completed"),
+        probes=Probes(
+            readiness=Probe(checks=checks, interval_s=0.25, timeout_s=15),
+            liveness=Probe(
+                checks=[HttpCheck(url=f"{site.url(section.port)}/health")],
+                interval_s=2,
+                timeout_s=10,
+                failure_threshold=5,
+            ),
+        ),
+        port=section.port,
+        gpus=section.gpus,
+        clears=clears,
+        restart_with=["trainer"] if site.traits.trainer_follows_engine else [],
+        stop=StopPolicy(grace_s=15),
+        start_timeout_s=1800,
+    )
+
+
+def _engine_command(site: Site, section: EngineSection, dtype: str) -> list[str]:
+    flags: dict[str, Any] = {
+        "model": site.model,
+        "host": "127.0.0.1",
+        "port": section.port,
+        "dtype": section.dtype or dtype,
+        "seed": site.profile.seed,
+        "tensor-parallel-size": section.tensor_parallel if section.tensor_parallel > 1 else None,
+        "gpu-memory-utilization": section.gpu_memory_utilization,
+        "max-model-len": section.max_model_len,
+    } | section.args
+    return [PYTHON, "-m", "vllm_server", *_flags(flags)]
+
+
+def environment(site: Site, section: EnvSection, after: list[str], settings: TrainingConfig) -> ComponentSpec:
+    engine_port = site.profile.vllm[0].port
+    flags: dict[str, Any] = {
+        "slurm": False,
+        "env.rollout_server_url": site.url(site.profile.api.port),
+        "env.tokenizer_name": site.model,
+        "env.use_wandb": settings.use_wandb,
+        "env.wandb_name": f"{site.profile.name}-{section.name}",
+        # run-api counts drained batches, and the environment leaves when they exceed this; the trainer ends the run.
+        "env.total_steps": 1_000_000_000,
+        "env.inference_weight": section.weight,
+        "openai.base_url": f"{site.url(engine_port)}/v1",
+        "openai.server_type": "vllm",
+        "openai.model_name": site.model,
+        "openai.api_key": "local",
+    } | section.args
+    if section.command:
+        command = site.texts(section.command)
+    else:
+        program = ["-m", site.text(section.module)] if section.module else [site.text(section.script or "")]
+        config = ["--config", site.text(section.config)] if section.config else []
+        command = [PYTHON, *program, "serve", *config, *_flags(flags, explicit_booleans=True)]
+    return _spec(
+        site,
+        section,
+        name=section.name,
+        role=Role.ENV,
+        command=command,
+        # The token lets an environment of ours read the weight version that it evaluates.
+        env={ENV_TOKEN: site.token},
+        depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
+        stop=StopPolicy(signal="TERM", grace_s=5),
+    )
+
+
+def trainer(site: Site, settings: TrainingConfig, after: list[str]) -> ComponentSpec:
+    section = site.profile.trainer
+    return _spec(
+        site,
+        section,
+        name="trainer",
+        role=Role.TRAINER,
+        command=[PYTHON, "-m", "trainer_core", *settings.to_args()],
+        env={ENV_TOKEN: site.token} | _gpus(section.gpus),
+        # It imports and registers while vLLM loads, and waits for the manifest by itself.
+        depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
+        probes=Probes(
+            startup=Probe(checks=[LogCheck(pattern=r"(?i)registered with run-api")], failure_threshold=1_000_000)
+        ),
+        gpus=section.gpus,
+        # On its stop signal the trainer finishes the step and writes a checkpoint.
+        stop=StopPolicy(grace_s=120),
+        start_timeout_s=1800,
+        ends_run=True,
+    )
+
+
+def extra(site: Site, name: str, section: ExtraSection) -> ComponentSpec:
+    return _spec(
+        site, section, name=name, role=section.role, command=_program(site.texts(section.command)), port=section.port
+    )
+
+
+def _gpus(gpus: list[int]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+
+
+def _program(command: list[str]) -> list[str]:
+    """`python` means the interpreter that runs us, so that a profile works without an activated environment."""
+    return [PYTHON, *command[1:]] if command[0] in ("python", "python3") else command
+
+
+def _flags(values: dict[str, Any], *, explicit_booleans: bool = False) -> list[str]:
+    """Flags from a table; None is left out, a boolean is a bare flag or `--flag true`."""
+    argv: list[str] = []
+    for name, value in values.items():
+        if value is None or (value is False and not explicit_booleans):
+            continue
+        argv.append(f"--{name}")
+        if isinstance(value, bool):
+            argv += [str(value).lower()] if explicit_booleans else []
+        elif isinstance(value, list):
+            argv += [str(item) for item in value]
+        else:
+            argv.append(str(value))
+    return argv
+
+
+def resolve_path(path: str) -> Path:
+    return Path(os.path.expanduser(path)).resolve()  # noqa: PTH111

@@ -1,0 +1,46 @@
+"""What each weight mode asks of the stack: flags, files, who restarts with whom. Data: planning never branches.
+
+The trainer's own side of a mode is a strategy in `trainer_core/weight_sync/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atropos_tui.stack.profile import Mode
+
+
+@dataclass(frozen=True)
+class ModeTraits:
+    """Derived once per profile; every component builder reads it."""
+
+    runs: bool
+    """Whether this version can run the mode."""
+    shares_memory: bool = False
+    """The engine exports its weights, and the trainer attaches to them."""
+    holds_generation: bool = False
+    """The engine serves nobody until the trainer has named its weights."""
+    trainer_follows_engine: bool = False
+    """A restarted engine takes the trainer with it."""
+    trainer_settings: tuple[tuple[str, object], ...] = ()
+    """Fields of TrainingConfig that select the mode."""
+
+
+TRAITS: dict[Mode, ModeTraits] = {
+    "shared_vllm": ModeTraits(
+        runs=True,
+        shares_memory=True,
+        holds_generation=True,
+        trainer_follows_engine=True,
+        trainer_settings=(("weight_bridge_mode", "shared_vllm"),),
+    ),
+    "broadcast": ModeTraits(
+        runs=False,
+        holds_generation=True,
+        trainer_follows_engine=True,
+        trainer_settings=(("weight_bridge_mode", "shared_vllm"), ("use_shared_memory", True)),
+    ),
+    "lora_only": ModeTraits(runs=False, trainer_settings=(("weight_bridge_mode", "lora_only"),)),
+    "lora_restart": ModeTraits(runs=False, trainer_settings=(("weight_bridge_mode", "lora_restart"),)),
+    "none": ModeTraits(runs=False, trainer_settings=(("weight_bridge_mode", "none"),)),
+}

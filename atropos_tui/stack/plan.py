@@ -1,0 +1,112 @@
+"""Profile to `StackSpec`: commands, order, ports, probes, who restarts with whom. A function from data to data."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from atropos_tui.stack import components
+from atropos_tui.stack.components import Site
+from atropos_tui.stack.modes import TRAITS
+from atropos_tui.stack.profile import Profile
+from atropos_tui.stack.spec import ComponentSpec, StackSpec
+from atropos_tui.stack.variables import planning_variables
+from trainer_core.config import TrainingConfig
+from trainer_core.contracts.run_dir import RunDir
+
+REDACTED = "(redacted)"
+_SECRET_ENDINGS = ("token", "secret", "password", "api_key", "api-key", "apikey", "credentials")
+
+
+def make_site(profile: Profile, run_dir: Path, *, run_id: str, token: str) -> Site:
+    """What is known about the run while planning."""
+    variables = planning_variables(seed=profile.seed, run_dir=run_dir)
+    site = Site(profile, RunDir(run_dir), run_id, token, variables)
+    return Site(profile, RunDir(run_dir), run_id, token, variables | {"ATROPOS_MODEL": site.model})
+
+
+def training_config(site: Site) -> TrainingConfig:
+    """The trainer's settings with everything derived from the rest of the profile.
+
+    Raises:
+        ValueError: the settings contradict each other.
+    """
+    profile, engine = site.profile, site.profile.vllm[0]
+    derived: dict[str, Any] = {
+        "model_name": site.model,
+        "seed": profile.seed,
+        "atropos_url": site.url(profile.api.port),
+        "vllm_port": engine.port,
+        "save_path": str(site.run.checkpoints),
+        "resume": "auto",
+        "benchmark": True,
+        **dict(site.traits.trainer_settings),
+    }
+    if site.traits.shares_memory:
+        derived["vllm_config_path"] = str(site.run.manifest(engine.name))
+    if engine.max_model_len is not None:
+        derived["max_model_len"] = engine.max_model_len
+    if (group := group_size(profile)) is not None:
+        derived["group_size"] = group
+    try:
+        return TrainingConfig.model_validate(derived | profile.trainer.settings)
+    except ValidationError as error:
+        raise ValueError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
+
+
+def group_size(profile: Profile) -> int | None:
+    """The environments' group size where the profile states it for all alike."""
+    sizes = {env.args.get("env.group_size") for env in profile.env}
+    size = sizes.pop() if len(sizes) == 1 else None
+    return size if isinstance(size, int) else None
+
+
+def build_stack(profile: Profile, run_dir: Path, *, run_id: str, token: str) -> StackSpec:
+    """The complete stack in start order: prepare steps, run-api, engines, environments, extras, trainer."""
+    site = make_site(profile, run_dir, run_id=run_id, token=token)
+    settings = training_config(site)
+    prepared: list[ComponentSpec] = []
+    for section in profile.prepare:
+        prepared.append(components.prepare(site, section, [spec.name for spec in prepared]))
+    after = [spec.name for spec in prepared]
+    stack = [
+        *prepared,
+        components.api(site, profile.api, after),
+        *(components.engine(site, section, after, settings.dtype) for section in profile.vllm),
+        *(components.environment(site, section, after, settings) for section in profile.env),
+        *(components.extra(site, name, section) for name, section in profile.component.items()),
+        components.trainer(site, settings, after),
+    ]
+    return StackSpec(
+        run_id=run_id, name=profile.name, mode=profile.mode, run_dir=str(run_dir), components=stack, logs=profile.logs
+    )
+
+
+def redacted(stack: StackSpec) -> dict[str, Any]:
+    """The plan as data that may be written to a file: secret-looking values are replaced, references stay."""
+    data = stack.model_dump(mode="json")
+    for component in data["components"]:
+        component["env"] = {key: _hide(key, value) for key, value in component["env"].items()}
+        component["command"] = _hide_flags(component["command"])
+    return data
+
+
+def _hide(key: str, value: str) -> str:
+    return REDACTED if key.lower().endswith(_SECRET_ENDINGS) and not value.startswith("${") else value
+
+
+def _hide_flags(command: list[str]) -> list[str]:
+    shown = command[:1]
+    for before, value in pairwise(command):
+        is_value = before.startswith("--") and not value.startswith("--")
+        # "local" is the placeholder that stands where a local server wants some key.
+        shown.append(_hide(before, value) if is_value and value != "local" else value)
+    return shown
+
+
+def supported(profile: Profile) -> bool:
+    """Whether this version can run the profile's mode."""
+    return TRAITS[profile.mode].runs
