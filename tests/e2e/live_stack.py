@@ -1,0 +1,171 @@
+"""Driving the real stack from tests: start it, watch its files, and look for what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer_core.contracts.records import EvalRecord, Record, RecordError, StateRecord, parse_line
+from trainer_core.contracts.run_dir import ENV_RUN_ID, RunDir
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def read_records(path: Path) -> list[Record]:
+    """Every whole line of a stream."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            found.append(parse_line(line))
+        except RecordError as error:
+            raise AssertionError(f"{path}: {error}") from error
+    return found
+
+
+def processes_of(run_id: str) -> list[str]:
+    """Command lines of live processes that carry the run's marker, whoever their parent is."""
+    marker = f"{ENV_RUN_ID}={run_id}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if marker in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
+        except OSError:
+            continue
+    return found
+
+
+@dataclass
+class LiveStack:
+    """One `atropos-tui up --headless` of the demo profile."""
+
+    root: Path
+    sets: dict[str, Any] = field(default_factory=dict)
+    extra: list[str] = field(default_factory=list)
+    process: subprocess.Popen[str] | None = None
+    started: float = 0.0
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.root)
+
+    @property
+    def run_id(self) -> str:
+        return str(json.loads(self.run.run_json.read_text())["run_id"])
+
+    def up(self) -> LiveStack:
+        api, engine = free_ports(2)
+        sets = {"api.port": api, "vllm.port": engine} | self.sets
+        flags = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+        self.started = time.time()
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "atropos_tui",
+                "up",
+                "demo",
+                "--headless",
+                "--run-dir",
+                str(self.root),
+                *flags,
+                *self.extra,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        return self
+
+    def wait(self, timeout: float) -> tuple[int, str]:
+        """Exit code and output."""
+        assert self.process is not None
+        output, _ = self.process.communicate(timeout=timeout)
+        return self.process.returncode, output
+
+    def cli(self, *args: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "atropos_tui", *args, "--run-dir", str(self.root)]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, check=False
+        )
+
+    def close(self) -> None:
+        """End it whatever state it is in."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.communicate()
+
+    def telemetry(self, kind: str) -> list[Any]:
+        return [record for record in read_records(self.run.telemetry_jsonl) if record.kind == kind]
+
+    def states(self, component: str | None = None) -> list[StateRecord]:
+        records = read_records(self.run.supervisor_jsonl)
+        return [r for r in records if isinstance(r, StateRecord) and component in (None, r.component)]
+
+    def evals(self) -> list[EvalRecord]:
+        return [r for path in self.root.glob("eval.*.jsonl") for r in read_records(path) if isinstance(r, EvalRecord)]
+
+    def steps(self) -> list[Any]:
+        """Step records as a reader sees them: a later attempt replaces what it repeats."""
+        kept: list[Any] = []
+        for record in self.telemetry("step"):
+            kept = [old for old in kept if old.attempt == record.attempt or old.step < record.step]
+            kept.append(record)
+        return kept
+
+    def until(self, condition: Callable[[], Any], timeout: float, what: str) -> Any:
+        """Poll until `condition` gives something true; a stack that ends meanwhile fails at once."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if found := condition():
+                return found
+            if self.process is not None and self.process.poll() is not None:
+                raise AssertionError(f"the stack ended before: {what}\n{self.process.communicate()[0][-4000:]}")
+            time.sleep(0.05)
+        raise AssertionError(f"timeout after {timeout} s: {what}")
+
+    def until_step(self, step: int, timeout: float = 120) -> None:
+        self.until(lambda: any(r.step >= step for r in self.telemetry("step")), timeout, f"step {step}")
+
+    def pid_of(self, component: str) -> int:
+        status = json.loads(self.cli("ps", "--json").stdout)
+        return int(next(c["pid"] for c in status["components"] if c["name"] == component))
+
+    def assert_nothing_left(self) -> None:
+        """No process with the run's marker, no shared memory, no socket."""
+        deadline = time.monotonic() + 5
+        while (left := processes_of(self.run_id)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left, "processes left behind:\n" + "\n".join(left)
+        shared = [path.name for path in Path("/dev/shm").iterdir() if self.run_id in path.name]
+        assert not shared, f"left in /dev/shm: {shared}"
+        assert not self.run.control_sock.exists()

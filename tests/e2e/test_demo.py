@@ -1,0 +1,74 @@
+"""The demo profile, for real: it learns, the sides agree, the gates hold, and nothing is left.
+
+python -m pytest -m e2e tests/e2e/test_demo.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import mean
+
+import pytest
+
+from tests.e2e.live_stack import LiveStack
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+Start = Callable[..., LiveStack]
+
+
+def assert_learned(stack: LiveStack) -> None:
+    """Sampled reward and greedy held-out accuracy both rose clearly."""
+    rewards = [step.reward_mean for step in stack.steps()]
+    first, last = mean(rewards[:5]), mean(rewards[-5:])
+    assert last >= 0.88, f"reward of the last 5 steps: {last:.3f}"
+    assert last >= first + 0.3, f"reward {first:.3f} -> {last:.3f}"
+    held_out = [record.accuracy for record in stack.evals() if record.split == "held_out"]
+    assert len(held_out) >= 2, "no held-out accuracy was measured"
+    assert held_out[-1] >= held_out[0] + 0.3, f"held-out accuracy {held_out[0]:.2f} -> {held_out[-1]:.2f}"
+
+
+def assert_aligned(stack: LiveStack) -> None:
+    alignment = stack.telemetry("alignment")
+    probed = [record for record in alignment if record.probe_diff_abs_mean is not None]
+    assert len(probed) >= 0.9 * len(alignment) > 0
+    worst = max(record.probe_diff_abs_mean for record in probed)
+    assert worst < 1e-5, f"probe |diff| mean up to {worst:.2e}"
+    assert min(record.probe_tokens for record in probed) >= 8
+    assert {record.verdict for record in alignment} == {"ok"}
+
+
+def assert_gates_held(stack: LiveStack) -> None:
+    """Each component started only after what it depends on."""
+    when = {(r.component, r.new): r.time for r in reversed(stack.states())}
+    prepared = when["warm-start", "completed"]
+    for name in ("api", "vllm"):
+        assert when[name, "starting"] >= prepared
+    for name in ("arithmetic", "trainer"):
+        assert when[name, "starting"] >= when["api", "healthy"]
+    assert when["trainer", "starting"] < when["vllm", "healthy"], "the trainer imports while vLLM loads"
+    assert stack.telemetry("step")[0].time > when["vllm", "healthy"]
+
+
+def test_demo_learns_and_leaves_nothing(stack: Start) -> None:
+    run = stack()
+    code, output = run.wait(timeout=400)
+    assert code == 0, output[-4000:]
+    assert [step.step for step in run.steps()] == list(range(1, 61))
+    assert_learned(run)
+    assert_aligned(run)
+    assert_gates_held(run)
+    lags = [step.policy_lag_max for step in run.steps()]
+    assert None not in lags and max(lags) <= 1, f"policy lag: {lags}"
+    assert "BENCHMARK SUMMARY (shared_vllm)" in output
+    assert (run.run.checkpoints / "final_model" / "config.json").is_file()
+    run.assert_nothing_left()
+
+
+def test_without_learning_rate_it_does_not_learn(stack: Start) -> None:
+    """The proof that the test above can fail."""
+    run = stack(trainer__lr=0.0, trainer__training_steps=15)
+    code, output = run.wait(timeout=300)
+    assert code == 0, output[-4000:]
+    assert_aligned(run)
+    with pytest.raises(AssertionError, match="reward"):
+        assert_learned(run)

@@ -1,0 +1,95 @@
+"""Things that go wrong while the real stack runs: restarts by hand, kills of every component, mistakes in a profile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from tests.e2e.live_stack import LiveStack
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+Start = Callable[..., LiveStack]
+
+
+def test_restart_of_vllm_goes_on_from_the_weights_it_had(stack: Start) -> None:
+    run = stack(trainer__training_steps=45)
+    run.until_step(20)
+    shown = run.cli("restart", "vllm", "--dry-run")
+    assert "trainer → vllm" in shown.stdout and "vllm → trainer" in shown.stdout
+    done = run.cli("restart", "vllm", "--yes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = run.wait(timeout=300)
+    assert code == 0, output[-4000:]
+
+    steps = run.telemetry("step")
+    before = [step for step in steps if step.attempt == 1]
+    after = [step for step in steps if step.attempt == 2]
+    assert after[0].step == before[-1].step + 1, "the checkpoint of the stop signal was resumed, nothing repeated"
+    assert after[0].weight_version == before[-1].weight_version + 1
+    assert after[-1].step == 45
+    # The base model scores about 0.55: had a rollout come from it, the mean would show it.
+    assert mean(s.reward_mean for s in after[:3]) > mean(s.reward_mean for s in before[:3]) + 0.15
+    lags = [step.policy_lag_max for step in after]
+    assert None not in lags and max(lags) <= 2, f"policy lag after the restart: {lags}"
+    assert all(r.verdict == "ok" for r in run.telemetry("alignment"))
+    run.assert_nothing_left()
+
+
+def _kill(run: LiveStack, component: str, again: int) -> None:
+    """SIGKILL a component's main process, wait for its next attempt to be healthy and for training to go on."""
+    step = run.telemetry("step")[-1].step
+    os.kill(run.pid_of(component), signal.SIGKILL)
+    run.until(
+        lambda: any(r.new == "healthy" and r.attempt == again for r in run.states(component)),
+        120,
+        f"{component} healthy again",
+    )
+    back = time.time()
+    run.until(
+        lambda: any(r.time > back and r.step > step for r in run.telemetry("step")), 120, f"training after {component}"
+    )
+
+
+def test_every_component_may_die(stack: Start) -> None:
+    run = stack(trainer__training_steps=100_000, trainer__checkpoint_interval=5)
+    run.until_step(6)
+    _kill(run, "arithmetic", again=2)
+    _kill(run, "trainer", again=2)
+    _kill(run, "api", again=2)
+    _kill(run, "vllm", again=2)
+    log = "\n".join(path.read_text() for path in sorted((run.run.logs / "trainer").glob("*.log")))
+    assert "step_" in log and "esum" in log, "the trainer says which checkpoint it goes on from"
+    attempts = {step.attempt for step in run.telemetry("step")}
+    assert attempts == {1, 2, 3}, "killed once, taken along by vLLM once"
+    down = run.cli("down", timeout=180)
+    assert down.returncode == 0, down.stderr
+    code, output = run.wait(timeout=30)
+    assert code == 130, output[-2000:]
+    run.assert_nothing_left()
+
+
+def _failed_for_good(run: LiveStack, component: str) -> str:
+    code, output = run.wait(timeout=180)
+    assert code == 3, output[-3000:]
+    assert f"last lines of {component}:" in output and "fix:" in output, output[-3000:]
+    assert "Traceback" not in output.split("last lines of")[0]
+    run.assert_nothing_left()
+    return output
+
+
+def test_environment_that_crashes_at_import(stack: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "crashing_env.py").write_text("import no_such_thing_at_all\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    output = _failed_for_good(stack(env__module="crashing_env"), "arithmetic")
+    assert "no_such_thing_at_all" in output
+
+
+def test_trainer_that_raises(stack: Start) -> None:
+    output = _failed_for_good(stack(trainer__train_layer_indices="90-95"), "trainer")
+    assert "90" in output

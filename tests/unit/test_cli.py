@@ -1,0 +1,174 @@
+"""The command line without a stack: exit codes, clear errors, no traceback, no heavy imports."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atropos_tui.cli import main, runs
+from atropos_tui.cli.parser import build_parser
+from atropos_tui.errors import Exit
+from trainer_core.contracts.run_dir import RunDir
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def write_profile(tmp_path: Path, **top: Any) -> str:
+    settings = {"name": "p", "model": str(model(tmp_path))} | top
+    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    path = tmp_path / "p.toml"
+    path.write_text("\n".join([*lines, '[env]\nmodule = "json"\n']))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["up", "nowhere"], "unknown profile"),
+        (["validate", "nowhere"], "unknown profile"),
+        (["up", "demo", "--set", "modde=x"], "unknown key"),
+        (["up", "demo", "--set", "model=/no/such/model"], "no such model directory"),
+        (["up", "demo", "--set", "mode=lora_only"], "not run by this version"),
+        (["up", "demo", "--set", "trainer.lr=fast"], "trainer.lr"),
+    ],
+)
+def test_mistakes_exit_2_with_a_way_out(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(arguments) == Exit.USAGE
+    error = capsys.readouterr().err
+    assert expected in error and "Traceback" not in error
+    assert not Path("runs").exists(), "nothing is created for a run that cannot start"
+
+
+def test_taken_port_names_its_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main.run(["up", write_profile(tmp_path), "--set", f"api.port={port}"]) == Exit.USAGE
+    error = capsys.readouterr().err
+    assert f"port {port} is taken by" in error and f"pid {os.getpid()}" in error
+
+
+def test_missing_vllm_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
+    assert main.run(["up", write_profile(tmp_path)]) == Exit.USAGE
+    error = capsys.readouterr().err
+    assert "'vllm' is not installed" in error and "make install" in error
+
+
+def test_used_run_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "keep.txt").write_text("precious")
+    assert main.run(["up", write_profile(tmp_path), "--headless", "--run-dir", str(used)]) == Exit.USAGE
+    assert "--resume" in capsys.readouterr().err
+    assert [path.name for path in used.iterdir()] == ["keep.txt"]
+
+
+@pytest.mark.parametrize(
+    "command", [["ps"], ["down"], ["why"], ["logs", "vllm"], ["events"], ["attach"], ["restart", "vllm"]]
+)
+def test_no_run_exits_5(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(command) == Exit.NO_RUN
+    assert "atropos-tui" in capsys.readouterr().err
+
+
+def test_unknown_command_is_usage() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main.run(["levitate"])
+    assert caught.value.code == Exit.USAGE
+
+
+def test_fault_of_ours_leaves_a_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(runs, "all_runs", lambda: 1 / 0)
+    assert main.run(["runs"]) == Exit.FAULT
+    error = capsys.readouterr().err
+    path = Path(error.split("The report is in ")[1].split(";")[0])
+    assert "ZeroDivisionError" in path.read_text()
+    path.unlink()
+
+
+def ended_run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "runs" / "p-1")
+    run.create()
+    run.run_json.write_text(json.dumps({"run_id": "p-1", "name": "p", "mode": "shared_vllm", "started_at": 5.0}))
+    run.plan_json.write_text(json.dumps({"components": [{"name": "vllm", "role": "engine", "port": 9001}]}))
+    run.result_json.write_text(json.dumps({"exit_code": 3, "reason": "vllm failed", "component": "vllm"}))
+    engine = {"component": "vllm", "role": "engine", "attempt": 1}
+    lines = [
+        {"kind": "state", "seq": 0, "old": "pending", "new": "starting", **engine},
+        {"kind": "state", "seq": 1, "old": "starting", "new": "failed", "exit_code": 1, **engine},
+        {
+            "kind": "diagnosis",
+            "seq": 2,
+            "title": "out of memory",
+            "evidence": "\x1b]52;c;x\x07",
+            "fix": "less",
+            **engine,
+        },
+    ]
+    run.supervisor_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
+    log = run.log("vllm", 1)
+    log.parent.mkdir()
+    log.write_text("one\ntwo \x1b[31mred\x1b[0m\nthree\n")
+    return run
+
+
+def test_an_ended_run_answers_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ended_run(tmp_path)
+    assert main.run(["ps"]) == 0
+    assert "✗ failed" in capsys.readouterr().out
+    assert main.run(["ps", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["components"][0]["exit_code"] == 1
+    assert main.run(["why"]) == 0
+    text = capsys.readouterr().out
+    assert "out of memory" in text and "fix: less" in text and "\x1b" not in text
+    assert main.run(["events"]) == 0
+    assert "starting → failed" in capsys.readouterr().out
+    assert main.run(["logs", "vllm", "-n", "2", "--grep", "t"]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1] == "three" and "one" not in text and "\x1b" not in text
+    assert main.run(["wait", "--for", "done"]) == 3
+    assert main.run(["runs"]) == 0
+    assert "ended 3" in capsys.readouterr().out
+    assert main.run(["restart", "vllm"]) == Exit.NO_RUN
+    assert main.run(["logs", "nobody"]) == Exit.USAGE
+
+
+def test_help_is_quick() -> None:
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-m", "atropos_tui", "--help"], check=True, capture_output=True)
+    assert time.monotonic() - began < 1.5, "0.1 s when the machine is idle"
+
+
+def test_every_command_resolves() -> None:
+    """A handler that does not exist would only show when a user calls it."""
+    for action in build_parser()._actions:
+        for command in (getattr(action, "choices", None) or {}).values():
+            module, _, name = command.get_default("handler").partition(":")
+            assert callable(getattr(importlib.import_module(f"atropos_tui.cli.{module}"), name))
