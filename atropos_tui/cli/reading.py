@@ -218,8 +218,6 @@ def bench(options: argparse.Namespace) -> int:
     from atropos_tui.monitor import bench as summary
 
     chosen = [runs.pick(path).dir.root for path in options.runs] or [runs.pick(None).dir.root]
-    if options.json:
-        print(json.dumps({str(path): summary.benchmark_data(path) for path in chosen}, indent=2))
-    else:
-        print("\n\n".join(summary.benchmark_text(path) for path in chosen))
+    figures = [summary.benchmark_run(path) for path in chosen]
+    print(summary.benchmarks_json(figures) if options.json else summary.render_benchmarks(figures))
     return Exit.DONE

@@ -83,9 +83,9 @@ def _ended(run: RunDir, code: int | None = None) -> int:
         "reason": "no result.json",
     }
     if not result["exit_code"]:
-        from atropos_tui.monitor.bench import benchmark_text
+        from atropos_tui.monitor.bench import benchmark_run, render_benchmarks
 
-        print(benchmark_text(run.root))
+        print(render_benchmarks([benchmark_run(run.root)]))
     print(show.ending(result), file=sys.stderr if result["exit_code"] else sys.stdout, flush=True)
     print(f"files: {run.root}")
     return int(result["exit_code"]) if code is None else code

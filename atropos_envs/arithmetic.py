@@ -1,0 +1,132 @@
+"""The demo's task as pure functions: sums of two numbers from 0 to 19, which of them are held out, and the reward.
+
+No torch, no atroposlib: the warm start, the environment and the tests share it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+OPERANDS = 20
+"""Both numbers run from 0 to one less."""
+EASY_SHARE = 0.3
+"""Share of the sums without a carry that are asked; carries are what there is to learn, so all of them are."""
+HELD_OUT = 25
+"""Questions that neither the warm start nor the rollouts ever see."""
+MAX_NEW_TOKENS = 4
+TASK_FILE = "task.json"
+
+
+class TaskError(ValueError):
+    """A task file that cannot be used."""
+
+
+@dataclass(frozen=True, order=True)
+class Question:
+    """`left + right`."""
+
+    left: int
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left}+{self.right}="
+
+    @property
+    def answer(self) -> str:
+        return str(self.left + self.right)
+
+    @property
+    def carries(self) -> bool:
+        """Whether the ones add up to ten or more."""
+        return self.left % 10 + self.right % 10 >= 10
+
+    @property
+    def without_carry(self) -> str:
+        """What comes out when the carry is forgotten; the right answer where there is none."""
+        return str(self.left + self.right - (10 if self.carries else 0))
+
+
+@dataclass(frozen=True)
+class Task:
+    """Which questions are for training and which are held out; disjoint and sorted."""
+
+    seed: int
+    held_out: tuple[Question, ...]
+    training: tuple[Question, ...]
+
+    @property
+    def carries(self) -> tuple[Question, ...]:
+        """Training questions with a carry."""
+        return tuple(question for question in self.training if question.carries)
+
+
+def all_questions() -> list[Question]:
+    """Every sum there is, in order."""
+    return [Question(left, right) for left in range(OPERANDS) for right in range(OPERANDS)]
+
+
+def make_task(seed: int) -> Task:
+    """All sums with a carry and `EASY_SHARE` of the others, `HELD_OUT` of them held out; chosen by `seed` alone."""
+    rng = random.Random(seed)
+    easy = [question for question in all_questions() if not question.carries]
+    asked = [question for question in all_questions() if question.carries]
+    asked += rng.sample(easy, round(EASY_SHARE * len(easy)))
+    held_out = set(rng.sample(asked, HELD_OUT))
+    return Task(
+        seed=seed,
+        held_out=tuple(sorted(held_out)),
+        training=tuple(sorted(set(asked) - held_out)),
+    )
+
+
+def write_task(task: Task, folder: Path, accuracy: dict[str, float]) -> None:
+    """Save the split beside a model, with the accuracies it started from."""
+    content = {
+        "seed": task.seed,
+        "held_out": [[question.left, question.right] for question in task.held_out],
+        "training": [[question.left, question.right] for question in task.training],
+        "accuracy": accuracy,
+    }
+    (folder / TASK_FILE).write_text(json.dumps(content) + "\n")
+
+
+def load_task(folder: Path, *, seed: int) -> Task:
+    """The split that the model in `folder` was warm-started with; a model without one gets the split of `seed`.
+
+    Raises:
+        TaskError: the file is there and is not a split of this task.
+    """
+    path = folder / TASK_FILE
+    if not path.is_file():
+        return make_task(seed)
+    try:
+        content = json.loads(path.read_text())
+        task = Task(int(content["seed"]), _questions(content["held_out"]), _questions(content["training"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise TaskError(f"{path}: not a task file ({error}); delete the folder and warm-start again") from None
+    if not task.held_out or not task.training or set(task.held_out) & set(task.training):
+        raise TaskError(f"{path}: its two parts are empty or overlap; delete the folder and warm-start again")
+    return task
+
+
+def _questions(pairs: list[list[int]]) -> tuple[Question, ...]:
+    found = {Question(int(left), int(right)) for left, right in pairs}
+    if not found <= set(all_questions()):
+        raise ValueError(f"operands must be below {OPERANDS}")
+    return tuple(sorted(found))
+
+
+def reward(completion: Sequence[int], answer: Sequence[int], eos: int) -> float:
+    """1.0 when the completion is exactly the answer's tokens and then the end token, else 0.0.
+
+    Args:
+        completion: generated token ids, end token included.
+        answer: token ids of the right digits.
+        eos: id of the end token.
+    """
+    return float(list(completion) == [*answer, eos])

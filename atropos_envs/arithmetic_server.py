@@ -1,0 +1,124 @@
+"""Sums of two numbers as an atroposlib environment: the demo's task, small enough to learn on two CPU cores.
+
+    python -m atropos_envs.arithmetic_server serve --env.tokenizer_name MODEL --openai.model_name MODEL \\
+        --env.rollout_server_url http://127.0.0.1:8000 --openai.base_url http://127.0.0.1:9001/v1
+    python -m atropos_envs.arithmetic_server process ... --env.data_path_to_save_groups groups.jsonl
+    python -m atropos_envs.arithmetic_server evaluate ...
+
+A group is one prompt such as `7+8=` completed `group_size` times; the reward is 1 for the exact digits and the end
+token, else 0. Held-out questions are never rolled out, only evaluated.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
+from pydantic import Field
+
+from atropos_envs.arithmetic import MAX_NEW_TOKENS, Question, Task, TaskError, load_task, reward
+from atropos_envs.base import StackEnv, run
+from atropos_envs.errors import EnvFault
+from atropos_envs.evaluation import Graded
+
+
+class ArithmeticConfig(BaseEnvConfig):  # type: ignore[misc]
+    """BaseEnv's fields and ours; on the command line `--env.NAME`."""
+
+    seed: int = Field(0, description="Order of the questions; also the split, where the model folder has no task.json")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature of rollouts")
+    carry_questions: int = Field(25, ge=0, description="How many training questions with a carry an evaluation asks")
+
+
+class ArithmeticEnv(StackEnv):
+    """Questions in epochs, each epoch a new order of all training questions."""
+
+    name = "arithmetic"
+    env_config_cls = ArithmeticConfig
+
+    @classmethod
+    def config_init(cls) -> tuple[ArithmeticConfig, list[Any]]:
+        """Defaults that hold the policy lag at one and let the mean reward reach 1."""
+        env_config = ArithmeticConfig(
+            wandb_name=cls.name,
+            use_wandb=False,
+            group_size=8,
+            batch_size=128,
+            max_batches_offpolicy=1,
+            # A whole batch under way at once; get_status keeps it from becoming more.
+            max_num_workers=16,
+            max_eval_workers=64,
+            ensure_scores_are_not_same=False,
+            eval_handling=EvalHandlingEnum.NONE,
+            steps_per_eval=10,
+            max_token_length=32,
+            # The trainer ends the run. An environment that counts drained batches would leave first.
+            total_steps=1_000_000_000,
+            rollout_server_url="http://127.0.0.1:8000",
+        )
+        server = APIServerConfig(
+            server_type="vllm", base_url="http://127.0.0.1:9001/v1", api_key="local", model_name="", timeout=120
+        )
+        return env_config, [server]
+
+    async def setup(self) -> None:
+        """Load the split that belongs to the model.
+
+        Raises:
+            EnvFault: the model's task file is damaged, or its tokenizer is not one token per character.
+        """
+        try:
+            self.task: Task = load_task(Path(self.config.tokenizer_name), seed=self.config.seed)
+        except TaskError as error:
+            raise EnvFault(str(error), exit_code=2) from None
+        self._rng = random.Random(self.config.seed)
+        self._epoch: list[Question] = []
+        carries = self.task.carries
+        self._carries = random.Random(self.config.seed).sample(carries, min(self.config.carry_questions, len(carries)))
+
+    async def get_next_item(self) -> Question:
+        """The next training question."""
+        if not self._epoch:
+            self._epoch = self._rng.sample(self.task.training, len(self.task.training))
+        return self._epoch.pop()
+
+    async def rollout(self, item: Question) -> dict[str, Any]:
+        """`group_size` completions of one question, scored."""
+        sampling = {"temperature": self.config.temperature, "max_tokens": MAX_NEW_TOKENS}
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            await managed.completion(prompt=item.prompt, n=self.config.group_size, **sampling)
+            nodes = managed.get_state()["nodes"]
+        return {
+            "tokens": [node.tokens for node in nodes],
+            "masks": [node.masked_tokens for node in nodes],
+            "inference_logprobs": [node.logprobs for node in nodes],
+            "scores": [self._reward(item, _completion(node.tokens, node.masked_tokens)) for node in nodes],
+            "generation_params": sampling | {"env": self.component},
+        }
+
+    def eval_questions(self) -> dict[str, Sequence[Question]]:
+        """Held-out questions, and a fixed sample of carries: what the warm start never says greedily."""
+        return {"held_out": self.task.held_out, "carries": self._carries}
+
+    async def grade(self, question: Question, *, wait: bool) -> Graded:
+        """Greedy, on the first server."""
+        done = await self.server.servers[0].generate(
+            self.tokenizer.encode(question.prompt), wait=wait, temperature=0.0, max_tokens=MAX_NEW_TOKENS
+        )
+        span = done.weight_versions[0]
+        return Graded(self._reward(question, done.token_ids[0]) == 1.0, span[0] if span is not None else None)
+
+    def _reward(self, question: Question, completion: Sequence[int]) -> float:
+        return reward(completion, self.tokenizer.encode(question.answer), self.tokenizer.eos_token_id)
+
+
+def _completion(tokens: Sequence[int], masks: Sequence[int]) -> list[int]:
+    """The generated part: where the mask is not -100."""
+    return [token for token, mask in zip(tokens, masks, strict=True) if mask != -100]
+
+
+if __name__ == "__main__":
+    run(ArithmeticEnv)

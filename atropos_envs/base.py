@@ -1,0 +1,320 @@
+"""What every environment of this stack adds to atroposlib's BaseEnv.
+
+Patience (the trainer, run-api and vLLM may come late; vLLM may go and come back), a calm log, accuracies in the run
+directory, a clean leave on SIGTERM, and a bound on how many rollouts are under way. An environment module ends with
+`run(ItsClass)`; the commands serve, process and evaluate are atroposlib's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, NoReturn
+
+import aiohttp
+from atroposlib.envs.base import BaseEnv
+from tenacity import RetryError
+
+from atropos_envs.engine_client import EngineClient, EngineRefused, EngineUnavailable
+from atropos_envs.errors import EnvFault
+from atropos_envs.evaluation import EvalLog, Graded, component_name, eval_path
+from atropos_envs.registration import Registration
+
+log = logging.getLogger(__name__)
+
+ONE_OFF_PATIENCE_S = 60.0
+"""How long process and evaluate wait for the inference server."""
+LEAVE_S = 3.0
+"""For the last evaluation on SIGTERM, well inside of the supervisor's grace."""
+SUMMARY_S = 5.0
+"""Between two lines of progress."""
+
+
+class StackEnv(BaseEnv):  # type: ignore[misc]
+    """Base of our environments.
+
+    A subclass gives `eval_questions`, `grade` and BaseEnv's `setup`, `get_next_item`, and `rollout` in the place of
+    `collect_trajectories`.
+    """
+
+    server_cls = EngineClient
+    name = "env"
+    evaluates_first: ClassVar[bool] = True
+    """No rollout starts before the first evaluation is over, so that it surely sees the untrained weights."""
+    evaluates_last: ClassVar[bool] = True
+    """Evaluate once more on SIGTERM: for evaluations that take a moment only."""
+
+    def __init__(self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+        _check_servers(server_configs)
+        try:
+            super().__init__(config, server_configs, slurm=slurm, testing=testing)
+        except (OSError, ValueError) as error:
+            first_line = str(error).strip().split("\n")[0]
+            raise EnvFault(
+                f"no tokenizer at {config.tokenizer_name!r} or the model's own ({first_line}). "
+                "Give --env.tokenizer_name and --openai.model_name a model folder or a hub id",
+                exit_code=2,
+            ) from None
+        self.component = component_name(self.name)
+        self.eval_log = EvalLog(eval_path(self.component, config.data_dir_to_save_evals), self.component)
+        self.eval_runner: asyncio.Task[None] | None = None
+        self.num_steps: int | None = None
+        self.status_dict: dict[str, Any] = {}
+        self._serving = False
+        self._stopping = False
+        self._fault: EnvFault | None = None
+        self._main: asyncio.Task[Any] | None = None
+        self._may_roll = asyncio.Event()
+        self._evaluating = asyncio.Lock()
+        self._registration = Registration(config.rollout_server_url, self.component)
+        self._sent = 0
+        self._recent: list[float] = []
+        self._summary_at = 0.0
+
+    # What a subclass gives
+
+    def eval_questions(self) -> dict[str, Sequence[Any]]:
+        """The questions of each split that is evaluated."""
+        raise NotImplementedError
+
+    async def grade(self, question: Any, *, wait: bool) -> Graded:
+        """Answer one question greedily; with `wait=False` raise EngineUnavailable rather than wait."""
+        raise NotImplementedError
+
+    async def rollout(self, item: Any) -> dict[str, Any] | None:
+        """One scored group (a ScoredDataGroup), or None to drop it."""
+        raise NotImplementedError
+
+    # The three commands
+
+    async def env_manager(self) -> None:
+        """serve: until total_steps, SIGTERM, or a fault.
+
+        Raises:
+            EnvFault: run-api is gone, or the server will never do.
+        """
+        loop = asyncio.get_running_loop()
+        self._serving, self._main = True, asyncio.current_task()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            await super().env_manager()
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+        except (RetryError, aiohttp.ClientError) as error:
+            self._fault = self._fault or EnvFault(self._registration.gone(error))
+        finally:
+            await self._leave()
+        if self._fault is not None:
+            raise self._fault
+
+    async def process_manager(self) -> None:
+        """process: write `env.total_steps` groups to a file."""
+        await self._one_off(super().process_manager())
+
+    async def _run_evaluate(self) -> None:
+        await self._one_off(super()._run_evaluate())
+
+    async def _one_off(self, work: Any) -> None:
+        for server in self.server.servers:
+            server.patience_s = ONE_OFF_PATIENCE_S
+        self._may_roll.set()
+        try:
+            await work
+        except (EngineUnavailable, EngineRefused) as error:
+            raise EnvFault(f"{error}. Start the inference server or check --openai.base_url") from None
+        finally:
+            await self._close_servers()
+
+    # Rollouts
+
+    async def collect_trajectories(self, item: Any) -> tuple[dict[str, Any] | None, list[Any]]:
+        """Wait until rollouts may start, then make one group; a refused one is dropped, a hopeless server ends us."""
+        await self._may_roll.wait()
+        try:
+            group = await self.rollout(item)
+        except EngineRefused as error:
+            if not self._serving:
+                raise
+            if error.fatal:
+                self._give_up(EnvFault(str(error), exit_code=2))
+            log.warning("dropped %s: %s", item, error)
+            return None, []
+        if group is not None:
+            self._recent += group["scores"]
+        return group, []
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        await super()._send_scored_data_to_api(scored_data)
+        self._sent += 1
+
+    async def get_status(self) -> None:
+        """run-api's view, with groups counted that it received while it answered.
+
+        Without them BaseEnv would start rollouts for places already taken, some would wait in the queue for one batch
+        more, and the policy lag would exceed `max_batches_offpolicy`.
+        """
+        sent_before = self._sent
+        await super().get_status()
+        status = self.status_dict
+        others = status["queue_size"] - status.get("self_queue_size", 0)
+        status["queue_size"] += self._sent - sent_before
+        if others <= 0 and self.config.batch_size > 0:
+            # Our own rollouts in flight have their place already; BaseEnv must not cancel them.
+            places = self.config.max_batches_offpolicy * self.config.batch_size // self.config.group_size
+            status["queue_size"] = max(0, min(status["queue_size"], places - len(self.workers)))
+
+    async def env_step_checks(self) -> None:
+        """BaseEnv's cadence of evaluations, one more when the trainer has drained its last batch, and progress."""
+        before, now = self.curr_step, self.status_dict["current_step"]
+        await super().env_step_checks()
+        idle = self.eval_runner is None or self.eval_runner.done()
+        if self._evaluates and idle and self.num_steps is not None and before < self.num_steps <= now:
+            self.eval_runner = asyncio.create_task(self.evaluate())
+        if now != before and time.monotonic() - self._summary_at > SUMMARY_S and self._recent:
+            mean = sum(self._recent) / len(self._recent)
+            log.info(
+                "step %d: %d groups sent, mean score %.3f over the last %d", now, self._sent, mean, len(self._recent)
+            )
+            self._recent, self._summary_at = [], time.monotonic()
+
+    # Registration
+
+    async def _register_env(self) -> dict[str, Any]:
+        answer = await self._registration.register(
+            max_token_length=self.config.max_token_length,
+            desired_name=self.config.wandb_name,
+            weight=self.config.inference_weight,
+            min_batch_allocation=self.config.min_batch_allocation,
+            group_size=self.config.group_size,
+        )
+        self.num_steps = answer["num_steps"] if answer["num_steps"] > 0 else None
+        return answer
+
+    async def get_server_info(self) -> None:
+        """After registering: learn the batch size, then evaluate while BaseEnv waits its five seconds."""
+        await super().get_server_info()
+        log.info("registered as environment %d at step %d", self.env_id, self.curr_step)
+        if self._evaluates:
+            self.eval_runner = asyncio.create_task(self._evaluate_first())
+        if not (self._evaluates and self.evaluates_first):
+            self._may_roll.set()
+
+    # Evaluation
+
+    @property
+    def _evaluates(self) -> bool:
+        return bool(self.config.steps_per_eval > 0)
+
+    async def _evaluate_first(self) -> None:
+        try:
+            await self.evaluate()
+        finally:
+            self._may_roll.set()
+
+    async def evaluate(self, *args: Any, wait: bool = True, **kwargs: Any) -> None:
+        """Answer every split's questions greedily and append one record for each split."""
+        async with self._evaluating:
+            step = await self._registration.current_step() if self._serving else None
+            for split, questions in self.eval_questions().items():
+                if not questions:
+                    continue
+                try:
+                    graded = await self._grade_all(questions, wait)
+                except (EngineUnavailable, EngineRefused) as error:
+                    if not self._serving:
+                        raise
+                    log.warning("no evaluation of %s: %s", split, error)
+                    return
+                record = self.eval_log.append(split, graded, step)
+                version = "" if record.weight_version is None else f" at weight version {record.weight_version}"
+                log.info(
+                    "%s: %d of %d right (%.2f)%s", split, record.correct, record.questions, record.accuracy, version
+                )
+
+    async def _grade_all(self, questions: Sequence[Any], wait: bool) -> list[Graded]:
+        places = asyncio.Semaphore(self.config.max_eval_workers)
+
+        async def one(question: Any) -> Graded:
+            async with places:
+                return await self.grade(question, wait=wait)
+
+        return await asyncio.gather(*(one(question) for question in questions))
+
+    # Leaving
+
+    def _stop(self) -> None:
+        if not self._stopping and self._main is not None:
+            self._stopping = True
+            self._main.cancel()
+
+    def _give_up(self, fault: EnvFault) -> None:
+        self._fault = self._fault or fault
+        self._stop()
+
+    async def _leave(self) -> None:
+        """Free our share of the batch, so that a successor does not compete with our ghost."""
+        for task in [*self.workers, *([self.eval_runner] if self.eval_runner else [])]:
+            task.cancel()
+        if self._stopping and self._fault is None and self._evaluates and self.evaluates_last:
+            self._evaluating = asyncio.Lock()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.evaluate(wait=False), LEAVE_S)
+        await self._registration.disconnect()
+        await self._registration.close()
+        await self._close_servers()
+
+    async def _close_servers(self) -> None:
+        for server in self.server.servers:
+            await server.close()
+
+
+def _check_servers(server_configs: Any) -> None:
+    configs = server_configs if isinstance(server_configs, list) else [server_configs]
+    for config in configs:
+        if config.server_type != "vllm":
+            raise EnvFault(
+                f"server_type={config.server_type} returns no logprobs to train on; use --openai.server_type vllm",
+                exit_code=2,
+            )
+        if not getattr(config, "base_url", ""):
+            raise EnvFault("which inference server? Give --openai.base_url http://127.0.0.1:PORT/v1", exit_code=2)
+
+
+def configure_logging() -> None:
+    """One line per event. BaseEnv reports its inner state ten times a second at INFO, and at DEBUG once any root
+    logger call has installed a handler; here only its warnings pass."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    for name in ("atroposlib", "atroposlib.envs.base", "httpx", "openai", "datasets", "urllib3"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def one_off_defaults(arguments: Sequence[str]) -> list[str]:
+    """atroposlib turns wandb on for process and evaluate, and process runs for total_steps: without a word from the
+    user, no wandb and ten groups."""
+    command = arguments[0] if arguments else ""
+    if command not in ("process", "evaluate"):
+        return list(arguments)
+    defaults = {"--env.use_wandb": "false"} | ({"--env.total_steps": "10"} if command == "process" else {})
+    given = {argument.split("=")[0] for argument in arguments}
+    added = [word for flag, value in defaults.items() if flag not in given for word in (flag, value)]
+    return [*arguments, *added]
+
+
+def run(env_class: type[StackEnv]) -> NoReturn:
+    """The program: atroposlib's command line around `env_class`. Exit 0, 1 (a part is gone), or 2 (a mistake)."""
+    import sys
+
+    configure_logging()
+    sys.argv[1:] = one_off_defaults(sys.argv[1:])
+    try:
+        env_class.cli()
+    except EnvFault as fault:
+        log.error("%s", fault)
+        sys.exit(fault.exit_code)
+    sys.exit(0)

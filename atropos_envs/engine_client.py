@@ -1,0 +1,189 @@
+"""How an environment asks the inference server: kept connections, patience while it is away, weight versions.
+
+atroposlib's own `VLLMServer` opens a connection for every request, gives up after three tries and drops what the answer
+says beyond tokens and logprobs. This one keeps atroposlib's interface, so `ManagedServer` works on top of it unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+"""Between two tries while the server is away, held or starting."""
+_FATAL = {401: "refuses this client", 403: "refuses this client", 404: "has no such route", 405: "has no such route"}
+
+
+class EngineUnavailable(RuntimeError):
+    """The server did not answer in the time given: down, starting, or held until its weights are named."""
+
+
+class EngineRefused(ValueError):
+    """The server answered, and trying again cannot help."""
+
+    def __init__(self, message: str, *, fatal: bool) -> None:
+        super().__init__(message)
+        self.fatal = fatal
+        """Every request will be refused alike: a wrong server, not a wrong prompt."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """N completions of one prompt. `token_ids` and `logprobs` have N lists of equal lengths, end token included."""
+
+    prompt_ids: list[int]
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    finish_reasons: list[str]
+    weight_versions: list[tuple[int, int] | None]
+    """Oldest and newest weight version of each completion; null where the server names none."""
+
+
+def parse_generation(prompt_ids: Sequence[int], answer: dict[str, Any]) -> Generation:
+    """Read the body of `POST /generate`: `logprobs` is [N][T] of `[{token id: logprob}]`.
+
+    Raises:
+        EngineRefused: no logprobs in it, so nothing can be trained on it.
+    """
+    try:
+        chosen = [[next(iter(step[0].items())) for step in sequence] for sequence in answer["logprobs"]]
+        reasons = [str(reason) for reason in answer["finish_reasons"]]
+    except (KeyError, TypeError, IndexError, StopIteration, AttributeError):
+        raise EngineRefused(
+            "the server's /generate returns no logprobs; start it with `python -m vllm_server`", fatal=True
+        ) from None
+    versions = answer.get("weight_versions") or [None] * len(chosen)
+    return Generation(
+        prompt_ids=list(prompt_ids),
+        token_ids=[[int(token) for token, _ in sequence] for sequence in chosen],
+        logprobs=[[float(logprob) for _, logprob in sequence] for sequence in chosen],
+        finish_reasons=reasons,
+        weight_versions=[_version_span(pair) for pair in versions],
+    )
+
+
+def _version_span(pair: Any) -> tuple[int, int] | None:
+    """Both versions, or None while the server has no name for its weights."""
+    return (int(pair[0]), int(pair[1])) if pair and None not in pair else None
+
+
+class EngineClient(VLLMServer):  # type: ignore[misc]
+    """One inference server. `server_healthy` says whether the last request reached it."""
+
+    patience_s: float = math.inf
+    """How long a request waits for a server that is away; a serving environment waits for ever."""
+
+    def __init__(self, config: Any, reasoning_config: Any = None) -> None:
+        super().__init__(config, reasoning_config=reasoning_config)
+        # The base class polls /health, and would only hide what a request tells better.
+        self.initialized = True
+        self._session: aiohttp.ClientSession | None = None
+        self._lost_at: float | None = None
+
+    @property
+    def root_url(self) -> str:
+        """The server without `/v1`."""
+        return str(self.config.base_url).rstrip("/").removesuffix("/v1")
+
+    async def generate(self, prompt_ids: Sequence[int], *, wait: bool = True, **sampling: Any) -> Generation:
+        """`POST /generate` with vLLM's sampling parameters, again and again while the server is away.
+
+        Raises:
+            EngineUnavailable: away for longer than `patience_s`, or at all with `wait=False`.
+            EngineRefused: the request is wrong, or the server is no server of ours.
+        """
+        body = {"prompt": {"prompt_token_ids": list(prompt_ids)}, "logprobs": 0} | sampling
+        started = time.monotonic()
+        while True:
+            try:
+                answer = await self._post(body)
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                self._note_lost(error)
+                if not wait or time.monotonic() - started > self.patience_s:
+                    raise EngineUnavailable(f"{self.root_url} does not answer ({_name(error)})") from None
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._note_found()
+            return parse_generation(prompt_ids, answer)
+
+    async def tokens_and_logprobs_completion(
+        self, **request: Any
+    ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
+        """atroposlib's interface: prompt ids, then token ids, logprobs and finish reasons of each completion."""
+        split = request.pop("split", "train")
+        wait = request.pop("wait", True)
+        for unused in ("model", "skip_reasoning"):
+            request.pop(unused, None)
+        prompt = request.pop("prompt", None)
+        ids = request.pop("input_ids", None)
+        prompt_ids = self._single_bos(list(ids) if ids is not None else self.tokenizer.encode(prompt))
+        for name in ("max_new_tokens", "max_completion_tokens"):
+            if name in request:
+                request["max_tokens"] = request.pop(name)
+        started = time.time()
+        async with self.sem if split == "train" else self.eval_sem:
+            done = await self.generate(prompt_ids, wait=wait, **request)
+        timings = self.request_timings if split == "train" else self.eval_request_timings
+        timings.append(time.time() - started)
+        del timings[: -self.config.rolling_buffer_length]
+        return done.prompt_ids, done.token_ids, done.logprobs, done.finish_reasons
+
+    async def close(self) -> None:
+        """Close the kept connections; a later request opens new ones."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _single_bos(self, ids: list[int]) -> list[int]:
+        """A chat template that writes the first token, and a tokenizer that adds it, make it two."""
+        bos = self.tokenizer.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=self.config.timeout, sock_connect=5),
+                connector=aiohttp.TCPConnector(limit=0),
+                headers={"Authorization": f"Bearer {self.config.api_key}"} if self.config.api_key else {},
+            )
+        async with self._session.post(f"{self.root_url}/generate", json=body) as response:
+            if 400 <= response.status < 500 and response.status not in (408, 425, 429):
+                raise await self._refusal(response)
+            response.raise_for_status()
+            answer: dict[str, Any] = await response.json()
+            return answer
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> EngineRefused:
+        text = (await response.text())[:300]
+        if response.status in _FATAL:
+            reason = f"{self.root_url}/generate {_FATAL[response.status]} ({response.status}): {text}"
+            return EngineRefused(f"{reason}. Start `python -m vllm_server` and check --openai.base_url", fatal=True)
+        return EngineRefused(f"{self.root_url}/generate: {response.status}: {text}", fatal=False)
+
+    def _note_lost(self, error: BaseException) -> None:
+        self.server_healthy = False
+        if self._lost_at is None:
+            self._lost_at = time.monotonic()
+            log.warning("waiting for the inference server at %s (%s)", self.root_url, _name(error))
+
+    def _note_found(self) -> None:
+        self.server_healthy = True
+        if self._lost_at is not None:
+            log.info("inference server at %s answers after %.1f s", self.root_url, time.monotonic() - self._lost_at)
+            self._lost_at = None
+
+
+def _name(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"status {error.status}"
+    return "time-out" if isinstance(error, TimeoutError) else str(error) or type(error).__name__

@@ -1,0 +1,117 @@
+"""An environment's place at run-api: take it patiently, give it back, and give back what an earlier life left.
+
+run-api never notices that an environment died: the ghost keeps its share of every batch. So the id is remembered in the
+run directory, and the next life disconnects it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from atropos_envs.errors import EnvFault
+from trainer_core.contracts.run_dir import RunDir
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+
+
+class Registration:
+    """One environment at one run-api."""
+
+    def __init__(self, url: str, component: str) -> None:
+        self._url = url.rstrip("/")
+        run = RunDir.from_env()
+        self._memory: Path | None = run.bridge / f"env.{component}.json" if run is not None else None
+        self._session: aiohttp.ClientSession | None = None
+        self.env_id: int | None = None
+
+    def gone(self, error: BaseException) -> str:
+        """What to say when run-api stopped answering."""
+        cause = error.last_attempt.exception() if hasattr(error, "last_attempt") else error
+        return f"run-api at {self._url} is gone ({type(cause).__name__}); restart it, then this environment"
+
+    async def register(self, **fields: Any) -> dict[str, Any]:
+        """`POST /register-env` until it succeeds: run-api takes no environment before the trainer's first `GET /batch`.
+
+        Raises:
+            EnvFault: run-api calls the request wrong.
+        """
+        said = ""
+        while True:
+            try:
+                answer = await self._call("POST", "/register-env", fields)
+                reason = f"run-api at {self._url} says: {answer['status']}"
+                if answer["status"] == "success":
+                    break
+            except (aiohttp.ClientConnectionError, TimeoutError):
+                reason = f"waiting for run-api at {self._url}"
+            except aiohttp.ClientResponseError as error:
+                raise EnvFault(f"run-api refused the registration ({error.status}: {fields})", exit_code=2) from None
+            if reason != said:
+                log.info("%s", reason)
+                said = reason
+            await asyncio.sleep(POLL_S)
+        self.env_id = answer["env_id"]
+        await self._free_earlier_lives(answer["wandb_name"], fields["desired_name"])
+        return answer
+
+    async def current_step(self) -> int | None:
+        """Batches drained so far; None when run-api does not say."""
+        with suppress(aiohttp.ClientError, TimeoutError):
+            return int((await self._call("GET", "/status"))["current_step"])
+        return None
+
+    async def disconnect(self) -> None:
+        """Give our place back, as far as run-api still answers."""
+        if self.env_id is None:
+            return
+        with suppress(aiohttp.ClientError, TimeoutError):
+            await self._call("POST", "/disconnect-env", {"env_id": self.env_id})
+            if self._memory is not None:
+                self._memory.unlink(missing_ok=True)
+        self.env_id = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _free_earlier_lives(self, real_name: str, desired_name: str) -> None:
+        """Disconnect the ids remembered, if this run-api knew us before; then remember the new one.
+
+        run-api numbers registrations of one name from 0. Number 0 says that it has been restarted since, and the
+        remembered ids are other environments' by now.
+        """
+        earlier = _read_ids(self._memory)
+        if earlier and real_name != f"{desired_name}_0":
+            for env_id in earlier:
+                with suppress(aiohttp.ClientError, TimeoutError):
+                    await self._call("POST", "/disconnect-env", {"env_id": env_id})
+            log.info("gave back the place of an earlier life (environment %s)", ", ".join(map(str, earlier)))
+        if self._memory is not None:
+            self._memory.parent.mkdir(parents=True, exist_ok=True)
+            self._memory.write_text(json.dumps({"env_ids": [self.env_id]}) + "\n")
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5))
+        async with self._session.request(method, self._url + path, json=body) as response:
+            response.raise_for_status()
+            answer: dict[str, Any] = await response.json()
+            return answer
+
+
+def _read_ids(path: Path | None) -> list[int]:
+    if path is None:
+        return []
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return [int(env_id) for env_id in json.loads(path.read_text())["env_ids"]]
+    return []

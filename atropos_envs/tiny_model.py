@@ -1,0 +1,98 @@
+"""A real but tiny Qwen3 with random weights and a character tokenizer: enough of a model to run every part on a CPU.
+
+    python -c "from atropos_envs.tiny_model import make_tiny_model; make_tiny_model('runs/tiny')"
+
+Nothing is downloaded. The demo warm-starts this model, tests use it as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
+PAD_ID, EOS_ID = 0, 1
+CHARACTERS = "0123456789+="
+VOCABULARY = {token: index for index, token in enumerate([PAD_TOKEN, EOS_TOKEN, *CHARACTERS])}
+"""14 tokens; a digit d has id d + 2."""
+
+MAX_POSITIONS = 256
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One id per character, nothing added before or after; a character it does not know becomes the padding id."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    # BPE without merges is a character model. Mapping the unknown to padding, not to nothing, keeps a warm-up
+    # prompt such as "Hello" from becoming an empty one, which vLLM refuses.
+    core = Tokenizer(models.BPE(vocab=VOCABULARY, merges=[], unk_token=PAD_TOKEN))
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        unk_token=PAD_TOKEN,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tiny_config(dtype: str = "float32") -> Qwen3Config:
+    """Qwen3 with 0.79 M parameters: hidden 128, 4 layers, 4 heads on 2 KV heads of 32, MLP 384, tied embeddings."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        dtype=dtype,
+    )
+
+
+def build_tiny_model(*, seed: int = 0, dtype: str = "float32") -> Qwen3ForCausalLM:
+    """The model with random weights, in memory; the caller's random state is left as it was."""
+    import torch
+    from transformers import GenerationConfig, Qwen3ForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(tiny_config(dtype)).to(getattr(torch, dtype))
+    model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+    return model
+
+
+def save_model(model: Qwen3ForCausalLM, path: Path) -> None:
+    """Weights (safetensors), configs and tokenizer into `path`, for the Auto classes to load offline."""
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+
+
+def make_tiny_model(path: str | os.PathLike[str], *, seed: int = 0, dtype: str = "float32") -> Path:
+    """Save the tiny model with random weights.
+
+    Args:
+        path: directory to write; made when missing.
+        seed: of the weights; the same seed gives the same bytes.
+        dtype: torch's name of the weights' type, such as "float32" or "bfloat16".
+
+    Returns:
+        The directory.
+    """
+    target = Path(path)
+    save_model(build_tiny_model(seed=seed, dtype=dtype), target)
+    return target

@@ -1,0 +1,88 @@
+"""Text that is safe and short enough to show: foreign output made plain, and figures in a few characters.
+
+Programs and models may print anything. `plain_text` keeps what can be read and drops what a terminal would obey:
+escape sequences (CSI, OSC with clipboard writes, DCS and the like), control characters, bidirectional overrides.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+MAX_COLUMNS = 4096
+"""A longer line is cut for display; its file has the rest."""
+
+_ESCAPES = re.compile(
+    r"""
+    (?:\x1b\[|\x9b) [0-?]* [ -/]* [@-~]?                     # CSI: colours, cursor
+  | (?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])                     # OSC, DCS, SOS, PM, APC ...
+        [^\x07\x1b\x9c]* (?:\x07|\x1b\\|\x9c)?               # ... to their end, or to the end of the line
+  | \x1b [ -/]* [0-~]?                                       # two-character sequences
+    """,
+    re.VERBOSE,
+)
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+
+
+def plain_text(line: str) -> str:
+    """One line of foreign output as text to show: after its last carriage return, tabs expanded, controls gone."""
+    if len(line) > 4 * MAX_COLUMNS:
+        line = line[: 4 * MAX_COLUMNS]
+    if not line.isprintable():
+        line = _ESCAPES.sub("", line)
+        line = line.rstrip("\r").rpartition("\r")[2]
+        line = _CONTROL.sub("", line.expandtabs(8))
+    return line if len(line) <= MAX_COLUMNS else line[: MAX_COLUMNS - 1] + "…"
+
+
+def one_line(text: str) -> str:
+    """Text of several lines as one: line breaks are shown as `⏎`, the rest is made plain."""
+    return plain_text(text[: 4 * MAX_COLUMNS].replace("\r\n", "\n").replace("\n", "⏎"))
+
+
+def duration(seconds: float | None) -> str:
+    """`9.3 s`, `2:05`, `1:02:05` or `3 d 04 h`; `–` where there is none."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–" if seconds is None else str(seconds)
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24:02d} h"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def seconds_text(value: float | None) -> str:
+    """A measured time: `0.31 s`, `4.2 ms`, `12.0 s`."""
+    if value is None or not math.isfinite(value):
+        return "–" if value is None else number(value)
+    if 0 < abs(value) < 0.1:
+        return f"{value * 1000:.1f} ms"
+    return f"{value:.2f} s"
+
+
+def bytes_text(value: float | None) -> str:
+    """`512 MB`, `1.5 GB`; powers of ten."""
+    if value is None:
+        return "–"
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.{1 if unit == 'GB' else 0}f} {unit}"
+    return f"{value:.0f} B"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Few characters for any magnitude: `0.912`, `4.1e-07`, `12,300`, `NaN`; `–` where there is none."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    size = abs(value)
+    if value and not 10**-digits <= size < 1e6:
+        return f"{value:.1e}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}f}" if size < 10 else f"{value:.1f}"

@@ -1,0 +1,160 @@
+"""What the files of a run say about it: what it is (`read_info`) and how it stands or ended (`status_from_files`).
+
+Used where no supervisor answers. Every file may be missing, half-written or of another version: what cannot be read
+is left out, nothing raises.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from atropos_tui.monitor.state import RunState
+from trainer_core.contracts.control import ComponentStatus, Phase, Role, RunStatus, State
+from trainer_core.contracts.records import StateRecord
+from trainer_core.contracts.run_dir import RunDir
+
+E = TypeVar("E", bound=StrEnum)
+
+_LIVE = {State.STARTING, State.HEALTHY, State.UNHEALTHY, State.STOPPING}
+
+
+@dataclass(frozen=True)
+class PlannedComponent:
+    """A component as the plan names it."""
+
+    name: str
+    role: Role
+    port: int | None = None
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a run is. Empty or None where no file tells."""
+
+    run_id: str = ""
+    name: str = ""
+    mode: str = ""
+    model: str = ""
+    training_steps: int | None = None
+    """Optimizer steps the trainer was asked for."""
+    components: list[PlannedComponent] = field(default_factory=list)
+
+
+def read_info(run: RunDir) -> RunInfo:
+    """Read run.json, plan.json and profile.toml of `run`."""
+    meta, plan, profile = read_json(run.run_json), read_json(run.plan_json), _read_toml(run.profile_toml)
+    trainer = next((c for c in _dicts(plan.get("components")) if c.get("role") == Role.TRAINER), {})
+    words = trainer.get("command")
+    command = words if isinstance(words, list) else []
+    steps = flag(command, "--training-steps") or str(_dict(profile.get("trainer")).get("training_steps") or "")
+    return RunInfo(
+        run_id=_text(plan.get("run_id")) or _text(meta.get("run_id")),
+        name=_text(plan.get("name")) or _text(profile.get("name")) or run.root.name,
+        mode=_text(plan.get("mode")) or _text(profile.get("mode")),
+        model=_text(profile.get("model")) or flag(command, "--model-name"),
+        training_steps=int(steps) if steps.isdecimal() else None,
+        components=[_planned(item) for item in _dicts(plan.get("components")) if _text(item.get("name"))],
+    )
+
+
+def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
+    """The run as its files tell it: components at their last journaled state, end from result.json.
+
+    Live-looking components of a dead supervisor keep their state but have no PID: nobody vouches for them.
+    """
+    result = read_json(run.result_json)
+    rows = {item.name: ComponentStatus(name=item.name, role=item.role, state=State.PENDING, port=item.port)
+            for item in info.components}  # fmt: skip
+    for record in state.transitions:
+        if record.component and _member(State, record.new) is not None:
+            rows[record.component] = _moved(rows.get(record.component), record)
+    for diagnosis in state.diagnoses:
+        if diagnosis.component in rows:
+            rows[diagnosis.component] = rows[diagnosis.component].model_copy(update={"diagnosis": diagnosis.title})
+    started = read_json(run.run_json).get("started_at")
+    code = result.get("exit_code")
+    first = state.transitions[0].time if state.transitions else 0.0
+    return RunStatus(
+        run_id=info.run_id,
+        name=info.name,
+        mode=info.mode,
+        run_dir=str(run.root),
+        phase=Phase.ENDED,
+        started_at=float(started) if isinstance(started, int | float) else first,
+        seq=state.supervisor_seq,
+        exit_code=code if isinstance(code, int) else None,
+        reason=_text(result.get("reason")),
+        components=list(rows.values()),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`, empty when there is none."""
+    try:
+        return _dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def flag(command: list[Any], name: str) -> str:
+    """The value behind `name` in a command line, in either spelling; empty where it is not given."""
+    for at, part in enumerate(command):
+        if part == name and at + 1 < len(command):
+            return str(command[at + 1])
+        if isinstance(part, str) and part.startswith(f"{name}="):
+            return part.partition("=")[2]
+    return ""
+
+
+def _moved(row: ComponentStatus | None, record: StateRecord) -> ComponentStatus:
+    role = _member(Role, record.role) or (row.role if row else Role.OTHER)
+    before = row or ComponentStatus(name=record.component or "", role=role, state=State.PENDING)
+    new = State(record.new)
+    return before.model_copy(
+        update={
+            "role": role,
+            "state": new,
+            "attempt": record.attempt or before.attempt,
+            "restarts": before.restarts + (new is State.BACKOFF),
+            "since": record.time,
+            "started_at": record.time if new is State.STARTING else before.started_at,
+            "exit_code": record.exit_code if record.exit_code is not None else before.exit_code,
+            "reason": record.reason,
+            "healthy": new is State.HEALTHY if new in _LIVE else None,
+        }
+    )
+
+
+def _planned(item: dict[str, Any]) -> PlannedComponent:
+    port = item.get("port")
+    role = _member(Role, item.get("role")) or Role.OTHER
+    return PlannedComponent(_text(item.get("name")), role, port if isinstance(port, int) else None)
+
+
+def _member(kind: type[E], value: object) -> E | None:
+    """The member of `kind` with this value, or None: a newer writer may know more than this version."""
+    return next((member for member in kind if member.value == value), None)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

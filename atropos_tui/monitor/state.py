@@ -1,0 +1,173 @@
+"""All that is known of a run from its records: `RunState.apply(record)`, pure, in memory, bounded where text is kept.
+
+Trainer records of an earlier attempt are dropped from a later attempt's first step on: after a crash the trainer goes
+back to its checkpoint, and what it had done beyond that no longer belongs to this run's history.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from atropos_tui.monitor.series import Series
+from trainer_core.contracts.records import (
+    AlignmentRecord,
+    BenchmarkRecord,
+    CheckpointRecord,
+    CommandRecord,
+    ComponentRecord,
+    DiagnosisRecord,
+    EvalRecord,
+    MemoryRecord,
+    ProbeRecord,
+    Record,
+    RolloutRecord,
+    StateRecord,
+    StepRecord,
+    SyncRecord,
+    TimingRecord,
+    TrainerRecord,
+)
+
+METRICS: dict[type[Record], tuple[str, ...]] = {
+    StepRecord: (
+        "loss", "reward_mean", "reward_std", "lr", "grad_norm", "ratio_mean", "clip_fraction", "tokens", "sequences",
+        "policy_lag_mean", "policy_lag_max", "weight_version",
+    ),
+    AlignmentRecord: (
+        "logprob_diff_mean", "logprob_diff_abs_mean", "logprob_diff_abs_max", "kl_k3", "train_mean", "inference_mean",
+        "probe_diff_abs_mean", "probe_diff_abs_max",
+    ),
+    TimingRecord: ("step_s", "data_wait_s", "train_s", "sync_s", "checkpoint_s", "tokens_per_s", "mfu"),
+    MemoryRecord: ("allocated_bytes", "reserved_bytes", "peak_bytes", "rss_bytes"),
+}  # fmt: skip
+"""Which fields of a record become a curve, by record type."""
+
+_MARKS_A_STEP = (StepRecord, AlignmentRecord, TimingRecord, MemoryRecord, RolloutRecord)
+"""Kinds that tell where an attempt begins. A sync or checkpoint may carry the step that was resumed from."""
+
+ROLLOUTS_KEPT = 200
+TRANSITIONS_KEPT = 2000
+COMMANDS_KEPT = 200
+
+
+@dataclass
+class RunState:
+    """History of one run. Feed it records of `telemetry.jsonl`, `eval.*.jsonl` and `supervisor.jsonl` in any mix."""
+
+    series: dict[str, Series] = field(default_factory=dict)
+    evals: dict[str, Series] = field(default_factory=dict)
+    """Accuracy by environment and split, over weight versions (run-api's step where no version is known)."""
+    attempt: int = 0
+    attempt_steps: dict[int, int] = field(default_factory=dict)
+    """First step of each attempt of the trainer."""
+    step: int = 0
+    """Newest optimizer step, 0 before the first."""
+    trainer_time: float | None = None
+    """Time of the newest trainer record; tells how long the trainer has been silent."""
+    alignment: AlignmentRecord | None = None
+    sync: SyncRecord | None = None
+    benchmark: BenchmarkRecord | None = None
+    rollouts: deque[RolloutRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
+    checkpoints: deque[CheckpointRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
+    syncs: list[tuple[int, int, float]] = field(default_factory=list)
+    """Attempt, weight version and seconds of every publish."""
+    transitions: deque[StateRecord] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_KEPT))
+    diagnoses: deque[DiagnosisRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
+    probes: dict[str, ProbeRecord] = field(default_factory=dict)
+    """Last changed probe verdict by component."""
+    commands: dict[str, CommandRecord] = field(default_factory=dict)
+    """Latest word on each command, by id, oldest first."""
+    supervisor_seq: int = -1
+    """Last record of supervisor.jsonl that was applied."""
+    unknown: int = 0
+    """Records of a kind this version does not know."""
+
+    def apply(self, record: Record) -> None:
+        """Take one record in. Never raises for a parsed record."""
+        if isinstance(record, TrainerRecord):
+            self._apply_trainer(record)
+        elif isinstance(record, EvalRecord):
+            self._apply_eval(record)
+        elif isinstance(record, ComponentRecord):
+            self._apply_supervisor(record)
+        else:
+            self.unknown += 1
+
+    def metric(self, name: str) -> Series:
+        """The series of `name`; empty where there is no data."""
+        return self.series.get(name) or Series()
+
+    def open_commands(self) -> list[CommandRecord]:
+        """Commands that were accepted and are not over."""
+        return [record for record in self.commands.values() if record.status in ("accepted", "running")]
+
+    def _apply_trainer(self, record: TrainerRecord) -> None:
+        if record.rank != 0:
+            return
+        if isinstance(record, _MARKS_A_STEP) and record.attempt not in self.attempt_steps:
+            self._begin_attempt(record)
+        if self._superseded(record):
+            return
+        self.attempt = max(self.attempt, record.attempt)
+        self.trainer_time = max(record.time, self.trainer_time or record.time)
+        for name in METRICS.get(type(record), ()):
+            value = getattr(record, name)
+            if value is not None:
+                self.series.setdefault(name, Series()).put(record.step, float(value), record.time)
+        if isinstance(record, StepRecord):
+            self.step = max(self.step, record.step)
+        elif isinstance(record, AlignmentRecord):
+            self.alignment = record
+        elif isinstance(record, RolloutRecord):
+            self.rollouts.append(record)
+        elif isinstance(record, CheckpointRecord):
+            self.checkpoints.append(record)
+        elif isinstance(record, SyncRecord):
+            self.sync = record
+            self.syncs.append((record.attempt, record.weight_version, record.seconds))
+        elif isinstance(record, BenchmarkRecord):
+            self.benchmark = record
+
+    def _begin_attempt(self, record: TrainerRecord) -> None:
+        """Note a new attempt's first step and forget what earlier ones did from there on."""
+        first = record.step
+        self.attempt_steps[record.attempt] = first
+        if any(later > record.attempt for later in self.attempt_steps):
+            return
+        for series in self.series.values():
+            series.cut(first)
+        self.step = min(self.step, first - 1)
+        self.syncs = [sync for sync in self.syncs if sync[0] >= record.attempt or sync[1] < first]
+        kept_rollouts = [old for old in self.rollouts if old.attempt >= record.attempt or old.step < first]
+        self.rollouts = deque(kept_rollouts, maxlen=ROLLOUTS_KEPT)
+        kept_checkpoints = [old for old in self.checkpoints if old.attempt >= record.attempt or old.step < first]
+        self.checkpoints = deque(kept_checkpoints, maxlen=ROLLOUTS_KEPT)
+        if self.alignment and self.alignment.attempt < record.attempt and self.alignment.step >= first:
+            self.alignment = None
+        if self.benchmark and self.benchmark.attempt < record.attempt:
+            self.benchmark = None
+
+    def _superseded(self, record: TrainerRecord) -> bool:
+        return any(later > record.attempt and record.step >= first for later, first in self.attempt_steps.items())
+
+    def _apply_eval(self, record: EvalRecord) -> None:
+        at = record.weight_version if record.weight_version is not None else record.policy_step
+        if at is not None:
+            self.evals.setdefault(f"{record.env}/{record.split}", Series()).put(at, record.accuracy, record.time)
+
+    def _apply_supervisor(self, record: ComponentRecord) -> None:
+        """Records come from the file and from the live stream: `seq` tells which were seen."""
+        if record.seq <= self.supervisor_seq:
+            return
+        self.supervisor_seq = record.seq
+        if isinstance(record, StateRecord):
+            self.transitions.append(record)
+        elif isinstance(record, DiagnosisRecord):
+            self.diagnoses.append(record)
+        elif isinstance(record, ProbeRecord) and record.component:
+            self.probes[record.component] = record
+        elif isinstance(record, CommandRecord):
+            self.commands[record.command_id] = record
+            while len(self.commands) > COMMANDS_KEPT:
+                del self.commands[next(iter(self.commands))]

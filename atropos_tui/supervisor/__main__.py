@@ -1,0 +1,36 @@
+"""A supervisor in the background: reads a StackSpec as JSON from stdin, runs it to its end, exits with the run's code.
+
+python -m atropos_tui.supervisor < stack.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+
+from pydantic import ValidationError
+
+
+def main() -> int:
+    """Exit code of the run; 2 for a stack that cannot be run as written."""
+    from atropos_tui.stack.spec import StackSpec
+    from atropos_tui.supervisor.journal import RunInUseError
+    from atropos_tui.supervisor.ledger import StackError
+    from atropos_tui.supervisor.runner import run_stack
+    from atropos_tui.supervisor.sockets import SocketError
+
+    with contextlib.suppress(PermissionError):
+        os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        return asyncio.run(run_stack(StackSpec.model_validate_json(sys.stdin.buffer.read())))
+    except (ValidationError, StackError, RunInUseError, SocketError) as error:
+        print(f"atropos_tui.supervisor: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The control socket's HTTP routes, exactly as `trainer_core.contracts.control` names them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from atropos_tui.supervisor.core import Core, RefusedError
+from atropos_tui.supervisor.events import Subscription
+from atropos_tui.supervisor.logs import last_lines
+from atropos_tui.supervisor.waiting import wait_for
+from trainer_core.contracts.control import CommandRequest, Refusal, Snapshot
+from trainer_core.contracts.records import Record
+from trainer_core.contracts.run_dir import RunDir
+
+MOST_LINES = 100_000
+
+
+class Routes:
+    """Answers requests from the core's state; changes nothing but through `Core.submit`."""
+
+    def __init__(self, core: Core, run: RunDir) -> None:
+        self._core = core
+        self._run = run
+
+    def app(self) -> Starlette:
+        """The application."""
+        return Starlette(
+            routes=[
+                Route("/status", self.status),
+                Route("/events", self.events),
+                Route("/commands", self.command, methods=["POST"]),
+                Route("/commands/{command_id}", self.command_status),
+                Route("/recipe", self.recipe),
+                Route("/logs/{component}", self.logs),
+                Route("/wait", self.wait),
+            ]
+        )
+
+    async def status(self, _: Request) -> Response:
+        return answer(self._core.ledger.status(await self._core.sampler.fresh()))
+
+    async def events(self, request: Request) -> Response:
+        try:
+            after = int(request.query_params.get("after", -1))
+        except ValueError:
+            return refuse(422, Refusal(error="after must be a number", fix="leave it out to begin with now"))
+        usage = await self._core.sampler.fresh()
+        ledger = self._core.ledger
+        status, live = ledger.hub.subscribe(lambda: ledger.status(usage))
+        missed = ledger.journal.between(after, status.seq) if 0 <= after < status.seq else iter(())
+        lines = self._lines(Snapshot(status=status), missed, live)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+
+    async def _lines(
+        self, snapshot: Snapshot, missed: Iterator[Record], live: Subscription[Record]
+    ) -> AsyncIterator[str]:
+        """Dropped subscribers see their connection break: `SubscriberDroppedError` leaves through here."""
+        try:
+            yield snapshot.model_dump_json() + "\n"
+            for record in missed:
+                yield record.to_line()
+            async for record in live:
+                yield record.to_line()
+        finally:
+            live.close()
+
+    async def command(self, request: Request) -> Response:
+        try:
+            wanted = CommandRequest.model_validate_json(await request.body())
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "body"
+            return refuse(422, Refusal(error=f"{where}: {first['msg']}", fix="see CommandRequest in the contracts"))
+        try:
+            return answer(await self._core.submit(wanted), 202)
+        except RefusedError as error:
+            return refuse(error.status, error.refusal)
+
+    async def command_status(self, request: Request) -> Response:
+        operation = self._core.operations.get(request.path_params["command_id"])
+        if operation is None:
+            return refuse(404, Refusal(error=f"no command {request.path_params['command_id']!r}"))
+        return answer(operation.as_status())
+
+    async def recipe(self, request: Request) -> Response:
+        try:
+            wanted = CommandRequest.model_validate(dict(request.query_params))
+            return answer(self._core.recipe_for(wanted))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            return refuse(422, Refusal(error=f"{'.'.join(map(str, first['loc']))}: {first['msg']}"))
+        except RefusedError as error:
+            return refuse(error.status, error.refusal)
+
+    async def logs(self, request: Request) -> Response:
+        unit = self._core.units.get(request.path_params["component"])
+        if unit is None:
+            known = ", ".join(self._core.units)
+            return refuse(404, Refusal(error=f"no component {request.path_params['component']!r}", fix=known))
+        try:
+            count = min(max(int(request.query_params.get("n", 100)), 0), MOST_LINES)
+        except ValueError:
+            return refuse(422, Refusal(error="n must be a number"))
+        if not unit.attempt:
+            return PlainTextResponse("")
+        lines = await asyncio.to_thread(last_lines, self._run.log(unit.name, unit.attempt), count)
+        return PlainTextResponse("".join(line + "\n" for line in lines))
+
+    async def wait(self, request: Request) -> Response:
+        target = request.query_params.get("for", "ready")
+        try:
+            timeout = float(request.query_params["timeout"]) if "timeout" in request.query_params else None
+        except ValueError:
+            return refuse(422, Refusal(error="timeout must be a number of seconds"))
+        if target not in ("ready", "done") and target not in self._core.units:
+            known = ", ".join(["ready", "done", *self._core.units])
+            return refuse(404, Refusal(error=f"nothing called {target!r} to wait for", fix=f"one of: {known}"))
+        return answer(await wait_for(self._core.ledger, target, timeout))
+
+
+def answer(message: BaseModel, status: int = 200) -> Response:
+    """A message as JSON."""
+    return Response(message.model_dump_json(), status, media_type="application/json")
+
+
+def refuse(status: int, refusal: Refusal) -> Response:
+    """A refusal as JSON."""
+    return answer(refusal, status)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the supervisor."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class ApiServer:
+    """Serves the routes on a bound Unix socket, in the loop of the core."""
+
+    def __init__(self, core: Core, run: RunDir, listening: socket.socket) -> None:
+        config = uvicorn.Config(
+            Routes(core, run).app(),
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
+
+    async def started(self, timeout_s: float = 10.0) -> None:
+        """Return when requests are answered."""
+        give_up = time.monotonic() + timeout_s
+        while not self._server.started and not self._task.done() and time.monotonic() < give_up:
+            await asyncio.sleep(0.005)
+        if self._task.done():
+            self._task.result()
+        assert self._server.started, "the control socket did not start"
+
+    async def stop(self) -> None:
+        """Finish what is being answered (at most a second) and close."""
+        self._server.should_exit = True
+        await self._task

@@ -1,0 +1,201 @@
+"""Talk to a running supervisor: `ControlClient(run_dir)`, asynchronous, over the run's Unix socket.
+
+client = ControlClient(run_dir)
+status = await client.status()
+async for event in client.events():      # Snapshot first, then records
+    ...
+accepted = await client.command(CommandRequest(action="restart", component="vllm"))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from trainer_core.contracts.control import (
+    Accepted,
+    Action,
+    CommandRequest,
+    CommandStatus,
+    Recipe,
+    Refusal,
+    RunStatus,
+    Snapshot,
+    WaitResult,
+)
+from trainer_core.contracts.records import Record, parse_line
+from trainer_core.contracts.run_dir import RunDir
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+ANSWER_S = 10.0
+"""A supervisor that does not answer in this time is taken for dead (only `wait` and `events` take longer)."""
+
+
+class NoSupervisor(Exception):
+    """No supervisor answers for this run: it has ended, or never began."""
+
+
+class StreamLost(Exception):
+    """The event stream broke off (too slow a reader, or the supervisor died); ask again for a fresh snapshot."""
+
+
+class Refused(Exception):
+    """The supervisor did not take the request: why, and what to do instead."""
+
+    def __init__(self, error: str, fix: str = "", status: int = 409) -> None:
+        super().__init__(error + (f" ({fix})" if fix else ""))
+        self.error = error
+        self.fix = fix
+        self.status = status
+
+
+class ControlClient:
+    """One run's control socket. Every method raises `NoSupervisor` when nobody answers there."""
+
+    def __init__(self, run_dir: Path | str) -> None:
+        self.run_dir = RunDir(Path(run_dir))
+        self._http: httpx.AsyncClient | None = None
+        self._target = ""
+
+    async def __aenter__(self) -> ControlClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close connections."""
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = None
+
+    async def status(self) -> RunStatus:
+        """The run now, with CPU and memory at most two seconds old."""
+        return await self._get("/status", RunStatus)
+
+    async def events(self, after: int = -1) -> AsyncIterator[Snapshot | Record]:
+        """A `Snapshot`, then records as they come; ends with the run.
+
+        With `after` >= 0 the records after it that the snapshot already includes come too, between snapshot and live
+        ones (their `seq` is at most the snapshot's `status.seq`).
+
+        Raises:
+            StreamLost: the stream broke off before the end of the run.
+        """
+        params = {"after": after} if after >= 0 else {}
+        http = self._connection()
+        try:
+            async with http.stream(
+                "GET", "/events", params=params, timeout=httpx.Timeout(ANSWER_S, read=None)
+            ) as answer:
+                if answer.status_code != 200:
+                    raise _refused(answer.status_code, await answer.aread())
+                first = True
+                async for line in answer.aiter_lines():
+                    yield Snapshot.model_validate_json(line) if first else parse_line(line)
+                    first = False
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise self._nobody() from error
+        except (httpx.RemoteProtocolError, httpx.ReadError) as error:
+            raise StreamLost(str(error)) from error
+
+    async def command(self, request: CommandRequest) -> Accepted:
+        """Hand in a command; it is carried out after this returns (see `command_status`, `events`).
+
+        Raises:
+            Refused: it cannot be taken now.
+        """
+        return await self._ask("POST", "/commands", Accepted, content=request.model_dump_json())
+
+    async def command_status(self, command_id: str) -> CommandStatus:
+        """How far a command has come."""
+        return await self._get(f"/commands/{quote(command_id, safe='')}", CommandStatus)
+
+    async def recipe(
+        self, action: Action, component: str | None = None, initiator: Literal["user", "trainer"] = "user"
+    ) -> Recipe:
+        """What a command would do, without doing it."""
+        params = {"action": action, "initiator": initiator} | ({"component": component} if component else {})
+        return await self._get("/recipe", Recipe, params)
+
+    async def logs(self, component: str, n: int = 100) -> list[str]:
+        """The last `n` lines of the component's present attempt."""
+        answer = await self._request("GET", f"/logs/{quote(component, safe='')}", params={"n": str(n)})
+        return answer.text.splitlines()
+
+    async def wait(self, for_: str = "ready", timeout: float | None = None) -> WaitResult:
+        """Wait for `ready`, `done` or a component to be healthy; `timeout` in seconds."""
+        params = {"for": for_} | ({} if timeout is None else {"timeout": str(timeout)})
+        patience = httpx.Timeout(ANSWER_S, read=None if timeout is None else timeout + ANSWER_S)
+        return await self._get("/wait", WaitResult, params, patience)
+
+    async def _get(
+        self, path: str, kind: type[Answer], params: dict[str, str] | None = None, timeout: httpx.Timeout | None = None
+    ) -> Answer:
+        return await self._ask("GET", path, kind, params=params, timeout=timeout)
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        kind: type[Answer],
+        *,
+        params: dict[str, str] | None = None,
+        content: str | None = None,
+        timeout: httpx.Timeout | None = None,
+    ) -> Answer:
+        answer = await self._request(method, path, params=params, content=content, timeout=timeout)
+        return kind.model_validate_json(answer.content)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: dict[str, str] | None = None,
+        content: str | None = None,
+        timeout: httpx.Timeout | None = None,
+    ) -> httpx.Response:
+        http = self._connection()
+        try:
+            answer = await http.request(
+                method, path, params=params, content=content, timeout=timeout or httpx.Timeout(ANSWER_S)
+            )
+        except httpx.TransportError as error:
+            raise self._nobody() from error
+        if answer.status_code >= 400:
+            raise _refused(answer.status_code, answer.content)
+        return answer
+
+    def _connection(self) -> httpx.AsyncClient:
+        """A client for the socket that `control.sock` points at now; its own path may be too long to connect to."""
+        try:
+            target = os.readlink(self.run_dir.control_sock)  # noqa: PTH115
+        except OSError:
+            raise self._nobody() from None
+        if self._http is None or target != self._target:
+            self._target = target
+            transport = httpx.AsyncHTTPTransport(uds=target)
+            self._http = httpx.AsyncClient(transport=transport, base_url="http://supervisor", trust_env=False)
+        return self._http
+
+    def _nobody(self) -> NoSupervisor:
+        return NoSupervisor(f"no supervisor runs in {self.run_dir.root}")
+
+
+def _refused(status: int, content: bytes) -> Refused:
+    try:
+        refusal = Refusal.model_validate_json(content)
+    except ValidationError:
+        refusal = Refusal(error=f"the supervisor answered {status}")
+    return Refused(refusal.error, refusal.fix, status)

@@ -1,0 +1,203 @@
+"""Carries recipes out: stop these in order, start those as their gates open, end the run. Owned by the core's task."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import time
+from collections.abc import Callable
+
+from atropos_tui.stack.recipes import recipe
+from atropos_tui.supervisor import states
+from atropos_tui.supervisor.diagnoses import Diagnosis
+from atropos_tui.supervisor.environment import LaunchError
+from atropos_tui.supervisor.guarding import Guard
+from atropos_tui.supervisor.launching import Launcher
+from atropos_tui.supervisor.ledger import Ledger
+from atropos_tui.supervisor.members import Tracker
+from atropos_tui.supervisor.messages import Message
+from atropos_tui.supervisor.operations import Operation
+from atropos_tui.supervisor.result import RunResult
+from atropos_tui.supervisor.unit import Unit
+from trainer_core.contracts.control import CommandRequest, Phase, State
+from trainer_core.contracts.records import CommandRecord
+
+EXIT_DONE, EXIT_FAULT, EXIT_FAILED, EXIT_TIMEOUT, EXIT_INTERRUPTED = 0, 1, 3, 4, 130
+KEPT_OPERATIONS = 200
+RESULT_LINES = 40
+
+
+class Conductor:
+    """What shall happen, and what of it is possible now."""
+
+    def __init__(
+        self, ledger: Ledger, guard: Guard, tracker: Tracker, post: Callable[[Message], None], socket: str, token: str
+    ) -> None:
+        self.ledger = ledger
+        self.units = ledger.units
+        self.operations: dict[str, Operation] = {}
+        self.result: RunResult | None = None
+        self._launcher = Launcher(ledger, tracker, guard, post, socket, token)
+
+    def _active(self) -> list[Operation]:
+        return [op for op in self.operations.values() if op.stage != "over"]
+
+    def _begin(self, operation: Operation) -> None:
+        self.operations[operation.id] = operation
+        over = [op.id for op in self.operations.values() if op.stage == "over"]
+        for command_id in over[: max(0, len(over) - KEPT_OPERATIONS)]:
+            del self.operations[command_id]
+
+    def _reconcile(self) -> None:
+        self.ledger.moved = True
+        while self.ledger.moved:
+            self.ledger.moved = False
+            for operation in self._active():
+                self._advance(operation)
+            for unit in self.units.values():
+                self._maybe_start(unit)
+            self._look_at_the_whole()
+
+    def _advance(self, op: Operation) -> None:
+        if op.stage == "stop":
+            if not all(self._is_down(op, self.units[name]) for name in op.stop):
+                return
+            op.stage = "start"
+        if op.stage == "start":
+            if op.start and time.monotonic() < op.not_before:
+                return
+            for name in op.start:
+                self._release(op, self.units[name])
+            op.stage = "settle"
+        if op.stage == "settle":
+            units = [self.units[name] for name in op.start]
+            lost = [u for u in units if u.state is State.FAILED or (not u.wanted and u.state in states.RESTING)]
+            if lost:
+                self._finish(op, "failed", f"{lost[0].name} is {lost[0].state}: {lost[0].reason}")
+            elif all(unit.state in (State.HEALTHY, State.COMPLETED) for unit in units):
+                self._finish(op, "done", "")
+
+    def _is_down(self, op: Operation, unit: Unit) -> bool:
+        """Whether `unit` is out of the way of `op`; if not, see to it. The caller stops at the first that is not."""
+        own_id = op.id if op.by_hand else None
+        if op.action == "kill":
+            if unit.child is None or unit.attempt != op.attempt:
+                return True
+            if not op.sent:
+                unit.command_id = own_id
+                self._launcher.begin_end(unit, "killed", signal.SIGKILL, 0.0)
+                op.sent = True
+            return False
+        if unit.child is not None:
+            if unit.state is not State.STOPPING:
+                unit.command_id = own_id
+                self._launcher.begin_end(unit, "stopped")
+                self.ledger.move(unit, State.STOPPING, _said(op))
+            elif unit.outcome != "stopped":
+                self._launcher.begin_end(unit, "stopped")
+            return False
+        if op.action in ("stop", "down") and unit.state in (State.PENDING, State.BACKOFF):
+            unit.command_id = own_id
+            self.ledger.move(unit, State.STOPPED, _said(op))
+        return True
+
+    def _release(self, op: Operation, unit: Unit) -> None:
+        unit.wanted = True
+        if op.by_hand:
+            unit.command_id = op.id
+            unit.port_wait = None
+        if unit.state in states.RESTING or unit.state is State.BACKOFF:
+            self.ledger.move(unit, State.PENDING, _said(op))
+
+    def _finish(self, op: Operation, status: str, detail: str) -> None:
+        op.stage = "over"
+        op.status = "failed" if status == "failed" else "done"
+        op.detail = detail
+        if op.by_hand:
+            self._record(op.request, op.id, op.status, detail)
+
+    def _maybe_start(self, unit: Unit) -> None:
+        if unit.state is not State.PENDING or self.ledger.phase is Phase.STOPPING:
+            return
+        if any(op.holds(unit.name) for op in self._active()):
+            return
+        unit.waiting_for = ", ".join(
+            f"{name} to be {condition} (it is {self.units[name].state})"
+            for name, condition in unit.spec.depends_on.items()
+            if not states.satisfies(self.units[name].state, condition)
+        )
+        if unit.waiting_for:
+            return
+        try:
+            self._launcher.start(unit)
+        except LaunchError as error:
+            self.ledger.diagnose(unit, Diagnosis(error.problem, f"before start {unit.attempt + 1}", error.fix))
+            self._fail(unit, EXIT_FAILED, error.problem)
+            return
+        if unit.state is State.STARTING and not unit.has_gate and not unit.one_shot:
+            self._healthy(unit, "started; it has no probe")
+
+    def _look_at_the_whole(self) -> None:
+        if self.ledger.phase is Phase.STARTING and self.ledger.ready():
+            self.ledger.phase = Phase.RUNNING
+            self.ledger.notify()
+        done = all(unit.state is State.COMPLETED for unit in self.units.values())
+        if done and self.ledger.phase is not Phase.STOPPING:
+            self._end_run(RunResult(exit_code=EXIT_DONE, reason="every component is done"))
+
+    @staticmethod
+    def _comes_along(unit: Unit) -> bool:
+        return unit.wanted and unit.state not in states.RESTING
+
+    def _fail(self, unit: Unit, code: int, reason: str) -> None:
+        lines = unit.log.tail(RESULT_LINES) if unit.log else []
+        self.ledger.move(unit, State.FAILED, reason, exit_code=unit.exit_code)
+        said = f"{unit.name}: {reason}" + (f" ({unit.diagnosis})" if unit.diagnosis else "")
+        self._end_run(RunResult(exit_code=code, reason=said, component=unit.name, last_lines=lines))
+
+    def _healthy(self, unit: Unit, reason: str) -> None:
+        if unit.timer and not unit.one_shot:
+            unit.timer.cancel()
+        unit.proven = unit.proven or unit.has_gate
+        unit.healthy_at = unit.healthy_at or time.monotonic()
+        self.ledger.move(unit, State.HEALTHY, reason)
+
+    def _record(self, request: CommandRequest, command_id: str, status: str, detail: str) -> None:
+        self.ledger.emit(
+            CommandRecord.model_validate(
+                {
+                    "component": request.component,
+                    "command_id": command_id,
+                    "action": request.action,
+                    "status": status,
+                    "initiator": request.initiator,
+                    "detail": detail,
+                }
+            )
+        )
+
+    def _end_run(self, result: RunResult, operation: Operation | None = None) -> None:
+        """Begin the end; whoever came first decides how it is told."""
+        if self.ledger.phase is Phase.STOPPING:
+            if operation:
+                self._begin(operation)
+            return
+        self.result = result
+        self.ledger.phase, self.ledger.reason = Phase.STOPPING, result.reason
+        for other in self._active():
+            self._finish(other, "failed", "the run is ending")
+        plan = recipe(self.ledger.stack, "down", None)
+        request = CommandRequest(action="down")
+        self._begin(operation or Operation(new_id(), request, plan, False, stop=list(plan.stop)))
+
+
+def new_id() -> str:
+    return secrets.token_hex(4)
+
+
+def _said(op: Operation) -> str:
+    if op.action == "down":
+        return "the stack is being stopped"
+    whose = op.request.component or ""
+    who = {"user": "by hand", "trainer": "asked for by the trainer"}[op.request.initiator]
+    return f"{op.action} of {whose} {who if op.by_hand else 'after its crash'}"

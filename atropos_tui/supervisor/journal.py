@@ -1,0 +1,157 @@
+"""What the supervisor writes down: `supervisor.jsonl` (every record, one writer) and `journal.json` (who lives).
+
+Records go to the file before anyone hears of them. On open a torn last line is repaired and the sequence goes on. A
+full disk does not stop the run: lines wait in memory and are written, in order, as soon as the disk takes them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainer_core.contracts.records import Record, RecordError, parse_line
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+BACKLOG_LINES = 10_000
+"""Lines kept in memory while the disk refuses them."""
+
+
+class RunInUseError(ValueError):
+    """Another supervisor owns this run directory."""
+
+
+class Journal:
+    """The single writer of `supervisor.jsonl`."""
+
+    def __init__(self, path: Path, run_id: str) -> None:
+        """Open `path`, repairing its end.
+
+        Raises:
+            RunInUseError: another supervisor has it open.
+        """
+        self.path = path
+        self.run_id = run_id
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._fd)
+            raise RunInUseError(
+                f"{path.parent}: another supervisor runs here; attach to it, or name another --run-dir"
+            ) from None
+        self.repaired_bytes = _repair(self._fd)
+        self.seq = _last_seq(path)
+        self._backlog: deque[bytes] = deque(maxlen=BACKLOG_LINES)
+        self._torn = b""
+
+    def append(self, record: AnyRecord) -> AnyRecord:
+        """Stamp `record` with run, time and sequence, write it, and give back the stamped one."""
+        self.seq += 1
+        stamped = record.model_copy(update={"run_id": self.run_id, "time": time.time(), "seq": self.seq})
+        self._backlog.append(stamped.to_line().encode())
+        self._flush()
+        return stamped
+
+    def _flush(self) -> None:
+        while self._torn or self._backlog:
+            line = self._torn or self._backlog.popleft()
+            try:
+                written = os.write(self._fd, line)
+            except OSError:
+                self._torn = line
+                return
+            self._torn = line[written:]
+
+    def between(self, after: int, upto: int) -> Iterator[Record]:
+        """Records of the file with `after < seq <= upto`."""
+        with self.path.open("rb") as file:
+            for line in file:
+                try:
+                    record = parse_line(line)
+                except RecordError:
+                    continue
+                if after < record.seq <= upto:
+                    yield record
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._flush()
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _repair(descriptor: int) -> int:
+    """Cut a last line without its newline away; the number of bytes cut."""
+    size = os.fstat(descriptor).st_size
+    end = size
+    while end > 0:
+        start = max(0, end - 65536)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return size - end
+
+
+def _last_seq(path: Path) -> int:
+    last = -1
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                last = max(last, parse_line(line).seq)
+            except RecordError:
+                continue
+    return last
+
+
+class ProcessEntry(BaseModel):
+    """One process that the supervisor started. `create_time` counts seconds after the boot named by `boot_id`."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+    pid: int
+    create_time: float
+    ticks: int
+    """The same in clock ticks, exact."""
+    pgid: int
+    boot_id: str
+    attempt: int = 0
+
+
+class ProcessTable(BaseModel):
+    """`journal.json`: which processes a crashed supervisor may have left."""
+
+    model_config = ConfigDict(extra="ignore")
+    run_id: str
+    supervisor: ProcessEntry | None = None
+    components: dict[str, ProcessEntry] = Field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Replace `path` atomically. A disk that refuses leaves the old file; the marker still finds all."""
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(self.model_dump_json(indent=1))
+            aside.replace(path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> ProcessTable | None:
+        """The table in `path`; None when there is none or it cannot be read."""
+        try:
+            return cls.model_validate(json.loads(path.read_bytes()))
+        except (OSError, ValueError, ValidationError):
+            return None

@@ -1,0 +1,149 @@
+"""The state of the run and the only way to change it: every step checked, journaled, then published."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from atropos_tui.stack.spec import StackSpec
+from atropos_tui.supervisor import states
+from atropos_tui.supervisor.diagnoses import Diagnosis
+from atropos_tui.supervisor.events import Hub
+from atropos_tui.supervisor.journal import Journal
+from atropos_tui.supervisor.sampling import Usage
+from atropos_tui.supervisor.unit import Unit
+from trainer_core.contracts.control import Phase, RunStatus, State
+from trainer_core.contracts.records import DiagnosisRecord, Record, StateRecord
+from trainer_core.contracts.run_dir import is_safe_name
+
+OnEvent = Callable[[Record], object]
+
+
+class StackError(ValueError):
+    """A stack that cannot be run as written."""
+
+
+def check_stack(stack: StackSpec) -> None:
+    """Let a runnable stack pass.
+
+    Raises:
+        StackError: a name twice or not usable in a path, an unknown dependency, a circle.
+    """
+    names = [spec.name for spec in stack.components]
+    for name in names:
+        if names.count(name) > 1:
+            raise StackError(f"two components are called {name!r}: give each its own name")
+        if not is_safe_name(name):
+            raise StackError(f"component name {name!r}: use letters, digits, dot, dash, underscore")
+    for spec in stack.components:
+        for other in [*spec.depends_on, *spec.restart_with]:
+            if other not in names:
+                raise StackError(f"{spec.name} depends on {other!r}, which is not in the stack")
+    done: set[str] = set()
+    while len(done) < len(names):
+        ready = {s.name for s in stack.components if s.name not in done and set(s.depends_on) <= done}
+        if not ready:
+            raise StackError(f"circular depends_on among: {', '.join(n for n in names if n not in done)}")
+        done |= ready
+
+
+class Ledger:
+    """Units, phase and the stream of records. Belongs to the core's task."""
+
+    def __init__(self, stack: StackSpec, journal: Journal, on_event: OnEvent | None = None) -> None:
+        check_stack(stack)
+        self.stack = stack
+        self.journal = journal
+        self.units = {spec.name: Unit(spec) for spec in stack.components}
+        self.hub: Hub[Record] = Hub()
+        self.phase = Phase.STARTING
+        self.started_at = time.time()
+        self.exit_code: int | None = None
+        self.reason = ""
+        self.moved = False
+        """Set by every transition; the core clears it and looks again."""
+        self._on_event = on_event
+        self._changed = asyncio.Event()
+
+    def emit(self, record: Record) -> None:
+        """Journal `record`, then tell everyone."""
+        stamped = self.journal.append(record)
+        self.hub.publish(stamped)
+        if self._on_event:
+            with contextlib.suppress(Exception):  # a listener's fault must not stop the run
+                self._on_event(stamped)
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake everyone who waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change; take it before looking, then wait for it."""
+        return self._changed
+
+    def move(self, unit: Unit, new: State, reason: str = "", *, exit_code: int | None = None) -> None:
+        """Take `unit` to state `new`."""
+        old = unit.state
+        states.check(old, new)
+        unit.state, unit.reason, unit.since = new, reason, time.time()
+        unit.waiting_for = ""
+        self.moved = True
+        pid = unit.child.pid if unit.child else None
+        self.emit(
+            StateRecord(
+                component=unit.name,
+                role=unit.spec.role.value,
+                node=os.uname().nodename,
+                old=old.value,
+                new=new.value,
+                attempt=unit.attempt,
+                reason=reason,
+                command_id=unit.command_id,
+                pid=pid,
+                exit_code=exit_code,
+            )
+        )
+        if new in (State.HEALTHY, State.COMPLETED, State.FAILED):
+            unit.command_id = None
+
+    def diagnose(self, unit: Unit, diagnosis: Diagnosis) -> None:
+        """Publish what is known about a failure."""
+        unit.diagnosis = f"{diagnosis.title}: {diagnosis.fix}"
+        self.emit(
+            DiagnosisRecord(
+                component=unit.name,
+                role=unit.spec.role.value,
+                title=diagnosis.title,
+                evidence=diagnosis.evidence,
+                fix=diagnosis.fix,
+            )
+        )
+
+    def status(self, usage: Mapping[str, Usage]) -> RunStatus:
+        """Everything, as of the last record."""
+        return RunStatus(
+            run_id=self.stack.run_id,
+            name=self.stack.name,
+            mode=self.stack.mode,
+            run_dir=self.stack.run_dir,
+            phase=self.phase,
+            started_at=self.started_at,
+            seq=self.journal.seq,
+            exit_code=self.exit_code,
+            reason=self.reason,
+            supervisor_pid=os.getpid(),
+            components=[unit.row(usage.get(unit.name, Usage())) for unit in self.units.values()],
+        )
+
+    def ready(self) -> bool:
+        """Every long-running component is healthy or done, every one-shot step done."""
+        return all(
+            unit.state is State.COMPLETED or (unit.state is State.HEALTHY and not unit.one_shot)
+            for unit in self.units.values()
+        )

@@ -1,0 +1,80 @@
+"""Which processes belong to which component: by session and group, by the marker in the environment, by descent.
+
+What was once seen as a member stays one (by pid and start time), even if it cleans its environment, starts a session
+and loses its parent afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.process import SPAWNED, reap_adopted
+from trainer_core.contracts.run_dir import ENV_COMPONENT, ENV_RUN_ID
+
+Key = tuple[int, int]
+
+
+class Tracker:
+    """Members of each component of one run. Methods may be called from any thread."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._run = f"{ENV_RUN_ID}={run_id}".encode()
+        self._leaders: dict[str, int] = {}
+        self._known: dict[str, set[Key]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, leader: int) -> None:
+        """Component `name` was spawned as session `leader`."""
+        self._leaders[name] = leader
+        self._known[name] = set()
+
+    def remove(self, name: str) -> None:
+        """Nothing of `name` is left."""
+        self._leaders.pop(name, None)
+        self._known.pop(name, None)
+
+    def members(self, name: str) -> list[procfs.Proc]:
+        """Live processes of one component."""
+        return self.survey([name]).get(name, [])
+
+    def survey(self, names: Iterable[str] | None = None) -> dict[str, list[procfs.Proc]]:
+        """Live processes of each component (all that run, if `names` is None), with one look at the table."""
+        table = procfs.scan()
+        reap_adopted(table)
+        with self._lock:
+            return {name: self._of(name, table) for name in list(self._leaders if names is None else names)}
+
+    def _of(self, name: str, table: dict[int, procfs.Proc]) -> list[procfs.Proc]:
+        leader = self._leaders.get(name)
+        if leader is None:
+            return []
+        known = self._known.setdefault(name, set())
+        marker = f"{ENV_COMPONENT}={name}".encode()
+        seeds = {
+            row.pid
+            for row in table.values()
+            if leader in (row.session, row.pgrp) or row.key in known or procfs.marked(row.pid, self._run, marker)
+        }
+        pids = procfs.with_descendants(table, seeds) - {os.getpid()}
+        alive = [table[pid] for pid in pids if table[pid].alive]
+        self._known[name] = {row.key for row in alive}
+        return alive
+
+    def strays(self, since_ticks: int) -> list[procfs.Proc]:
+        """Adopted processes started since then that no component claims: they left session and environment behind."""
+        table = procfs.scan()
+        mine, session = os.getpid(), os.getsid(0)
+        adopted = {
+            row.pid
+            for row in table.values()
+            if row.ppid == mine
+            and row.session != session
+            and row.pid not in SPAWNED
+            and row.ticks >= since_ticks
+            and procfs.environ(row.pid).get(ENV_RUN_ID, self._run_id) == self._run_id
+        }
+        return [table[pid] for pid in procfs.with_descendants(table, adopted) if table[pid].alive]

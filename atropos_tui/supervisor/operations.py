@@ -1,0 +1,98 @@
+"""Commands while they are carried out: stop these in order, then start those; and when a command is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from atropos_tui.supervisor.states import RESTING
+from atropos_tui.supervisor.unit import Unit
+from trainer_core.contracts.control import CommandRequest, CommandStatus, Phase, Recipe, Refusal, State
+
+
+@dataclass
+class Operation:
+    """One recipe on its way. `stop`: each gone before the next; `start`: all released together, gates order them."""
+
+    id: str
+    request: CommandRequest
+    recipe: Recipe
+    by_hand: bool = True
+    """False for restarts by policy and for the end of the run: no command records."""
+    stage: Literal["stop", "start", "settle", "over"] = "stop"
+    stop: list[str] = field(default_factory=list)
+    start: list[str] = field(default_factory=list)
+    not_before: float = 0.0
+    """Monotonic time before which nothing is started (backoff)."""
+    attempt: int = 0
+    """For `kill`: the attempt that shall end."""
+    sent: bool = False
+    """For `kill`: whether the signal went out."""
+    status: Literal["accepted", "running", "done", "failed"] = "accepted"
+    detail: str = ""
+
+    @property
+    def action(self) -> str:
+        return self.request.action
+
+    def holds(self, name: str) -> bool:
+        """Whether `name` must not be started yet because of this operation."""
+        return self.stage in ("stop", "start") and name in self.start
+
+    def as_status(self) -> CommandStatus:
+        return CommandStatus(
+            command_id=self.id,
+            action=self.action,
+            component=self.request.component,
+            status=self.status,
+            detail=self.detail,
+        )
+
+
+def refusal(
+    request: CommandRequest, units: Mapping[str, Unit], operations: Iterable[Operation], phase: Phase
+) -> tuple[int, Refusal] | None:
+    """HTTP status and reason if `request` cannot be taken now, else None."""
+    if phase is Phase.ENDED:
+        return 409, Refusal(error="the run has ended", fix="start a new one: atropos-tui up PROFILE")
+    if request.action == "down":
+        return None
+    if not request.component:
+        return 422, Refusal(error=f"{request.action} needs a component", fix=f"one of: {', '.join(units)}")
+    unit = units.get(request.component)
+    if unit is None:
+        return 404, Refusal(error=f"no component {request.component!r}", fix=f"one of: {', '.join(units)}")
+    if phase is Phase.STOPPING and request.action != "kill":
+        return 409, Refusal(error="the stack is being stopped", fix="wait for its end, or kill the component")
+    return _not_in_this_state(request, unit) or _in_each_others_way(request, unit, operations)
+
+
+def _not_in_this_state(request: CommandRequest, unit: Unit) -> tuple[int, Refusal] | None:
+    action, name, state = request.action, unit.name, unit.state
+    if action == "start" and state is State.BACKOFF:
+        return None
+    if action == "start" and (state not in RESTING):
+        fix = f"wait until it is stopped, or use: restart {name}" if state is State.STOPPING else f"use: restart {name}"
+        return 409, Refusal(error=f"{name} is {state} already", fix=fix)
+    if action == "stop" and (state in RESTING or state is State.STOPPING):
+        return 409, Refusal(error=f"{name} is {state} already", fix="nothing to do")
+    if action == "kill" and unit.child is None:
+        return 409, Refusal(error=f"{name} has no process ({state})", fix=f"use: stop {name}, if it shall stay down")
+    return None
+
+
+def _in_each_others_way(
+    request: CommandRequest, unit: Unit, operations: Iterable[Operation]
+) -> tuple[int, Refusal] | None:
+    if request.action not in ("start", "restart"):
+        return None  # stop and kill always win
+    for other in operations:
+        if other.by_hand and other.stage in ("stop", "start") and unit.name in {*other.stop, *other.start}:
+            return 409, Refusal(
+                error=f"{unit.name} is part of {other.action} {other.request.component or ''} ({other.id})".replace(
+                    "  ", " "
+                ),
+                fix="wait until that command is done",
+            )
+    return None

@@ -1,0 +1,183 @@
+"""Probes: is it started, ready, alive? All checks of a probe must pass; thresholds decide when the verdict changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from atropos_tui.stack.spec import Check, ExecCheck, FileCheck, HttpCheck, LogCheck, Probe, Probes, TcpCheck
+from atropos_tui.supervisor.environment import Launch
+from atropos_tui.supervisor.logs import LogDrain
+from atropos_tui.supervisor.process import spawn
+from trainer_core.contracts.bridge import TOKEN_HEADER
+from trainer_core.contracts.run_dir import ENV_TOKEN
+
+Which = Literal["startup", "readiness", "liveness"]
+
+RECHECK_S = 5.0
+"""Readiness of a component that is ready is looked at again no more often than this."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """One round of one probe."""
+
+    which: Which
+    ok: bool
+    latency_s: float
+    detail: str
+
+
+class CheckFailedError(Exception):
+    """A check did not pass; the message says what was found instead."""
+
+
+class Checker:
+    """Runs checks for one component's attempt."""
+
+    def __init__(self, http: httpx.AsyncClient, launch: Launch, log: LogDrain) -> None:
+        self._http = http
+        self._launch = launch
+        self._log = log
+
+    def watch_logs(self, probes: Probes) -> None:
+        """Look at log lines from the first one on, not from the first round of the probe."""
+        for probe in (probes.startup, probes.readiness, probes.liveness):
+            for check in probe.checks if probe else ():
+                if isinstance(check, LogCheck):
+                    with contextlib.suppress(re.error):  # said again, as a failure, when the check runs
+                        self._log.watch(check.pattern)
+
+    async def run(self, check: Check) -> str:
+        """What the check found.
+
+        Raises:
+            CheckFailedError: it did not pass.
+        """
+        if isinstance(check, HttpCheck):
+            return await self._get(check)
+        if isinstance(check, TcpCheck):
+            return await self._connect(check)
+        if isinstance(check, ExecCheck):
+            return await self._execute(check)
+        if isinstance(check, LogCheck):
+            self._log.watch(check.pattern)
+            if not self._log.seen(check.pattern):
+                raise CheckFailedError(f"no log line matches {check.pattern!r} yet")
+            return f"log line matches {check.pattern!r}"
+        assert isinstance(check, FileCheck)
+        if not Path(check.path).exists():
+            raise CheckFailedError(f"{check.path} does not exist yet")
+        return f"{check.path} exists"
+
+    async def _get(self, check: HttpCheck) -> str:
+        url = httpx.URL(check.url)
+        headers = {"Connection": "close"}
+        if url.host in ("127.0.0.1", "localhost", "::1"):
+            headers[TOKEN_HEADER] = self._launch.env.get(ENV_TOKEN, "")
+        try:
+            answer = await self._http.get(url, headers=headers, timeout=None)
+        except httpx.HTTPError as error:
+            raise CheckFailedError(f"GET {check.url}: {error or type(error).__name__}") from None
+        if answer.status_code != check.status:
+            raise CheckFailedError(f"GET {check.url}: {answer.status_code}, wanted {check.status}")
+        return f"GET {check.url}: {answer.status_code}"
+
+    async def _connect(self, check: TcpCheck) -> str:
+        try:
+            _, writer = await asyncio.open_connection(check.host, check.port)
+        except OSError as error:
+            raise CheckFailedError(f"{check.host}:{check.port}: {error.strerror or error}") from None
+        writer.close()
+        return f"{check.host}:{check.port} accepts connections"
+
+    async def _execute(self, check: ExecCheck) -> str:
+        try:
+            child, pipe = spawn(check.command, self._launch.env, self._launch.cwd)
+        except OSError as error:
+            raise CheckFailedError(f"{check.command[0]}: {error.strerror}") from None
+        output = LogDrain(pipe, None)
+        try:
+            await child.exited.wait()
+        finally:
+            child.abandon()
+            output.finish()
+        if child.exit_code != 0:
+            raise CheckFailedError(f"{check.command[0]} exited {child.exit_code}: {' '.join(output.tail(1))}")
+        return f"{check.command[0]} exited 0"
+
+
+class Prober:
+    """Runs the probes of one attempt and reports when a verdict changes. `last` holds the newest round of each."""
+
+    def __init__(
+        self,
+        probes: Probes,
+        checker: Checker,
+        report: Callable[[ProbeResult], None],
+        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._checker = checker
+        self._report = report
+        self.last: dict[Which, ProbeResult] = {}
+        checker.watch_logs(probes)
+        self._task = start(self._run(probes))
+
+    def cancel(self) -> None:
+        """Stop probing, at once."""
+        self._task.cancel()
+
+    async def _run(self, probes: Probes) -> None:
+        if probes.startup:
+            await self._follow("startup", probes.startup, once=True)
+        async with asyncio.TaskGroup() as group:
+            if probes.readiness:
+                group.create_task(self._follow("readiness", probes.readiness))
+            if probes.liveness:
+                group.create_task(self._follow("liveness", probes.liveness))
+
+    async def _follow(self, which: Which, probe: Probe, *, once: bool = False) -> None:
+        began = time.monotonic()
+        passed = failed = 0
+        verdict: bool | None = None
+        while True:
+            result = self.last[which] = await self._round(which, probe)
+            if result.ok:
+                passed, failed = passed + 1, 0
+            else:
+                passed, failed = 0, failed + (time.monotonic() - began >= probe.start_period_s)
+            if passed >= probe.success_threshold and verdict is not True:
+                verdict = True
+                self._report(result)
+            elif failed >= probe.failure_threshold and verdict is not False:
+                verdict = False
+                self._report(result)
+            if once and verdict:
+                return
+            settled = which == "readiness" and verdict and not failed
+            await asyncio.sleep(max(probe.interval_s, RECHECK_S) if settled else probe.interval_s)
+
+    async def _round(self, which: Which, probe: Probe) -> ProbeResult:
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(probe.timeout_s):
+                found = await asyncio.gather(*map(self._checker.run, probe.checks), return_exceptions=True)
+            for problem in found:
+                if isinstance(problem, BaseException):
+                    raise problem
+            ok, detail = True, "; ".join(map(str, found))
+        except CheckFailedError as error:
+            ok, detail = False, str(error)
+        except TimeoutError:
+            ok, detail = False, f"no answer within {probe.timeout_s:g} s"
+        except (ValueError, re.error, httpx.InvalidURL) as error:
+            ok, detail = False, f"{type(error).__name__}: {error}"
+        return ProbeResult(which, ok, time.perf_counter() - began, detail)

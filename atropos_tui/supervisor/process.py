@@ -1,0 +1,135 @@
+"""Spawn one command as a child of its own session, and notice its end within a millisecond.
+
+Exit is seen through a pidfd. The leader stays a zombie until its whole set is gone (`reap`): as long as it is not
+reaped the kernel gives neither its pid nor its process group to anyone else, so signalling the group is safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.logs import F_SETPIPE_SZ, PIPE_BYTES
+
+SHIM = str(Path(__file__).with_name("shim.py"))
+PR_SET_CHILD_SUBREAPER = 36
+
+SPAWNED: set[int] = set()
+"""Children that were started here and are not reaped yet; all others in foreign sessions are adopted."""
+
+
+def become_subreaper() -> bool:
+    """Orphans of our components become our children instead of init's. False where the kernel refuses."""
+    return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+class Child:
+    """One spawned process, leader of its own session and process group; `exit_code` is negative for a signal."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], on_exit: Callable[[Child], None] | None) -> None:
+        self._popen = popen
+        self._on_exit = on_exit
+        self._loop = asyncio.get_running_loop()
+        self._abandoned = False
+        self._reaped = False
+        self.pid = popen.pid
+        self.started_at = time.time()
+        self.exit_code: int | None = None
+        self.exited = asyncio.Event()
+        row = procfs.read(popen.pid)
+        self.ticks = row.ticks if row else 0
+        SPAWNED.add(self.pid)
+        self._pidfd = os.pidfd_open(popen.pid)
+        self._loop.add_reader(self._pidfd, self._ended)
+
+    def _ended(self) -> None:
+        found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self.exit_code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        self.exited.set()
+        if self._abandoned:
+            self.reap()
+        if self._on_exit:
+            self._on_exit(self)
+
+    def signal_group(self, number: int) -> None:
+        """Signal the process group of the launch; safe because the leader is not reaped."""
+        if not self._reaped:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def reap(self) -> None:
+        """Collect the exit status: pid and group may be re-used from here on."""
+        if self._reaped or self.exit_code is None:
+            return
+        self._reaped = True
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, os.WNOHANG)
+        self._popen.returncode = self.exit_code
+        SPAWNED.discard(self.pid)
+
+    def abandon(self) -> None:
+        """Kill the group and collect the status whenever it comes."""
+        self._on_exit = None
+        self._abandoned = True
+        self.signal_group(signal.SIGKILL)
+        if self.exit_code is not None:
+            self.reap()
+
+
+def spawn(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str | None,
+    *,
+    on_exit: Callable[[Child], None] | None = None,
+) -> tuple[Child, int]:
+    """Start `command` through the shim; the child and the read end of the pipe with its stdout and stderr.
+
+    Must run in the main thread: the parent-death signal of the child follows the thread that forks.
+
+    Raises:
+        OSError: the working directory is missing, or the system is out of processes or descriptors.
+    """
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(reading, F_SETPIPE_SZ, PIPE_BYTES)
+    try:
+        popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", SHIM, str(os.getpid()), *command],
+            env=dict(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=writing,
+            stderr=writing,
+            start_new_session=True,
+        )
+    except OSError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    return Child(popen, on_exit), reading
+
+
+def reap_adopted(table: Mapping[int, procfs.Proc] | None = None) -> None:
+    """Collect zombies that became our children when their parent died (we are their subreaper)."""
+    mine, session = os.getpid(), os.getsid(0)
+    for row in (procfs.scan() if table is None else table).values():
+        if row.ppid == mine and not row.alive and row.pid not in SPAWNED and row.session != session:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(row.pid, os.WNOHANG)

@@ -1,0 +1,114 @@
+"""Run a stack to its end: `await run_stack(stack)`, or in the background `detach(stack)`.
+
+python -m atropos_tui.supervisor < stack.json      # what detach() starts: own session, SIGHUP ignored
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import traceback
+from pathlib import Path
+
+from atropos_tui.stack.spec import StackSpec
+from atropos_tui.supervisor import leftovers, sockets
+from atropos_tui.supervisor.api import ApiServer
+from atropos_tui.supervisor.conductor import EXIT_FAULT, EXIT_INTERRUPTED
+from atropos_tui.supervisor.core import Core
+from atropos_tui.supervisor.guarding import Guard
+from atropos_tui.supervisor.journal import Journal, ProcessTable
+from atropos_tui.supervisor.ledger import Ledger, OnEvent
+from atropos_tui.supervisor.process import become_subreaper
+from atropos_tui.supervisor.result import RunResult
+from trainer_core.contracts.run_dir import ENV_TOKEN, RunDir
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int:
+    """Run `stack` in this process; its exit code (0, 1, 3, 4, 130).
+
+    SIGTERM and SIGINT stop the stack, a second one kills it. Must run in the main thread. `on_event` is called with
+    every record after it was journaled, in order.
+
+    Raises:
+        StackError: the stack cannot be run as written.
+        RunInUseError: another supervisor owns the run directory.
+        SocketError: the control socket cannot be made safely.
+    """
+    run = RunDir(Path(stack.run_dir))
+    run.create()
+    journal = Journal(run.supervisor_jsonl, stack.run_id)
+    try:
+        ledger = Ledger(stack, journal, on_event)
+        become_subreaper()
+        await asyncio.to_thread(_reap_earlier, stack.run_id, run)
+        run.result_json.unlink(missing_ok=True)
+        return await _with_socket(ledger, run)
+    finally:
+        journal.close()
+
+
+async def _with_socket(ledger: Ledger, run: RunDir) -> int:
+    listening, path = sockets.listen(run)
+    guard = Guard(ledger.stack.run_id)
+    api: ApiServer | None = None
+    try:
+        core = Core(ledger, guard, str(path), os.environ.get(ENV_TOKEN) or secrets.token_urlsafe(32))
+        api = ApiServer(core, run, listening)
+        await api.started()
+        with _signals(core):
+            try:
+                return (await core.run()).exit_code
+            except Exception:
+                return _fault(ledger, run)
+    except asyncio.CancelledError:
+        RunResult(exit_code=EXIT_INTERRUPTED, reason="the supervisor was cancelled").write(run.result_json)
+        raise
+    finally:
+        leftovers.reap(ledger.stack.run_id, ProcessTable.load(run.journal_json))
+        ledger.hub.close()
+        if api is not None:
+            await api.stop()
+        sockets.close(listening, path, run)
+        await guard.close()
+
+
+def _reap_earlier(run_id: str, run: RunDir) -> None:
+    """What a crashed supervisor of this directory left must go before anything starts."""
+    table = ProcessTable.load(run.journal_json)
+    if table is not None:
+        leftovers.reap(table.run_id, table)
+    leftovers.reap(run_id)
+
+
+class _signals(contextlib.ContextDecorator):
+    """While entered, signals to this process go to the core."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def __enter__(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._core.interrupt, signal.Signals(number).name)
+
+    def __exit__(self, *_: object) -> None:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def _fault(ledger: Ledger, run: RunDir) -> int:
+    """A fault of ours: everything is ended, the report lies beside the run."""
+    report = traceback.format_exc()
+    states = "\n".join(f"{unit.name}: {unit.state} {unit.reason}" for unit in ledger.units.values())
+    with contextlib.suppress(OSError):
+        run.fault_txt.write_text(f"atropos-tui supervisor fault, run {ledger.stack.run_id}\n\n{report}\n{states}\n")
+    leftovers.reap(ledger.stack.run_id, ProcessTable.load(run.journal_json))
+    reason = f"a fault of the supervisor: {report.strip().splitlines()[-1]}; please report {run.fault_txt}"
+    RunResult(exit_code=EXIT_FAULT, reason=reason).write(run.result_json)
+    return EXIT_FAULT

@@ -1,0 +1,71 @@
+"""CPU and memory of every component, measured only when someone asks, at most every two seconds, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.members import Tracker
+
+MAX_AGE_S = 2.0
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one component, descendants included; memory in bytes, CPU in percent of one core since the last sample."""
+
+    pids: list[int] = field(default_factory=list)
+    cpu_percent: float | None = None
+    memory_bytes: int | None = None
+
+
+class Sampler:
+    """Keeps the newest sample."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._lock = asyncio.Lock()
+        self._taken = 0.0
+        self._cpu: dict[tuple[int, int], int] = {}
+        self._usage: dict[str, Usage] = {}
+
+    async def fresh(self) -> dict[str, Usage]:
+        """Usage by component, at most `MAX_AGE_S` old."""
+        async with self._lock:
+            if time.monotonic() - self._taken > MAX_AGE_S:
+                self._usage = await asyncio.to_thread(self._sample)
+            return self._usage
+
+    def _sample(self) -> dict[str, Usage]:
+        rows = self._tracker.survey()
+        now = time.monotonic()
+        elapsed = now - self._taken if self._taken else None
+        usage = {name: self._measure(members, elapsed) for name, members in rows.items()}
+        self._cpu = {row.key: row.cpu_ticks for members in rows.values() for row in members}
+        self._taken = now
+        return usage
+
+    def _measure(self, members: list[procfs.Proc], elapsed: float | None) -> Usage:
+        memory = [size for size in (resident(row.pid) for row in members) if size is not None]
+        known = [row.cpu_ticks - self._cpu[row.key] for row in members if row.key in self._cpu]
+        cpu = 100 * sum(known) / procfs.TICKS_PER_SECOND / elapsed if elapsed and known else None
+        return Usage(sorted(row.pid for row in members), cpu, sum(memory) if memory else None)
+
+
+def resident(pid: int) -> int | None:
+    """Proportional set size of `pid` in bytes, or its resident size where the kernel does not say."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+    except (OSError, ValueError, IndexError):
+        return None

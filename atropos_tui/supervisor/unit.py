@@ -1,0 +1,128 @@
+"""What the core knows about one component, and when a crash is answered with another start."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from atropos_tui.stack.spec import ComponentSpec, RestartPolicy
+from atropos_tui.supervisor.environment import Launch
+from atropos_tui.supervisor.logs import LogDrain
+from atropos_tui.supervisor.probe import Prober, ProbeResult
+from atropos_tui.supervisor.process import Child
+from atropos_tui.supervisor.sampling import Usage
+from trainer_core.contracts.control import ComponentStatus, Role, State
+
+PROVEN_S = 5.0
+"""A component without probes that lived this long has shown that it can start."""
+HEALTHY_RESET_S = 60.0
+"""After so long in health the backoff begins anew."""
+
+Outcome = Literal["", "stopped", "crash", "killed", "timeout"]
+
+
+@dataclass
+class Unit:
+    """Live state of one component; only the core's task writes it."""
+
+    spec: ComponentSpec
+    state: State = State.PENDING
+    wanted: bool = True
+    """Whether it shall run; false after a stop by hand."""
+    attempt: int = 0
+    restarts: int = 0
+    reason: str = ""
+    waiting_for: str = ""
+    since: float = field(default_factory=time.time)
+    started_at: float | None = None
+    exit_code: int | None = None
+    diagnosis: str = ""
+    command_id: str | None = None
+    """The command that its next transitions belong to."""
+
+    child: Child | None = None
+    launch: Launch | None = None
+    log: LogDrain | None = None
+    prober: Prober | None = None
+    timer: asyncio.TimerHandle | None = None
+    ending: asyncio.Task[None] | None = None
+    """Runs while the process set is being ended."""
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    outcome: Outcome = ""
+    """What the end of the set means; empty: the process ended by itself, its exit code decides."""
+
+    proven: bool = False
+    """It was healthy once, so an exit is a crash and no mistake in its arguments."""
+    ready: bool | None = None
+    alive_ok: bool = True
+    healthy_at: float | None = None
+    crashes: deque[float] = field(default_factory=deque)
+    streak: int = 0
+    port_wait: float | None = None
+    """When its port was first found taken."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def one_shot(self) -> bool:
+        """A step that is done when it exits with 0, not when it is healthy."""
+        return self.spec.role is Role.PREPARE or self.spec.creates is not None
+
+    @property
+    def has_gate(self) -> bool:
+        return self.spec.probes.startup is not None or self.spec.probes.readiness is not None
+
+    def newest_probe(self) -> ProbeResult | None:
+        """The round that matters now: readiness once it runs, else startup or liveness."""
+        last = self.prober.last if self.prober else {}
+        return last.get("readiness") or last.get("startup") or last.get("liveness")
+
+    def row(self, usage: Usage) -> ComponentStatus:
+        """One row of `ps`."""
+        probe = self.newest_probe()
+        child = self.child
+        waiting = self.waiting_for
+        if self.state is State.STARTING and not waiting:
+            waiting = probe.detail if probe and not probe.ok else "its probe" if self.has_gate else "its exit"
+        return ComponentStatus(
+            name=self.name,
+            role=self.spec.role,
+            state=self.state,
+            attempt=self.attempt,
+            restarts=self.restarts,
+            pid=child.pid if child and child.exit_code is None else None,
+            pids=usage.pids if child else [],
+            port=self.spec.port,
+            started_at=self.started_at,
+            since=self.since,
+            waiting_for=waiting if self.state in (State.PENDING, State.STARTING) else "",
+            healthy=probe.ok if probe else None,
+            probe_latency_s=probe.latency_s if probe else None,
+            probe_detail=probe.detail if probe else "",
+            cpu_percent=usage.cpu_percent if child else None,
+            memory_bytes=usage.memory_bytes if child else None,
+            exit_code=self.exit_code,
+            reason=self.reason,
+            diagnosis=self.diagnosis,
+        )
+
+
+def next_delay(policy: RestartPolicy, crashes: deque[float], streak: int, now: float) -> float | None:
+    """Seconds until the next start after a crash at `now`; None when the policy is exhausted.
+
+    Args:
+        crashes: times of earlier crashes; those outside the window are removed, this one is added.
+        streak: crashes since the last minute of health.
+    """
+    while crashes and now - crashes[0] > policy.window_s:
+        crashes.popleft()
+    crashes.append(now)
+    if policy.policy == "never" or len(crashes) > policy.max_restarts:
+        return None
+    return min(policy.max_backoff_s, policy.backoff_s * 2.0**streak) * random.uniform(0.8, 1.2)

@@ -1,0 +1,198 @@
+"""The one crossing between the run and the screen: supervisor and files in, Textual messages out, commands back.
+
+Loops here only post messages; the app's handlers change what is shown. History is read from the run's files, which
+hold all of it; the supervisor's event stream rings the bell, so that a transition is read at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+from pydantic import ValidationError
+from textual.message import Message
+
+from atropos_tui.monitor.feed import RunFeed
+from atropos_tui.monitor.plain import plain_text
+from atropos_tui.monitor.run_info import RunInfo, read_info
+from atropos_tui.monitor.tail import LogTail, newest_log
+from atropos_tui.supervisor.client import NoSupervisor, Refused, StreamLost
+from trainer_core.contracts.control import Accepted, Action, CommandRequest, Recipe, RunStatus, Snapshot
+from trainer_core.contracts.records import Record, RecordError
+from trainer_core.contracts.run_dir import RunDir
+
+STATUS_S = 1.0
+FEED_S = 0.25
+LOG_S = 0.1
+RETRY_S = 1.0
+ANSWER_S = 5.0
+"""A supervisor that says nothing for this long is shown as silent."""
+
+UNANSWERED = (TimeoutError, OSError, httpx.HTTPError, ValidationError)
+"""What goes wrong with a supervisor that may still be there."""
+
+
+class Control(Protocol):
+    """What the screen needs of the supervisor; `ControlClient` has it."""
+
+    async def status(self) -> RunStatus: ...
+    def events(self, after: int = -1) -> AsyncIterator[Snapshot | Record]: ...
+    async def command(self, request: CommandRequest) -> Accepted: ...
+    async def recipe(self, action: Action, component: str | None = None) -> Recipe: ...
+
+
+class StatusArrived(Message):
+    """The supervisor answered."""
+
+    def __init__(self, status: RunStatus) -> None:
+        super().__init__()
+        self.status = status
+
+
+class SupervisorGone(Message):
+    """No supervisor answers; `ended` when there is none any more, so that the files have the last word."""
+
+    def __init__(self, reason: str, ended: bool) -> None:
+        super().__init__()
+        self.reason = reason
+        self.ended = ended
+
+
+class RecordsArrived(Message):
+    """New records of the run's streams; `anew`: forget earlier ones, they come again."""
+
+    def __init__(self, records: list[Record], anew: bool, bad_lines: int, info: RunInfo) -> None:
+        super().__init__()
+        self.records = records
+        self.anew = anew
+        self.bad_lines = bad_lines
+        self.info = info
+
+
+class LogArrived(Message):
+    """New lines of the followed component, plain text; `path` is the log they are from."""
+
+    def __init__(self, component: str, path: Path, lines: list[str], skipped: int) -> None:
+        super().__init__()
+        self.component = component
+        self.path = path
+        self.lines = lines
+        self.skipped = skipped
+
+
+class Bridge:
+    """Follows one run and posts what it learns. Each `follow_*` runs for ever in its own worker."""
+
+    def __init__(self, run_dir: Path, control: Control, post: Callable[[Message], object]) -> None:
+        self.run = RunDir(run_dir)
+        self.control = control
+        self._post = post
+        self._feed_bell = asyncio.Event()
+        self._status_bell = asyncio.Event()
+        self._log_bell = asyncio.Event()
+        self._log_component = ""
+
+    def follow_log_of(self, component: str) -> None:
+        """Switch the log to `component`; its lines start anew."""
+        self._log_component = component
+        self._log_bell.set()
+
+    def refresh(self) -> None:
+        """Read status and files now."""
+        self._feed_bell.set()
+        self._status_bell.set()
+
+    async def follow_status(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    self._post(StatusArrived(await self.control.status()))
+            except NoSupervisor as error:
+                self._post(SupervisorGone(str(error), ended=True))
+            except (*UNANSWERED, Refused) as error:
+                self._post(SupervisorGone(f"the supervisor does not answer ({type(error).__name__})", ended=False))
+            await _wait(self._status_bell, STATUS_S)
+
+    async def follow_events(self) -> None:
+        """Ring the bells at every record. A stream that breaks is opened again; status tells whether all is well."""
+        while True:
+            with contextlib.suppress(*UNANSWERED, NoSupervisor, Refused, StreamLost, RecordError):
+                async for item in self.control.events():
+                    if isinstance(item, Snapshot):
+                        self._post(StatusArrived(item.status))
+                    self.refresh()
+            await asyncio.sleep(RETRY_S)
+
+    async def follow_files(self) -> None:
+        feed, info, told = RunFeed(self.run), RunInfo(), False
+        while True:
+            batch = await asyncio.to_thread(feed.read)
+            if info.training_steps is None:
+                info = await asyncio.to_thread(read_info, self.run)
+            if batch.records or batch.anew or not told:
+                told = True
+                self._post(RecordsArrived(batch.records, batch.anew, feed.bad_lines, info))
+            if not batch.behind:
+                await _wait(self._feed_bell, FEED_S)
+
+    async def follow_log(self) -> None:
+        component, tail = "", None
+        while True:
+            if component != self._log_component:
+                component, tail = self._log_component, None
+            if component:
+                tail = await self._newest_tail(component, tail)
+            if tail is not None:
+                lines, skipped = await asyncio.to_thread(_read_lines, tail)
+                if (lines or skipped) and component == self._log_component:
+                    self._post(LogArrived(component, tail.path, lines, skipped))
+            await _wait(self._log_bell, LOG_S)
+
+    async def _newest_tail(self, component: str, tail: LogTail | None) -> LogTail | None:
+        """The tail of the latest attempt's log; the present one as long as there is no later."""
+        path = await asyncio.to_thread(newest_log, self.run.logs / component)
+        if path is None or (tail is not None and tail.path == path):
+            return tail
+        return LogTail(path)
+
+    async def recipe(self, action: Action, component: str | None) -> Recipe:
+        """What a command would touch. Raises Refused, also when nobody answers."""
+        async with _answering():
+            return await self.control.recipe(action, component)
+
+    async def send(self, request: CommandRequest) -> Accepted:
+        """Hand a command over. Raises Refused, also when nobody answers."""
+        async with _answering():
+            accepted = await self.control.command(request)
+        self.refresh()
+        return accepted
+
+
+@contextlib.asynccontextmanager
+async def _answering() -> AsyncIterator[None]:
+    """Turn every way of not being answered into a `Refused` that can be shown."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            yield
+    except NoSupervisor as error:
+        raise Refused("no supervisor runs this stack", str(error)) from error
+    except UNANSWERED as error:
+        raise Refused(f"the supervisor does not answer ({type(error).__name__})", "try again in a moment") from error
+
+
+def _read_lines(tail: LogTail) -> tuple[list[str], int]:
+    lines, skipped = tail.read()
+    return [plain_text(line) for line in lines], skipped
+
+
+async def _wait(bell: asyncio.Event, seconds: float) -> None:
+    """Until the bell rings, at most `seconds`; a short pause follows, so that a flood of rings is one."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await bell.wait()
+            await asyncio.sleep(0.05)
+    bell.clear()

@@ -1,0 +1,162 @@
+"""The components table: state, health, process, memory, and the last word about each."""
+
+from __future__ import annotations
+
+from rich.text import Text
+from textual import events
+from textual.message import Message
+from textual.widgets import DataTable
+
+from atropos_tui.monitor.plain import bytes_text, duration, number, one_line, seconds_text
+from atropos_tui.ui.look import TONES, state_text, title
+from atropos_tui.ui.view import View
+from trainer_core.contracts.control import ComponentStatus, State
+
+_WIDE = 130
+"""From this width on there is room for ports, and for GPU memory where a component has some."""
+
+_COLUMNS = (
+    ("component", 9, False),
+    ("state", 11, False),
+    ("probe", 7, True),
+    ("pid", 7, True),
+    ("up", 7, True),
+    ("rst", 3, True),
+    ("cpu", 5, True),
+    ("memory", 7, True),
+    ("gpu", 7, True),
+    ("port", 5, True),
+    ("", 0, False),
+)
+"""Title, width in cells without the gap behind it, right-aligned. The last takes what is left."""
+
+
+class Components(DataTable[Text]):
+    """One row per component, in start order; the cursor row is what the action keys act on."""
+
+    class Selected(Message):
+        """The cursor moved to another component; `by_user` unless the table did it."""
+
+        def __init__(self, component: str, by_user: bool) -> None:
+            super().__init__()
+            self.component = component
+            self.by_user = by_user
+
+    def __init__(self) -> None:
+        super().__init__(id="components", cursor_type="row", zebra_stripes=False, cell_padding=0)
+        self.statuses: list[ComponentStatus] = []
+        """What the rows show, top to bottom."""
+        self._now = 0.0
+        self._moving = False
+        self.border_title = title("Components")
+
+    @property
+    def selected(self) -> ComponentStatus | None:
+        """The component under the cursor."""
+        return self.statuses[self.cursor_row] if 0 <= self.cursor_row < len(self.statuses) else None
+
+    def show(self, view: View) -> None:
+        if view.status is None:
+            return
+        shape = self._shape()
+        self.statuses, self._now = list(view.status.components), view.now
+        dead = [row for row in self.statuses if row.state is State.FAILED]
+        self.border_title = title("Components", (f"{len(dead)} failed", "error") if dead else ("", ""))
+        if shape == self._shape() and self.columns:
+            self._fill()
+        else:
+            self._rebuild()
+
+    def _shape(self) -> object:
+        """What the rows and columns depend on; another shape needs another table."""
+        return [row.name for row in self.statuses], self._columns()
+
+    def select(self, component: str) -> None:
+        """Move the cursor on the screen's own account."""
+        names = [row.name for row in self.statuses]
+        if component in names and names.index(component) != self.cursor_row:
+            self._moving = True
+            self.move_cursor(row=names.index(component))
+
+    def on_resize(self, event: events.Resize) -> None:
+        if self.statuses:
+            self._rebuild()
+
+    def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
+        event.stop()
+        if row := self.selected:
+            self.post_message(self.Selected(row.name, by_user=not self._moving and self.has_focus))
+        self._moving = False
+
+    def _columns(self) -> list[tuple[str, int, bool]]:
+        wide = self.size.width >= _WIDE
+        hidden = set() if wide else {"gpu", "port"}
+        if not any(row.gpu_bytes for row in self.statuses):
+            hidden.add("gpu")
+        columns = [column for column in _COLUMNS if column[0] not in hidden]
+        names = max((len(row.name) for row in self.statuses), default=0)
+        columns[0] = (columns[0][0], min(max(columns[0][1], names), 24 if wide else 12), False)
+        taken = sum(width + self._gap for _, width, _ in columns[:-1])
+        columns[-1] = ("", max(4, self.scrollable_content_region.width - taken - self._gap), False)
+        return columns
+
+    @property
+    def _gap(self) -> int:
+        return 3 if self.size.width >= 140 else 2 if self.size.width >= 100 else 1
+
+    def _fit(self, text: str, width: int, right: bool, style: str) -> Text:
+        """`text` in exactly `width` cells and the gap behind it."""
+        cell = Text(text, style=style, no_wrap=True, end="")
+        cell.truncate(width, overflow="ellipsis")
+        space = " " * max(0, width - cell.cell_len)
+        return Text.assemble(space if right else "", cell, "" if right else space, " " * self._gap)
+
+    def _rebuild(self) -> None:
+        row = self.cursor_row
+        self._moving = True
+        self.clear(columns=True)
+        for name, width, right in self._columns():
+            self.add_column(self._fit(name, width, right, ""), key=name or "last", width=width + self._gap)
+        for item in self.statuses:
+            self.add_row(*self._cells(item), key=item.name)
+        self.move_cursor(row=min(max(row, 0), max(len(self.statuses) - 1, 0)))
+        self._moving = False
+
+    def _fill(self) -> None:
+        for item in self.statuses:
+            for (name, _, _), cell in zip(self._columns(), self._cells(item), strict=True):
+                if self.get_cell(item.name, name or "last") != cell:
+                    self.update_cell(item.name, name or "last", cell)
+
+    def _cells(self, row: ComponentStatus) -> list[Text]:
+        words, tone = state_text(row.state)
+        colours = self.app.theme_variables
+        health = "–" if row.healthy is None else ("ok" if row.healthy else "fails")
+        if row.healthy and row.probe_latency_s is not None:
+            health = seconds_text(row.probe_latency_s)
+        texts = {
+            "component": (row.name, "bold"),
+            "state": (words, colours[TONES[tone]]),
+            "probe": (health, colours["error"] if row.healthy is False else ""),
+            "pid": (str(row.pid) if row.pid else "–", ""),
+            "up": (duration(self._now - row.started_at) if row.pid and row.started_at else "–", ""),
+            "rst": (str(row.restarts), colours["warning"] if row.restarts else "dim"),
+            "cpu": ("–" if row.cpu_percent is None else f"{row.cpu_percent:.0f}%", ""),
+            "memory": (bytes_text(row.memory_bytes), ""),
+            "gpu": (bytes_text(row.gpu_bytes), ""),
+            "port": (str(row.port) if row.port else "–", "dim"),
+            "": (last_word(row), colours["error"] if row.state is State.FAILED else "dim"),
+        }
+        return [self._fit(texts[name][0], width, right, texts[name][1]) for name, width, right in self._columns()]
+
+
+def last_word(row: ComponentStatus) -> str:
+    """What to know about a component now: a diagnosis, what it waits for, or why it is where it is."""
+    if row.diagnosis and row.state not in (State.HEALTHY, State.COMPLETED):
+        return one_line(row.diagnosis)
+    if row.waiting_for and row.state in (State.PENDING, State.STARTING, State.BACKOFF):
+        return one_line(f"waits for {row.waiting_for}" if "wait" not in row.waiting_for else row.waiting_for)
+    words = one_line(row.reason)
+    if row.exit_code and row.state in (State.FAILED, State.STOPPED, State.BACKOFF) and "exit" not in words:
+        words = f"exit {number(row.exit_code, 0)} {words}".strip()
+    return words or one_line(row.probe_detail)

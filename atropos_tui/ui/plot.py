@@ -1,0 +1,226 @@
+"""Curves with axes in block characters: pure functions from points to lines of styled text, no Textual.
+
+A cell holds 2 x 4 Braille dots. A value that is not finite breaks its line and leaves a `×` at its step: shown, never
+joined over. Logarithmic axes draw values at or below the floor on the floor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.style import Style
+from rich.text import Text
+
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Braille bit by row and column inside a cell."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over steps, ascending. `scatter` draws unjoined marks."""
+
+    steps: Sequence[float]
+    values: Sequence[float]
+    style: Style
+    scatter: bool = False
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What a plot spans. None: taken from the data."""
+
+    first: float = 0
+    last: float | None = None
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    limit: float | None = None
+    """A healthy limit, drawn as a dashed line where it is in range."""
+
+
+@dataclass(frozen=True)
+class Ink:
+    """Styles of what is not a curve."""
+
+    axis: Style
+    grid: Style
+    limit: Style
+    bad: Style
+
+
+@dataclass
+class _Canvas:
+    """Braille dots and single characters over `width` x `height` cells."""
+
+    width: int
+    height: int
+    dots: dict[tuple[int, int], int] = field(default_factory=dict)
+    marks: dict[tuple[int, int], str] = field(default_factory=dict)
+    styles: dict[tuple[int, int], Style] = field(default_factory=dict)
+
+    def dot(self, x: int, y: int, style: Style) -> None:
+        if 0 <= x < 2 * self.width and 0 <= y < 4 * self.height:
+            cell = (x // 2, y // 4)
+            self.dots[cell] = self.dots.get(cell, 0) | _DOTS[y % 4][x % 2]
+            self.styles[cell] = style
+
+    def line(self, start: tuple[int, int], end: tuple[int, int], style: Style) -> None:
+        steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
+        for at in range(steps + 1):
+            share = at / steps
+            x, y = round(start[0] + share * (end[0] - start[0])), round(start[1] + share * (end[1] - start[1]))
+            self.dot(x, y, style)
+            self.dot(x, y + 1 if y + 1 < 4 * self.height else y - 1, style)
+
+    def mark(self, x: int, y: int, glyph: str, style: Style) -> None:
+        cell = (min(max(x // 2, 0), self.width - 1), min(max(y // 4, 0), self.height - 1))
+        self.marks[cell], self.styles[cell] = glyph, style
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Maps values to dots: `low` on the bottom row, `high` on the top row."""
+
+    low: float
+    high: float
+    log: bool
+    rows: int
+
+    def of(self, value: float) -> float:
+        return math.log10(max(value, self.low)) if self.log else value
+
+    def y(self, value: float) -> int:
+        low, high = self.of(self.low), self.of(self.high)
+        share = (self.of(value) - low) / (high - low)
+        return round((1 - min(max(share, 0.0), 1.0)) * (self.rows - 1))
+
+
+def plot(curves: Sequence[Curve], axes: Axes, ink: Ink, width: int, height: int) -> list[Text]:
+    """Draw `curves`, the first on top, into `height` lines of `width` cells; blank lines where there is no room."""
+    scale = _scale(curves, axes, 4 * (height - 1))
+    ticks = y_ticks(scale.low, scale.high, scale.log, max(2, (height - 1) // 2))
+    labels = {scale.y(value) // 4: tick_label(value, scale.log, ticks) for value in ticks}
+    gutter = max((len(label) for label in labels.values()), default=0)
+    columns = width - gutter - 2
+    if columns < 4 or height < 3:
+        return [Text("")] * height
+    last = axes.last if axes.last is not None else max((c.steps[-1] for c in curves if c.steps), default=1)
+    last = max(last, axes.first + 1)
+    canvas = _Canvas(columns, height - 1)
+    for curve in reversed(curves):
+        _draw(canvas, curve, scale, axes.first, last)
+    limit_row = None
+    if axes.limit is not None and scale.low < axes.limit < scale.high:
+        limit_row = scale.y(axes.limit) // 4
+    lines = [_row(canvas, row, labels.get(row), gutter, limit_row == row, ink) for row in range(height - 1)]
+    return [*lines, _x_axis(axes.first, last, columns, gutter, ink.axis)]
+
+
+def y_ticks(low: float, high: float, log: bool, most: int) -> list[float]:
+    """Round values between `low` and `high`: decades, or multiples of 1, 2, 2.5 or 5 times a power of ten."""
+    if log:
+        decades = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
+        return [10.0**power for power in decades][:: max(1, math.ceil(len(decades) / most))]
+    step = nice_step((high - low) / max(1, most - 1))
+    first = math.ceil(low / step - 1e-9)
+    return [first * step + at * step for at in range(math.floor(high / step + 1e-9) - first + 1)]
+
+
+def nice_step(rough: float) -> float:
+    """The smallest of 1, 2, 2.5, 5 or 10 times a power of ten that is not below `rough`."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if factor * power >= rough * (1 - 1e-9))
+
+
+def tick_label(value: float, log: bool, ticks: Sequence[float]) -> str:
+    """A tick as short as its neighbours allow."""
+    if log:
+        return f"1e{round(math.log10(value))}" if not 0.01 <= value <= 100 else f"{value:g}"
+    step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(value) or 1.0
+    if max(map(abs, ticks)) >= 1e4 or step < 1e-3:
+        return f"{value:.1e}" if value else "0"
+    digits = next((d for d in range(4) if abs(round(step, d) - step) < 1e-9 * max(1.0, step)), 3)
+    return f"{value:.{digits}f}"
+
+
+def _scale(curves: Sequence[Curve], axes: Axes, rows: int) -> _Scale:
+    finite = [value for curve in curves for value in curve.values if math.isfinite(value)]
+    if axes.log:
+        finite = [value for value in finite if value > 0]
+        low = axes.low or 10.0 ** math.floor(math.log10(min(finite, default=1e-3)))
+        high = axes.high or 10.0 ** math.ceil(math.log10(max(finite, default=1.0)) + 1e-9)
+        return _Scale(low, high if high > low else low * 10, True, max(rows, 1))
+    low = axes.low if axes.low is not None else min(finite, default=0.0)
+    high = axes.high if axes.high is not None else max(finite, default=1.0)
+    if not high - low > 1e-12 * max(abs(high), abs(low)):
+        pad = abs(high) / 10 or 1.0
+        low, high = (low if axes.low is not None else low - pad), high + pad
+    return _Scale(low, high, False, max(rows, 1))
+
+
+def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: float) -> None:
+    width = 2 * canvas.width - 1
+    before: tuple[int, int] | None = None
+    for step, value in thin(curve.steps, curve.values, 2 * width):
+        x = round((step - first) / (last - first) * width)
+        if not math.isfinite(value):
+            canvas.mark(x, 0 if value > 0 else scale.rows - 1, "×", Style(color="red", bold=True))
+            before = None
+            continue
+        here = (x, scale.y(value))
+        if curve.scatter:
+            canvas.mark(*here, "◆", curve.style)
+        elif before is None:
+            canvas.dot(*here, curve.style)
+        else:
+            canvas.line(before, here, curve.style)
+        before = here
+
+
+def thin(steps: Sequence[float], values: Sequence[float], most: int) -> list[tuple[float, float]]:
+    """At most about `most` points that keep every bin's lowest and highest value, and every one that is not finite."""
+    count = len(values)
+    if count <= most:
+        return list(zip(steps, values, strict=True))
+    size = math.ceil(2 * count / most)
+    kept: list[tuple[float, float]] = []
+    for at in range(0, count, size):
+        chunk = range(at, min(at + size, count))
+        finite = [i for i in chunk if math.isfinite(values[i])]
+        picked = {i for i in chunk if not math.isfinite(values[i])}
+        if finite:
+            picked |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+        kept += [(steps[i], values[i]) for i in sorted(picked)]
+    return kept
+
+
+def _row(canvas: _Canvas, row: int, label: str | None, gutter: int, is_limit: bool, ink: Ink) -> Text:
+    line = Text(f"{label or '':>{gutter}} ", style=ink.axis, no_wrap=True, end="")
+    line.append("┤" if label else "│", ink.axis)
+    for column in range(canvas.width):
+        cell = (column, row)
+        if cell in canvas.marks:
+            line.append(canvas.marks[cell], ink.bad if canvas.marks[cell] == "×" else canvas.styles[cell])
+        elif cell in canvas.dots:
+            line.append(chr(0x2800 + canvas.dots[cell]), canvas.styles[cell])
+        elif is_limit:
+            line.append("╌", ink.limit)
+        else:
+            line.append("┈" if label and row < canvas.height else " ", ink.grid)
+    return line
+
+
+def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) -> Text:
+    """Step numbers under the plot, each centred below its place, the last flush right."""
+    cells = [" "] * (gutter + 2 + columns)
+    step = nice_step(max((last - first) / max(1, columns // 12), 1))
+    ticks = [at * step for at in range(math.ceil(first / step), math.floor(last / step) + 1)]
+    for value in [*ticks, last]:
+        text = f"{value:,.0f}"
+        at = gutter + 2 + round((value - first) / (last - first) * (columns - 1)) - len(text) // 2
+        at = min(max(at, gutter + 1), len(cells) - len(text))
+        if all(cell == " " for cell in cells[max(0, at - 2) : at + len(text) + 2]):
+            cells[at : at + len(text)] = text
+    return Text("".join(cells), style=style, no_wrap=True, end="")

@@ -1,0 +1,474 @@
+"""The inference server with real vLLM on the CPU: contract, single copy, weight versions, door, and its end.
+
+pytest -m e2e tests/e2e/test_vllm_server.py        # about 90 s; two servers, one after the other
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from trainer_core.contracts.bridge import TOKEN_HEADER, completion_digest
+from trainer_core.contracts.manifest import Manifest, read_manifest
+
+pytestmark = pytest.mark.e2e
+
+TOKEN = "e2e-token-0123456789"
+START_S = 120.0
+PROMPT = [3, 12, 4, 13]
+LONG_PROMPT = [2 + i * 7 % 12 for i in range(75)]
+"""More than two cache blocks of 32 tokens."""
+
+
+@dataclass
+class Server:
+    """One running server and the ways to talk to it."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    bridge_dir: Path
+    log: Path
+    model: Path
+    token: str = TOKEN
+    started_s: float = 0.0
+
+    def post(self, path: str, body: Any = None, *, token: bool = True, timeout: float = 60) -> httpx.Response:
+        headers = {TOKEN_HEADER: self.token} if token else {}
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=timeout)
+
+    def get(self, path: str, *, token: bool = True) -> httpx.Response:
+        return httpx.get(self.url + path, headers={TOKEN_HEADER: self.token} if token else {}, timeout=30)
+
+    def generate(self, **body: Any) -> dict[str, Any]:
+        answer = self.post("/generate", body, token=False)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def publish(self, version: int, write: Any = None) -> dict[str, Any]:
+        """Pause, let `write` change the weights, resume as `version`."""
+        assert self.post("/bridge/pause", {"lease_s": 30, "dirty": True}).status_code == 200
+        if write is not None:
+            write()
+        answer = self.post("/bridge/resume", {"weight_version": version})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def manifest(self) -> Manifest:
+        return read_manifest(self.bridge_dir / "vllm_bridge_config.json")
+
+
+def start_server(folder: Path, model: Path, **env: str) -> Server:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    bridge_dir, log = folder / "bridge", folder / "server.log"
+    command = [
+        sys.executable, "-m", "vllm_server", "--model", str(model), "--port", str(port), "--dtype", "float32",
+        "--enforce-eager", "--kv-cache-memory-bytes", "67108864", "--max-model-len", "256", "--block-size", "32",
+    ]  # fmt: skip
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOGDIR": str(bridge_dir),
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1", **env,
+    }  # fmt: skip
+    begun = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+    server = Server(process, f"http://127.0.0.1:{port}", bridge_dir, log, model)
+    while time.monotonic() - begun < START_S and process.poll() is None:
+        try:
+            if httpx.get(server.url + "/health_generate", timeout=15).status_code == 200:
+                server.started_s = time.monotonic() - begun
+                return server
+        except httpx.TransportError:
+            time.sleep(0.2)
+    end_of(process)
+    pytest.fail(f"no server after {time.monotonic() - begun:.0f} s:\n" + log.read_text()[-4000:])
+
+
+def end_of(process: subprocess.Popen[bytes]) -> None:
+    """Whatever happened, leave no process of this session."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+
+def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still execute; a zombie has ended and only waits for whoever inherits it."""
+    alive = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from atropos_envs.tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Server]:
+    running = start_server(tmp_path_factory.mktemp("server"), model, ATROPOS_TOKEN=TOKEN)
+    print(f"\nstart to /health_generate: {running.started_s:.1f} s")
+    yield running
+    end_of(running.process)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Any:
+    """The same model in transformers; tests that change the server's weights change these too."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def reference_logprobs(reference: Any, prompt: list[int], tokens: list[int]) -> list[float]:
+    import torch
+
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
+
+
+def largest_gap(reference: Any, answer: dict[str, Any]) -> float:
+    """Largest |server - transformers| over all sampled tokens of an answer."""
+    gaps = []
+    for tokens, positions in zip(answer["token_ids"], answer["logprobs"], strict=True):
+        mine = [position[0][str(token)] for token, position in zip(tokens, positions, strict=True)]
+        theirs = reference_logprobs(reference, answer["prompt_token_ids"], tokens)
+        gaps += [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
+    return max(gaps)
+
+
+def digests(answer: dict[str, Any]) -> list[str]:
+    """What a trainer computes from what atroposlib's client passes on."""
+    return [
+        completion_digest(
+            [int(next(iter(position[0]))) for position in completion],
+            [next(iter(position[0].values())) for position in completion],
+        )
+        for completion in answer["logprobs"]
+    ]
+
+
+def mapped(manifest: Manifest, name: str) -> Any:
+    """A parameter of the server, mapped into this process."""
+    import torch
+
+    shard = manifest.ranks[0]
+    entry = shard.param_mappings[shard.aliases.get(name, name)]
+    assert shard.shm_path is not None
+    storage = torch.UntypedStorage.from_file(shard.shm_path, shared=True, nbytes=shard.shm_bytes)
+    flat = torch.empty(0, dtype=getattr(torch, entry.dtype))
+    return flat.set_(storage, entry.offset, entry.shape, entry.stride)
+
+
+def client(server: Server) -> Any:
+    from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+    from atroposlib.envs.server_handling.vllm_server import VLLMServer
+
+    return VLLMServer(
+        APIServerConfig(
+            model_name=str(server.model), base_url=server.url + "/v1", api_key="x", server_type="vllm", timeout=60
+        )
+    )
+
+
+async def test_atroposlib_s_own_client_gets_tokens_and_true_logprobs(server: Server, reference: Any) -> None:
+    atropos = client(server)
+    prompt, tokens, logprobs, reasons = await asyncio.wait_for(
+        atropos.tokens_and_logprobs_completion(prompt="1+2=", n=6, max_tokens=8, temperature=1.0), timeout=60
+    )
+    atropos.check_task.cancel()
+    assert prompt == PROMPT
+    assert len(tokens) == len(logprobs) == len(reasons) == 6
+    assert set(reasons) <= {"stop", "length"}
+    for ids, values in zip(tokens, logprobs, strict=True):
+        expected = reference_logprobs(reference, prompt, ids)
+        assert max(abs(a - b) for a, b in zip(values, expected, strict=True)) < 1e-4
+    assert len({tuple(ids) for ids in tokens}) > 1, "n completions are sampled, not copied"
+
+
+async def test_atroposlib_s_client_scores_a_prompt(server: Server, reference: Any) -> None:
+    result = await client(server)._get_logprobs_wrapper(input_ids=LONG_PROMPT, top_k=2)
+    scored = [
+        dict(zip(ids, values, strict=True))
+        for ids, values in zip(result["prompt_topk_token_ids"], result["prompt_topk_logprobs"], strict=True)
+    ]
+    assert scored[0] == {}
+    expected = reference_logprobs(reference, LONG_PROMPT[:1], LONG_PROMPT[1:])
+    mine = [scored[i][LONG_PROMPT[i]] for i in range(1, len(LONG_PROMPT))]
+    assert max(abs(a - b) for a, b in zip(mine, expected, strict=True)) < 1e-4
+
+
+def test_a_bare_request_returns_logprobs_and_the_text(server: Server) -> None:
+    answer = server.generate(prompt="1+2=", max_tokens=3)
+    assert answer["prompt"] == "1+2="
+    assert answer["prompt_token_ids"] == PROMPT
+    assert len(answer["text"]) == len(answer["logprobs"]) == 1
+    assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=3)["prompt"] == "1+2="
+
+
+def test_temperature_is_in_the_logprobs(server: Server, reference: Any) -> None:
+    """`processed_logprobs`: what was sampled from, not the raw distribution."""
+    import torch
+
+    answer = server.generate(prompt=PROMPT, max_tokens=5, temperature=0.5, seed=4, ignore_eos=True)
+    tokens = answer["token_ids"][0]
+    with torch.no_grad():
+        logits = reference(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+        expected = (logits / 0.5).log_softmax(-1)[range(5), tokens].tolist()
+    mine = [position[0][str(token)] for token, position in zip(tokens, answer["logprobs"][0], strict=True)]
+    assert max(abs(a - b) for a, b in zip(mine, expected, strict=True)) < 1e-4
+
+
+def test_a_seed_repeats_and_n_completions_differ(server: Server) -> None:
+    body = {"prompt": PROMPT, "n": 4, "max_tokens": 6, "seed": 11, "ignore_eos": True}
+    first, second = server.generate(**body), server.generate(**body)
+    assert first["token_ids"] == second["token_ids"]
+    assert len({tuple(tokens) for tokens in first["token_ids"]}) > 1
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt": [10**6]}, "vocabulary"),
+        ({"prompt": [2] * 300}, "256"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt": PROMPT, "temperature": "hot"}, "temperature"),
+        ({"prompt": PROMPT, "logprobs": 1000}, "logprobs"),
+        ({"prompt": PROMPT, "stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"prompt": PROMPT, "allowed_token_ids": []}, "allowed_token_ids"),
+        ({"prompt": PROMPT, "logit_bias": {"1000000": 1.0}}, "logit_bias"),
+        ({"prompt": PROMPT, "min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"prompt": PROMPT, "model": "gpt-99"}, "not served"),
+        ({}, "prompt"),
+    ],
+)
+def test_bad_input_is_a_400_with_its_reason(server: Server, body: dict[str, Any], says: str) -> None:
+    answer = server.post("/generate", body, token=False)
+    assert answer.status_code == 400, answer.text
+    assert says in answer.json()["error"]
+    assert "Traceback" not in answer.text
+    assert server.get("/health_generate").status_code == 200
+
+
+def test_the_manifest_names_every_parameter_once(server: Server, reference: Any) -> None:
+    manifest = server.manifest()
+    shard = manifest.ranks[0]
+    assert manifest.instance_id == server.get("/bridge/info").json()["instance_id"]
+    assert manifest.server_pid == server.process.pid
+    assert psutil.Process(manifest.server_pid).create_time() == manifest.server_create_time
+    assert manifest.architecture == "Qwen3ForCausalLM"
+    assert shard.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert {"model.layers.0.self_attn.qkv_proj.weight", "model.layers.3.mlp.gate_up_proj.weight"} <= set(
+        shard.param_mappings
+    )
+    assert server.get("/bridge/info").json()["exported"] == len(shard.param_mappings)
+    assert f"Exported {len(shard.param_mappings)} params" in server.log.read_text()
+    assert shard.shm_path is not None
+    assert Path(shard.shm_path).stat().st_mode & 0o777 == 0o600
+    down = mapped(manifest, "model.layers.1.mlp.down_proj.weight")
+    assert down.equal(reference.model.layers[1].mlp.down_proj.weight)
+
+
+def test_a_write_from_another_process_changes_the_answers_cached_prefix_included(
+    server: Server, reference: Any
+) -> None:
+    import torch
+
+    body = {"prompt": LONG_PROMPT, "n": 3, "max_tokens": 8, "ignore_eos": True, "temperature": 1.0}
+    assert largest_gap(reference, server.generate(**body)) < 1e-4
+    hits = cache_hits(server)
+    assert largest_gap(reference, server.generate(**body)) < 1e-4
+    assert cache_hits(server) > hits, "the second request must have used the cached prefix"
+
+    manifest = server.manifest()
+    gate_up = mapped(manifest, "model.layers.0.mlp.gate_up_proj.weight")
+    head = mapped(manifest, "lm_head.weight")
+    rows = reference.config.intermediate_size
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(gate_up.shape, generator=generator) * 0.05
+    tilt = torch.randn(reference.config.vocab_size, head.shape[1], generator=generator) * 0.05
+
+    def write() -> None:
+        gate_up.add_(noise)
+        head[: reference.config.vocab_size].add_(tilt)
+
+    server.publish(1, write)
+    after = server.generate(**body)
+    assert largest_gap(reference, after) > 1e-2, "the unchanged reference must be off now, or this test sees nothing"
+    with torch.no_grad():
+        layer = reference.model.layers[0].mlp
+        layer.gate_proj.weight.add_(noise[:rows])
+        layer.up_proj.weight.add_(noise[rows:])
+        reference.model.embed_tokens.weight.add_(tilt)
+    assert largest_gap(reference, after) < 1e-4
+    assert largest_gap(reference, server.generate(prompt=PROMPT, n=4, max_tokens=8, ignore_eos=True)) < 1e-4
+
+
+def cache_hits(server: Server) -> float:
+    for line in server.get("/metrics").text.splitlines():
+        if line.startswith("vllm:prefix_cache_hits_total"):
+            return float(line.rpartition(" ")[2])
+    raise AssertionError("vLLM reports no prefix cache hits")
+
+
+def test_each_completion_knows_its_versions_even_across_a_publish(server: Server) -> None:
+    server.publish(5)
+    plain = server.generate(prompt=PROMPT, n=2, max_tokens=4, ignore_eos=True)
+    assert plain["weight_versions"] == [[5, 5], [5, 5]]
+
+    async def across() -> dict[str, Any]:
+        async with httpx.AsyncClient(timeout=60) as http:
+            body = {"prompt": PROMPT, "n": 24, "max_tokens": 240, "ignore_eos": True}
+            running = asyncio.create_task(http.post(server.url + "/generate", json=body))
+            await asyncio.sleep(0.15)
+            assert (await asyncio.to_thread(server.post, "/bridge/pause", {"lease_s": 30})).status_code == 200
+            await asyncio.sleep(0.3)
+            assert not running.done(), "frozen requests must not finish"
+            await asyncio.to_thread(server.post, "/bridge/resume", {"weight_version": 6})
+            return (await running).json()
+
+    crossed = asyncio.run(across())
+    assert all(len(tokens) == 240 for tokens in crossed["token_ids"]), "frozen requests survive"
+    assert [5, 6] in crossed["weight_versions"]
+    asked = digests(plain) + digests(crossed) + ["0" * 32]
+    found = server.post("/bridge/versions", {"digests": asked}).json()["versions"]
+    assert found == plain["weight_versions"] + crossed["weight_versions"] + [None]
+    stamp = json.loads((server.bridge_dir / "state.json").read_text())
+    assert stamp == {"instance_id": server.manifest().instance_id, "weight_version": 6}
+
+
+def test_a_client_that_leaves_cancels_its_request(server: Server) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            server.url + "/generate",
+            json={"prompt": PROMPT, "n": 200, "max_tokens": 250, "ignore_eos": True},
+            timeout=0.3,
+        )
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline and "num_requests_running" in (text := server.get("/metrics").text):
+        running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
+        if float(running[0].rpartition(" ")[2]) == 0:
+            return
+        time.sleep(0.05)
+    pytest.fail("the engine still works for a client that left")
+
+
+def test_the_door(server: Server) -> None:
+    for path in ("/bridge/info", "/lora/status", "/bridge/no-such-route"):
+        assert server.get(path, token=False).status_code == 403
+    assert server.post("/v1/load_lora_adapter", {}, token=False).status_code == 403
+    assert server.post("/bridge/pause", {}, token=False).status_code == 403
+    assert server.get("/bridge/is_paused").json() == {"paused": False}
+    rebound = httpx.get(server.url + "/health", headers={"Host": "evil.example"})
+    assert rebound.status_code == 403
+    assert server.get("/health", token=False).status_code == 200
+    assert server.get("/v1/models", token=False).json()["data"][0]["id"] == str(server.model)
+    assert server.get("/lora/status").json()["enabled"] is False
+    assert server.post("/bridge/sleep").status_code == 501
+
+
+def test_leases(server: Server) -> None:
+    server.post("/bridge/pause", {"lease_s": 0.4})
+    assert server.get("/health_generate").json()["paused"] is True
+    time.sleep(0.8)
+    assert server.get("/bridge/is_paused").json() == {"paused": False}
+    assert server.generate(prompt=PROMPT, max_tokens=2)["weight_versions"] == [[6, 6]]
+
+    server.post("/bridge/pause", {"lease_s": 0.2, "dirty": True})
+    time.sleep(0.5)
+    for path in ("/health", "/health_generate"):
+        unhealthy = server.get(path, token=False)
+        assert unhealthy.status_code == 503
+        assert "half-written" in unhealthy.json()["error"]
+    assert server.post("/generate", {"prompt": PROMPT}, token=False).status_code == 503
+    server.post("/bridge/resume", {"weight_version": 7})
+    assert server.get("/health_generate").status_code == 200
+
+
+def test_keep_alive_calls_do_not_wait_for_nagle(server: Server) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    with httpx.Client() as http:
+        http.post(server.url + "/generate", json=body)
+        begun = time.monotonic()
+        for _ in range(20):
+            http.post(server.url + "/generate", json=body)
+        each = (time.monotonic() - begun) / 20
+    print(f"\n/generate of one token: {each * 1000:.1f} ms a call")
+    assert each < 0.035
+
+
+def test_sigterm_ends_it_cleanly_and_leaves_nothing(server: Server) -> None:
+    shm = Path(server.manifest().ranks[0].shm_path or "")
+    assert shm.exists()
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    begun = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(15) == 0
+    print(f"\nSIGTERM to exit: {time.monotonic() - begun:.1f} s")
+    assert not shm.exists()
+    assert not (server.bridge_dir / "vllm_bridge_config.json").exists()
+    assert not still_running(family)
+    assert "[vllm_server] stopped" in server.log.read_text()
+
+
+def test_hold_then_sigkill(tmp_path: Path, model: Path) -> None:
+    """A restarted server answers no rollout before it is told its version; killed hard, it takes its children along."""
+    server = start_server(tmp_path, model, ATROPOS_HOLD_GENERATION="1", ATROPOS_SHM_NAME=f"atropos-e2e-{os.getpid()}")
+    shm = Path(f"/dev/shm/atropos-e2e-{os.getpid()}")
+    try:
+        token_file = server.bridge_dir / "token"
+        assert token_file.stat().st_mode & 0o777 == 0o600
+        server.token = token_file.read_text()
+        assert server.token not in server.log.read_text()
+        assert server.get("/bridge/info").json()["held"] is True
+        body = {"prompt": PROMPT, "max_tokens": 2}
+        with pytest.raises(httpx.ReadTimeout):
+            server.post("/generate", body, token=False, timeout=0.7)
+        assert server.post("/generate", body, token=True).json()["weight_versions"] == [[0, 0]]
+        assert server.get("/health_generate", token=False).json()["held"] is True
+
+        async def held() -> dict[str, Any]:
+            async with httpx.AsyncClient(timeout=60) as http:
+                waiting = asyncio.create_task(http.post(server.url + "/generate", json=body))
+                await asyncio.sleep(0.3)
+                assert not waiting.done()
+                await asyncio.to_thread(server.post, "/bridge/resume", {"weight_version": 9})
+                return (await waiting).json()
+
+        assert asyncio.run(held())["weight_versions"] == [[9, 9]]
+        assert shm.exists()
+
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        assert family, "vLLM runs its engine in a child process"
+        begun = time.monotonic()
+        server.process.kill()
+        server.process.wait(5)
+        while (alive := still_running(family)) and time.monotonic() - begun < 2:
+            time.sleep(0.01)
+        print(f"\nSIGKILL to the last child's end: {time.monotonic() - begun:.2f} s, {len(family)} children")
+        assert not alive
+    finally:
+        end_of(server.process)
+        shm.unlink(missing_ok=True)

@@ -1,0 +1,138 @@
+"""Real stacks of small, nasty children, checked from outside the supervisor's own bookkeeping."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from atropos_tui.stack.spec import (
+    Check,
+    ComponentSpec,
+    LogCheck,
+    Probe,
+    Probes,
+    RestartPolicy,
+    StackSpec,
+    StopPolicy,
+)
+from atropos_tui.supervisor import states
+from atropos_tui.supervisor.client import ControlClient
+from atropos_tui.supervisor.result import RunResult
+from atropos_tui.supervisor.runner import run_stack
+from trainer_core.contracts.control import State
+from trainer_core.contracts.records import Record, StateRecord, parse_line
+from trainer_core.contracts.run_dir import RunDir
+
+CHILDREN = Path(__file__).parent / "children"
+QUICK = RestartPolicy(backoff_s=0.02, max_backoff_s=0.1, max_restarts=2)
+NEVER = RestartPolicy(policy="never")
+SLEEP = "import time; print('up', flush=True); time.sleep(600)"
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    """A child that starts in 10 ms."""
+    return [sys.executable, "-I", "-S", "-c", code, *map(str, arguments)]
+
+
+def script(name: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-I", str(CHILDREN / f"{name}.py"), *map(str, arguments)]
+
+
+def part(name: str, command: list[str] | None = None, **fields: Any) -> ComponentSpec:
+    """A component with a short grace; sleeps unless told otherwise."""
+    fields.setdefault("restart", NEVER)
+    fields.setdefault("stop", StopPolicy(grace_s=0.3))
+    return ComponentSpec(name=name, command=command or python(SLEEP), **fields)
+
+
+def ready(*checks: Check, **fields: Any) -> Probes:
+    """A quick readiness probe; by default the line that `SLEEP` prints."""
+    return Probes(readiness=Probe(checks=list(checks) or [LogCheck(pattern="up")], interval_s=0.02, **fields))
+
+
+def alive(pid: int) -> bool:
+    """Whether `pid` runs; a zombie does not. Independent of the supervisor's own process table."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+async def pids_in(path: Path, timeout_s: float = 10.0) -> list[int]:
+    """Pids that a child wrote to `path`, once they are there."""
+    give_up = time.monotonic() + timeout_s
+    while time.monotonic() < give_up:
+        if path.exists() and path.read_text().endswith("\n"):
+            return [int(word) for word in path.read_text().split()]
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{path} was not written")
+
+
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+    """Seconds until `condition` held."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s, "it did not happen in time"
+        await asyncio.sleep(0.005)
+    return time.monotonic() - began
+
+
+class Running:
+    """A stack under a supervisor in this event loop."""
+
+    def __init__(self, stack: StackSpec) -> None:
+        self.stack = stack
+        self.run = RunDir(Path(stack.run_dir))
+        self.records: list[Record] = []
+        self.client = ControlClient(self.run.root)
+        self.task = asyncio.create_task(run_stack(stack, on_event=self.records.append))
+
+    async def until(self, component: str, state: State | str, attempt: int | None = None) -> StateRecord:
+        """The first record of `component` entering `state`."""
+        async with asyncio.timeout(20):
+            while True:
+                for record in self.states(component):
+                    if record.new == state and attempt in (None, record.attempt):
+                        return record
+                assert not self.task.done() or self.task.result() is None, f"the run ended: {self.result()}"
+                await asyncio.sleep(0.005)
+
+    async def answers(self) -> ControlClient:
+        """The client, once the socket is there."""
+        while not self.run.control_sock.exists():
+            assert not self.task.done()
+            await asyncio.sleep(0.005)
+        return self.client
+
+    async def end(self, timeout_s: float = 20.0) -> int:
+        async with asyncio.timeout(timeout_s):
+            return await self.task
+
+    def states(self, component: str | None = None) -> list[StateRecord]:
+        rows = [record for record in self.records if isinstance(record, StateRecord)]
+        return [row for row in rows if component in (None, row.component)]
+
+    def path(self, component: str) -> list[str]:
+        """The states that `component` went through."""
+        return [row.new for row in self.states(component)]
+
+    def result(self) -> RunResult:
+        found = RunResult.load(self.run.result_json)
+        assert found is not None
+        return found
+
+
+def check_history(running: Running) -> None:
+    """Whatever happened: the file holds what was published, sequences have no gap, each step follows from the last."""
+    on_disk = [parse_line(line) for line in running.run.supervisor_jsonl.read_text().splitlines()]
+    assert [record.to_line() for record in on_disk] == [record.to_line() for record in running.records]
+    assert [record.seq for record in on_disk] == list(range(len(on_disk)))
+    last: dict[str | None, str] = {}
+    for row in running.states():
+        assert row.old == last.get(row.component, "pending")
+        states.check(State(row.old), State(row.new))
+        last[row.component] = row.new

@@ -1,0 +1,278 @@
+"""The control socket: the client against a real supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atropos_tui.supervisor import sockets
+from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
+from atropos_tui.supervisor.journal import RunInUseError
+from atropos_tui.supervisor.runner import run_stack
+from tests.supervisor.harness import part, python, ready, script
+from trainer_core.contracts.control import CommandRequest, Phase, RunStatus, Snapshot, State
+from trainer_core.contracts.records import CommandRecord, Record, parse_line
+from trainer_core.contracts.run_dir import RunDir
+
+
+async def test_status_measures_the_whole_set(launch: Any, tmp_path: Path) -> None:
+    burner = "import os,time\nprint('up',flush=True)\nif os.fork(): time.sleep(600)\nwhile True: pass"
+    async with launch(
+        part("burner", python(burner), probes=ready(), port=4), part("waits", depends_on={"burner": "completed"})
+    ) as running:
+        await running.until("burner", State.HEALTHY)
+        client = running.client
+        first = await client.status()
+        assert isinstance(first, RunStatus)
+        assert (first.phase, first.exit_code, first.supervisor_pid) == (Phase.STARTING, None, os.getpid())
+        row, waits = first.components
+        assert len(row.pids) == 2
+        assert row.pid in row.pids
+        assert row.memory_bytes is not None
+        assert 2_000_000 < row.memory_bytes < 60_000_000
+        assert (row.port, row.attempt, row.healthy) == (4, 1, True)
+        assert waits.waiting_for == "burner to be completed (it is healthy)"
+        assert (waits.pid, waits.memory_bytes, waits.cpu_percent) == (None, None, None)
+        await asyncio.sleep(2.1)
+        cpu = (await client.status()).components[0].cpu_percent
+        assert cpu is not None
+        assert 20 < cpu < 130
+
+
+async def test_snapshot_and_live_without_gap_or_duplicate(launch: Any) -> None:
+    """Ten subscribers join at different moments of a busy run; each sees exactly what the file holds."""
+    busy = [part(f"b{number}", python("import time; time.sleep(.03)")) for number in range(12)]
+    gate = part(
+        "last", python("import time; time.sleep(0.4)"), ends_run=True, depends_on={p.name: "completed" for p in busy}
+    )
+
+    async def listen(run_dir: Path, delay: float) -> tuple[int, list[int]]:
+        await asyncio.sleep(delay)
+        async with ControlClient(run_dir) as client:
+            stream = client.events()
+            snapshot = await anext(stream)
+            assert isinstance(snapshot, Snapshot)
+            return snapshot.status.seq, [item.seq async for item in stream if isinstance(item, Record)]
+
+    async with launch(*busy, gate) as running:
+        await running.answers()
+        seen = await asyncio.gather(*(listen(running.run.root, number * 0.03) for number in range(10)))
+        assert await running.end() == 0
+        last = running.records[-1].seq
+        assert len({seq for seq, _ in seen}) > 2, "they should have joined at different moments"
+        for snapshot_seq, after in seen:
+            assert after == list(range(snapshot_seq + 1, last + 1))
+
+
+async def test_events_after_a_known_record_brings_the_missed_ones(launch: Any) -> None:
+    async with launch(part("one"), part("two")) as running:
+        await running.until("two", State.HEALTHY)
+        client = await running.answers()
+        stream = client.events(after=1)
+        snapshot = await anext(stream)
+        assert isinstance(snapshot, Snapshot)
+        missed = [await anext(stream) for _ in range(snapshot.status.seq - 1)]
+        assert [item.seq for item in missed if isinstance(item, Record)] == list(range(2, snapshot.status.seq + 1))
+        await client.command(CommandRequest(action="stop", component="one"))
+        following = await anext(stream)
+        assert isinstance(following, CommandRecord)
+        assert following.seq == snapshot.status.seq + 1
+        await stream.aclose()
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "fix", "status"),
+    [
+        (
+            CommandRequest(action="restart", component="nobody"),
+            "no component 'nobody'",
+            "one of: up, down-by-hand",
+            404,
+        ),
+        (CommandRequest(action="stop"), "stop needs a component", "one of", 422),
+        (CommandRequest(action="start", component="up"), "up is healthy already", "use: restart up", 409),
+        (CommandRequest(action="stop", component="down-by-hand"), "is stopped already", "nothing to do", 409),
+        (CommandRequest(action="kill", component="down-by-hand"), "has no process", "use: stop", 409),
+    ],
+)
+async def test_refusals_say_why_and_what_instead(
+    launch: Any, request_: CommandRequest, error: str, fix: str, status: int
+) -> None:
+    async with launch(part("up"), part("down-by-hand")) as running:
+        client = await running.answers()
+        await running.until("down-by-hand", State.HEALTHY)
+        await client.command(CommandRequest(action="stop", component="down-by-hand"))
+        await running.until("down-by-hand", State.STOPPED)
+        with pytest.raises(Refused) as caught:
+            await client.command(request_)
+        assert error in caught.value.error
+        assert fix in caught.value.fix
+        assert caught.value.status == status
+        refused = [r for r in running.records if isinstance(r, CommandRecord) and r.status == "refused"]
+        assert len(refused) == 1
+
+
+async def test_a_restart_within_a_restart_is_refused_but_stop_wins(launch: Any, tmp_path: Path) -> None:
+    slow = part("slow", script("stubborn", tmp_path / "pids"), stop={"grace_s": 0.5})
+    async with launch(slow) as running:
+        client = await running.answers()
+        await running.until("slow", State.HEALTHY)
+        while not (tmp_path / "pids").exists():
+            await asyncio.sleep(0.01)
+        first = await client.command(CommandRequest(action="restart", component="slow"))
+        await running.until("slow", State.STOPPING)
+        with pytest.raises(Refused, match=f"part of restart slow \\({first.command_id}\\)"):
+            await client.command(CommandRequest(action="restart", component="slow"))
+        assert (await client.command_status(first.command_id)).status == "running"
+        await client.command(CommandRequest(action="kill", component="slow"))
+        await running.until("slow", State.HEALTHY, attempt=2)
+
+
+async def test_recipe_changes_nothing(launch: Any) -> None:
+    engine = part("engine", restart_with=["trainer"])
+    async with launch(engine, part("trainer")) as running:
+        client = await running.answers()
+        await running.until("trainer", State.HEALTHY)
+        count = len(running.records)
+        found = await client.recipe("restart", "engine")
+        assert (found.stop, found.start) == (["trainer", "engine"], ["engine", "trainer"])
+        assert (await client.recipe("down")).stop == ["trainer", "engine"]
+        with pytest.raises(Refused, match="no component"):
+            await client.recipe("restart", "ghost")
+        assert len(running.records) == count
+
+
+async def test_wait(launch: Any) -> None:
+    slow = part("slow", python("import time; time.sleep(.4); print('up',flush=True); time.sleep(600)"), probes=ready())
+    last = part("last", python("import time; time.sleep(.3)"), depends_on={"slow": "healthy"}, ends_run=True)
+    async with launch(slow, last) as running:
+        client = await running.answers()
+        late = await client.wait("ready", timeout=0.05)
+        assert (late.outcome, "last is pending, waiting for slow" in late.detail) == ("timeout", True)
+        assert (await client.wait("slow", timeout=10)).outcome == "reached"
+        assert (await client.wait("ready", timeout=10)).outcome == "reached"
+        assert (await client.status()).phase is Phase.RUNNING
+        done = await client.wait("done")
+        assert (done.outcome, done.detail) == ("reached", "exit code 0: last finished")
+        assert running.run.result_json.exists(), "the result is written before anyone is told"
+        with pytest.raises(Refused, match="nothing called"):
+            await client.wait("nonsense")
+
+
+async def test_wait_becomes_impossible(launch: Any) -> None:
+    breaks = part("breaks", python("import time; time.sleep(.3); raise SystemExit(1)"), probes=ready())
+    async with launch(breaks) as running:
+        client = await running.answers()
+        found = await asyncio.gather(client.wait("breaks"), client.wait("ready"), client.wait("done"))
+        assert [one.outcome for one in found] == ["impossible"] * 3
+        assert "breaks failed: exit code 1" in found[0].detail
+        assert await running.end() == 3
+
+
+async def test_down_with_a_timeout_kills_what_is_left(launch: Any, tmp_path: Path) -> None:
+    deaf = part("deaf", script("stubborn", tmp_path / "pids"), stop={"grace_s": 60})
+    async with launch(deaf) as running:
+        client = await running.answers()
+        while not (tmp_path / "pids").exists():
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        await client.command(CommandRequest(action="down", timeout_s=0.3))
+        assert await running.end() == 130
+        assert time.monotonic() - began < 5
+
+
+async def test_nobody_home(tmp_path: Path, launch: Any) -> None:
+    with pytest.raises(NoSupervisor):
+        await ControlClient(tmp_path).status()
+    (tmp_path / "control.sock").symlink_to(tmp_path / "gone.sock")
+    with pytest.raises(NoSupervisor):
+        await ControlClient(tmp_path).status()
+    async with launch(part("brief", python("pass"))) as running:
+        assert await running.end() == 0
+        with pytest.raises(NoSupervisor):
+            await running.client.status()
+        with pytest.raises(NoSupervisor):
+            await anext(running.client.events())
+
+
+async def test_the_socket_is_private_and_short_however_long_the_run_directory(launch: Any, tmp_path: Path) -> None:
+    async with launch(part("one")) as running:
+        await running.answers()
+        target = running.run.control_sock.readlink()
+        assert stat.S_IMODE(target.stat().st_mode) == 0o600
+        assert stat.S_IMODE(target.parent.stat().st_mode) == 0o700
+        deep = tmp_path / ("x" * 120) / ("y" * 120)
+        assert len(str(sockets.socket_path(RunDir(deep)))) < 108
+
+
+async def test_two_supervisors_do_not_share_a_run_directory(launch: Any) -> None:
+    async with launch(part("one")) as running:
+        await running.until("one", State.HEALTHY)
+        with pytest.raises(RunInUseError, match="another supervisor"):
+            await run_stack(running.stack)
+        assert (await running.client.status()).components[0].state is State.HEALTHY
+
+
+async def test_logs_and_environment_of_a_component(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FROM_OUTSIDE", "seen")
+    code = (
+        "import os,time\n"
+        "for k in sorted(os.environ):\n"
+        "    if 'ATROPOS' in k or k in ('MINE','PYTHONUNBUFFERED'): print(k, os.environ[k])\n"
+        "print('up',flush=True); time.sleep(600)"
+    )
+    async with launch(part("one", python(code), env={"MINE": "<${FROM_OUTSIDE}>"}, probes=ready())) as running:
+        await running.until("one", State.HEALTHY)
+        found = dict(line.split(" ", 1) for line in await running.client.logs("one", 50) if " " in line)
+        assert found.pop("ATROPOS_TOKEN")
+        assert found == {
+            "ATROPOS_ATTEMPT": "1",
+            "ATROPOS_COMPONENT": "one",
+            "ATROPOS_CONTROL_SOCKET": str(running.run.control_sock.readlink()),
+            "ATROPOS_RUN_DIR": str(running.run.root),
+            "ATROPOS_RUN_ID": running.stack.run_id,
+            "MINE": "<seen>",
+            "PYTHONUNBUFFERED": "1",
+        }
+        assert await running.client.logs("one", 1) == ["up"]
+        with pytest.raises(Refused):
+            await running.client.logs("../../etc/passwd")
+
+
+async def test_flood_is_complete_on_disk_while_commands_are_answered(launch: Any) -> None:
+    """Two children print 100,000 lines each as fast as they can; the client asks all the while."""
+    floods = [part(f"flood{number}", script("flood", 100_000, "stay")) for number in range(2)]
+    async with launch(*floods) as running:
+        client = await running.answers()
+        slowest = 0.0
+        logs = [running.run.log(f"flood{number}", 1) for number in range(2)]
+
+        def size() -> int:
+            return sum(log.stat().st_size for log in logs if log.exists())
+
+        while size() < 2 * 100_000 * len("line 000000000 of the flood\n"):
+            began = time.monotonic()
+            await client.recipe("restart", "flood0")
+            slowest = max(slowest, time.monotonic() - began)
+        assert slowest < 0.5
+        for log in logs:
+            lines = log.read_bytes().splitlines()
+            assert lines == [b"line %09d of the flood" % number for number in range(100_000)]
+
+
+def test_events_file_is_strict_json(tmp_path: Path) -> None:
+    from atropos_tui.supervisor.journal import Journal
+    from trainer_core.contracts.records import ProbeRecord
+
+    journal = Journal(tmp_path / "supervisor.jsonl", "run")
+    journal.append(ProbeRecord(probe="startup", ok=True, latency_s=float("nan"), detail="\x1b]52;c;x\x07\n\u2028"))
+    journal.close()
+    (line,) = (tmp_path / "supervisor.jsonl").read_text().split("\n")[:-1]
+    assert "NaN" in line
+    assert parse_line(line).run_id == "run"

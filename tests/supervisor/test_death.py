@@ -1,0 +1,216 @@
+"""Whoever dies: SIGKILL of the supervisor, signals, a crashed supervisor's leftovers, a killed guard."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atropos_tui.stack.spec import ComponentSpec, StackSpec
+from atropos_tui.supervisor import leftovers, procfs
+from atropos_tui.supervisor.client import ControlClient
+from atropos_tui.supervisor.journal import ProcessTable
+from atropos_tui.supervisor.result import RunResult
+from tests.supervisor.harness import alive, part, pids_in, python, script, wait_until
+from trainer_core.contracts.control import State
+from trainer_core.contracts.run_dir import RunDir
+
+
+class Background:
+    """A supervisor in a process of its own, as `up --detach` starts it."""
+
+    def __init__(self, run_dir: Path, *components: ComponentSpec) -> None:
+        self.run = RunDir(run_dir)
+        self.stack = StackSpec(
+            run_id=f"bg-{os.getpid()}-{time.monotonic_ns()}",
+            name="t",
+            mode="none",
+            run_dir=str(run_dir),
+            components=list(components),
+        )
+        command = [sys.executable, "-m", "atropos_tui.supervisor"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert self.process.stdin
+        self.process.stdin.write(self.stack.model_dump_json().encode())
+        self.process.stdin.close()
+
+    async def ready(self) -> ControlClient:
+        """Every component is up."""
+        await wait_until(lambda: self.run.control_sock.exists() or self.process.poll() is not None)
+        client = ControlClient(self.run.root)
+        assert (await client.wait("ready", timeout=20)).outcome == "reached"
+        return client
+
+    async def end(self) -> int:
+        await wait_until(lambda: self.process.poll() is not None, 20)
+        return self.process.returncode
+
+    def left(self) -> list[leftovers.Leftover]:
+        return leftovers.find(self.stack.run_id, ProcessTable.load(self.run.journal_json))
+
+    def clean(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        leftovers.reap(self.stack.run_id, ProcessTable.load(self.run.journal_json))
+
+
+def plant(env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A process that no supervisor started, in a session of its own."""
+    return subprocess.Popen(python("import time; time.sleep(600)"), env=env, start_new_session=True)
+
+
+@contextlib.contextmanager
+def background(run_dir: Path, *components: ComponentSpec) -> Any:
+    supervisor = Background(run_dir, *components)
+    try:
+        yield supervisor
+    finally:
+        supervisor.clean()
+
+
+async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
+    """Direct children, their children in the group, and daemons in sessions of their own; nothing by luck of timing."""
+    files = [tmp_path / name for name in ("deaf", "marked", "stays")]
+    parts = (
+        part("deaf", script("stubborn", files[0])),
+        part("marked", script("escapes", files[1], 600, "marked")),
+        part("stays", script("slips_away", files[2], tmp_path / "never")),
+    )
+    with background(tmp_path / "run", *parts) as supervisor:
+        await supervisor.ready()
+        pids = [pid for file in files for pid in await pids_in(file)]
+        assert all(map(alive, pids))
+        assert len(supervisor.left()) >= len(pids), "the detector must see them while they live"
+        supervisor.process.kill()
+        took = await wait_until(lambda: not any(map(alive, pids)), 5)
+        assert took < 3
+        await wait_until(lambda: not supervisor.left(), 3)
+
+
+async def test_the_detector_sees_a_planted_orphan(tmp_path: Path) -> None:
+    """A stranger with the run's marker, in a session of its own: found, named, ended; one without is not touched."""
+    env = {"ATROPOS_RUN_ID": "planted-run", "ATROPOS_COMPONENT": "ghost", "PATH": os.environ["PATH"]}
+    orphan = plant(env)
+    stranger = plant(env | {"ATROPOS_RUN_ID": "planted-run-2"})
+    try:
+        await wait_until(lambda: procfs.environ(orphan.pid) != {} and procfs.environ(stranger.pid) != {})
+        assert [(one.pid, one.component) for one in leftovers.find("planted-run")] == [(orphan.pid, "ghost")]
+        assert [one.pid for one in leftovers.reap("planted-run")] == [orphan.pid]
+        assert orphan.wait(5) == -signal.SIGKILL
+        assert leftovers.find("planted-run") == []
+        assert stranger.poll() is None
+    finally:
+        for process in (orphan, stranger):
+            process.kill()
+            process.wait()
+
+
+async def test_what_a_crashed_supervisor_left_goes_before_the_next_start(tmp_path: Path, launch: Any) -> None:
+    """The journal of the run directory names the earlier run's sessions; without it the marker finds them."""
+    env = {"ATROPOS_RUN_ID": "earlier-run", "PATH": os.environ["PATH"]}
+    orphan = plant(env)
+    run = RunDir(tmp_path / "run")
+    run.create()
+    ProcessTable(run_id="earlier-run").write(run.journal_json)
+    try:
+        async with launch(part("one")) as running:
+            await running.until("one", State.HEALTHY)
+            assert orphan.wait(5) == -signal.SIGKILL
+    finally:
+        orphan.kill()
+        orphan.wait()
+
+
+def test_leftovers_ignore_a_reused_pid_and_another_boot(tmp_path: Path) -> None:
+    """A live process of ours whose number stands in an old journal is not touched."""
+    bystander = subprocess.Popen(python("import time; time.sleep(600)"), start_new_session=True)
+    try:
+        row = procfs.read(bystander.pid)
+        assert row
+        for ticks, boot in ((row.ticks - 1, procfs.boot_id()), (row.ticks, "another boot")):
+            entry = {"pid": row.pid, "create_time": 0.0, "ticks": ticks, "pgid": row.pid, "boot_id": boot}
+            table = ProcessTable.model_validate({"run_id": "old", "components": {"x": entry}})
+            assert leftovers.find("old", table) == []
+        entry |= {"ticks": row.ticks, "boot_id": procfs.boot_id()}
+        table = ProcessTable.model_validate({"run_id": "old", "components": {"x": entry}})
+        assert [one.pid for one in leftovers.find("old", table)] == [row.pid]
+        assert not procfs.send(_with_ticks(row, row.ticks + 1), signal.SIGKILL)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def _with_ticks(row: procfs.Proc, ticks: int) -> procfs.Proc:
+    row.ticks = ticks
+    return row
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_stops_the_stack_cleanly(tmp_path: Path, number: int) -> None:
+    with background(tmp_path / "run", part("one"), part("two")) as supervisor:
+        await supervisor.ready()
+        supervisor.process.send_signal(signal.SIGHUP)  # a closed terminal is nothing
+        await asyncio.sleep(0.1)
+        supervisor.process.send_signal(number)
+        assert await supervisor.end() == 130
+        result = RunResult.load(supervisor.run.result_json)
+        assert result
+        assert result.exit_code == 130
+        assert signal.Signals(number).name in result.reason
+        assert supervisor.left() == []
+        assert not supervisor.run.control_sock.is_symlink()
+
+
+async def test_the_second_signal_kills(tmp_path: Path) -> None:
+    deaf = part("deaf", script("stubborn", tmp_path / "pids"), stop={"grace_s": 60})
+    with background(tmp_path / "run", deaf) as supervisor:
+        await supervisor.ready()
+        pids = await pids_in(tmp_path / "pids")
+        supervisor.process.send_signal(signal.SIGINT)
+        await asyncio.sleep(0.3)
+        assert supervisor.process.poll() is None
+        supervisor.process.send_signal(signal.SIGINT)
+        assert await supervisor.end() == 130
+        assert not any(map(alive, pids))
+
+
+async def test_a_killed_guard_is_replaced(tmp_path: Path) -> None:
+    with background(tmp_path / "run", part("one", script("escapes", tmp_path / "pids", 600, "marked"))) as supervisor:
+        await supervisor.ready()
+        pids = await pids_in(tmp_path / "pids")
+        first = _guard_of(supervisor.process.pid)
+        os.kill(first, signal.SIGKILL)
+        await wait_until(lambda: _guard_of(supervisor.process.pid) not in (0, first))
+        await asyncio.sleep(0.2)
+        supervisor.process.kill()
+        await wait_until(lambda: not any(map(alive, pids)), 5)
+
+
+def _guard_of(supervisor: int) -> int:
+    for row in procfs.scan().values():
+        if row.ppid == supervisor and row.alive:
+            with contextlib.suppress(OSError):
+                if b"supervisor.guard" in Path(f"/proc/{row.pid}/cmdline").read_bytes():
+                    return row.pid
+    return 0
+
+
+def test_bad_input_on_stdin_is_exit_2_without_a_traceback() -> None:
+    for text in (b"", b"{}", b"\xff\x00", b'{"run_id": 1}'):
+        done = subprocess.run(
+            [sys.executable, "-m", "atropos_tui.supervisor"], input=text, capture_output=True, timeout=20
+        )
+        assert done.returncode == 2
+        assert b"Traceback" not in done.stderr

@@ -1,0 +1,97 @@
+"""Parts without processes: the transition table, publish and subscribe."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from atropos_tui.supervisor import states
+from atropos_tui.supervisor.events import Hub, SubscriberDroppedError
+from trainer_core.contracts.control import State
+
+
+def test_every_state_has_its_row_and_can_be_left_and_reached() -> None:
+    assert set(states.TRANSITIONS) == set(State)
+    reachable = {State.PENDING}
+    while True:
+        more = reachable.union(*(states.TRANSITIONS[state] for state in reachable))
+        if more == reachable:
+            break
+        reachable = more
+    assert reachable == set(State)
+    assert all(states.TRANSITIONS[state] == {State.PENDING} for state in states.RESTING)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (State.PENDING, State.HEALTHY),
+        (State.STOPPED, State.STARTING),
+        (State.COMPLETED, State.HEALTHY),
+        (State.STOPPING, State.HEALTHY),
+        (State.HEALTHY, State.STARTING),
+        (State.HEALTHY, State.HEALTHY),
+    ],
+)
+def test_illegal_steps_raise(old: State, new: State) -> None:
+    with pytest.raises(states.IllegalTransitionError, match=f"{old} -> {new}"):
+        states.check(old, new)
+
+
+def test_conditions() -> None:
+    assert {s for s in State if states.satisfies(s, "completed")} == {State.COMPLETED}
+    assert {s for s in State if states.satisfies(s, "healthy")} == {State.HEALTHY, State.COMPLETED}
+    assert State.STOPPING not in {s for s in State if states.satisfies(s, "started")}
+
+
+async def test_snapshot_then_every_later_event() -> None:
+    hub: Hub[int] = Hub()
+    state = [0]
+    for number in range(1, 4):
+        state[0] = number
+        hub.publish(number)
+    snapshot, live = hub.subscribe(lambda: state[0])
+    hub.publish(4)
+    hub.publish(5)
+    hub.close()
+    assert snapshot == 3
+    assert [event async for event in live] == [4, 5]
+    hub.publish(6)
+    assert [event async for event in hub.subscribe(lambda: 0)[1]] == []
+
+
+async def test_a_slow_subscriber_is_dropped_and_told_the_fast_one_loses_nothing() -> None:
+    hub: Hub[int] = Hub(limit=10)
+    _, slow = hub.subscribe(lambda: None)
+    _, fast = hub.subscribe(lambda: None)
+    got: list[int] = []
+
+    async def read() -> None:
+        async for event in fast:
+            got.append(event)
+
+    reader = asyncio.create_task(read())
+    for number in range(100):
+        hub.publish(number)
+        if number % 5 == 0:
+            await asyncio.sleep(0)
+    hub.close()
+    await reader
+    assert got == list(range(100))
+    assert slow.dropped
+    with pytest.raises(SubscriberDroppedError):
+        await anext(slow)
+
+
+def test_the_supervisor_imports_no_screen_no_profile_and_no_trainer() -> None:
+    code = (
+        "import sys, atropos_tui.supervisor.runner, atropos_tui.supervisor.client\n"
+        "bad = [m for m in sys.modules if m.split('.')[0] in ('textual','torch','vllm','transformers')"
+        " or m in ('atropos_tui.stack.profile','atropos_tui.stack.plan','trainer_core.loop')]\n"
+        "print(bad)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,235 @@
+"""Crashes and restarts: policy, backoff, partners, what a restart by hand counts as, liveness."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atropos_tui.stack.spec import HttpCheck, Probe, Probes, RestartPolicy, StopPolicy
+from atropos_tui.supervisor.unit import next_delay
+from tests.supervisor.harness import QUICK, alive, part, pids_in, python, ready, script
+from trainer_core.contracts.control import CommandRequest, Role, State
+from trainer_core.contracts.records import DiagnosisRecord, ProbeRecord
+
+
+async def test_backoff_then_failed_with_exit_3(launch: Any) -> None:
+    crash = part("crash", python("import time; print('boom'); time.sleep(.05); raise SystemExit(9)"), restart=QUICK)
+    async with launch(crash, part("other")) as running:
+        assert await running.end() == 3
+        once = ["starting", "healthy", "backoff", "pending"]
+        assert running.path("crash") == once + once + ["starting", "healthy", "failed"]
+        assert [row.attempt for row in running.states("crash") if row.new == "starting"] == [1, 2, 3]
+        assert running.path("other") == ["starting", "healthy", "stopping", "stopped"]
+        result = running.result()
+        assert (result.exit_code, result.component, result.last_lines) == (3, "crash", ["boom"])
+        assert "exit code 9; gave up after 2 restarts" in result.reason
+        assert any(isinstance(record, DiagnosisRecord) for record in running.records)
+        assert all(running.run.log("crash", attempt).exists() for attempt in (1, 2, 3))
+
+
+async def test_crash_takes_its_partners_along_and_nobody_else(launch: Any, tmp_path: Path) -> None:
+    engine = part("engine", role=Role.ENGINE, probes=ready(), restart=QUICK, restart_with=["trainer"])
+    trainer = part("trainer", role=Role.TRAINER, depends_on={"engine": "healthy"}, ends_run=True, restart=QUICK)
+    async with launch(engine, part("bystander"), trainer) as running:
+        first = await running.until("trainer", State.HEALTHY)
+        pid = (await running.until("engine", State.HEALTHY)).pid
+        assert pid
+        os.kill(pid, signal.SIGKILL)
+        again = await running.until("trainer", State.HEALTHY, attempt=2)
+        assert running.path("engine") == ["starting", "healthy", "backoff", "pending", "starting", "healthy"]
+        assert running.path("trainer")[2:] == ["stopping", "stopped", "pending", "starting", "healthy"]
+        assert running.path("bystander") == ["starting", "healthy"]
+        by_state = {(row.component, row.new, row.attempt): row.seq for row in running.states()}
+        assert (
+            by_state["trainer", "stopped", 1] < by_state["engine", "starting", 2] < by_state["trainer", "starting", 2]
+        )
+        assert by_state["engine", "healthy", 2] < by_state["trainer", "starting", 2]
+        assert first.pid and again.pid and not alive(first.pid)
+        status = {row.name: row for row in (await running.client.status()).components}
+        assert (status["engine"].restarts, status["trainer"].restarts) == (1, 0)
+
+
+async def test_restart_by_hand_follows_the_recipe_and_counts_as_nothing(launch: Any) -> None:
+    engine = part("engine", role=Role.ENGINE, probes=ready(), restart_with=["trainer"])
+    trainer = part("trainer", role=Role.TRAINER, depends_on={"engine": "healthy"}, ends_run=True)
+    async with launch(engine, trainer) as running:
+        await running.until("trainer", State.HEALTHY)
+        client = running.client
+        for attempt in range(2, 6):  # more often than any policy would allow
+            accepted = await client.command(CommandRequest(action="restart", component="engine"))
+            assert accepted.recipe.stop == ["trainer", "engine"]
+            await running.until("trainer", State.HEALTHY, attempt=attempt)
+            mine = [row for row in running.states() if row.command_id == accepted.command_id]
+            assert [(row.component, row.new) for row in mine if row.component == "trainer"] == [
+                ("trainer", state) for state in ("stopping", "stopped", "pending", "starting", "healthy")
+            ]
+            assert len([row for row in mine if row.component == "engine"]) == 5
+            status = await client.command_status(accepted.command_id)
+            assert status.status == "done"
+        assert all(row.restarts == 0 for row in (await client.status()).components)
+
+
+async def test_a_restart_asked_for_by_the_trainer_leaves_the_trainer(launch: Any) -> None:
+    engine = part("engine", role=Role.ENGINE, probes=ready(), restart_with=["trainer"])
+    trainer = part("trainer", role=Role.TRAINER, depends_on={"engine": "healthy"}, ends_run=True)
+    async with launch(engine, trainer) as running:
+        await running.until("trainer", State.HEALTHY)
+        request = CommandRequest(action="restart", component="engine", initiator="trainer")
+        accepted = await running.client.command(request)
+        assert accepted.recipe.stop == ["engine"]
+        await running.until("engine", State.HEALTHY, attempt=2)
+        assert running.path("trainer") == ["starting", "healthy"]
+
+
+async def test_a_trainer_that_stops_cleanly_for_a_restart_does_not_end_the_run(launch: Any) -> None:
+    polite = (
+        "import signal,sys,time; signal.signal(15, lambda *a: sys.exit(0)); print('up',flush=True); time.sleep(600)"
+    )
+    async with launch(part("trainer", python(polite), probes=ready(), ends_run=True)) as running:
+        await running.until("trainer", State.HEALTHY)
+        await running.client.command(CommandRequest(action="restart", component="trainer"))
+        await running.until("trainer", State.HEALTHY, attempt=2)
+        assert running.states("trainer")[3].exit_code == 0
+
+
+async def test_wrong_usage_is_not_retried(launch: Any) -> None:
+    wrong = part("wrong", python("print('error: no such flag --x'); raise SystemExit(2)"), restart=QUICK)
+    async with launch(wrong) as running:
+        assert await running.end() == 3
+        assert running.path("wrong") == ["starting", "healthy", "failed"]
+        assert "not retried" in running.result().reason
+        assert "error: no such flag --x" in _diagnoses(running)[0].evidence
+
+
+async def test_exit_2_of_what_was_healthy_is_a_crash(launch: Any) -> None:
+    code = "import time; print('up',flush=True); time.sleep(.2); raise SystemExit(2)"
+    async with launch(part("late", python(code), probes=ready(), restart=QUICK)) as running:
+        assert await running.end() == 3
+        assert running.path("late").count("starting") == 3
+
+
+async def test_liveness_failure_restarts_what_answers_no_more(launch: Any, free_port: int) -> None:
+    health = HttpCheck(url=f"http://127.0.0.1:{free_port}/health")
+    probes = Probes(
+        startup=Probe(checks=[health], interval_s=0.02),
+        liveness=Probe(checks=[health], interval_s=0.05, timeout_s=0.3, failure_threshold=2),
+    )
+    policy = RestartPolicy(backoff_s=0.02, max_restarts=1)
+    hangs = part("hangs", script("server", free_port, 0.1, 0.3), port=free_port, probes=probes, restart=policy)
+    async with launch(hangs) as running:
+        assert await running.end() == 3
+        assert running.path("hangs")[:5] == ["starting", "healthy", "unhealthy", "stopping", "backoff"]
+        assert "liveness failed: no answer within 0.3 s" in running.states("hangs")[2].reason
+        failed = [record for record in running.records if isinstance(record, ProbeRecord) and not record.ok]
+        assert [record.probe for record in failed] == ["liveness", "liveness"]
+
+
+async def test_readiness_lost_is_unhealthy_and_comes_back(
+    launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from atropos_tui.stack.spec import FileCheck
+
+    monkeypatch.setattr("atropos_tui.supervisor.probe.RECHECK_S", 0.02)
+    flag = tmp_path / "flag"
+    flag.touch()
+    async with launch(part("wavers", probes=ready(FileCheck(path=str(flag)), failure_threshold=2))) as running:
+        await running.until("wavers", State.HEALTHY)
+        flag.unlink()
+        await running.until("wavers", State.UNHEALTHY)
+        flag.touch()
+        while running.path("wavers") != ["starting", "healthy", "unhealthy", "healthy"]:
+            await asyncio.sleep(0.01)
+        assert running.states("wavers")[0].pid == running.states("wavers")[-1].pid
+
+
+async def test_kill_counts_as_a_crash_and_takes_the_whole_set(launch: Any, tmp_path: Path) -> None:
+    pidfile = tmp_path / "pids"
+    async with launch(part("deaf", script("stubborn", pidfile), restart=QUICK)) as running:
+        await running.until("deaf", State.HEALTHY)
+        pids = await pids_in(pidfile)
+        accepted = await running.client.command(CommandRequest(action="kill", component="deaf"))
+        assert accepted.recipe.stop == ["deaf"]
+        back = await running.until("deaf", State.BACKOFF)
+        assert not any(map(alive, pids))
+        assert back.exit_code == -9
+        await running.until("deaf", State.HEALTHY, attempt=2)
+        row = (await running.client.status()).components[0]
+        assert row.restarts == 1
+
+
+async def test_clears_before_start_and_after_stop(launch: Any, tmp_path: Path) -> None:
+    stale = tmp_path / "manifest.json"
+    stale.write_text("of an earlier server")
+    code = (
+        "import pathlib,sys,time; p=pathlib.Path(sys.argv[1]); print('stale' if p.exists() else 'clean')\n"
+        "p.write_text('mine'); print('up',flush=True); time.sleep(600)"
+    )
+    async with launch(part("engine", python(code, stale), clears=[str(stale)], probes=ready())) as running:
+        await running.until("engine", State.HEALTHY)
+        assert await running.client.logs("engine") == ["clean", "up"]
+        assert stale.read_text() == "mine"
+        await running.client.command(CommandRequest(action="stop", component="engine"))
+        await running.until("engine", State.STOPPED)
+        assert not stale.exists()
+
+
+async def test_stop_during_backoff_and_start_during_backoff(launch: Any) -> None:
+    slow = RestartPolicy(backoff_s=60, max_restarts=5)
+    async with launch(part("crash", python("raise SystemExit(1)"), restart=slow), part("other")) as running:
+        await running.until("crash", State.BACKOFF)
+        client = await running.answers()
+        await client.command(CommandRequest(action="start", component="crash"))
+        await running.until("crash", State.STARTING, attempt=2)
+        while running.path("crash")[-1] != "backoff":
+            await asyncio.sleep(0.01)
+        await client.command(CommandRequest(action="stop", component="crash"))
+        await running.until("crash", State.STOPPED)
+        assert not running.task.done()
+
+
+async def test_stop_by_hand_keeps_the_run_and_the_component_down(launch: Any) -> None:
+    always = RestartPolicy(policy="always", backoff_s=0.01)
+    async with launch(part("one", restart=always), part("two")) as running:
+        await running.until("one", State.HEALTHY)
+        client = await running.answers()
+        await client.command(CommandRequest(action="stop", component="one"))
+        await running.until("one", State.STOPPED)
+        await asyncio.sleep(0.2)
+        assert running.path("one")[-1] == "stopped"
+        assert not running.task.done()
+        await client.command(CommandRequest(action="start", component="one"))
+        await running.until("one", State.HEALTHY, attempt=2)
+
+
+async def test_stop_signal_of_the_spec_is_the_one_sent(launch: Any) -> None:
+    code = (
+        "import signal,sys,time; signal.signal(signal.SIGINT, lambda *a: sys.exit(42))\n"
+        "print('up',flush=True); time.sleep(600)"
+    )
+    picky = part("picky", python(code), probes=ready(), stop=StopPolicy(signal="INT", grace_s=5))
+    async with launch(picky) as running:
+        await running.until("picky", State.HEALTHY)
+        await running.client.command(CommandRequest(action="stop", component="picky"))
+        assert (await running.until("picky", State.STOPPED)).exit_code == 42
+
+
+def test_delays_double_with_jitter_up_to_the_cap_and_the_window_forgets() -> None:
+    policy = RestartPolicy(backoff_s=1, max_backoff_s=8, max_restarts=3, window_s=100)
+    for streak, expected in enumerate([1, 2, 4, 8, 8]):
+        delays = {next_delay(policy, deque(), streak, now=0.0) for _ in range(50)}
+        assert len(delays) > 1
+        assert all(delay is not None and 0.8 * expected <= delay <= 1.2 * expected for delay in delays)
+    crashes: deque[float] = deque()
+    assert [next_delay(policy, crashes, 0, now) is None for now in (0.0, 1.0, 2.0, 3.0)] == [False, False, False, True]
+    assert next_delay(policy, crashes, 0, now=500.0) is not None
+    assert next_delay(RestartPolicy(policy="never"), deque(), 0, 0.0) is None
+
+
+def _diagnoses(running: Any) -> list[DiagnosisRecord]:
+    return [record for record in running.records if isinstance(record, DiagnosisRecord)]

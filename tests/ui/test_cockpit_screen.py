@@ -1,0 +1,285 @@
+"""What the screen says of a run at one frozen moment, with a supervisor in memory and real files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from atropos_tui.supervisor.client import Refused
+from atropos_tui.ui.app import CockpitApp
+from atropos_tui.ui.components import Components
+from tests.ui.conftest import cockpit
+from tests.ui.fakes import FakeControl
+from tests.ui.run_maker import T0, live_status, make_run, write_records
+from trainer_core.contracts.control import Phase, RunStatus, State
+from trainer_core.contracts.records import (
+    AlignmentRecord,
+    BenchmarkRecord,
+    DiagnosisRecord,
+    RolloutRecord,
+    StateRecord,
+    StepRecord,
+)
+from trainer_core.contracts.run_dir import RunDir
+
+NOW = T0 + 31 + 0.33 * 37 + 0.4
+
+
+def now() -> float:
+    return NOW
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "run")
+
+
+def changed(status: RunStatus, name: str, **fields: object) -> RunStatus:
+    """`status` with some fields of one component replaced."""
+    rows = [row.model_copy(update=fields) if row.name == name else row for row in status.components]
+    return status.model_copy(update={"components": rows})
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (160, 45), (200, 50)])
+async def test_everything_that_matters_is_on_the_screen(run: RunDir, size: tuple[int, int]) -> None:
+    async with cockpit(run, size, FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.shows("step 37/60")
+        await screen.shows("probe 4.1e-07")
+        text = screen.text()
+        for words in ("demo", "shared_vllm", "arithmetic-0.8M", "● running", "62%", "ETA", "✔ completed", "● healthy"):
+            assert words in text, words
+        for name in ("prepare", "run-api", "vllm", "env", "trainer", "40014", "1.5 GB", "61%"):
+            assert name in text, name
+        for words in ("Reward", "mean 0.937", "held-out 0.588", "|diff|", "rollout 0.012", "probe 5.1e-07", "Log"):
+            assert words in text, words
+        for key in ("r Restart", "s Stop/start", "k Kill", "d Detach", "q Quit", "? Help"):
+            assert key in text, key
+        lines = text.splitlines()
+        assert len(lines) == size[1]
+        if size[0] >= 160:
+            for words in ("Benchmark", "fetch", "tokens/s", "✔ ok", "Rollouts", "prompt → completion"):
+                assert words in text, words
+
+
+@pytest.mark.parametrize("size", [(20, 5), (1, 1), (40, 12), (300, 100)])
+async def test_no_size_breaks_it(run: RunDir, size: tuple[int, int]) -> None:
+    async with cockpit(run, size, FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.until(lambda: screen.app.state.step == 37)
+        await screen.pilot.resize_terminal(80, 24)
+        await screen.shows("step 37/60")
+
+
+async def test_values_on_screen_equal_those_in_the_file(run: RunDir) -> None:
+    last = {}
+    for line in run.telemetry_jsonl.read_text().splitlines():
+        last |= json.loads(line)
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.shows(f"mean {last['reward_mean']:.3f}")
+        await screen.shows(f"rollout {last['logprob_diff_abs_mean']:.3f}")
+        await screen.shows(f"probe {last['probe_diff_abs_mean']:.1e}")
+
+
+async def test_while_starting_it_says_what_is_waited_for_and_how_long(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=0)
+    status = live_status(run, NOW, vllm=State.STARTING, trainer=State.PENDING)
+    status = changed(status, "vllm", since=NOW - 12.4, waiting_for="http://127.0.0.1:9001/health").model_copy(
+        update={"phase": Phase.STARTING}
+    )
+    status = changed(status, "trainer", waiting_for="vllm to be healthy")
+    async with cockpit(run, (120, 40), FakeControl(status), now) as screen:
+        await screen.shows("vllm: http://127.0.0.1:9001/health · 12 s")
+        assert "3/5 up" in screen.text()
+        assert "◔ starting" in screen.text()
+        assert "○ pending" in screen.text()
+        assert "waits for vllm to be healthy" in screen.text()
+        assert "no data" in screen.text()
+        table = screen.app.query_one(Components)
+        await screen.until(lambda: table.selected is not None and table.selected.name == "vllm")
+
+
+async def test_no_data_is_never_zero(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=0)
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.shows("tokens/s")
+        rows = {line.split()[0]: line for line in screen.text().replace("│", "\n").splitlines() if line.split()}
+        for name in ("tokens/s", "steps/h", "lag", "fetch"):
+            assert "–" in rows[name], name
+            assert "0" not in rows[name], name
+
+
+async def test_nan_is_shown(run: RunDir) -> None:
+    write_records(
+        run.telemetry_jsonl,
+        [
+            AlignmentRecord(
+                step=38,
+                logprob_diff_abs_mean=math.nan,
+                probe_diff_abs_mean=4e-7,
+                verdict="mismatch",
+                cause="NaN in logprobs",
+            )
+        ],
+    )
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.shows("rollout NaN")
+        assert "×" in screen.text()
+        assert "▲ logprob mismatch" in screen.text()
+        assert "✖ mismatch  NaN in logprobs" in screen.text()
+
+
+async def test_what_a_model_writes_stays_text(run: RunDir) -> None:
+    evil = "[bold red]x[/] \x1b]52;c;ZXZpbA==\x07\x1b[2J</script>\nsecond"
+    write_records(
+        run.telemetry_jsonl, [RolloutRecord(step=38, prompt="[link=x]p", completion=evil, reward=1.0, advantage=0.5)]
+    )
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.press("4")
+        await screen.shows("[link=x]p → [bold red]x[/] </script>⏎second")
+        assert not any(ord(char) < 32 and char != "\n" for char in screen.text())
+
+
+async def test_a_failed_run_says_what_failed_from_its_files(run: RunDir) -> None:
+    write_records(
+        run.supervisor_jsonl,
+        [
+            StateRecord(
+                time=NOW,
+                component="vllm",
+                role="engine",
+                old="healthy",
+                new="failed",
+                attempt=4,
+                reason="exit code 1",
+                exit_code=1,
+            ),
+            DiagnosisRecord(time=NOW, component="vllm", title="[CUDA] out of memory", fix="lower it"),
+        ],
+        start=10,
+    )
+    run.result_json.write_text(json.dumps({"exit_code": 3, "reason": "vllm failed for good"}))
+    async with cockpit(run, (120, 40), FakeControl(None), now) as screen:
+        await screen.shows("✖ ended with 3: vllm failed for good")
+        assert "✖ failed" in screen.text()
+        assert "[CUDA] out of memory" in screen.text()
+        await screen.press("q")
+    assert screen.app.return_value == "ended"
+
+
+async def test_the_end_shows_the_summary(run: RunDir) -> None:
+    write_records(
+        run.telemetry_jsonl,
+        [
+            BenchmarkRecord(
+                step=37,
+                mode="shared_vllm",
+                total_s=47.0,
+                steps=37,
+                avg_step_s=0.3,
+                total_step_s=11.0,
+                avg_sync_s=0.03,
+                syncs=37,
+                total_sync_s=1.0,
+                avg_data_wait_s=0.1,
+                total_data_wait_s=4.0,
+                tokens_per_s=1162,
+            )
+        ],
+    )
+    run.result_json.write_text(json.dumps({"exit_code": 0, "reason": "trainer finished"}))
+    async with cockpit(run, (160, 45), FakeControl(None), now) as screen:
+        await screen.shows("✔ done")
+        assert "Benchmark  final" in screen.text()
+        assert "37 steps" in screen.text()
+
+
+async def test_a_directory_that_holds_nothing_is_a_message(tmp_path: Path) -> None:
+    async with cockpit(RunDir(tmp_path / "nothing"), (80, 24), FakeControl(None), now) as screen:
+        await screen.shows("supervisor gone, no result written")
+        await screen.press("r", "s", "k", "f", "2", "3", "4", "1", "down", "up")
+        await screen.until(lambda: any("no component is selected" in toast for toast in screen.toasts()))
+
+
+async def test_foreign_lines_are_counted_on_the_screen(run: RunDir) -> None:
+    with run.telemetry_jsonl.open("ab") as file:
+        file.write(b'\xff\x00garbage\n{"kind": "step"}\n{"kind": "hologram"}\n{"torn": ')
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.shows("bad lines")
+        assert (
+            next(line for line in screen.text().splitlines() if "bad lines" in line).split("bad lines")[1].split()[0]
+            == "2"
+        )
+
+
+async def test_new_records_are_drawn_as_they_come(run: RunDir) -> None:
+    async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.shows("step 37/60")
+        newest = json.loads(run.telemetry_jsonl.read_text().splitlines()[-9])
+        assert newest["kind"] == "step"
+        fresh = StepRecord.model_validate(newest | {"step": 38, "reward_mean": 0.123})
+        write_records(run.telemetry_jsonl, [fresh])
+        await screen.shows("step 38/60", timeout_s=3)
+        await screen.shows("━ 0.123")
+
+
+async def test_a_refusal_is_a_toast_with_the_way_out(run: RunDir) -> None:
+    control = FakeControl(live_status(run, NOW))
+    control.refusal = Refused("vllm [is] stopping", "wait until it has stopped")
+    async with cockpit(run, (120, 40), control, now) as screen:
+        await screen.shows("● running")
+        await screen.press("r")
+        await screen.shows("vllm [is] stopping")
+        assert "wait until it has stopped" in screen.text()
+        assert control.commands == []
+
+
+async def test_help_lists_every_binding_of_the_app(run: RunDir) -> None:
+    async with cockpit(run, (120, 50), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.press("question_mark")
+        await screen.shows("Keys")
+        for binding in CockpitApp.BINDINGS:
+            if not binding.system:  # type: ignore[union-attr]
+                assert binding.tooltip in screen.text()  # type: ignore[union-attr]
+        await screen.press("escape")
+        await screen.until(lambda: "Keys" not in screen.text())
+
+
+async def test_views_give_one_subject_the_room(run: RunDir) -> None:
+    async with cockpit(run, (80, 24), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.shows("step 37/60")
+        for key, there, gone in (
+            ("2", "Policy lag", "Log "),
+            ("3", "Log ", "Reward"),
+            ("4", "prompt → completion", "Log "),
+            ("1", "Reward", "Policy lag"),
+        ):
+            await screen.press(key)
+            await screen.until(lambda there=there, gone=gone: there in screen.text() and gone not in screen.text())  # type: ignore[misc]
+
+
+async def test_the_user_s_choice_of_a_component_stays(run: RunDir) -> None:
+    control = FakeControl(live_status(run, NOW))
+    async with cockpit(run, (120, 40), control, now) as screen:
+        table = screen.app.query_one(Components)
+        await screen.until(lambda: table.selected is not None and table.selected.name == "trainer")
+        await screen.press("up")
+        assert table.selected
+        assert table.selected.name == "env"
+        control.answer = live_status(run, NOW, vllm=State.FAILED)
+        await screen.shows("✖ vllm failed")
+        assert table.selected.name == "env"
+
+
+def test_a_running_stack_looks_as_it_did(run: RunDir, snap_compare) -> None:  # type: ignore[no-untyped-def]
+    app = CockpitApp(run.root, control=FakeControl(live_status(run, NOW)), clock=now)
+
+    async def settled(pilot) -> None:  # type: ignore[no-untyped-def]
+        for _ in range(100):
+            await pilot.pause(0.05)
+            if app.state.step == 37 and app.status and not app._dirty and app.query_one("#log").lines:
+                break
+        await pilot.pause(0.4)
+
+    assert snap_compare(app, terminal_size=(120, 36), run_before=settled)

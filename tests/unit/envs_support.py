@@ -1,0 +1,92 @@
+"""Stands for the programs around an environment: an inference server that adds by rule, and atroposlib's real run-api."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+EOS = 1
+Answer = Callable[[list[int], dict[str, Any], int], list[int]]
+"""Prompt ids, the request's body and the completion's index, to the completion's ids."""
+
+
+def sums_right(prompt: list[int], body: dict[str, Any], index: int) -> list[int]:
+    """The right sum and the end for even completions, a cut-off one for odd."""
+    left, right = "".join("0123456789+="[token - 2] for token in prompt).rstrip("=").split("+")
+    digits = [int(digit) + 2 for digit in str(int(left) + int(right))]
+    return [*digits, EOS] if index % 2 == 0 else digits[:1]
+
+
+class Engine:
+    """`POST /generate` as `vllm_server` answers it; `status` other than 200 makes it refuse."""
+
+    def __init__(self, answer: Answer = sums_right) -> None:
+        self.answer = answer
+        self.status = 200
+        self.version = 0
+        self.bodies: list[dict[str, Any]] = []
+        self.delay_s = 0.0
+        self.logprobs = True
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.bodies.append(body)
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
+        if self.status != 200:
+            return web.json_response({"error": "told to refuse"}, status=self.status)
+        prompt = body["prompt"]["prompt_token_ids"]
+        completions = [self.answer(prompt, body, index) for index in range(body.get("n", 1))]
+        answer: dict[str, Any] = {
+            "finish_reasons": ["stop" if ids[-1] == EOS else "length" for ids in completions],
+            "weight_versions": [[self.version, self.version + 1] for _ in completions],
+        }
+        if self.logprobs:
+            answer["logprobs"] = [[[{str(i): -0.25 * (n + 1)}] for n, i in enumerate(ids)] for ids in completions]
+        return web.json_response(answer)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        """Serve, and give the base URL with `/v1`."""
+        app = web.Application()
+        app.router.add_post("/generate", self.generate)
+        async with TestServer(app) as server:
+            yield f"http://127.0.0.1:{server.port}/v1"
+
+
+@asynccontextmanager
+async def run_api() -> AsyncIterator[str]:
+    """atroposlib's own run-api, fresh, on a free port."""
+    from atroposlib.api.server import app
+
+    app.state._state.clear()
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+def trainer_registration(batch_size: int, num_steps: int = 100) -> dict[str, Any]:
+    """Body of the trainer's `POST /register`."""
+    return {
+        "wandb_group": "",
+        "wandb_project": "",
+        "batch_size": batch_size,
+        "max_token_len": 64,
+        "checkpoint_dir": "",
+        "save_checkpoint_interval": -1,
+        "starting_step": 0,
+        "num_steps": num_steps,
+    }

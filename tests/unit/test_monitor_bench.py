@@ -1,0 +1,92 @@
+"""The BENCHMARK SUMMARY: the trainer's own record, or computed from what stands; ratios side by side."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from atropos_tui.monitor.bench import benchmark_run, benchmarks_json, render_benchmarks
+from tests.ui.run_maker import make_run, step_records, write_records
+from trainer_core.contracts.records import BenchmarkRecord, StepRecord, TimingRecord, parse_line
+
+
+def summary(**changes: object) -> BenchmarkRecord:
+    fields: dict[str, object] = {
+        "step": 10, "mode": "shared_vllm", "total_s": 168.65, "steps": 50, "avg_step_s": 11.95, "total_step_s": 59.76,
+        "avg_sync_s": 0.0, "syncs": 0, "total_sync_s": 0.0, "avg_data_wait_s": 10.9, "total_data_wait_s": 54.52,
+        "peak_bytes": 31_440_000_000, "avg_bytes": 18_880_000_000, "tokens_per_s": 1234.5,
+    }  # fmt: skip
+    return BenchmarkRecord.model_validate(fields | changes)
+
+
+def test_the_guides_block_is_reproduced_from_the_trainers_record(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=10)
+    write_records(run.telemetry_jsonl, [summary()])
+    text = render_benchmarks([benchmark_run(run.root)])
+    for line in (
+        "BENCHMARK SUMMARY (shared_vllm)\n",
+        "Total training time:     168.65s (2.81 min)",
+        "Total steps:             50",
+        "Avg step time:         11.95s",
+        "Total step time:       59.76s",
+        "(x0 syncs)",
+        "Avg data fetch time:   10.90s",
+        "Peak GPU memory:       31.44 GB",
+        "Avg GPU memory:        18.88 GB",
+    ):
+        assert line in text
+
+
+def test_an_unfinished_run_is_measured_from_its_records(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=12)
+    records = [parse_line(line) for line in run.telemetry_jsonl.read_text().splitlines()]
+    timings = [record for record in records if isinstance(record, TimingRecord)]
+    figures = benchmark_run(run.root)
+    assert figures.source == "records"
+    assert figures.steps == 12
+    assert figures.syncs == 12
+    assert figures.total_step_s == pytest.approx(sum(record.step_s for record in timings))
+    assert figures.avg_data_wait_s == pytest.approx(sum(record.data_wait_s for record in timings) / 12)
+    tokens = sum(record.tokens_per_s * record.step_s for record in timings)
+    assert figures.tokens_per_s == pytest.approx(tokens / sum(record.step_s for record in timings))
+    rewards = [record.reward_mean for record in records if isinstance(record, StepRecord)]
+    assert figures.reward_last == pytest.approx(sum(rewards[-5:]) / 5)
+    assert figures.peak_bytes is None
+    text = render_benchmarks([figures])
+    assert "from 12 steps so far, 1 attempt of the trainer" in text
+    assert "Peak GPU memory:       no data" in text
+
+
+def test_after_a_restart_the_last_attempts_summary_does_not_stand_for_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=10)
+    rng = random.Random(1)
+    write_records(run.telemetry_jsonl, [r for step in range(8, 13) for r in step_records(step, rng, attempt=2)])
+    write_records(run.telemetry_jsonl, [summary(attempt=2, steps=5)])
+    figures = benchmark_run(run.root)
+    assert (figures.source, figures.attempts, figures.steps, figures.syncs) == ("records", 2, 12, 12)
+
+
+def test_runs_are_compared_to_the_first(tmp_path: Path) -> None:
+    for name, seconds in (("a", 2.0), ("b", 3.0)):
+        run = make_run(tmp_path / name, steps=3)
+        write_records(run.telemetry_jsonl, [summary(avg_step_s=seconds)])
+    text = render_benchmarks([benchmark_run(tmp_path / "a"), benchmark_run(tmp_path / "b")])
+    row = next(line for line in text.splitlines() if line.startswith("Avg step"))
+    assert row.split() == ["Avg", "step", "2.00s", "3.00s", "(x1.50)"]
+
+
+def test_an_empty_run_has_no_data_and_no_zeros(tmp_path: Path) -> None:
+    figures = benchmark_run(tmp_path / "empty")
+    assert (figures.avg_step_s, figures.tokens_per_s, figures.reward_last) == (None, None, None)
+    assert "Avg step time:         no data" in render_benchmarks([figures])
+
+
+def test_json_is_strict(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    write_records(run.telemetry_jsonl, [summary(avg_step_s=float("nan"))])
+    data = json.loads(benchmarks_json([benchmark_run(run.root)]), parse_constant=lambda name: pytest.fail(name))
+    assert data["runs"][0]["avg_step_s"] == "NaN"
+    assert data["runs"][0]["run"] == "run"

@@ -1,0 +1,77 @@
+"""Foreign text is made plain; figures are written in few characters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atropos_tui.monitor.plain import MAX_COLUMNS, bytes_text, duration, number, one_line, plain_text, seconds_text
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]52;c;ZXZpbA==\x07after", "after"),
+        ("\x1b]52;c;ZXZpbA==\x1b\\after", "after"),
+        ("\x9d52;c;ZXZpbA==\x9cafter", "after"),
+        ("\x1b]8;;http://evil\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1bP1$q\x1b\\x", "x"),
+        ("\x1b]52;c;never ended", ""),
+        ("\x1b[2J\x1b[H\x1bc", ""),
+        ("\x9b31mred", "red"),
+        ("  1%\r 50%\r100%", "100%"),
+        ("done\r", "done"),
+        ("a\tb", "a       b"),
+        ("bell\x07 null\x00 back\x08", "bell null back"),
+        ("safe \u202egnp.exe", "safe gnp.exe"),
+        ("[bold red]markup[/] stays", "[bold red]markup[/] stays"),
+        ("</script>", "</script>"),
+        ("größe 大きい 😀", "größe 大きい 😀"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_gone(raw: str, shown: str) -> None:
+    assert plain_text(raw) == shown
+
+
+@given(st.text())
+def test_nothing_that_controls_a_terminal_is_left(text: str) -> None:
+    for shown in (plain_text(text), one_line(text)):
+        assert not any(ord(char) < 32 or 127 <= ord(char) < 160 for char in shown)
+        assert len(shown) <= MAX_COLUMNS
+
+
+def test_a_very_long_line_is_cut_with_a_mark() -> None:
+    shown = plain_text("x" * 10_000_000)
+    assert len(shown) == MAX_COLUMNS
+    assert shown.endswith("…")
+
+
+def test_lines_become_one() -> None:
+    assert one_line("a\nb\r\nc") == "a⏎b⏎c"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.04, "0.0 s"), (9.31, "9.3 s"), (59.4, "59 s"), (125, "2:05"), (3725, "1:02:05"), (-3, "0.0 s"),
+     (200 * 3600, "8 d 08 h"), (math.inf, "inf")],
+)  # fmt: skip
+def test_durations(value: float | None, text: str) -> None:
+    assert duration(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0, "0.000"), (0.9123, "0.912"), (4.1e-7, "4.1e-07"), (12300, "12,300"), (-0.5, "-0.500"),
+     (2.5e9, "2.5e+09"), (math.nan, "NaN"), (math.inf, "∞"), (-math.inf, "-∞")],
+)  # fmt: skip
+def test_numbers(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_bytes_and_seconds() -> None:
+    assert [bytes_text(v) for v in (None, 12, 512e6, 1.48e9)] == ["–", "12 B", "512 MB", "1.5 GB"]
+    assert [seconds_text(v) for v in (None, 0.0042, 0.31, 0.0, math.nan)] == ["–", "4.2 ms", "0.31 s", "0.00 s", "NaN"]

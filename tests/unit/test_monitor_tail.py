@@ -1,0 +1,159 @@
+"""Readers of growing files: torn, foreign, huge, cut and replaced input is counted, never raised."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atropos_tui.monitor import tail as tail_module
+from atropos_tui.monitor.tail import LogTail, RecordTail, newest_log
+from trainer_core.contracts.records import MemoryRecord, Record, StateRecord
+
+
+def line(seq: int) -> str:
+    return MemoryRecord(seq=seq, step=seq, rss_bytes=1000 + seq).to_line()
+
+
+def drain(tail: RecordTail) -> list[Record]:
+    records = tail.read()
+    while tail.behind:
+        records += tail.read()
+    return records
+
+
+def test_a_missing_file_is_no_data_until_it_appears(tmp_path: Path) -> None:
+    tail = RecordTail(tmp_path / "t.jsonl")
+    assert tail.read() == []
+    tail.path.write_text(line(0))
+    assert [r.seq for r in tail.read()] == [0]
+    assert tail.read() == []
+
+
+def test_a_torn_line_waits_for_its_newline(tmp_path: Path) -> None:
+    tail = RecordTail(tmp_path / "t.jsonl")
+    whole = line(0) + line(1)
+    tail.path.write_text(whole[:-20])
+    assert [r.seq for r in tail.read()] == [0]
+    with tail.path.open("a") as file:
+        file.write(whole[-20:])
+    assert [r.seq for r in tail.read()] == [1]
+    assert tail.bad_lines == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 64))
+def test_any_cut_of_the_bytes_gives_every_record_once(tmp_path_factory, cuts: list[int], limit: int) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path_factory.mktemp("cuts") / "t.jsonl"
+    data = "".join(line(seq) for seq in range(5)).encode()
+    tail, got, at = RecordTail(path), [], 0
+    path.touch()
+    for cut in [*cuts, len(data)]:
+        with path.open("ab") as file:
+            file.write(data[at : at + cut])
+        at += cut
+        got += tail.read(limit)
+    for _ in range(len(data)):
+        got += tail.read(limit)
+    assert [record.seq for record in got] == [0, 1, 2, 3, 4]
+
+
+def test_foreign_lines_are_counted_and_the_rest_survives(tmp_path: Path) -> None:
+    tail = RecordTail(tmp_path / "t.jsonl")
+    foreign = [b"not json", b"\xff\xfe\x00", b"[1]", b'{"kind": 3}', b'{"kind": "step"}', b"[" * 5000]
+    tail.path.write_bytes(line(0).encode() + b"\n".join(foreign) + b"\n\n" + line(1).encode())
+    assert [r.seq for r in drain(tail)] == [0, 1]
+    assert tail.bad_lines == len(foreign)
+
+
+def test_a_newer_writer_is_read(tmp_path: Path) -> None:
+    tail = RecordTail(tmp_path / "t.jsonl")
+    tail.path.write_text(json.dumps({"v": 9, "kind": "hologram", "seq": 4, "x": [1]}) + "\n")
+    assert [(r.kind, r.seq) for r in tail.read()] == [("hologram", 4)]
+    assert tail.bad_lines == 0
+
+
+def test_a_huge_line_is_skipped_in_bounded_memory(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(tail_module, "MAX_LINE_BYTES", 10_000)
+    tail = RecordTail(tmp_path / "t.jsonl")
+    tail.path.write_text(line(0) + "x" * 200_000 + "\n" + line(1))
+    got: list[Record] = []
+    held = 0
+    while not got or tail.behind:
+        got += tail.read(4096)
+        held = max(held, len(tail._partial))
+    assert [r.seq for r in got] == [0, 1]
+    assert tail.bad_lines == 1
+    assert held <= 10_000 + 4096
+
+
+def test_a_cut_file_and_a_replaced_file_are_read_anew(tmp_path: Path) -> None:
+    tail = RecordTail(tmp_path / "t.jsonl")
+    tail.path.write_text(line(0) + line(1))
+    drain(tail)
+    tail.path.write_text(line(2))
+    assert [r.seq for r in drain(tail)] == [2]
+    other = tmp_path / "new"
+    other.write_text("".join(line(seq) for seq in range(3, 9)))
+    other.replace(tail.path)
+    assert [r.seq for r in drain(tail)] == [3, 4, 5, 6, 7, 8]
+    assert tail.restarts == 2
+
+
+def test_a_log_starts_near_its_end_on_a_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "1.log"
+    path.write_text("".join(f"line {n}\n" for n in range(10_000)))
+    lines, skipped = LogTail(path, history_bytes=500).read()
+    assert lines[-1] == "line 9999"
+    assert lines[0] == f"line {10_000 - len(lines)}"
+    assert skipped == path.stat().st_size - 500
+
+
+def test_a_reader_that_is_left_behind_jumps_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "1.log"
+    path.write_text("first\n")
+    tail = LogTail(path, history_bytes=1000, max_behind=5000)
+    assert tail.read() == (["first"], 0)
+    with path.open("a") as file:
+        file.write("".join(f"line {n}\n" for n in range(2000)))
+    lines, skipped = tail.read()
+    assert skipped > 0
+    assert lines[-1] == "line 1999"
+    assert all(text.startswith("line ") for text in lines)
+
+
+def test_a_rotated_log_goes_on_with_a_mark(tmp_path: Path) -> None:
+    path = tmp_path / "1.log"
+    path.write_text("old\n")
+    tail = LogTail(path)
+    tail.read()
+    path.rename(tmp_path / "1.log.1")
+    path.write_text("new\n")
+    lines, _ = tail.read()
+    assert "rotated" in lines[0]
+    assert lines[1:] == ["new"]
+
+
+def test_bytes_that_are_no_text_become_lines(tmp_path: Path) -> None:
+    path = tmp_path / "1.log"
+    path.write_bytes(random.Random(0).randbytes(5000) + b"\n")
+    lines, _ = LogTail(path).read()
+    assert lines
+
+
+def test_the_newest_attempt_is_found_by_number(tmp_path: Path) -> None:
+    assert newest_log(tmp_path / "none") is None
+    for name in ("1.log", "9.log", "10.log", "10.log.1", "notes.log"):
+        (tmp_path / name).touch()
+    assert newest_log(tmp_path) == tmp_path / "10.log"
+
+
+def test_supervisor_records_come_typed(tmp_path: Path) -> None:
+    tail = RecordTail(tmp_path / "s.jsonl")
+    tail.path.write_text(StateRecord(component="vllm", old="starting", new="healthy").to_line())
+    (record,) = tail.read()
+    assert isinstance(record, StateRecord)
+    assert record.new == "healthy"

@@ -1,0 +1,228 @@
+"""The policy: packed rows equal one-by-one forwards, gradients do not depend on the split, float64 agrees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from atropos_envs.tiny_model import make_tiny_model
+from trainer_core.config import TrainingConfig
+from trainer_core.errors import UsageError
+from trainer_core.optimizers import Stepper, for_device
+from trainer_core.policy.load import load_model, train_only
+from trainer_core.policy.logprobs import chunked_logprobs, row_logprobs, sequence_logprobs
+from trainer_core.rollouts.batch import Rollout
+from trainer_core.rollouts.packing import PackedRow, pack
+from trainer_core.step import StepOutcome, accumulate
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def model(path: Path) -> torch.nn.Module:
+    return load_model(str(path), torch.float32, CPU)
+
+
+def _config(**fields: object) -> TrainingConfig:
+    return TrainingConfig.model_validate({"model_name": "m", "optimizer": "adamw", "lr": 1e-3, **fields})
+
+
+def _rollouts(count: int = 12, *, seed: int = 0, longest: int = 20) -> list[Rollout]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(count):
+        length = int(rng.integers(3, longest))
+        trained = np.arange(length) >= rng.integers(1, length)
+        made.append(
+            Rollout(
+                rng.integers(0, 14, length), trained, rng.uniform(-3, 0, length).astype(np.float32),
+                np.full(length, rng.normal(), dtype=np.float32), 1.0 if i % 2 else 0.7, 0.0, "", (),
+            )
+        )  # fmt: skip
+    return made
+
+
+def _reference(model: torch.nn.Module, rollout: Rollout) -> torch.Tensor:
+    """Plain transformers, one sequence, full logits."""
+    model.set_attn_implementation("eager")
+    tokens = torch.from_numpy(rollout.tokens)
+    logits = model(tokens[None]).logits[0, :-1] / rollout.temperature
+    where = torch.from_numpy(np.flatnonzero(rollout.trained)) - 1
+    return logits.log_softmax(-1)[where, tokens[where + 1]]
+
+
+def _gradient(model: torch.nn.Module, rows: list[PackedRow], **fields: object) -> tuple[StepOutcome, torch.Tensor]:
+    stepper = Stepper(model, _config(max_grad_norm=0, **fields))
+    outcome = accumulate(model, stepper, rows, stepper.config, 1)
+    return outcome, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_packed_forward_equals_one_by_one(model: torch.nn.Module, path: Path) -> None:
+    rollouts = _rollouts()
+    (row,) = pack(rollouts, 10_000)
+    packed = row_logprobs(model, row)
+    plain = load_model(str(path), torch.float32, CPU)
+    ordered = sorted(rollouts, key=lambda r: np.flatnonzero(r.trained)[-1], reverse=True)
+    torch.testing.assert_close(packed, torch.cat([_reference(plain, r) for r in ordered]), atol=1e-6, rtol=1e-5)
+    assert packed.dtype == torch.float32
+
+
+def test_a_sequence_does_not_see_its_neighbours(model: torch.nn.Module) -> None:
+    rollouts = _rollouts(4)
+    (row,) = pack(rollouts, 1000)
+    before = row_logprobs(model, row)
+    last = row.lengths[-1]
+    tokens = row.tokens.clone()
+    tokens[-last:] = (tokens[-last:] + 1) % 14
+    after = row_logprobs(model, PackedRow(**{**row.__dict__, "tokens": tokens}))
+    inside = row.predict < len(tokens) - last
+    torch.testing.assert_close(before[inside], after[inside], atol=0, rtol=0)
+    assert not torch.equal(before[~inside], after[~inside])
+
+
+@pytest.mark.parametrize("budget", [20, 45, 100])
+def test_the_split_changes_nothing(model: torch.nn.Module, budget: int) -> None:
+    rollouts = _rollouts()
+    whole, gradient = _gradient(model, pack(rollouts, 10_000))
+    split, other = _gradient(model, pack(rollouts, budget))
+    assert len(pack(rollouts, budget)) > 1
+    torch.testing.assert_close(gradient, other, atol=1e-6, rtol=1e-5)
+    assert whole.loss == pytest.approx(split.loss, abs=1e-6)
+    assert (whole.tokens, whole.diffs.tokens) == (split.tokens, split.diffs.tokens)
+    assert whole.diffs.abs_max == pytest.approx(split.diffs.abs_max, abs=1e-5)
+
+
+def test_gradient_against_float64(path: Path) -> None:
+    rollouts = _rollouts()
+    model = load_model(str(path), torch.float32, CPU)
+    _, gradient = _gradient(model, pack(rollouts, 60), kl_coef=0.05)
+    exact = load_model(str(path), torch.float64, CPU)
+    exact.base_model.rotary_emb.double()
+    total = torch.zeros((), dtype=torch.float64)
+    tokens = sum(int(r.trained.sum()) for r in rollouts)
+    for r in rollouts:
+        ratio = (_reference(exact, r) - torch.from_numpy(r.logprobs[r.trained]).double()).exp()
+        advantage = torch.from_numpy(r.advantages[r.trained]).double()
+        total -= torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
+        total += 0.05 * (ratio - 1 - ratio.log()).sum()
+    (total / tokens).backward()
+    reference = torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None])
+    error = (gradient.double() - reference).norm() / reference.norm()
+    assert error < 1e-5
+
+
+def test_chunks_of_the_head_agree_in_value_and_gradient() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(37, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    labels, temperatures = torch.randint(11, (37,)), torch.rand(37) + 0.5
+    whole = chunked_logprobs(hidden, weight, None, labels, temperatures)
+    parts = chunked_logprobs(hidden, weight, None, labels, temperatures, chunk_elements=55)
+    torch.testing.assert_close(whole, parts)
+    expected = torch.autograd.grad(whole.sum(), [hidden, weight])
+    torch.testing.assert_close(torch.autograd.grad(parts.sum(), [hidden, weight]), expected)
+
+
+def test_temperature_scales_logits(model: torch.nn.Module) -> None:
+    hidden, weight, labels = torch.randn(5, 8), torch.randn(11, 8), torch.randint(11, (5,))
+    hot = chunked_logprobs(hidden, weight, None, labels, torch.full((5,), 0.5))
+    torch.testing.assert_close(hot, chunked_logprobs(hidden * 2, weight, None, labels, torch.ones(5)))
+
+
+def test_sequence_logprobs_sum_to_one(model: torch.nn.Module) -> None:
+    values = [sequence_logprobs(model, [3, 4, 5], [token])[0] for token in range(14)]
+    assert sum(np.exp(values)) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_equal_scores_leave_no_gradient(model: torch.nn.Module) -> None:
+    rollouts = [Rollout(**{**r.__dict__, "advantages": np.zeros_like(r.advantages)}) for r in _rollouts(4)]
+    outcome, gradient = _gradient(model, pack(rollouts, 1000))
+    assert outcome.loss == 0 and not gradient.any()
+
+
+def test_a_broken_gradient_is_noticed(model: torch.nn.Module) -> None:
+    rows = pack(_rollouts(3), 1000)
+    rows[0].advantages[0] = float("nan")
+    stepper = Stepper(model, _config())
+    assert not accumulate(model, stepper, rows, stepper.config, 1).finite
+
+
+def test_gradient_is_clipped_to_the_norm(model: torch.nn.Module) -> None:
+    stepper = Stepper(model, _config(max_grad_norm=1e-3))
+    outcome = accumulate(model, stepper, pack(_rollouts(), 1000), stepper.config, 1)
+    total = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert outcome.grad_norm > 1e-3 and total.item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_tied_embedding_is_stepped_once(model: torch.nn.Module) -> None:
+    stepper = Stepper(model, _config())
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert len(stepper.params) == len({p.data_ptr() for p in stepper.params}) == len(list(model.parameters()))
+
+
+def test_bf16_weights_travel_with_master_weights(path: Path) -> None:
+    """Plain bf16 AdamW at this rate loses most updates; the float32 copy keeps them."""
+    rows = pack(_rollouts(6), 1000)
+    moved = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_model(str(path), dtype, CPU)
+        start = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+        stepper = Stepper(model, _config(lr=1e-5))
+        for step in range(1, 16):
+            accumulate(model, stepper, rows, stepper.config, step)
+            stepper.compute()
+            stepper.write()
+        state = torch.cat([m.detach().flatten() for m in stepper.masters])
+        moved[dtype] = (state - start).norm().item()
+        weights = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+        torch.testing.assert_close(weights, state.to(dtype).float(), atol=0, rtol=0)
+    assert moved[torch.bfloat16] > 0.9 * moved[torch.float32]
+
+
+def test_warmup_is_linear(model: torch.nn.Module) -> None:
+    stepper = Stepper(model, _config(warmup_steps=4))
+    assert [stepper.set_lr(s) for s in (1, 2, 4, 9)] == pytest.approx([2.5e-4, 5e-4, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_optimizers_learn(model: torch.nn.Module, name: str) -> None:
+    rollouts = [Rollout(**{**r.__dict__, "advantages": np.ones_like(r.advantages)}) for r in _rollouts(4)]
+    rows = pack(rollouts, 1000)
+    stepper = Stepper(model, _config(optimizer=name, clip_eps=100.0, lr=1e-3))
+    losses = []
+    for step in range(1, 6):
+        outcome = accumulate(model, stepper, rows, stepper.config, step)
+        losses.append(outcome.loss)
+        stepper.compute()
+        stepper.write()
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_missing_bitsandbytes_is_a_clear_error(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
+    with pytest.raises(UsageError, match=r"pip install bitsandbytes.*adamw"):
+        Stepper(model, _config(optimizer="adamw_8bit"))
+
+
+def test_the_default_optimizer_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert for_device(TrainingConfig(model_name="m"), CPU).optimizer == "adamw"
+    assert "adamw_8bit needs a GPU" in capsys.readouterr().out
+    assert for_device(TrainingConfig(model_name="m", optimizer="adamw_8bit"), CPU).optimizer == "adamw_8bit"
+
+
+def test_train_only_some_layers(model: torch.nn.Module) -> None:
+    train_only(model, [1, 3])
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(".layers.1." in n or ".layers.3." in n for n in trained)
+    outcome, _ = _gradient(model, pack(_rollouts(4), 1000))
+    assert outcome.finite and outcome.grad_norm > 0
+    with pytest.raises(UsageError, match="layers 0-3"):
+        train_only(model, [4])

@@ -1,0 +1,413 @@
+"""Whole runs: single copy on a shared file, atroposlib's run-api, an inference server that decodes from the file."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atropos_envs.tiny_model import make_tiny_model
+from tests.unit.trainer_stand_ins import TOKEN, Engine, EnvThread, RunApiThread, group, slice_of
+from trainer_core import checkpoint
+from trainer_core.config import TrainingConfig
+from trainer_core.contracts.manifest import ManifestError, write_manifest
+from trainer_core.contracts.records import StepRecord, TimingRecord, parse_line
+from trainer_core.errors import ApiError, EngineError, EngineGone, UsageError
+from trainer_core.loop import TrainResult, train
+from trainer_core.policy.load import attach_views, empty_model, load_config, load_model
+from trainer_core.policy.logprobs import sequence_logprobs
+from trainer_core.rollouts.client import RunApi
+from trainer_core.telemetry import Telemetry
+from trainer_core.weight_sync.base import Start
+from trainer_core.weight_sync.single_copy import SingleCopy, open_tensors
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def engine(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
+    torch.manual_seed(0)
+    made = Engine(tmp_path, _plain(base))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def api() -> Iterator[RunApiThread]:
+    made = RunApiThread()
+    yield made
+    made.close()
+
+
+def _plain(base: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return model.eval()
+
+
+def _config(
+    engine: Engine, base: Path, tmp_path: Path, url: str = "http://127.0.0.1:9", **fields: Any
+) -> TrainingConfig:
+    return TrainingConfig.model_validate(
+        {
+            "model_name": str(base), "weight_bridge_mode": "shared_vllm", "dtype": "float32", "device": "cpu",
+            "optimizer": "adamw", "lr": 1e-3, "training_steps": 4, "batch_size": 4, "gradient_accumulation_steps": 4,
+            "checkpoint_interval": 0, "vllm_config_path": str(engine.manifest_path), "atropos_url": url,
+            "save_path": str(tmp_path / "out"), "engine_timeout": 0.3, "api_timeout": 0.3, **fields,
+        }
+    )  # fmt: skip
+
+
+def _attach(engine: Engine, base: Path, tmp_path: Path, start: Start | None = None, **fields: Any) -> tuple[Any, Any]:
+    sync = SingleCopy(_config(engine, base, tmp_path, **fields), CPU, threading.Event())
+    return sync, sync.attach(start or Start())
+
+
+def test_every_parameter_is_a_view(engine: Engine, base: Path) -> None:
+    config = load_config(str(base))
+    model = empty_model(config, torch.float32)
+    tensors = open_tensors(engine.manifest.ranks[0], CPU)
+    assert attach_views(model, tensors, {}) == len(list(model.parameters()))
+    original = load_model(str(base), torch.float32, CPU)
+    for name, value in original.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), value, atol=0, rtol=0)
+    for (name, ours), (_, theirs) in zip(model.named_buffers(), original.named_buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0, rtol=0, msg=name)
+    qkv = tensors["model.layers.2.self_attn.qkv_proj.weight"]
+    k_proj = model.get_parameter("model.layers.2.self_attn.k_proj.weight")
+    with torch.no_grad():
+        k_proj[0, 0] = 77.0
+    assert qkv[128, 0] == 77.0 == engine.tensors["model.layers.2.self_attn.qkv_proj.weight"][128, 0]
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (lambda t: t.pop("model.layers.0.mlp.gate_up_proj.weight"), "gate_proj.weight: the server has no"),
+        (lambda t: t.update({"model.extra.weight": torch.ones(3)}), "model.extra.weight: a tensor of the server"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(64)}), r"model.norm.weight: \[128\] does not fit"),
+    ],
+)
+def test_a_partial_mapping_is_refused_with_the_list(engine: Engine, base: Path, break_it: Any, words: str) -> None:
+    tensors = open_tensors(engine.manifest.ranks[0], CPU)
+    break_it(tensors)
+    with pytest.raises(UsageError, match=words):
+        attach_views(empty_model(load_config(str(base)), torch.float32), tensors, {})
+
+
+def test_attach_proves_sharing_and_resumes_as_version_0(
+    engine: Engine, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = engine.tensors["model.norm.weight"].clone()
+    sync, model = _attach(engine, base, tmp_path)
+    assert "Sharing proved" in capsys.readouterr().out
+    assert torch.equal(engine.tensors["model.norm.weight"], before)
+    assert (engine.version, engine.held) == (0, False)
+    ((ids, theirs),) = engine.sample([3, 4], 5, 1)
+    assert sequence_logprobs(model, [3, 4], ids) == pytest.approx(theirs, abs=1e-5)
+    sync.close()
+
+
+def test_a_server_with_other_memory_is_found_out(engine: Engine, base: Path, tmp_path: Path) -> None:
+    engine.stale = True
+    with pytest.raises(EngineError, match="does not see the trainer's writes"):
+        _attach(engine, base, tmp_path)
+    assert engine.held, "nothing may be generated from weights that are not shared"
+
+
+def test_publish_writes_between_pause_and_resume(engine: Engine, base: Path, tmp_path: Path) -> None:
+    sync, _ = _attach(engine, base, tmp_path)
+    engine.calls.clear()
+    report = sync.publish(1, lambda: engine.calls.append(f"write while paused={engine.paused} dirty={engine.dirty}"))
+    assert engine.calls == ["/bridge/pause", "write while paused=True dirty=True", "/bridge/resume"]
+    assert list(report.phases) == ["pause", "write", "device_sync", "resume"]
+    assert report.seconds == pytest.approx(sum(report.phases.values()))
+    assert engine.version == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"config": {"hidden_size": 64}}, ManifestError, "another model.*hidden_size 128 here, 64"),
+        ({"instance_id": "old"}, ManifestError, "server instance old"),
+        ({"server_create_time": 1.0}, ManifestError, "is gone"),
+        ({"tensor_parallel_size": 2}, UsageError, "needs 1"),
+    ],
+)
+def test_a_foreign_manifest_is_refused(
+    engine: Engine, base: Path, tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    write_manifest(engine.manifest.model_copy(update=changes), engine.manifest_path)
+    with pytest.raises(error, match=words):
+        _attach(engine, base, tmp_path)
+
+
+def test_dtype_and_device_must_agree(engine: Engine, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="pass --dtype float32"):
+        _attach(engine, base, tmp_path, dtype="bfloat16")
+    with pytest.raises(ManifestError, match="--device cpu"):
+        open_tensors(engine.manifest.ranks[0], torch.device("cuda"))
+
+
+def test_a_used_server_gets_the_base_weights_back(engine: Engine, base: Path, tmp_path: Path) -> None:
+    engine.version = 7
+    before = engine.tensors["model.norm.weight"].clone()
+    engine.tensors["model.norm.weight"].add_(1.0)
+    sync, _ = _attach(engine, base, tmp_path)
+    assert torch.equal(engine.tensors["model.norm.weight"], before)
+    assert engine.version == 0
+    sync.close()
+
+
+def _records(path: Path) -> list[Any]:
+    return [parse_line(line) for line in path.read_text().splitlines()]
+
+
+def _run(config: TrainingConfig, engine: Engine, api: RunApiThread, stop: threading.Event | None = None) -> TrainResult:
+    env = EnvThread(api.url, engine, groups=4, size=4)
+    try:
+        return train(config, stop=stop)
+    finally:
+        env.close()
+
+
+def _when_version(engine: Engine, version: int, act: Any) -> None:
+    while (engine.version or 0) < version:
+        time.sleep(0.01)
+    act()
+
+
+def test_a_whole_run(
+    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _config(engine, base, tmp_path, api.url, training_steps=12, checkpoint_interval=5, benchmark=True)
+    result = _run(config, engine, api)
+    out = capsys.readouterr().out
+    assert (result.done, result.step, result.weight_version, engine.version) == (True, 12, 12, 12)
+    records = _records(tmp_path / "out" / "telemetry.jsonl")
+    assert [r.seq for r in records] == list(range(len(records)))
+    kinds = {r.kind for r in records}
+    assert kinds == {"step", "alignment", "timing", "memory", "sync", "rollout", "checkpoint", "benchmark"}
+    steps = [r for r in records if isinstance(r, StepRecord)]
+    assert [s.step for s in steps] == list(range(1, 13)) == [s.weight_version for s in steps]
+    assert sum(s.reward_mean for s in steps[-3:]) > sum(s.reward_mean for s in steps[:3]), "it learns"
+    assert all(s.policy_lag_max is not None and 0 <= s.policy_lag_max <= 3 for s in steps)
+    alignments = [r for r in records if r.kind == "alignment"]
+    assert all(a.verdict in ("ok", "drift") and a.probe_tokens == 32 for a in alignments)
+    assert max(a.probe_diff_abs_max for a in alignments) < 1e-4
+    rollout = next(r for r in records if r.kind == "rollout")
+    assert re.fullmatch(r"\d\+2=", rollout.prompt) and rollout.env == "even"
+    for line in (
+        "✓ inference_logprobs found in batch (sample len: 7)", "BENCHMARK SUMMARY (shared_vllm)", "Mapped 46/46 params",
+        "Starting from the base model", "step 12/12",
+    ):  # fmt: skip
+        assert line in out, line
+    served = _plain(tmp_path / "out" / "final_model")
+    for name, value in served.named_parameters():
+        assert torch.equal(value, slice_of(engine.tensors, name, value)), name
+    saved = load_file(tmp_path / "out" / "final_model" / "model.safetensors")
+    assert "lm_head.weight" not in saved
+    assert torch.equal(saved["model.norm.weight"], engine.tensors["model.norm.weight"])
+    assert [p.name for p in checkpoint.complete_checkpoints(tmp_path / "out")] == ["step_5", "step_10"]
+
+
+def test_learning_rate_zero_changes_no_weight(engine: Engine, api: RunApiThread, base: Path, tmp_path: Path) -> None:
+    before = {name: t.clone() for name, t in engine.tensors.items()}
+    _run(_config(engine, base, tmp_path, api.url, lr=0.0), engine, api)
+    assert all(torch.equal(t, before[name]) for name, t in engine.tensors.items())
+
+
+def test_stop_saves_and_resume_goes_on(
+    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = threading.Event()
+    config = _config(engine, base, tmp_path, api.url, training_steps=500, resume="auto")
+    threading.Thread(target=_when_version, args=(engine, 3, stop.set), daemon=True).start()
+    first = _run(config, engine, api, stop)
+    assert not first.done and first.step > 0 and first.path is not None
+    assert "no checkpoint in" in capsys.readouterr().out
+    trained = engine.tensors["model.norm.weight"].clone()
+    engine.tensors["model.norm.weight"].fill_(9.0)  # a new server would hold base weights
+    engine.version, engine.held = None, True
+    api.close()
+    again = RunApiThread()
+    second = _run(config.model_copy(update={"atropos_url": again.url, "training_steps": first.step + 2}), engine, again)
+    status = httpx.get(f"{again.url}/status").json()["current_step"]
+    again.close()
+    out = capsys.readouterr().out
+    assert f"Resuming from {first.path}: step {first.step}, weight version {first.step}" in out
+    assert (second.done, second.step) == (True, first.step + 2)
+    assert status >= first.step, "registered with its own starting step"
+    assert (engine.tensors["model.norm.weight"] - trained).abs().max() < 0.05
+    steps = [r.step for r in _records(tmp_path / "out" / "telemetry.jsonl") if r.kind == "step"]
+    assert steps == list(range(1, first.step + 3))
+
+
+def test_engine_gone_ends_the_run(
+    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threading.Thread(target=_when_version, args=(engine, 2, engine.die), daemon=True).start()
+    config = _config(engine, base, tmp_path, api.url, training_steps=10_000, rollout_samples=0)
+    with pytest.raises(EngineGone, match="does not answer"):
+        _run(config, engine, api)
+    assert "There is no checkpoint" in capsys.readouterr().out
+
+
+class Recorded:
+    """A fixed stream of batches in place of run-api."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def next_batch(self, step: int, on_idle: Any = None) -> Any:
+        return self.batches[step]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resumed_equals_never_stopped_bit_for_bit(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
+    ends: list[Any] = []
+    for name, cuts in (("straight", [6]), ("cut", [3, 6])):
+        torch.manual_seed(1)
+        (tmp_path / name).mkdir()
+        model = _plain(base).to(getattr(torch, dtype))
+        engine = Engine(tmp_path / name, model)
+        batches = ends[0][1] if ends else [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)] for _ in range(6)]
+        for steps in cuts:
+            config = _config(
+                engine, base, tmp_path / name, training_steps=steps, checkpoint_interval=3, resume="auto", dtype=dtype,
+                probe_interval=0, warmup_steps=4,
+            )  # fmt: skip
+            train(config, api=Recorded(batches))  # type: ignore[arg-type]
+            if steps == 3:
+                for tensor in engine.tensors.values():
+                    tensor.zero_()
+                engine.version, engine.held = None, True
+        ends.append((load_file(tmp_path / name / "out" / "final_model" / "model.safetensors"), batches))
+        engine.close()
+    (straight, _), (cut, _) = ends
+    assert straight.keys() == cut.keys()
+    assert all(torch.equal(straight[k], cut[k]) for k in straight)
+
+
+def test_keep_checkpoints_and_half_written_ones(engine: Engine, base: Path, tmp_path: Path) -> None:
+    batches = [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)]] * 4
+    config = _config(engine, base, tmp_path, checkpoint_interval=1, keep_checkpoints=2, probe_interval=0)
+    train(config, api=Recorded(batches))  # type: ignore[arg-type]
+    out = tmp_path / "out"
+    assert [p.name for p in checkpoint.complete_checkpoints(out)] == ["step_3", "step_4"]
+    (out / ".step_9.writing").mkdir()
+    (out / "step_9").mkdir()
+    (out / "step_9" / "trainer_state.json").write_text("{}")
+    assert checkpoint.starting_point(config.model_copy(update={"resume": "auto"})).step == 4
+    with pytest.raises(UsageError, match="not a checkpoint"):
+        checkpoint.starting_point(config.model_copy(update={"resume": str(out / "step_9")}))
+    with pytest.raises(UsageError, match="--optimizer adamw over"):
+        train(
+            config.model_copy(update={"resume": "auto", "optimizer": "adafactor", "training_steps": 5}),
+            api=Recorded(batches),  # type: ignore[arg-type]
+        )
+
+
+def test_a_broken_batch_skips_the_update(engine: Engine, base: Path, tmp_path: Path, capsys: Any) -> None:
+    good = [group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)]
+    bad = json.loads(json.dumps(good))
+    bad[0]["advantages"] = [[3e38] * 7] * 4  # finite, but the gradient is not
+    train(_config(engine, base, tmp_path, training_steps=2), api=Recorded([bad, good]))  # type: ignore[arg-type]
+    steps = [r for r in _records(tmp_path / "out" / "telemetry.jsonl") if isinstance(r, StepRecord)]
+    assert [s.weight_version for s in steps] == [0, 1]
+    assert "UPDATE SKIPPED" in capsys.readouterr().out
+
+
+def _client(answers: list[Any], stop: threading.Event | None = None) -> tuple[RunApi, list[str]]:
+    """A client of a run-api that gives `answers` to `/batch`; an exception is raised instead."""
+    seen: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request.url.path)
+        if request.url.path == "/batch":
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return httpx.Response(200, json=answer)
+        if request.url.path == "/register":
+            seen[-1] += f" at {json.loads(request.content)['starting_step']}"
+            return httpx.Response(200, json={"uuid": 1})
+        return httpx.Response(200, json={"batch_size": 16, "max_token_len": 8})
+
+    transport = httpx.MockTransport(handle)
+    return RunApi("http://x", {"batch_size": 16}, stop or threading.Event(), transport=transport), seen
+
+
+def test_registers_before_the_first_batch() -> None:
+    api, seen = _client([{"batch": None}, {"batch": None}, {"batch": [{"tokens": []}]}])
+    api.open(5)
+    assert seen == ["/info", "/register at 5", "/info", "/batch"]
+    assert api.next_batch(5) == [{"tokens": []}]
+
+
+def test_a_restarted_run_api_gets_the_trainer_again(capsys: pytest.CaptureFixture[str]) -> None:
+    lost = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+    api, seen = _client([{"batch": None}, httpx.ConnectError("refused"), lost, {"batch": None}, {"batch": [1]}])
+    api.open(0)
+    assert api.next_batch(9) == [1]
+    assert "/register at 9" in seen
+    assert "run-api is back" in capsys.readouterr().out
+
+
+def test_another_trainers_batch_size_is_refused() -> None:
+    api, _ = _client([])
+    api.registration["batch_size"] = 8
+    with pytest.raises(ApiError, match="batches of 16 sequences, this trainer asks for 8"):
+        api.open(0)
+
+
+def test_unreachable_run_api_gives_up(engine: Engine, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ApiError, match=r"Atropos API not reachable.*run-api --host"):
+        train(_config(engine, base, tmp_path))
+
+
+def test_telemetry_repairs_and_continues(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    fields = {"step_s": 1, "data_wait_s": 0, "train_s": 1, "sync_s": 0, "checkpoint_s": 0, "tokens_per_s": float("nan")}
+    first = Telemetry(path, run_id="r")
+    first.write(TimingRecord, 1, **fields)
+    first.write(TimingRecord, 2, **fields)
+    first.close()
+    with path.open("a") as file:
+        file.write('{"kind": "timing", "se')
+    second = Telemetry(path, run_id="r", attempt=2)
+    second.write(TimingRecord, 2, **fields)
+    records = _records(path)
+    assert [(r.seq, r.attempt, r.step) for r in records] == [(0, 1, 1), (1, 1, 2), (2, 2, 2)]
+
+
+def test_a_full_disk_does_not_stop_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stream = Telemetry(Path("/dev/full"))
+    fields = {"step_s": 1, "data_wait_s": 0, "train_s": 1, "sync_s": 0, "checkpoint_s": 0, "tokens_per_s": 1}
+    for step in range(3):
+        stream.write(TimingRecord, step, **fields)
+    assert capsys.readouterr().out.count("training goes on without telemetry") == 1

@@ -1,0 +1,172 @@
+"""The bridge's order of engine calls, its lease and its stamp, with an engine that records what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from trainer_core.contracts.bridge import PauseRequest, ResumeRequest
+from vllm_server.bridge import Bridge, make_router
+from vllm_server.config import ServerConfig
+from vllm_server.guard import Gate
+
+
+class RecordingEngine:
+    """Keeps the order of calls; `resets` says whether the prefix cache can be reset."""
+
+    model_config = SimpleNamespace(dtype="torch.float32")
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.resets = True
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.calls.append(f"pause:{mode}")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        self.calls.append(f"reset:{reset_running_requests}")
+        return self.resets
+
+
+class SlowGenerator:
+    """A probe that takes `seconds`, or fails."""
+
+    completions = 0
+
+    def __init__(self, seconds: float = 0.0, error: Exception | None = None) -> None:
+        self.seconds, self.error = seconds, error
+
+    async def probe(self) -> int:
+        await asyncio.sleep(self.seconds)
+        if self.error:
+            raise self.error
+        return 1
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ServerConfig:
+    return ServerConfig.from_env({"LOGDIR": str(tmp_path)})
+
+
+def make(config: ServerConfig, *, held: bool = False) -> tuple[Bridge, RecordingEngine]:
+    engine = RecordingEngine()
+    return Bridge(engine, config=config, gate=Gate(held=held), model="m", vllm_version="0"), engine
+
+
+async def test_a_publish_pauses_resets_then_resumes_and_stamps(config: ServerConfig) -> None:
+    bridge, engine = make(config, held=True)
+    paused = await bridge.pause(PauseRequest(lease_s=5, dirty=True))
+    assert (paused.paused, paused.dirty, paused.held) == (True, True, True)
+    info = await bridge.resume(ResumeRequest(weight_version=7))
+    assert engine.calls == ["pause:keep", "reset:True", "resume"]
+    assert (info.paused, info.dirty, info.held, info.weight_version) == (False, False, False, 7)
+    assert not bridge.gate.held
+    assert bridge.history.current == 7
+    assert json.loads(config.state_path.read_text()) == {"instance_id": config.instance_id, "weight_version": 7}
+    assert config.state_path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_resume_without_a_pause_pauses_first(config: ServerConfig) -> None:
+    bridge, engine = make(config)
+    await bridge.resume(ResumeRequest(weight_version=0))
+    assert engine.calls == ["pause:keep", "reset:True", "resume"]
+
+
+async def test_a_cache_that_cannot_be_reset_keeps_the_engine_paused(config: ServerConfig) -> None:
+    bridge, engine = make(config)
+    engine.resets = False
+    await bridge.pause(PauseRequest(dirty=True))
+    with pytest.raises(RuntimeError, match="prefix cache"):
+        await bridge.resume(ResumeRequest(weight_version=1))
+    assert bridge.state.paused
+    assert bridge.state.weight_version is None
+    assert "resume" not in engine.calls
+
+
+async def test_a_clean_lease_resumes_by_itself(config: ServerConfig) -> None:
+    bridge, engine = make(config, held=True)
+    await bridge.pause(PauseRequest(lease_s=0.05))
+    await asyncio.sleep(0.15)
+    assert engine.calls == ["pause:keep", "reset:True", "resume"]
+    assert not bridge.state.paused
+    assert bridge.gate.held, "only a resume names weights, so only it opens the hold"
+
+
+async def test_a_dirty_lease_refuses_until_a_resume(config: ServerConfig) -> None:
+    bridge, engine = make(config)
+    await bridge.pause(PauseRequest(lease_s=0.05, dirty=True))
+    await asyncio.sleep(0.15)
+    assert bridge.state.paused
+    assert bridge.gate.refusal is not None
+    health = await bridge.health_generate(SlowGenerator())  # type: ignore[arg-type]
+    assert health.status_code == 503
+    await bridge.resume(ResumeRequest(weight_version=2))
+    assert bridge.gate.refusal is None
+    assert engine.calls == ["pause:keep", "reset:True", "resume"]
+
+
+async def test_renewing_a_lease_does_not_pause_twice(config: ServerConfig) -> None:
+    bridge, engine = make(config)
+    await bridge.pause(PauseRequest(lease_s=0.1))
+    await asyncio.sleep(0.06)
+    await bridge.pause(PauseRequest(lease_s=0.2))
+    await asyncio.sleep(0.1)
+    assert bridge.state.paused
+    assert engine.calls == ["pause:keep"]
+    await bridge.resume(ResumeRequest(weight_version=1))
+
+
+async def test_health_generates_unless_legitimately_paused(config: ServerConfig) -> None:
+    bridge, _ = make(config, held=True)
+    health = await bridge.health_generate(SlowGenerator())  # type: ignore[arg-type]
+    assert json.loads(bytes(health.body)) == {"paused": False, "tokens": 1, "held": True, "weight_version": None}
+    probing = asyncio.create_task(bridge.health_generate(SlowGenerator(60)))  # type: ignore[arg-type]
+    await asyncio.sleep(0.02)
+    await bridge.pause(PauseRequest(lease_s=5))
+    answer = await asyncio.wait_for(probing, timeout=2)
+    assert answer.status_code == 200
+    assert json.loads(bytes(answer.body))["paused"] is True
+    await bridge.resume(ResumeRequest(weight_version=1))
+
+
+async def test_health_tells_why_generation_fails(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge, _ = make(config)
+    broken = await bridge.health_generate(SlowGenerator(error=ValueError("no")))  # type: ignore[arg-type]
+    assert (broken.status_code, json.loads(bytes(broken.body))) == (503, {"error": "generation fails: ValueError: no"})
+    monkeypatch.setattr("vllm_server.bridge.PROBE_TIMEOUT_S", 0.1)
+    slow = await bridge.health_generate(SlowGenerator(60))  # type: ignore[arg-type]
+    assert slow.status_code == 503
+
+
+async def test_routes_speak_the_contract(config: ServerConfig) -> None:
+    bridge, _ = make(config)
+    bridge.spans.remember("d", (1, 2))
+    app = FastAPI()
+    app.include_router(make_router(bridge, SlowGenerator(), app, sleep_mode=False))  # type: ignore[arg-type]
+    transport: Any = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        assert (await http.get("/bridge/info")).json() == bridge.info().model_dump()
+        answer = await http.post("/bridge/versions", json={"digests": ["d", "e"]})
+        assert answer.json() == {"versions": [[1, 2], None]}
+        assert (await http.post("/bridge/pause", json={"lease_s": -1})).status_code == 400
+        assert (await http.post("/bridge/pause")).json()["paused"] is True
+        assert (await http.get("/bridge/is_paused")).json() == {"paused": True}
+        assert (await http.post("/bridge/resume", json={"weight_version": -1})).status_code == 400
+        assert (await http.post("/bridge/resume")).status_code == 422
+        assert (await http.post("/bridge/resume", json={"weight_version": 3})).json()["weight_version"] == 3
+        assert (await http.post("/bridge/sleep")).status_code == 501
+        paths = {route["path"] for route in (await http.get("/bridge/list_endpoints")).json()["endpoints"]}
+        assert {"/bridge/info", "/bridge/resume", "/health_generate"} <= paths
+        debug = (await http.get("/bridge/debug")).json()
+        assert debug["spans_kept"] == 1
+        assert config.token not in json.dumps(debug)

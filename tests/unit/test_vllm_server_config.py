@@ -1,0 +1,164 @@
+"""Settings, start-up checks and the environment for vLLM: nothing here imports vLLM."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_server import __main__ as start
+from vllm_server.config import ConfigError, ServerConfig, prepare_environment
+
+
+def test_defaults_make_a_private_place_and_a_token() -> None:
+    config = ServerConfig.from_env({})
+    try:
+        assert config.private_dir
+        assert config.bridge_dir.stat().st_mode & 0o077 == 0
+        assert config.token_generated
+        assert len(config.token) >= 24
+        assert not config.shared_weights
+        assert not config.hold_generation
+        assert config.shm_path.name.endswith(config.instance_id)
+    finally:
+        config.bridge_dir.rmdir()
+
+
+def test_a_full_environment_is_taken_as_given(tmp_path: Path) -> None:
+    env = {
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1", "LOGDIR": str(tmp_path), "ATROPOS_TOKEN": "0123456789abcdef",
+        "ATROPOS_HOLD_GENERATION": "1", "ATROPOS_SHM_NAME": "my-run.vllm", "ATROPOS_ALLOWED_HOSTS": "Node7, box.lan",
+    }  # fmt: skip
+    config = ServerConfig.from_env(env)
+    assert config.manifest_path == tmp_path / "vllm_bridge_config.json"
+    assert config.state_path == tmp_path / "state.json"
+    assert config.shm_path == Path("/dev/shm/my-run.vllm")
+    assert config.token == "0123456789abcdef"
+    assert not config.token_generated
+    assert config.shared_weights
+    assert config.hold_generation
+    assert config.allowed_hosts == {"node7", "box.lan"}
+
+
+def test_the_manifest_path_wins_over_logdir(tmp_path: Path) -> None:
+    config = ServerConfig.from_env({"LOGDIR": "/elsewhere", "VLLM_BRIDGE_CONFIG_PATH": str(tmp_path / "m.json")})
+    assert config.manifest_path == tmp_path / "m.json"
+    assert config.bridge_dir == tmp_path
+
+
+def test_two_starts_are_two_instances(tmp_path: Path) -> None:
+    env = {"LOGDIR": str(tmp_path)}
+    first, second = ServerConfig.from_env(env), ServerConfig.from_env(env)
+    assert first.instance_id != second.instance_id
+    assert first.token != second.token
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"VLLM_ENABLE_SHARED_WEIGHTS": "1"}, "LOGDIR=DIR"),
+        ({"VLLM_ENABLE_SHARED_WEIGHTS": "maybe"}, "use 1 or 0"),
+        ({"ATROPOS_HOLD_GENERATION": "2"}, "use 1 or 0"),
+        ({"ATROPOS_TOKEN": "short"}, "at least 8"),
+        ({"ATROPOS_TOKEN": "new\nline-in-a-header"}, "letters, digits"),
+        ({"ATROPOS_SHM_NAME": "../../etc/passwd"}, "plain file name"),
+        ({"VLLM_BRIDGE_CONFIG_PATH": "/tmp"}, "is a directory"),
+        ({"LOGDIR": "/dev/null"}, "not a directory"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_the_way_out(env: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ServerConfig.from_env(env)
+
+
+def test_environment_for_vllm_on_the_cpu() -> None:
+    env = {"VLLM_USE_V1": "1", "VLLM_PLUGINS": "mine"}
+    notes = prepare_environment(env, cpu=True)
+    assert "VLLM_USE_V1" not in env
+    assert env["VLLM_PLUGINS"] == "mine,atropos_bridge"
+    assert env["TORCHDYNAMO_DISABLE"] == "1"
+    assert any("VLLM_USE_V1 is ignored" in note for note in notes)
+
+
+def test_environment_for_vllm_on_a_gpu_keeps_what_the_user_set() -> None:
+    env = {"VLLM_PLUGINS": "atropos_bridge,other"}
+    assert prepare_environment(env, cpu=False) == []
+    assert env["VLLM_PLUGINS"] == "atropos_bridge,other"
+    assert "TORCHDYNAMO_DISABLE" not in env
+    env = {"TORCHDYNAMO_DISABLE": "0"}
+    prepare_environment(env, cpu=True)
+    assert env["TORCHDYNAMO_DISABLE"] == "0"
+
+
+def test_an_empty_plugin_list_still_gets_ours() -> None:
+    env = {"VLLM_PLUGINS": ""}
+    prepare_environment(env, cpu=False)
+    assert env["VLLM_PLUGINS"] == "atropos_bridge"
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "./nowhere", "~/nowhere-at-all", "a/b/c"])
+def test_a_model_path_that_does_not_exist_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="no such directory"):
+        start.check_model(model)
+
+
+def test_a_directory_without_config_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        start.check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    start.check_model(str(tmp_path))
+
+
+def test_a_hub_id_is_left_to_the_hub() -> None:
+    start.check_model("Qwen/Qwen3-0.6B")
+
+
+def test_a_taken_port_is_refused_with_the_one_who_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert start.main(["--model", str(tmp_path), "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert f"127.0.0.1:{port}" in error
+    assert "pytest" in error or "python" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "--model is missing"),
+        (["--port", "9001"], "--model is missing"),
+        (["--model", "/no/such/model"], "no such directory"),
+        (["--model", "Qwen/Qwen3-0.6B", "--port", "many"], "--port many"),
+    ],
+)
+def test_mistakes_cost_one_line_and_exit_2(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start.main(argv) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_vllm_missing_says_how_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = start.importlib.util.find_spec
+    monkeypatch.setattr(
+        start.importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else real(name, *rest)
+    )
+    monkeypatch.setattr(start, "check_port", lambda host, port: None)
+    assert start.main(["--model", "Qwen/Qwen3-0.6B"]) == 2
+    assert "atropos-tui[cpu]" in capsys.readouterr().err
+
+
+def test_help_and_config_import_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys; from vllm_server.__main__ import main; import vllm_server.config, vllm_server.plugin; "
+        "assert main(['--help']) == 0; "
+        "assert not {'vllm', 'torch', 'fastapi'} & set(sys.modules), sorted(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--model MODEL" in done.stdout

@@ -1,0 +1,169 @@
+"""Bodies and answers of `/generate`, with a fake engine in vLLM's shape."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer_core.contracts.bridge import completion_digest
+from vllm_server.generate import (
+    BrokenWeights,
+    Generator,
+    RequestError,
+    completion_logprobs,
+    finite_logprob,
+    parse_body,
+    position_logprobs,
+    sampling_options,
+)
+from vllm_server.versions import SpanStore, VersionHistory
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"prompt": {"prompt_token_ids": [3, 4]}, **fields}).encode()
+
+
+def logprob(value: float) -> SimpleNamespace:
+    return SimpleNamespace(logprob=value)
+
+
+def test_a_bare_body_still_asks_for_logprobs() -> None:
+    request = parse_body(b'{"prompt": "1+2=", "max_tokens": 4}')
+    assert request.prompt == "1+2="
+    assert sampling_options(request, 0)["logprobs"] == 0
+    assert sampling_options(parse_body(body(logprobs=None)), 0)["logprobs"] == 0
+
+
+@pytest.mark.parametrize("prompt", [[3, 4], {"prompt_token_ids": [3, 4]}])
+def test_token_prompts(prompt: object) -> None:
+    request = parse_body(json.dumps({"prompt": prompt}).encode())
+    assert not isinstance(request.prompt, str)
+    assert request.prompt.prompt_token_ids == [3, 4]
+
+
+def test_each_completion_has_its_own_seed_and_only_the_first_scores_the_prompt() -> None:
+    request = parse_body(body(n=3, seed=10, prompt_logprobs=1))
+    options = [sampling_options(request, index) for index in range(3)]
+    assert [each["seed"] for each in options] == [10, 11, 12]
+    assert [each["prompt_logprobs"] for each in options] == [1, None, None]
+    assert all(each["n"] == 1 for each in options)
+
+
+def test_logit_bias_keys_become_ids() -> None:
+    assert sampling_options(parse_body(body(logit_bias={"5": -1.0})), 0)["logit_bias"] == {5: -1.0}
+    with pytest.raises(RequestError, match="logit_bias"):
+        sampling_options(parse_body(body(logit_bias={"five": -1.0})), 0)
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"", "not JSON"),
+        (b"[" * 5000, "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[1, 2]", "body"),
+        (b'{"max_tokens": 4}', "prompt"),
+        (b'{"prompt": {"prompt_token_ids": []}}', "prompt"),
+        (b'{"prompt": {"prompt_token_ids": [-1]}}', "prompt"),
+        (b'{"prompt": {"prompt_token_ids": ["3"]}}', "prompt"),
+        (b'{"prompt": 7}', "prompt"),
+        (body(temprature=1.0), "temprature"),
+        (body(temperature="hot"), "temperature"),
+        (body(temperature=-1), "temperature"),
+        (b'{"prompt": "1", "temperature": NaN}', "temperature"),
+        (body(n=0), "n"),
+        (body(n=10**9), "n"),
+        (body(max_tokens=0), "max_tokens"),
+        (body(top_p=1.5), "top_p"),
+        (body(seed=2**70), "seed"),
+        (body(stream=True), "stream"),
+        (body(stop=[1]), "stop"),
+    ],
+)
+def test_bad_bodies_are_refused_with_the_field(raw: bytes, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        parse_body(raw)
+
+
+def test_the_sampled_token_comes_first_whatever_its_rank() -> None:
+    entry = {7: logprob(-0.5), 9: logprob(-1.5), 2: logprob(-3.0)}
+    assert list(position_logprobs(2, entry)) == ["2", "7", "9"]
+    assert position_logprobs(9, entry)["9"] == -1.5
+    assert completion_logprobs([9, 7], [entry, entry])[1] == [{"7": -0.5, "9": -1.5, "2": -3.0}]
+
+
+def test_infinities_are_clamped_and_nan_is_an_error() -> None:
+    assert finite_logprob(-math.inf) == -9999.0
+    assert finite_logprob(-0.25) == -0.25
+    with pytest.raises(BrokenWeights, match="weights are broken"):
+        finite_logprob(math.nan)
+
+
+class FakeEngine:
+    """Answers like vLLM's engine client: one finished output for each request."""
+
+    model_config = SimpleNamespace(get_vocab_size=lambda: 14)
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(encode=lambda text: [int(c) for c in text], decode=lambda ids: "".join(map(str, ids)))
+
+
+async def answer(monkeypatch: pytest.MonkeyPatch, raw: bytes, outputs: list[Any]) -> tuple[dict[str, Any], Generator]:
+    history, spans = VersionHistory(), SpanStore()
+    history.change(4, 100.0)
+    history.change(5, 200.0)
+    generator = Generator(FakeEngine(), history=history, spans=spans, model_names=["m"])
+
+    async def complete(prompt_ids: list[int], request: Any) -> list[Any]:
+        return outputs
+
+    async def decode(ids: list[int]) -> str:
+        return "".join(map(str, ids))
+
+    monkeypatch.setattr(generator, "_complete", complete)
+    monkeypatch.setattr(generator, "_decode", decode)
+    return await generator.answer(parse_body(raw)), generator
+
+
+def output(tokens: list[int], values: list[float], first: float, last: float) -> SimpleNamespace:
+    entries = [{token: logprob(value)} for token, value in zip(tokens, values, strict=True)]
+    completion = SimpleNamespace(text="t", token_ids=tokens, logprobs=entries, finish_reason="stop")
+    times = SimpleNamespace(first_token_ts=first, last_token_ts=last)
+    return SimpleNamespace(outputs=[completion], metrics=times, prompt_logprobs=[None, {4: logprob(-2.0)}])
+
+
+async def test_the_answer_has_the_contract_s_shape_and_the_digest_finds_its_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outputs = [output([5, 1], [-0.1, -math.inf], 150.0, 250.0), output([6], [-0.3], 210.0, 220.0)]
+    result, generator = await answer(monkeypatch, body(n=2, prompt_logprobs=1), outputs)
+    assert result["logprobs"] == [[[{"5": -0.1}], [{"1": -9999.0}]], [[{"6": -0.3}]]]
+    assert result["token_ids"] == [[5, 1], [6]]
+    assert result["finish_reasons"] == ["stop", "stop"]
+    assert result["prompt_token_ids"] == [3, 4]
+    assert result["prompt_logprobs"] == [None, {"4": -2.0}]
+    assert result["weight_versions"] == [(4, 5), (5, 5)]
+    seen = json.loads(json.dumps(result))
+    digests = [
+        completion_digest(
+            [int(next(iter(position[0]))) for position in completion],
+            [next(iter(position[0].values())) for position in completion],
+        )
+        for completion in seen["logprobs"]
+    ]
+    assert generator.spans.look_up(digests) == [(4, 5), (5, 5)]
+    assert generator.completions == 2
+
+
+async def test_tokens_outside_the_vocabulary_never_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match="vocabulary of 14"):
+        await answer(monkeypatch, b'{"prompt": [14]}', [])
+
+
+async def test_a_model_not_served_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match="'other' is not served"):
+        await answer(monkeypatch, body(model="other"), [])

@@ -1,0 +1,126 @@
+"""The record of weight versions and the state of one server, without an engine."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_server.versions import BridgeState, SpanStore, VersionHistory
+
+
+def test_store_finds_what_it_keeps_and_forgets_the_least_recently_used() -> None:
+    store = SpanStore(capacity=2)
+    store.remember("a", (0, 0))
+    store.remember("b", (1, 2))
+    assert store.look_up(["a", "x"]) == [(0, 0), None]
+    store.remember("c", (3, 3))
+    assert store.look_up(["a", "b", "c"]) == [(0, 0), None, (3, 3)]
+    assert len(store) == 2
+
+
+def test_store_lets_the_later_of_two_equal_completions_win() -> None:
+    store = SpanStore()
+    store.remember("a", (0, 0))
+    store.remember("a", (5, 5))
+    assert store.look_up(["a"]) == [(5, 5)]
+    assert len(store) == 1
+
+
+def test_history_knows_the_version_at_each_moment() -> None:
+    history = VersionHistory()
+    history.change(1, 10.0)
+    history.change(2, 20.0)
+    assert [history.at(moment) for moment in (0.0, 9.99, 10.0, 19.99, 20.0, 99.0)] == [0, 0, 1, 1, 2, 2]
+    assert history.current == 2
+
+
+def test_history_spans_everything_between_first_and_last_token() -> None:
+    history = VersionHistory()
+    for version, moment in ((1, 10.0), (2, 20.0), (3, 30.0)):
+        history.change(version, moment)
+    assert history.span(5.0, 6.0) == (0, 0)
+    assert history.span(15.0, 25.0) == (1, 2)
+    assert history.span(5.0, 35.0) == (0, 3)
+    assert history.span(20.0, 20.0) == (2, 2)
+
+
+def test_history_spans_a_version_that_went_back() -> None:
+    history = VersionHistory()
+    for version, moment in ((7, 10.0), (4, 20.0), (5, 30.0)):
+        history.change(version, moment)
+    assert history.span(15.0, 35.0) == (4, 7)
+
+
+def test_history_is_bounded_and_answers_the_oldest_kept_before_its_start() -> None:
+    history = VersionHistory(keep=3)
+    for version in range(1, 10):
+        history.change(version, float(version))
+    assert history.at(0.0) == 7
+    assert history.span(0.0, 8.5) == (7, 8)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.floats(0.01, 5)), max_size=30), st.floats(0, 100), st.floats(0, 50))
+def test_span_agrees_with_looking_at_each_change(changes: list[tuple[int, float]], first: float, length: float) -> None:
+    history, now, moments = VersionHistory(), 0.0, []
+    for version, gap in changes:
+        now += gap
+        history.change(version, now)
+        moments.append(now)
+    last = first + length
+    seen = [history.at(moment) for moment in (first, last, *(m for m in moments if first <= m <= last))]
+    assert history.span(first, last) == (min(seen), max(seen))
+
+
+def test_a_clean_lease_ends_by_itself_and_leaves_the_hold() -> None:
+    state = BridgeState(held=True)
+    state.pause(lease_s=5, dirty=False, now=100)
+    assert state.expire(104.9) is None
+    assert state.paused
+    assert state.expire(105) == "resume"
+    assert (state.paused, state.held, state.fault) == (False, True, None)
+    assert state.expire(200) is None
+
+
+def test_a_dirty_lease_stays_paused_and_names_its_fault_until_a_resume() -> None:
+    state = BridgeState()
+    state.pause(lease_s=5, dirty=True, now=100)
+    assert state.expire(105) == "fault"
+    assert state.paused
+    assert state.fault is not None
+    assert "half-written" in state.fault
+    assert state.expire(106) is None
+    state.resume(3)
+    assert (state.paused, state.dirty, state.fault, state.weight_version) == (False, False, None, 3)
+
+
+def test_pausing_again_renews_the_lease_but_does_not_clean() -> None:
+    state = BridgeState()
+    state.pause(lease_s=5, dirty=True, now=100)
+    state.pause(lease_s=5, dirty=False, now=104)
+    assert state.expire(106) is None
+    assert state.dirty
+    assert state.expire(109) == "fault"
+    state.pause(lease_s=5, dirty=True, now=110)
+    assert state.fault is None, "a trainer is at work again"
+
+
+def test_resume_names_the_version_and_opens_the_hold() -> None:
+    state = BridgeState(held=True)
+    state.resume(0)
+    assert (state.held, state.weight_version) == (False, 0)
+
+
+@pytest.mark.parametrize("lease_s", [0, -1, math.nan, math.inf, 1e9])
+def test_a_senseless_lease_is_refused_and_changes_nothing(lease_s: float) -> None:
+    state = BridgeState()
+    with pytest.raises(ValueError, match="lease_s"):
+        state.pause(lease_s=lease_s, dirty=True, now=0)
+    assert state == BridgeState()
+
+
+def test_a_negative_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="weight_version"):
+        BridgeState().resume(-1)

@@ -1,0 +1,242 @@
+"""Stand-ins for the trainer's neighbours: an inference server whose weights lie fused in a shared file and that really
+decodes from them, atroposlib's own run-api in a thread, and an environment that plays rollouts into it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+
+from trainer_core.contracts.bridge import TOKEN_HEADER, completion_digest
+from trainer_core.contracts.manifest import Manifest, Shard, TensorEntry, write_manifest
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+VOCAB_PADDING = 64
+TOKEN = "unit-test-token"
+
+
+def fused_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters as vLLM keeps them: q,k,v and gate,up in one, the vocabulary padded."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    found: dict[str, torch.Tensor] = {}
+    for name, value in params.items():
+        fused = next((f for f, parts in FUSED.items() for part in parts if f".{part}." in name), None)
+        if fused is None:
+            if name in ("model.embed_tokens.weight", "lm_head.weight"):
+                value = torch.nn.functional.pad(value, (0, 0, 0, -len(value) % VOCAB_PADDING))
+            found[name] = value
+        elif f".{FUSED[fused][0]}." in name:
+            parts = [params[name.replace(FUSED[fused][0], part)] for part in FUSED[fused]]
+            found[name.replace(FUSED[fused][0], fused)] = torch.cat(parts)
+    return found
+
+
+def slice_of(tensors: dict[str, torch.Tensor], name: str, param: torch.Tensor) -> torch.Tensor:
+    """The rows of a fused tensor that hold the parameter `name`, for the tiny model's shapes."""
+    if name in tensors:
+        return tensors[name][: len(param)]
+    part = name.split(".")[-2]
+    fused = next(f for f, parts in FUSED.items() if part in parts)
+    whole = tensors[name.replace(part, fused)]
+    start = {
+        "q_proj": 0,
+        "k_proj": len(whole) // 2,
+        "v_proj": len(whole) * 3 // 4,
+        "gate_proj": 0,
+        "up_proj": len(param),
+    }
+    return whole[start[part] : start[part] + len(param)]
+
+
+class Engine:
+    """An inference server: `/bridge/*` and `/generate`, computing from the shared file."""
+
+    def __init__(self, folder: Path, model: torch.nn.Module, *, held: bool = True) -> None:
+        self.model = model
+        self.held, self.paused, self.dirty = held, False, False
+        self.version: int | None = None
+        self.calls: list[str] = []
+        self.digests: dict[str, tuple[int, int]] = {}
+        self.dead = False
+        self.stale = False
+        """Planted fault: decode from a private copy of the weights."""
+        self.manifest_path = folder / "vllm_bridge_config.json"
+        self.lock = threading.Lock()
+        self.tensors = self._share(folder / "weights", fused_tensors(model))
+        self.pairs = [(p, slice_of(self.tensors, name, p)) for name, p in model.named_parameters()]
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self._write_manifest(folder / "weights")
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def die(self) -> None:
+        """Hang up on every connection, as a killed process does."""
+        self.dead = True
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def _share(self, path: Path, fused: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        size = sum(t.numel() * t.element_size() for t in fused.values())
+        path.write_bytes(bytes(size))
+        storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=size)
+        shared, offset = {}, 0
+        for name, value in fused.items():
+            shared[name] = torch.empty(0, dtype=value.dtype).set_(
+                storage, offset, value.shape, value.contiguous().stride()
+            )
+            shared[name].copy_(value)
+            offset += value.numel()
+        self.size = size
+        return shared
+
+    def _write_manifest(self, path: Path) -> None:
+        entries = {
+            name: TensorEntry(
+                shape=list(t.shape), stride=list(t.stride()), dtype=str(t.dtype)[6:], offset=t.storage_offset()
+            )
+            for name, t in self.tensors.items()
+        }
+        shard = Shard(kind="shm", shm_path=str(path), shm_bytes=self.size, param_mappings=entries)
+        self.manifest = Manifest(
+            model="m", architecture="Qwen3ForCausalLM", config=self.model.config.to_dict(), instance_id="i-1",
+            server_pid=os.getpid(), server_create_time=psutil.Process().create_time(), base_url=self.url,
+            vllm_version="0", ranks={0: shard},
+        )  # fmt: skip
+        write_manifest(self.manifest, self.manifest_path)
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "instance_id": "i-1", "model": "m", "vllm_version": "0", "weight_version": self.version, "held": self.held,
+            "paused": self.paused, "dirty": self.dirty, "shared_weights": True,
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def sample(self, prompt: list[int], count: int, size: int) -> list[tuple[list[int], list[float]]]:
+        """`size` completions from the weights in the file, at temperature 1; their digests are remembered."""
+        with self.lock:
+            version = self.version or 0
+            if not self.stale:
+                for parameter, view in self.pairs:
+                    parameter.copy_(view)
+            tokens = torch.tensor([prompt] * size)
+            logprobs = []
+            for _ in range(count):
+                last = self.model(tokens).logits[:, -1].float().log_softmax(-1)
+                choice = torch.multinomial(last.exp(), 1)
+                tokens = torch.cat([tokens, choice], dim=1)
+                logprobs.append(last.gather(1, choice))
+        found = list(zip(tokens[:, len(prompt) :].tolist(), torch.cat(logprobs, dim=1).tolist(), strict=True))
+        self.digests |= {completion_digest(ids, values): (version, version) for ids, values in found}
+        return found
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        self.calls.append(path)
+        if path == "/bridge/pause":
+            self.paused, self.dirty = True, body["dirty"]
+        elif path == "/bridge/resume":
+            self.paused = self.dirty = self.held = False
+            self.version = body["weight_version"]
+        elif path == "/bridge/versions":
+            return {"versions": [self.digests.get(d) for d in body["digests"]]}
+        elif path == "/generate":
+            ((ids, logprobs),) = self.sample(body["prompt"]["prompt_token_ids"], body["max_tokens"], 1)
+            return {
+                "logprobs": [[[{str(i): p}] for i, p in zip(ids, logprobs, strict=True)]],
+                "finish_reasons": ["length"],
+            }
+        return self.info()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_GET(self) -> None:
+                self._reply({})
+
+            def do_POST(self) -> None:
+                self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def _reply(self, body: dict[str, Any]) -> None:
+                if engine.dead:
+                    self.close_connection = True
+                    return
+                trusted = self.headers.get(TOKEN_HEADER) == TOKEN
+                payload = json.dumps(engine.answer(self.path, body) if trusted else {"error": "token"}).encode()
+                self.send_response(200 if trusted else 403)
+                self.send_header("Content-Length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        return Handler
+
+
+class RunApiThread:
+    """atroposlib's run-api, its own state wiped."""
+
+    def __init__(self) -> None:
+        import uvicorn
+        from atroposlib.api.server import app
+
+        app.state._state.clear()
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.005)
+        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(5)
+
+
+def group(engine: Engine, prompt: list[int], size: int, count: int) -> dict[str, Any]:
+    """One scored group sampled from the engine: the reward is the share of even tokens."""
+    answers = engine.sample(prompt, count, size)
+    return {
+        "tokens": [[*prompt, *ids] for ids, _ in answers],
+        "masks": [[*[-100] * len(prompt), *ids] for ids, _ in answers],
+        "scores": [sum(i % 2 == 0 for i in ids) / count for ids, _ in answers],
+        "inference_logprobs": [[*[1.0] * len(prompt), *logprobs] for _, logprobs in answers],
+        "generation_params": {"temperature": 1.0, "env": "even"},
+        "env_id": 0,
+    }
+
+
+class EnvThread:
+    """Keeps run-api's queue at one batch, sampling from the engine while it is neither held nor paused."""
+
+    def __init__(self, url: str, engine: Engine, *, groups: int, size: int) -> None:
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(url, engine, groups, size), daemon=True)
+        self.thread.start()
+
+    def _run(self, url: str, engine: Engine, groups: int, size: int) -> None:
+        with httpx.Client(base_url=url) as http:
+            while not self.stop.wait(0.005):
+                if engine.held or engine.paused or http.get("/status").json()["queue_size"] >= groups:
+                    continue
+                for i in range(groups):
+                    http.post("/scored_data", json=group(engine, [3 + i % 5, 12, 4, 13], size, 3))
+
+    def close(self) -> None:
+        self.stop.set()
+        self.thread.join(5)

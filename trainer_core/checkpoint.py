@@ -1,0 +1,184 @@
+"""Checkpoints that plain transformers loads, with what an exact resume needs beside.
+
+    save_path/step_N/      model.safetensors, config.json, tokenizer; trainer_state.pt (optimizer, master weights,
+                           random generators), trainer_state.json (step, weight version)
+    save_path/final_model/ the same without optimizer state
+
+Written aside and renamed, so a directory under its own name is complete. torch is imported only where tensors are
+touched: the starting point is looked up before it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer_core.config import TrainingConfig
+from trainer_core.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer_core.optimizers import Stepper
+
+STATE_JSON = "trainer_state.json"
+STATE_TENSORS = "trainer_state.pt"
+_STEP = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where a run begins: optimizer steps done, weight version, and the checkpoint (null: the base model)."""
+
+    step: int = 0
+    version: int = 0
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written."""
+
+    path: Path
+    seconds: float
+    bytes: int
+
+
+def complete_checkpoints(save_path: Path) -> list[Path]:
+    """Complete step_N/ in `save_path`, oldest first."""
+    if not save_path.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in save_path.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if (path / STATE_JSON).is_file() and (path / STATE_TENSORS).is_file()]
+
+
+def starting_point(config: TrainingConfig) -> StartingPoint:
+    """What `resume` means on this disk.
+
+    Raises:
+        UsageError: the named checkpoint is not one, or is of another model.
+    """
+    if config.resume == "never":
+        return StartingPoint()
+    if config.resume == "auto":
+        found = complete_checkpoints(Path(config.save_path))
+        if not found:
+            return StartingPoint()
+        path = found[-1]
+    else:
+        path = Path(config.resume)
+    try:
+        state = json.loads((path / STATE_JSON).read_text())
+        point = StartingPoint(int(state["step"]), int(state["weight_version"]), path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--resume {path}: not a checkpoint of this trainer ({error})") from None
+    if not (path / STATE_TENSORS).is_file():
+        raise UsageError(f"--resume {path}: {STATE_TENSORS} is missing, so optimizer and random state are lost")
+    return point
+
+
+def describe(point: StartingPoint, config: TrainingConfig) -> str:
+    """One line that says where the run starts, and why."""
+    save_path = Path(config.save_path)
+    if point.path is not None:
+        return f"Resuming from {point.path}: step {point.step}, weight version {point.version}"
+    if config.resume == "auto":
+        return f"Starting from the base model {config.model_name}: no checkpoint in {save_path}"
+    old = complete_checkpoints(save_path)
+    ignored = f"; {len(old)} checkpoints in {save_path} are ignored (--resume auto continues)" if old else ""
+    return f"Starting from the base model {config.model_name}{ignored}"
+
+
+def save(
+    model: torch.nn.Module, config: TrainingConfig, target: Path, *, step: int, version: int, stepper: Stepper | None
+) -> Saved:
+    """Write a checkpoint to `target`; without `stepper` only what inference needs."""
+    from huggingface_hub import save_torch_state_dict
+
+    from trainer_core.policy.load import weights
+
+    began = time.perf_counter()
+    aside = target.with_name(f".{target.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    save_torch_state_dict(weights(model), aside)
+    model.config.save_pretrained(aside)
+    _save_companions(config.model_name, aside)
+    if stepper is not None:
+        _save_state(aside / STATE_TENSORS, stepper)
+    facts = {"step": step, "weight_version": version, "model": config.model_name, "optimizer": config.optimizer}
+    (aside / STATE_JSON).write_text(json.dumps(facts, indent=1) + "\n")
+    _replace(target, aside)
+    size = sum(file.stat().st_size for file in target.iterdir())
+    return Saved(target, time.perf_counter() - began, size)
+
+
+def save_step(model: torch.nn.Module, config: TrainingConfig, stepper: Stepper, *, step: int, version: int) -> Saved:
+    """Write step_N/ and drop what `keep_checkpoints` no longer keeps."""
+    save_path = Path(config.save_path)
+    saved = save(model, config, save_path / f"step_{step}", step=step, version=version, stepper=stepper)
+    if config.keep_checkpoints:
+        for old in complete_checkpoints(save_path)[: -config.keep_checkpoints]:
+            shutil.rmtree(old, ignore_errors=True)
+    return saved
+
+
+def restore(path: Path, stepper: Stepper) -> None:
+    """Optimizer, master weights and random generators as they were; weights are the weight strategy's business."""
+    import numpy as np
+    import torch
+
+    state = torch.load(path / STATE_TENSORS, map_location="cpu", weights_only=True)
+    stepper.load_state_dict(state["stepper"])
+    torch.set_rng_state(state["torch_rng"])
+    if state["cuda_rng"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda_rng"])
+    random.setstate(_tuples(json.loads(state["python_rng"])))
+    name, keys, *rest = json.loads(state["numpy_rng"])
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
+
+def _save_state(path: Path, stepper: Stepper) -> None:
+    import numpy as np
+    import torch
+
+    name, keys, *rest = np.random.get_state(legacy=True)
+    state = {
+        "stepper": stepper.state_dict(),
+        "torch_rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python_rng": json.dumps(random.getstate()),
+        "numpy_rng": json.dumps([name, np.asarray(keys).tolist(), *rest]),
+    }
+    torch.save(state, path)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _save_companions(model_name: str, target: Path) -> None:
+    """Tokenizer and generation settings, so that the directory serves as a model; a model without them has none."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    for kind in (AutoTokenizer, GenerationConfig):
+        try:
+            kind.from_pretrained(model_name).save_pretrained(target)
+        except (OSError, ValueError, ImportError, KeyError):
+            continue
+
+
+def _replace(target: Path, aside: Path) -> None:
+    """Put the complete directory under its name; an older one there goes last."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    aside.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

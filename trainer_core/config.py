@@ -1,0 +1,320 @@
+"""Everything a training run can be told, as one typed model. Torch-free: `atropos-tui` imports it to check profiles.
+
+The command line is built from this class (`trainer_core/cli.py`), so a field here is a flag there: `batch_size` is
+`--batch-size`. Names and defaults are the guides'.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from trainer_core.contracts.run_dir import RunDir
+
+
+def parse_layer_indices(value: Any) -> Any:
+    """`"0-3,28-31"` as the sorted list of indices; lists pass through."""
+    if not isinstance(value, str):
+        return value
+    found: set[int] = set()
+    for part in value.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"{part.strip()!r} is no layer index; write them as 20-31 or 0-3,28-31")
+        if dash and int(last) < int(first):
+            raise ValueError(f"the range {part.strip()} runs backwards")
+        found.update(range(int(first), int(last or first) + 1))
+    return sorted(found)
+
+
+def _split(value: Any) -> Any:
+    """`"0.9,0.95"` or `"0.9 0.95"` as a list; anything else passes through."""
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+LayerIndices = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(parse_layer_indices)]
+Words = Annotated[list[str], BeforeValidator(_split)]
+Betas = Annotated[tuple[float, float], BeforeValidator(_split)]
+
+
+class TrainingConfig(BaseModel):
+    """A GRPO run. Unknown keys are refused."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), validate_default=True
+    )
+
+    # Essential
+    model_name: str = Field(min_length=1)
+    """Model: a directory or a Hugging Face id."""
+    weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "lora_restart"] = "none"
+    """How weights reach the inference server. shared_vllm trains vLLM's own tensors in place (single copy); with
+    use_shared_memory it broadcasts to other GPUs instead."""
+    training_steps: int = Field(10, ge=1)
+    """Optimizer steps of the whole run, those before a resume included."""
+    checkpoint_interval: int = Field(3, ge=0)
+    """Save a checkpoint every N optimizer steps; 0 saves the final model only."""
+    batch_size: int = Field(2, ge=1)
+    """Micro-batch size in sequences. Batch size times gradient_accumulation_steps is the number of sequences of one
+    optimizer step, and what is registered with run-api."""
+    gradient_accumulation_steps: int = Field(32, ge=1)
+    """Micro-batches of one optimizer step."""
+    warmup_steps: int = Field(0, ge=0)
+    """Linear learning-rate warm-up over the first N optimizer steps; 0 disables it."""
+    seq_len: int = Field(2048, ge=2)
+    """Longest sequence in tokens, prompt included; longer ones are left out and counted."""
+    train_layer_indices: LayerIndices | None = None
+    """Train only these transformer layers (such as 20-31 or 0-3,28-31); everything else is frozen."""
+    seed: int = 0
+    """Seed of every random generator."""
+
+    # GRPO
+    clip_eps: float = Field(0.2, gt=0)
+    """The importance ratio is clipped to [1 - clip_eps, 1 + clip_eps], on both sides."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the sampled-token KL term (k3) against the rollout policy; no reference model is kept."""
+    lr: float = Field(1e-5, ge=0)
+    """Learning rate."""
+    advantage_std: bool = True
+    """Divide a group's advantages by their standard deviation (they always have mean 0)."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature of rollouts that name none in their overrides or generation_params."""
+    group_size: int | None = Field(None, ge=1)
+    """Completions per prompt, when known: a batch that is no multiple of it would never fill in run-api."""
+
+    # Optimizer
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw_8bit"
+    """adamw (fp32 states), adamw_8bit (bitsandbytes; on a CPU the default falls back to adamw) or adafactor."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    betas: Betas = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Clip the gradient to this norm; 0 does not clip."""
+    adafactor_scale_parameter: bool = False
+    """Adafactor: scale the learning rate by the parameter's root mean square."""
+    adafactor_relative_step: bool = False
+    """Adafactor: its own time-dependent step instead of lr."""
+
+    # LoRA
+    lora_r: int = Field(16, ge=1)
+    """LoRA rank."""
+    lora_alpha: int = Field(32, ge=1)
+    """LoRA scaling factor."""
+    lora_dropout: float = Field(0.05, ge=0, lt=1)
+    """Dropout of LoRA layers while gradients are computed."""
+    lora_target_modules: Words | None = None
+    """Modules that get an adapter (default: q_proj v_proj)."""
+    lora_layer_indices: LayerIndices | None = None
+    """Layers that get an adapter (such as 20-31); default: all that match."""
+
+    # vLLM
+    vllm_port: int = Field(9001, ge=1, le=65535)
+    """Port of the inference server on this machine."""
+    vllm_config_path: str | None = None
+    """Path of the server's vllm_bridge_config.json. Found by itself through VLLM_BRIDGE_CONFIG_PATH, LOGDIR or the run
+    directory."""
+    gpu_memory_utilization: float = Field(0.45, gt=0, le=1)
+    """Share of the GPU for a vLLM that the trainer starts itself."""
+    vllm_gpu: int | None = Field(None, ge=0)
+    """GPU of a vLLM that the trainer starts itself; default: the trainer's."""
+    max_model_len: int = Field(4096, ge=2)
+    """Longest context of the server, in tokens."""
+    dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
+    """Type of the weights; auto takes the server's."""
+    vllm_restart_interval: int = Field(3, ge=1)
+    """Restart or reload the server every N steps (modes none and lora_restart)."""
+    engine_timeout: float = Field(600.0, gt=0)
+    """Seconds to wait for the inference server and its manifest at the start."""
+    single_copy: bool = False
+    """One copy of the weights, in the server's memory: what shared_vllm does anyway."""
+    use_shared_memory: bool = False
+    """shared_vllm as a broadcast to a server on other GPUs."""
+
+    # Atropos API
+    atropos_url: str = Field("http://localhost:8000", pattern=r"^https?://[^/]+")
+    """Where run-api listens."""
+    api_timeout: float = Field(300.0, gt=0)
+    """Seconds that run-api may be out of reach before the trainer gives up."""
+
+    # Weights & Biases
+    use_wandb: bool = False
+    """Log to Weights & Biases too."""
+    wandb_project: str | None = None
+    """Project name there."""
+    wandb_group: str | None = None
+    """Group name there."""
+
+    # Distributed
+    trainer_rank: int = Field(0, ge=0)
+    """Rank of this trainer."""
+    world_size: int = Field(1, ge=1)
+    """Number of trainers; this version runs one."""
+    init_method: str = "env://"
+    """Rendezvous of several trainers."""
+    num_inference_nodes: int = Field(0, ge=0)
+    """Inference servers on other machines; 0 is this machine only."""
+
+    # Device and speed
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """auto (cuda where there is one), cpu, cuda or cuda:N."""
+    pack_tokens: int | None = Field(None, ge=2)
+    """Tokens of one forward pass; sequences are packed up to it. Default: batch_size x seq_len. Loss and gradient do
+    not depend on it."""
+    torch_threads: int | None = Field(None, ge=1)
+    """CPU threads of torch. Default: 1 for a model under 50 million parameters on a CPU, else torch's choice."""
+
+    # Checkpoints
+    save_path: str = Field("trained_model_checkpoints", min_length=1)
+    """Where step_N/ and final_model/ go; in a run directory the default is its checkpoints/."""
+    resume: str = Field("never", min_length=1)
+    """never, auto (newest complete checkpoint in save_path) or the path of a checkpoint; in a run directory the default
+    is auto."""
+    keep_checkpoints: int = Field(0, ge=0)
+    """Keep only the newest N step_N/; 0 keeps all."""
+
+    # Alignment
+    probe_interval: int = Field(1, ge=0)
+    """Every N steps let the server decode a few tokens and compare logprobs at the same weights; 0 never."""
+    probe_prompts: int = Field(2, ge=1, le=16)
+    """Prompts of a probe; each is decoded twice, fresh and on the cached prefix."""
+    probe_tokens: int = Field(8, ge=8, le=256)
+    """Tokens decoded for each."""
+    alignment_ok: float | None = Field(None, gt=0)
+    """Mean |difference| of logprobs up to which the verdict is ok. Default: 0.1 in half precision, 1e-3 in float32."""
+    alignment_mismatch: float | None = Field(None, gt=0)
+    """From here on it is mismatch, in between drift. Default: 0.5 in half precision, 0.05 in float32."""
+
+    # Debug and benchmark
+    debug_loading: bool = False
+    """Say for every parameter where it is mapped."""
+    benchmark: bool = False
+    """Print timing with every step and a summary at the end (in a run directory the summary is always printed)."""
+    rollout_samples: int = Field(4, ge=0, le=64)
+    """Completions of each step that are written to the telemetry as text."""
+    dump_last_batch: bool = False
+    """Keep the last batch from run-api as temp.json in save_path."""
+    log_dir: str = "./logs"
+    """Where a vLLM that the trainer starts itself logs to."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {
+        "model_name": "Essential",
+        "clip_eps": "GRPO",
+        "optimizer": "Optimizer",
+        "lora_r": "LoRA",
+        "vllm_port": "vLLM",
+        "atropos_url": "Atropos API",
+        "use_wandb": "Weights & Biases",
+        "trainer_rank": "Distributed",
+        "device": "Device and speed",
+        "save_path": "Checkpoints",
+        "probe_interval": "Alignment",
+        "debug_loading": "Debug and benchmark",
+    }
+    """First field of each section, for `--help`."""
+
+    ALIASES: ClassVar[dict[str, str]] = {
+        "model": "model_name",
+        "vllm_gpu_memory_utilization": "gpu_memory_utilization",
+    }
+    """Further flags for the same field."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> TrainingConfig:
+        problems = list(self._problems())
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _problems(self) -> list[str]:
+        found = []
+        if self.single_copy and self.use_shared_memory:
+            found.append(
+                "--single-copy and --use-shared-memory exclude each other: one copy, or a broadcast to a second"
+            )
+        if (self.single_copy or self.use_shared_memory) and self.weight_bridge_mode != "shared_vllm":
+            flag = "--single-copy" if self.single_copy else "--use-shared-memory"
+            found.append(f"{flag} belongs to --weight-bridge-mode shared_vllm, not {self.weight_bridge_mode}")
+        if self.group_size and self.sequences_per_step % self.group_size:
+            found.append(
+                f"--batch-size {self.batch_size} x --gradient-accumulation-steps {self.gradient_accumulation_steps} = "
+                f"{self.sequences_per_step} sequences is no multiple of --group-size {self.group_size}: run-api would "
+                "never fill a batch"
+            )
+        if self.world_size > 1:
+            found.append(f"--world-size {self.world_size}: this version trains in one process; leave it at 1")
+        if self.trainer_rank >= self.world_size:
+            found.append(f"--trainer-rank {self.trainer_rank} must be below --world-size {self.world_size}")
+        if self.alignment_ok and self.alignment_mismatch and self.alignment_ok > self.alignment_mismatch:
+            found.append("--alignment-ok must not be above --alignment-mismatch")
+        return found
+
+    @property
+    def mode(self) -> str:
+        """The stack's name of the mode: shared_vllm with use_shared_memory is broadcast."""
+        return "broadcast" if self.use_shared_memory else self.weight_bridge_mode
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one optimizer step: the batch size registered with run-api."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Upper bound of tokens in one forward pass (one sequence may always pass)."""
+        return self.pack_tokens or self.batch_size * self.seq_len
+
+    def in_run_dir(self, run_dir: RunDir | None) -> TrainingConfig:
+        """Defaults of a supervised run, for what was not set: its checkpoint folder, and resume = auto."""
+        if run_dir is None:
+            return self
+        defaults = {"save_path": str(run_dir.checkpoints), "resume": "auto"}
+        return self.model_copy(update={k: v for k, v in defaults.items() if k not in self.model_fields_set})
+
+    def to_args(self) -> list[str]:
+        """The command line that gives this configuration: every field that was set, under its own flag."""
+        args: list[str] = []
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if name not in self.model_fields_set or value is None:
+                continue
+            args.append("--" + name.replace("_", "-"))
+            if isinstance(value, bool):
+                args.append(str(value).lower())
+            elif isinstance(value, (list, tuple)):
+                args.append(",".join(map(str, value)))
+            else:
+                args.append(str(value))
+        return args
+
+
+def validate(values: dict[str, Any]) -> tuple[TrainingConfig | None, list[str]]:
+    """`values` as a configuration, or every problem in them: wrong fields and wrong combinations together."""
+    try:
+        return TrainingConfig.model_validate(values), []
+    except ValidationError as error:
+        problems = [_problem(dict(item)) for item in error.errors()]
+        wrong = {item["loc"][0] for item in error.errors() if item["loc"]}
+    if wrong:
+        rest = {k: v for k, v in values.items() if k not in wrong}
+        rest.setdefault("model_name", str(Path()))
+        try:
+            TrainingConfig.model_validate(rest)
+        except ValidationError as error:
+            problems += [_problem(dict(item)) for item in error.errors()]
+    return None, [line for text in problems for line in text.splitlines()]
+
+
+def _problem(item: dict[str, Any]) -> str:
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if not item["loc"]:
+        return message
+    name = str(item["loc"][0])
+    flag = "--" + name.replace("_", "-")
+    if item["type"] == "missing":
+        return f"{flag} is required"
+    if item["type"] == "extra_forbidden":
+        return f"{name}: no such setting"
+    return f"{flag} {item['input']!r}: {message}"

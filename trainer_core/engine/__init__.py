@@ -1,0 +1,1 @@
+"""The inference server as the trainer sees it."""

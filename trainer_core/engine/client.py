@@ -1,0 +1,119 @@
+"""The inference server's routes, as the trainer uses them. Every call carries the run's token."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from trainer_core.contracts.bridge import (
+    TOKEN_HEADER,
+    BridgeInfo,
+    PauseRequest,
+    ResumeRequest,
+    VersionsRequest,
+    VersionsResponse,
+)
+from trainer_core.contracts.run_dir import ENV_TOKEN
+from trainer_core.errors import EngineError, EngineGone
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Generated tokens and their logprobs in nats, both of length T."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class EngineClient:
+    """One inference server. Safe to share between threads.
+
+    Raises (every method):
+        EngineGone: it does not answer.
+        EngineError: it answers with an error.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        token: str | None = None,
+        *,
+        timeout_s: float = 60.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        token = os.environ.get(ENV_TOKEN, "") if token is None else token
+        headers = {TOKEN_HEADER: token} if token else {}
+        self.base_url = base_url.rstrip("/")
+        self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=timeout_s, transport=transport)
+
+    def info(self) -> BridgeInfo:
+        return _parse(BridgeInfo, self._call("GET", "/bridge/info"))
+
+    def pause(self, *, dirty: bool, lease_s: float = 60.0) -> BridgeInfo:
+        """Freeze generation; requests in flight are kept. `dirty` when weights are about to be written."""
+        return _parse(BridgeInfo, self._call("POST", "/bridge/pause", PauseRequest(lease_s=lease_s, dirty=dirty)))
+
+    def resume(self, weight_version: int) -> BridgeInfo:
+        """Go on with the weights now in place: prefix cache reset, hold released."""
+        return _parse(BridgeInfo, self._call("POST", "/bridge/resume", ResumeRequest(weight_version=weight_version)))
+
+    def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
+        """Oldest and newest weight version of each completion; null for one the server does not know."""
+        answer = self._call("POST", "/bridge/versions", VersionsRequest(digests=digests))
+        return _parse(VersionsResponse, answer).versions
+
+    def generate(self, prompt: list[int], max_tokens: int, *, temperature: float = 1.0) -> Completion:
+        """Decode exactly `max_tokens` tokens after the token ids of `prompt`."""
+        request = {
+            "prompt": {"prompt_token_ids": prompt},
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "logprobs": 0,
+            "ignore_eos": True,
+        }
+        answer = self._call("POST", "/generate", request)
+        try:
+            steps = [next(iter(step[0].items())) for step in answer["logprobs"][0]]
+            return Completion([int(token) for token, _ in steps], [float(value) for _, value in steps])
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, StopIteration):
+            raise EngineError(
+                f"{self.base_url}/generate answers without logprobs: is it python -m vllm_server?"
+            ) from None
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        payload = body.model_dump() if hasattr(body, "model_dump") else body
+        try:
+            response = self._http.request(method, path, json=payload)
+        except httpx.TransportError as error:
+            detail = str(error) or type(error).__name__
+            raise EngineGone(f"the inference server at {self.base_url} does not answer {path} ({detail})") from None
+        if response.status_code >= 400:
+            raise EngineError(
+                f"{self.base_url}{path}: HTTP {response.status_code} {response.text[:300]}{_hint(response)}"
+            )
+        try:
+            return response.json()
+        except ValueError:
+            raise EngineError(f"{self.base_url}{path} does not answer JSON: is it python -m vllm_server?") from None
+
+
+def _hint(response: httpx.Response) -> str:
+    if response.status_code in (401, 403):
+        return f" (set {ENV_TOKEN} to the server's token)"
+    if response.status_code == 404:
+        return " (this server lacks the route: start python -m vllm_server)"
+    return ""
+
+
+def _parse(kind: Any, answer: Any) -> Any:
+    try:
+        return kind.model_validate(answer)
+    except ValidationError as error:
+        raise EngineError(f"not a {kind.__name__}: {error.errors()[0]['msg']}") from None

@@ -1,0 +1,31 @@
+"""Errors that a user can act on: each says what happened and how to get out. Anything else is a fault of ours."""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """The run cannot go on; the message holds the way out. Exit code 1, no traceback."""
+
+
+class UsageError(TrainerError):
+    """Flags or a combination of them that cannot work. Exit code 2."""
+
+
+class ApiError(TrainerError):
+    """run-api cannot be reached or refuses what it is asked."""
+
+
+class BatchError(TrainerError):
+    """A batch that must not be trained on; the message names the field."""
+
+
+class EngineError(TrainerError):
+    """The inference server answered, but refused."""
+
+
+class EngineGone(TrainerError):
+    """The inference server does not answer any more."""
+
+
+class Stopped(Exception):
+    """A stop was asked for while waiting; not an error."""

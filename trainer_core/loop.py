@@ -1,0 +1,287 @@
+"""The training loop, read top to bottom. It names no mode: `weight_sync` knows how weights travel.
+
+    from trainer_core import TrainingConfig, train
+    train(TrainingConfig(model_name="...", weight_bridge_mode="shared_vllm"))
+
+Each optimizer step: wait for one batch, gradient over all of it, compare with the server at the same weights, write and
+publish the new version, report, now and then a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trainer_core import checkpoint
+from trainer_core.benchmark import Benchmark, memory_fields
+from trainer_core.config import TrainingConfig
+from trainer_core.contracts.records import BenchmarkRecord, CheckpointRecord
+from trainer_core.contracts.run_dir import RunDir
+from trainer_core.errors import EngineGone, Stopped, UsageError
+from trainer_core.objective.alignment import Alignment, Probe, judge, thresholds
+from trainer_core.optimizers import Stepper, for_device
+from trainer_core.policy.load import train_only
+from trainer_core.probe import Prober
+from trainer_core.reporting import (
+    LagMeter,
+    Lags,
+    StepReport,
+    TextReader,
+    console_line,
+    tracker_metrics,
+    write_records,
+)
+from trainer_core.rollouts.batch import Batch, read_batch
+from trainer_core.rollouts.client import RunApi, open_api
+from trainer_core.rollouts.packing import pack
+from trainer_core.step import StepOutcome, accumulate
+from trainer_core.telemetry import open_telemetry
+from trainer_core.trackers import WandbTracker
+from trainer_core.weight_sync.base import Start, SyncReport
+from trainer_core.weight_sync.factory import make_sync, require_supported
+
+SMALL_MODEL = 50_000_000
+"""Parameters below which more than one CPU thread costs more than it brings."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended: `done` when all steps are trained, else it was stopped and a checkpoint saved."""
+
+    step: int
+    weight_version: int
+    done: bool
+    path: Path | None
+    """final_model/, or the checkpoint written at the stop."""
+
+
+def train(config: TrainingConfig, *, api: RunApi | None = None, stop: threading.Event | None = None) -> TrainResult:
+    """Train until `training_steps` or until `stop` is set.
+
+    Args:
+        api: already registered with run-api; default: registers itself.
+        stop: set it to end after the present optimizer step, or at once while waiting.
+
+    Raises:
+        TrainerError: what a user can act on, such as `EngineGone` or `BatchError`.
+        Stopped: stopped before the first step.
+    """
+    stop = stop or threading.Event()
+    config = config.in_run_dir(RunDir.from_env())
+    require_supported(config)
+    start = checkpoint.starting_point(config)
+    print(checkpoint.describe(start, config))
+    run = Run(config, start, api or open_api(config, start.step, stop), stop)
+    try:
+        run.attach(start)
+        while run.step < config.training_steps and not stop.is_set():
+            run.one_step()
+        return run.finish() if run.step >= config.training_steps else run.save_at_stop()
+    except Stopped:
+        return run.save_at_stop()
+    except EngineGone:
+        print(run.last_checkpoint())
+        raise
+    finally:
+        run.close()
+
+
+class Run:
+    """One attempt: what the loop holds, and its step."""
+
+    def __init__(
+        self, config: TrainingConfig, start: checkpoint.StartingPoint, api: RunApi, stop: threading.Event
+    ) -> None:
+        self.device = _device(config)
+        self.config = config = for_device(config, self.device)
+        self.step, self.version = start.step, start.version
+        self.saved_step = start.step
+        self.api = api
+        self.stop = stop
+        self.sync = make_sync(config, self.device, stop)
+        self.telemetry = open_telemetry(config.save_path, config.trainer_rank)
+        self.tracker = WandbTracker(config)
+        self.reader = TextReader(config.model_name)
+        self.bench = Benchmark(self.sync.mode)
+        self.probe_was_ok = False
+        self.greeted = False
+
+    def attach(self, start: checkpoint.StartingPoint) -> None:
+        """Get the policy with the starting weights on both sides, and an optimizer over it."""
+        _seed(self.config.seed)
+        self.model = self.sync.attach(Start(start.path, start.version))
+        train_only(self.model, self.config.train_layer_indices)
+        _set_threads(self.model, self.config, self.device)
+        self.stepper = Stepper(self.model, self.config)
+        if start.path is not None:
+            checkpoint.restore(start.path, self.stepper)
+        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        self.bounds = thresholds(dtype, self.config.alignment_ok, self.config.alignment_mismatch)
+        self.prober = Prober(self.sync.engine, self.config)
+        self.lag_meter = LagMeter(self.sync.engine.versions if self.sync.engine else None)
+        self.bench = Benchmark(self.sync.mode)
+
+    def one_step(self) -> None:
+        """One batch, one optimizer step, one version."""
+        began = time.perf_counter()
+        batch = self.next_batch()
+        step = self.step + 1
+        self.prober.learn(batch)
+        self.prober.start(step)
+        fetched = time.perf_counter()
+        lags = self.lag_meter.measure(batch.rollouts, self.version)
+        rows = pack(batch.rollouts, self.config.tokens_per_pass)
+        outcome = accumulate(self.model, self.stepper, rows, self.config, step)
+        probe = self.prober.finish(self.model)
+        if outcome.finite:
+            self.stepper.compute()
+        trained = time.perf_counter()
+        sync = self.publish(outcome)
+        self.step = step
+        if step < self.config.training_steps:
+            self.prober.start(step + 1)
+        alignment = self.judge(outcome, probe, lags)
+        checkpoint_s = self.save_if_due()
+        self.report(
+            StepReport(
+                step, self.version, batch, outcome, lags, probe, alignment, sync, wait_s=fetched - began,
+                train_s=trained - fetched, checkpoint_s=checkpoint_s, step_s=time.perf_counter() - began,
+            )
+        )  # fmt: skip
+
+    def next_batch(self) -> Batch:
+        """The next batch that holds something to train on."""
+        while True:
+            raw = self.api.next_batch(self.step, on_idle=self.sync.check)
+            if self.config.dump_last_batch:
+                target = Path(self.config.save_path)
+                target.mkdir(parents=True, exist_ok=True)
+                (target / "temp.json").write_text(json.dumps({"batch": raw}))
+            batch = read_batch(
+                raw, seq_len=self.config.seq_len, temperature=self.config.temperature,
+                advantage_std=self.config.advantage_std,
+            )  # fmt: skip
+            if not self.greeted and batch.sample_len:
+                self.greeted = True
+                print(f"✓ inference_logprobs found in batch (sample len: {batch.sample_len})")
+            for text in [
+                batch.logprob_warning,
+                *(f"{n} sequences left out: {why}" for why, n in batch.skipped.items()),
+            ]:
+                if text:
+                    print(f"[WARNING] {text}")
+            if batch.trained_tokens:
+                return batch
+            print("[WARNING] nothing to train on in this batch; taking the next one")
+
+    def publish(self, outcome: StepOutcome) -> SyncReport | None:
+        """Write the update and let the server see it; null when the gradient is not finite and nothing changes."""
+        if not outcome.finite:
+            self.stepper.zero_grad()
+            return None
+        report = self.sync.publish(self.version + 1, self.stepper.write)
+        self.version += 1
+        return report
+
+    def judge(self, outcome: StepOutcome, probe: Probe | None, lags: Lags) -> Alignment:
+        known = [lag for lag in lags if lag is not None]
+        alignment = judge(
+            outcome.diffs, probe, self.bounds, lag_max=max(known) if known else None, probe_was_ok=self.probe_was_ok
+        )
+        self.probe_was_ok |= probe is not None and alignment.verdict == "ok"
+        if alignment.verdict != "ok":
+            print(f"LogProb Alignment: {alignment.verdict.upper()} ({alignment.cause})")
+        return alignment
+
+    def report(self, report: StepReport) -> None:
+        write_records(self.telemetry, report, self.config, self.reader)
+        print(console_line(report, self.config.training_steps, benchmark=self.config.benchmark))
+        self.tracker.log(report.step, tracker_metrics(report))
+        self.bench.add(
+            step_s=report.step_s, sync_s=report.sync.seconds if report.sync else None, wait_s=report.wait_s,
+            tokens=report.batch.tokens, allocated=memory_fields()["allocated_bytes"],
+        )  # fmt: skip
+
+    def save_if_due(self) -> float:
+        """Seconds spent on a checkpoint, 0 when none is due."""
+        interval = self.config.checkpoint_interval
+        return self.save().seconds if interval and self.step % interval == 0 else 0.0
+
+    def save(self) -> checkpoint.Saved:
+        """Write step_N/ for the present step."""
+        saved = checkpoint.save_step(self.model, self.config, self.stepper, step=self.step, version=self.version)
+        self.saved_step = self.step
+        self._record(saved)
+        return saved
+
+    def save_at_stop(self) -> TrainResult:
+        """A checkpoint of what was trained since the last one."""
+        if not hasattr(self, "stepper"):
+            raise Stopped
+        path = None
+        if self.step > self.saved_step:
+            path = self.save().path
+        print(f"Stopped after step {self.step}. {self.last_checkpoint()}")
+        return TrainResult(self.step, self.version, False, path)
+
+    def finish(self) -> TrainResult:
+        """The final model and the benchmark."""
+        final = checkpoint.save(
+            self.model, self.config, Path(self.config.save_path) / "final_model", step=self.step, version=self.version,
+            stepper=None,
+        )  # fmt: skip
+        self._record(final)
+        fields = self.bench.fields()
+        self.telemetry.write(BenchmarkRecord, self.step, **fields)
+        self.tracker.finish(fields)
+        if self.config.benchmark or RunDir.from_env() is not None:
+            print(self.bench.summary())
+        print(f"Training finished: {self.step} steps, final model in {final.path}")
+        return TrainResult(self.step, self.version, True, final.path)
+
+    def last_checkpoint(self) -> str:
+        """What a later attempt would go on from, in words."""
+        found = checkpoint.complete_checkpoints(Path(self.config.save_path))
+        return (
+            f"Last checkpoint: {found[-1]}" if found else "There is no checkpoint: a restart begins with the base model"
+        )
+
+    def close(self) -> None:
+        if hasattr(self, "prober"):
+            self.prober.close()
+        self.sync.close()
+        self.api.close()
+        self.telemetry.close()
+
+    def _record(self, saved: checkpoint.Saved) -> None:
+        self.telemetry.write(
+            CheckpointRecord, self.step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes
+        )
+        print(f"Saved {saved.path} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
+
+
+def _device(config: TrainingConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"--device {config.device}: torch sees no GPU here")
+    return torch.device(config.device)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _set_threads(model: torch.nn.Module, config: TrainingConfig, device: torch.device) -> None:
+    small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL
+    if config.torch_threads or (small and device.type == "cpu"):
+        torch.set_num_threads(config.torch_threads or 1)

@@ -1,0 +1,1 @@
+"""What is minimised and how trainer and inference server compare: pure functions, sums only."""

@@ -1,0 +1,1 @@
+"""The trained model: loading, attention over packed rows, logprobs."""

@@ -1,0 +1,123 @@
+"""Causal attention over packed sequences of different lengths, as an attention implementation of transformers.
+
+On CUDA `torch.nn.attention.varlen` runs over the packed row as it is. On a CPU there is no such kernel: each sequence
+becomes a row of one right-padded batch for SDPA, which is exact, since a causal row never looks at what follows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+NAME = "atropos_packed"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the S sequences of a packed row of N tokens lie."""
+
+    max_length: int
+    cumulative: torch.Tensor
+    """[S + 1] int32, first position of each sequence, then N."""
+    pad: torch.Tensor | None
+    """[S * max_length] int64, position of every cell of the padded batch (any position where it is padding); null when
+    all lengths are equal."""
+    unpad: torch.Tensor | None
+    """[N] int64, cell of every position."""
+
+
+def layout(lengths: tuple[int, ...], device: torch.device) -> Layout:
+    """The layout of a row whose sequences have these lengths."""
+    longest = max(lengths)
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    if device.type == "cuda" or min(lengths) == longest:
+        return Layout(longest, starts, None, None)
+    cells = torch.arange(longest)
+    sizes = torch.tensor(lengths)
+    real = cells[None, :] < sizes[:, None]
+    pad = torch.where(real, starts[:-1, None].long().cpu() + cells[None, :], 0).flatten()
+    return Layout(longest, starts, pad.to(device), torch.nonzero(real.flatten()).flatten().to(device))
+
+
+def register() -> str:
+    """Make the implementation known to transformers; returns its name."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)  # the layout says it all
+    return NAME
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packing: Layout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention in transformers' form.
+
+    Args:
+        query: [1, heads, N, head_dim]; key and value: [1, kv_heads, N, head_dim].
+        packing: the row's layout; the caller of the model passes it as a keyword.
+
+    Returns:
+        [1, N, heads, head_dim] and no attention weights.
+    """
+    if attention_mask is not None or dropout:
+        raise ValueError("packed attention takes its layout from `packing`, without mask and dropout")
+    groups = query.shape[1] // key.shape[1]
+    run = _varlen if query.is_cuda else _padded
+    return run(query[0], key[0], value[0], packing, groups, scaling, sliding_window)[None], None
+
+
+def _varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Layout, groups: int,
+    scaling: float | None, window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    from torch.nn.attention.varlen import varlen_attn
+
+    def rows(x: torch.Tensor, repeat: int) -> torch.Tensor:
+        return x.transpose(0, 1).repeat_interleave(repeat, dim=1) if repeat > 1 else x.transpose(0, 1)
+
+    starts, longest = packing.cumulative, packing.max_length
+    return varlen_attn(
+        rows(query, 1), rows(key, groups), rows(value, groups), starts, starts, longest, longest,
+        window_size=(window - 1 if window and window < longest else -1, 0), scale=scaling,
+    )  # fmt: skip
+
+
+def _padded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Layout, groups: int,
+    scaling: float | None, window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    longest = packing.max_length
+    sequences = packing.cumulative.numel() - 1
+
+    def batch(x: torch.Tensor, repeat: int) -> torch.Tensor:
+        x = x.transpose(0, 1)  # [N, heads, head_dim]
+        x = x if packing.pad is None else x.index_select(0, packing.pad)
+        x = x.reshape(sequences, longest, *x.shape[1:]).transpose(1, 2)
+        return x.repeat_interleave(repeat, dim=1) if repeat > 1 else x
+
+    mask = None
+    if window is not None and window < longest:
+        cells = torch.arange(longest, device=query.device)
+        gap = cells[:, None] - cells[None, :]
+        mask = (gap >= 0) & (gap < window)
+    result = F.scaled_dot_product_attention(
+        batch(query, 1), batch(key, groups), batch(value, groups), attn_mask=mask, is_causal=mask is None, scale=scaling
+    )
+    result = result.transpose(1, 2).flatten(0, 1)  # [S * longest, heads, head_dim]
+    return result if packing.unpad is None else result.index_select(0, packing.unpad)

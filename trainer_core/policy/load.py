@@ -1,0 +1,210 @@
+"""The policy as a transformers model whose parameters may be views into another process's tensors.
+
+The model is built without memory, then every parameter becomes a view of the server's tensor: q, k, v are rows of qkv,
+gate and up rows of gate_up, a tied head is the embedding. What cannot be mapped is refused with the list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_core.errors import UsageError
+from trainer_core.policy.attention import register
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Models whose server-side layers keep their tensors in place, so that a write from outside is seen."""
+
+SAME_MODEL = (
+    "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "rms_norm_eps",
+)  # fmt: skip
+"""Fields of config.json that must agree on both sides."""
+
+_FUSED = {
+    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+}
+"""Module of transformers -> the server's fused module and the order of its rows."""
+_PADDED = ("model.embed_tokens.weight", "lm_head.weight")
+"""Tensors whose rows the server pads up to a round vocabulary size."""
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def load_config(model_name: str) -> Any:
+    """The model's configuration by transformers.
+
+    Raises:
+        UsageError: no such model, or not one of `ARCHITECTURES`.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model_name)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UsageError(f"--model-name {model_name}: no model there ({first})") from None
+    names = config.architectures or ["(none)"]
+    if names[0] not in ARCHITECTURES:
+        raise UsageError(
+            f"--model-name {model_name}: {names[0]} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    return config
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Fields of `SAME_MODEL` in which two config.json differ, as text; one that a side leaves out does not count."""
+    found = []
+    for name in SAME_MODEL:
+        mine, other = ours.get(name), theirs.get(name)
+        if mine is not None and other is not None and mine != other:
+            found.append(f"{name} {mine} here, {other} on the server")
+    return found
+
+
+def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model without memory (meta device), with packed attention, in evaluation mode: no dropout."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register())
+    return model.eval()
+
+
+def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model with memory of its own, weights from disk."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype, attn_implementation=register())
+    return model.to(device).eval()
+
+
+def attach_views(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], *, verbose: bool = False
+) -> int:
+    """Make every parameter of `model` a trainable view of the server's `tensors`; returns how many.
+
+    Args:
+        model: from `empty_model`.
+        tensors: the server's parameters by the server's names.
+        aliases: names that share a tensor already listed.
+        verbose: print where each parameter lies.
+
+    Raises:
+        UsageError: a parameter without a tensor, a tensor without a parameter, or shapes that do not fit; all listed.
+    """
+    wanted = dict(model.named_parameters())
+    sizes = {name: tuple(param.shape) for name, param in wanted.items()}
+    views: dict[str, torch.Tensor] = {}
+    used: set[str] = set()
+    problems = []
+    for name, shape in sizes.items():
+        source, start = _locate(name, sizes)
+        tensor = tensors.get(source, tensors.get(aliases.get(source, "")))
+        if tensor is None:
+            problems.append(f"{name}: the server has no {source}")
+            continue
+        view = tensor[start : start + shape[0]] if tensor.ndim else tensor
+        whole = _rows(name, sizes)
+        fits = tensor.shape[0] == whole or (source in _PADDED and tensor.shape[0] > whole)
+        if tuple(view.shape) != shape or not fits:
+            problems.append(f"{name}: {list(shape)} does not fit the server's {source} {list(tensor.shape)}")
+            continue
+        used |= {source, aliases.get(source, source)}
+        views[name] = view
+        if verbose:
+            print(f"  {name} {list(shape)} <- {source}[{start}:{start + shape[0]}]")
+    unused = set(tensors) - used
+    if model.config.tie_word_embeddings:
+        unused.discard("lm_head.weight")
+    problems += [f"{name}: a tensor of the server that this model does not have" for name in sorted(unused)]
+    print(f"Mapped {len(views)}/{len(wanted)} params")
+    if problems:
+        raise UsageError("the server's tensors do not fit the model:\n  " + "\n  ".join(problems))
+    _install(model, views)
+    return len(views)
+
+
+def _locate(name: str, sizes: Mapping[str, tuple[int, ...]]) -> tuple[str, int]:
+    """The server's tensor and its first row for a parameter of transformers."""
+    parent, _, leaf = name.rpartition(".")
+    stem, _, module = parent.rpartition(".")
+    if module not in _FUSED:
+        return name, 0
+    fused, order = _FUSED[module]
+    start = sum(sizes[f"{stem}.{part}.{leaf}"][0] for part in order[: order.index(module)])
+    return f"{stem}.{fused}.{leaf}", start
+
+
+def _rows(name: str, sizes: Mapping[str, tuple[int, ...]]) -> int:
+    """Rows of the whole server tensor that holds this parameter."""
+    parent, _, leaf = name.rpartition(".")
+    stem, _, module = parent.rpartition(".")
+    if module not in _FUSED:
+        return sizes[name][0]
+    return sum(sizes[f"{stem}.{part}.{leaf}"][0] for part in _FUSED[module][1])
+
+
+def _install(model: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
+    for name, view in views.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, nn.Parameter(view))
+    if model.config.tie_word_embeddings:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    device = next(iter(views.values())).device
+    # Buffers (rotary frequencies) are built by the module's own class, so theta and scaling are transformers' own.
+    for name, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, type(module)(config=model.config).to(device))
+    left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    if left:
+        raise UsageError("no memory for: " + ", ".join(left))
+
+
+def train_only(model: nn.Module, layers: list[int] | None) -> None:
+    """Freeze everything but the given transformer layers; null trains all.
+
+    Raises:
+        UsageError: an index that the model does not have.
+    """
+    if layers is None:
+        return
+    count = model.config.num_hidden_layers
+    wrong = [i for i in layers if i >= count]
+    if wrong:
+        raise UsageError(f"--train-layer-indices {wrong}: the model has layers 0-{count - 1}")
+    for name, param in model.named_parameters():
+        match = _LAYER.search(name)
+        param.requires_grad_(match is not None and int(match[1]) in layers)
+
+
+@torch.no_grad()
+def copy_weights(model: nn.Module, source: str | Path) -> None:
+    """Overwrite the model's parameters, wherever they lie, with those of a directory or hub id.
+
+    Raises:
+        UsageError: the weights are of another model.
+    """
+    loaded = dict(load_model(source, next(model.parameters()).dtype, torch.device("cpu")).named_parameters())
+    ours = dict(model.named_parameters())
+    odd = sorted(loaded.keys() ^ ours.keys()) or [n for n in ours if ours[n].shape != loaded[n].shape]
+    if odd:
+        raise UsageError(f"{source} holds another model: {', '.join(odd[:5])}")
+    for name, param in ours.items():
+        param.copy_(loaded[name])
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every parameter on the CPU, unfused and contiguous, a tied head once."""
+    return {name: p.detach().to("cpu", copy=True).contiguous() for name, p in model.named_parameters()}

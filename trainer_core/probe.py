@@ -1,0 +1,81 @@
+"""The probe: let the server decode a few tokens and compare its logprobs with ours at the same weights.
+
+Decoding, not prefilling, and once more on the then cached prefix: `prompt_logprobs` alone would miss stale CUDA graphs
+and stale KV. The server works in a background thread while the trainer waits for rollouts; the answer is collected
+before the next publish, so both sides still hold the same version.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from trainer_core.config import TrainingConfig
+from trainer_core.engine.client import Completion, EngineClient
+from trainer_core.errors import EngineError
+from trainer_core.objective.alignment import DiffSums, Probe, diff_sums
+from trainer_core.policy.logprobs import completions_logprobs
+from trainer_core.rollouts.batch import Batch
+
+Answers = list[tuple[list[int], Completion, Completion]]
+"""Prompt, decoded fresh, decoded on the cached prefix."""
+
+
+class Prober:
+    """Takes a probe every `probe_interval` steps."""
+
+    def __init__(self, engine: EngineClient | None, config: TrainingConfig) -> None:
+        self.engine = engine if config.probe_interval else None
+        self.config = config
+        self._prompts: list[list[int]] = []
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="probe")
+        self._running: Future[Answers] | None = None
+
+    def learn(self, batch: Batch) -> None:
+        """Take real prompts from the newest batch: different ones, with room for the answer."""
+        room = self.config.max_model_len - self.config.probe_tokens
+        prompts = {tuple(r.tokens[: r.prompt_length].tolist()) for r in batch.rollouts}
+        fitting = sorted(p for p in prompts if 0 < len(p) <= room)
+        self._prompts = [list(p) for p in fitting[: self.config.probe_prompts]] or self._prompts
+
+    def start(self, step: int) -> None:
+        """Begin the probe that belongs to `step`, unless it runs already or none is due."""
+        due = self.config.probe_interval and (step - 1) % self.config.probe_interval == 0
+        if self.engine is not None and due and self._prompts and self._running is None:
+            self._running = self._pool.submit(_ask, self.engine, self._prompts, self.config.probe_tokens)
+
+    def finish(self, model: torch.nn.Module) -> Probe | None:
+        """The comparison; null when none was started or the server refused.
+
+        Raises:
+            EngineGone: the server died meanwhile.
+        """
+        running, self._running = self._running, None
+        if running is None:
+            return None
+        try:
+            answers = running.result()
+        except EngineError as error:
+            print(f"Probe not possible: {error}")
+            self.engine = None
+            return None
+        return compare(model, answers)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def compare(model: torch.nn.Module, answers: Answers) -> Probe:
+    """Sums of our logprobs against the server's, fresh and cached apart."""
+    pairs = [(prompt, c.token_ids) for prompt, *both in answers for c in both]
+    ours = iter(completions_logprobs(model, pairs))
+    fresh, cached = DiffSums(), DiffSums()
+    for _, first, second in answers:
+        fresh += diff_sums(next(ours), first.logprobs)
+        cached += diff_sums(next(ours), second.logprobs)
+    return Probe(fresh, cached)
+
+
+def _ask(engine: EngineClient, prompts: list[list[int]], tokens: int) -> Answers:
+    return [(p, engine.generate(p, tokens), engine.generate(p, tokens)) for p in prompts]

@@ -1,0 +1,1 @@
+"""From run-api to packed rows: one batch per optimizer step."""

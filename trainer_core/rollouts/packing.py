@@ -1,0 +1,97 @@
+"""Rollouts to packed rows: no padding, rollout logprobs on the positions that predict them.
+
+The shift by one, in one place: token i is predicted by the hidden state of position i - 1, so `predict` holds i - 1
+while labels, logprobs, advantages and temperatures are those of token i. A sequence ends before its last trained token:
+nothing from there on is needed to predict anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainer_core.rollouts.batch import Rollout
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """Several sequences behind one another: N tokens, S sequences, T trained tokens."""
+
+    tokens: torch.Tensor
+    """[N] int64"""
+    positions: torch.Tensor
+    """[N] int64, from 0 in every sequence"""
+    lengths: tuple[int, ...]
+    """S lengths that sum up to N"""
+    predict: torch.Tensor
+    """[T] int64, index in the row whose hidden state predicts the trained token"""
+    labels: torch.Tensor
+    """[T] int64, the trained tokens"""
+    logprobs: torch.Tensor
+    """[T] float32, rollout logprobs of the labels, in nats"""
+    advantages: torch.Tensor
+    """[T] float32"""
+    temperatures: torch.Tensor
+    """[T] float32"""
+
+    def to(self, device: torch.device) -> PackedRow:
+        """The row on `device`; copies from pinned memory do not block."""
+        if self.tokens.device == device:
+            return self
+        moved = {
+            f.name: value.to(device, non_blocking=True)
+            if isinstance(value := getattr(self, f.name), torch.Tensor)
+            else value
+            for f in fields(self)
+        }
+        return PackedRow(**moved)
+
+
+def pack(rollouts: Sequence[Rollout], max_tokens: int) -> list[PackedRow]:
+    """Pack into rows of at most `max_tokens` (a longer single sequence gets a row of its own).
+
+    Rows hold sequences of similar length, which bounds padding where attention cannot do without it. The order is
+    deterministic; sequences without a trained token are left out.
+    """
+    needed = [(_needed(r), r) for r in rollouts if r.trained.any()]
+    rows: list[list[tuple[int, Rollout]]] = []
+    room = 0
+    for length, rollout in sorted(needed, key=lambda pair: pair[0], reverse=True):
+        if not rows or length > room:
+            rows.append([])
+            room = max_tokens
+        rows[-1].append((length, rollout))
+        room -= length
+    return [_row(members) for members in rows]
+
+
+def _needed(rollout: Rollout) -> int:
+    """Tokens that must be read to predict the last trained one."""
+    return int(np.flatnonzero(rollout.trained)[-1])
+
+
+def _row(members: list[tuple[int, Rollout]]) -> PackedRow:
+    lengths = [length for length, _ in members]
+    starts = [0, *accumulate(lengths)][:-1]
+    where = [np.flatnonzero(r.trained) for _, r in members]
+    pairs = list(zip((r for _, r in members), where, strict=True))
+
+    def column(values: list[NDArray[Any]]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(values))
+
+    return PackedRow(
+        tokens=column([r.tokens[:length] for length, r in members]),
+        positions=column([np.arange(length, dtype=np.int64) for length in lengths]),
+        lengths=tuple(lengths),
+        predict=column([start + at - 1 for start, at in zip(starts, where, strict=True)]),
+        labels=column([r.tokens[at] for r, at in pairs]),
+        logprobs=column([r.logprobs[at] for r, at in pairs]),
+        advantages=column([r.advantages[at] for r, at in pairs]),
+        temperatures=column([np.full(len(at), r.temperature, dtype=np.float32) for r, at in pairs]),
+    )

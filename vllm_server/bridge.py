@@ -1,0 +1,292 @@
+"""`/bridge/*`: how the trainer pauses the engine, writes weights, and names what now answers.
+
+Messages are those of `trainer_core.contracts.bridge`. Pausing freezes requests in flight and keeps them; resuming
+resets the prefix cache, so that no key or value of older weights is used again. Only a resume opens a hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from trainer_core.contracts.bridge import BridgeInfo, PauseRequest, ResumeRequest, VersionsRequest, VersionsResponse
+from trainer_core.contracts.manifest import Manifest
+from vllm_server.config import ServerConfig
+from vllm_server.generate import Generator, error_response
+from vllm_server.guard import Gate
+from vllm_server.versions import BridgeState, SpanStore, VersionHistory
+
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 10.0
+
+
+class Bridge:
+    """The engine's pause state and weight version. One lock orders everything that changes them."""
+
+    def __init__(self, engine: Any, *, config: ServerConfig, gate: Gate, model: str, vllm_version: str) -> None:
+        self.engine = engine
+        self.config = config
+        self.gate = gate
+        self.model = model
+        self.vllm_version = vllm_version
+        self.history = VersionHistory()
+        self.spans = SpanStore()
+        self.state = BridgeState(held=gate.held)
+        self.manifest: Manifest | None = None
+        self.sleeping = False
+        self._lock = asyncio.Lock()
+        self._lease: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def info(self) -> BridgeInfo:
+        return BridgeInfo(
+            instance_id=self.config.instance_id,
+            model=self.model,
+            vllm_version=self.vllm_version,
+            weight_version=self.state.weight_version,
+            held=self.state.held,
+            paused=self.state.paused,
+            dirty=self.state.dirty,
+            shared_weights=self.manifest is not None,
+            manifest=None if self.manifest is None else str(self.config.manifest_path),
+            exported=0 if self.manifest is None else len(self.manifest.ranks[0].param_mappings),
+        )
+
+    async def pause(self, request: PauseRequest) -> BridgeInfo:
+        """Freeze the engine, or renew the lease of a pause.
+
+        Raises:
+            ValueError: a lease that makes no sense.
+        """
+        async with self._lock:
+            was_paused = self.state.paused
+            self.state.pause(lease_s=request.lease_s, dirty=request.dirty, now=time.monotonic())
+            self.gate.refusal = None
+            self._arm_lease(request.lease_s)
+            if not was_paused:
+                await self.engine.pause_generation(mode="keep", clear_cache=True)
+            return self.info()
+
+    async def resume(self, request: ResumeRequest) -> BridgeInfo:
+        """Declare the weights complete and go on.
+
+        Raises:
+            ValueError: a version that cannot be.
+        """
+        async with self._lock:
+            if request.weight_version < 0:
+                raise ValueError(f"weight_version must not be negative, not {request.weight_version}")
+            if not self.state.paused:
+                await self.engine.pause_generation(mode="keep", clear_cache=True)
+            await self._reset_prefix_cache()
+            # The engine makes no token between here and its resume, so this moment parts old from new exactly.
+            self.history.change(request.weight_version, time.monotonic())
+            self.state.resume(request.weight_version)
+            self._disarm_lease()
+            await self.engine.resume_generation()
+            self.gate.refusal = None
+            self.gate.release()
+            self.stamp()
+            return self.info()
+
+    async def _reset_prefix_cache(self) -> None:
+        """Forget every cached key and value; frozen requests are computed anew from their tokens."""
+        if not await self.engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError(
+                "vLLM could not reset its prefix cache, so old keys and values would mix with new weights"
+            )
+
+    def stamp(self) -> None:
+        """Write instance and version beside the manifest, atomically."""
+        write_private(
+            self.config.state_path,
+            json.dumps({"instance_id": self.config.instance_id, "weight_version": self.state.weight_version}),
+        )
+
+    async def sleep(self, level: int) -> None:
+        async with self._lock:
+            await self.engine.sleep(level)
+            self.sleeping = True
+
+    async def wake_up(self) -> None:
+        async with self._lock:
+            await self.engine.wake_up()
+            self.sleeping = False
+
+    def _arm_lease(self, lease_s: float) -> None:
+        self._disarm_lease()
+        # A hair late, so that the lease has run out for certain when it is looked at.
+        self._lease = asyncio.get_running_loop().call_later(lease_s + 0.01, self._lease_over)
+
+    def _disarm_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+
+    def _lease_over(self) -> None:
+        task = asyncio.ensure_future(self._expire())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _expire(self) -> None:
+        async with self._lock:
+            expiry = self.state.expire(time.monotonic())
+            if expiry == "resume":
+                logger.warning("the pause's lease is over and no weights were touched: resuming by itself")
+                await self._reset_prefix_cache()
+                await self.engine.resume_generation()
+            elif expiry == "fault":
+                logger.error("unhealthy: %s", self.state.fault)
+                self.gate.refusal = self.state.fault
+
+    async def health_generate(self, generator: Generator) -> JSONResponse:
+        """Generate one token for real, whatever the hold says; a pause within its lease is healthy."""
+        if self.state.fault:
+            return error_response(503, self.state.fault)
+        probe = asyncio.ensure_future(generator.probe())
+        deadline = time.monotonic() + PROBE_TIMEOUT_S
+        try:
+            while not probe.done() and time.monotonic() < deadline and not (self.state.paused or self.sleeping):
+                await asyncio.wait({probe}, timeout=0.1)
+            if not probe.done() and (self.state.paused or self.sleeping):
+                return JSONResponse({"paused": self.state.paused, "sleeping": self.sleeping, **self._short()})
+            if not probe.done():
+                return error_response(503, f"no token within {PROBE_TIMEOUT_S:.0f} s")
+            return JSONResponse({"paused": False, "tokens": probe.result(), **self._short()})
+        except Exception as error:
+            return error_response(503, f"generation fails: {type(error).__name__}: {error}")
+        finally:
+            probe.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await probe
+
+    def _short(self) -> dict[str, Any]:
+        return {"held": self.state.held, "weight_version": self.state.weight_version}
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write `path` with mode 0600, aside and renamed, so that a reader sees the old text or the new."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    aside.replace(path)
+
+
+class SleepRequest(BaseModel):
+    level: int = 1
+
+
+def make_router(bridge: Bridge, generator: Generator, app: FastAPI, *, sleep_mode: bool) -> APIRouter:
+    """All `/bridge` routes and `/health_generate`. `sleep_mode`: the engine was started so that it can sleep."""
+    router = APIRouter()
+
+    async def changing(action: Any) -> Any:
+        try:
+            return await action
+        except ValueError as error:
+            return error_response(400, str(error))
+        except Exception as error:
+            logger.exception("the engine did not follow")
+            return error_response(503, f"{type(error).__name__}: {error}")
+
+    @router.get("/health_generate")
+    async def health_generate() -> Any:
+        return await bridge.health_generate(generator)
+
+    @router.get("/bridge/info")
+    async def info() -> BridgeInfo:
+        return bridge.info()
+
+    @router.post("/bridge/pause")
+    async def pause(request: PauseRequest | None = None) -> Any:
+        return await changing(bridge.pause(request or PauseRequest()))
+
+    @router.post("/bridge/resume")
+    async def resume(request: ResumeRequest) -> Any:
+        return await changing(bridge.resume(request))
+
+    @router.get("/bridge/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        return {"paused": bridge.state.paused}
+
+    @router.post("/bridge/versions")
+    async def versions(request: VersionsRequest) -> VersionsResponse:
+        return VersionsResponse(versions=bridge.spans.look_up(request.digests))
+
+    @router.get("/bridge/state_dict_info")
+    async def state_dict_info() -> dict[str, Any]:
+        return describe_parameters(bridge)
+
+    @router.post("/bridge/sleep")
+    async def sleep(request: SleepRequest | None = None) -> Any:
+        if not sleep_mode:
+            return error_response(
+                501, "the engine cannot sleep: that needs a GPU, --enable-sleep-mode, and weights that are not shared"
+            )
+        result = await changing(bridge.sleep((request or SleepRequest()).level))
+        return {"sleeping": True} if result is None else result
+
+    @router.post("/bridge/wake_up")
+    async def wake_up() -> Any:
+        if not sleep_mode:
+            return error_response(501, "the engine cannot sleep, so there is nothing to wake")
+        result = await changing(bridge.wake_up())
+        return {"sleeping": False} if result is None else result
+
+    @router.get("/bridge/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"sleeping": bridge.sleeping}
+
+    @router.get("/bridge/debug")
+    async def debug() -> dict[str, Any]:
+        return {
+            **bridge.info().model_dump(),
+            "pid": os.getpid(),
+            "engine_type": type(bridge.engine).__name__,
+            "fault": bridge.state.fault,
+            "completions": generator.completions,
+            "spans_kept": len(bridge.spans),
+            "bridge_dir": str(bridge.config.bridge_dir),
+            "dtype": str(bridge.engine.model_config.dtype),
+        }
+
+    @router.get("/bridge/list_endpoints")
+    async def list_endpoints() -> dict[str, Any]:
+        return {"endpoints": list_routes(app)}
+
+    return router
+
+
+def describe_parameters(bridge: Bridge) -> dict[str, Any]:
+    """Names, shapes and types of what is exported; without single copy only the model itself."""
+    parameters = {} if bridge.manifest is None else bridge.manifest.ranks[0].param_mappings
+    return {
+        "model": bridge.model,
+        "dtype": str(bridge.engine.model_config.dtype).removeprefix("torch."),
+        "shared_weights_enabled": bridge.manifest is not None,
+        "manifest": bridge.info().manifest,
+        "parameters": {name: {"shape": entry.shape, "dtype": entry.dtype} for name, entry in parameters.items()},
+        "aliases": {} if bridge.manifest is None else bridge.manifest.ranks[0].aliases,
+    }
+
+
+def list_routes(app: FastAPI) -> list[dict[str, Any]]:
+    """Every HTTP route with its methods."""
+    routes: list[Any] = list(app.routes)
+    return [
+        {"path": route.path, "methods": sorted(route.methods)}
+        for route in routes
+        if getattr(route, "methods", None) and hasattr(route, "path")
+    ]

@@ -1,0 +1,153 @@
+"""The only file that knows how vLLM differs between releases (0.26 to 0.32): where its own server's parts lie.
+
+Nothing of vLLM is patched. Everything here is what vLLM's own API server calls, under one name each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from vllm.version import __version__ as vllm_version
+
+_PLACES: dict[str, tuple[str, ...]] = {
+    # name: modules to look in, newest release first
+    "setup_server": ("vllm.entrypoints.launchers.launcher", "vllm.entrypoints.openai.api_server"),
+    "build_async_engine_client": (
+        "vllm.entrypoints.launchers.api_server.entry",
+        "vllm.entrypoints.openai.api_server",
+    ),
+    "build_async_engine_client_from_engine_args": (
+        "vllm.entrypoints.launchers.api_server.entry",
+        "vllm.entrypoints.openai.api_server",
+    ),
+    "build_app": ("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server"),
+    "init_app_state": ("vllm.entrypoints.launchers.api_server.app_state", "vllm.entrypoints.openai.api_server"),
+    "serve_http": ("vllm.entrypoints.launchers.launcher", "vllm.entrypoints.launcher"),
+    "make_arg_parser": ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
+    "validate_parsed_serve_args": ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
+    "get_uvicorn_log_config": (
+        "vllm.entrypoints.launchers.utils.server_utils",
+        "vllm.entrypoints.serve.utils.server_utils",
+    ),
+    "cli_env_setup": ("vllm.entrypoints.serve.utils.api_utils",),
+    "with_cancellation": ("vllm.entrypoints.serve.utils.api_utils",),
+    "FlexibleArgumentParser": ("vllm.utils.argparse_utils",),
+    "EngineDeadError": ("vllm.v1.engine.exceptions",),
+}
+
+
+class UnsupportedVllm(ImportError):
+    """This vLLM release keeps its server's parts where we do not look."""
+
+
+def _find(name: str) -> Any:
+    for module_name in _PLACES[name]:
+        with contextlib.suppress(ModuleNotFoundError):
+            module = importlib.import_module(module_name)
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise UnsupportedVllm(
+        f"vLLM {vllm_version} has no {name} in {' or '.join(_PLACES[name])}; supported releases are 0.26 to 0.32"
+    )
+
+
+setup_server = _find("setup_server")
+build_async_engine_client = _find("build_async_engine_client")
+build_app = _find("build_app")
+init_app_state = _find("init_app_state")
+make_arg_parser = _find("make_arg_parser")
+validate_parsed_serve_args = _find("validate_parsed_serve_args")
+cli_env_setup = _find("cli_env_setup")
+with_cancellation = _find("with_cancellation")
+FlexibleArgumentParser = _find("FlexibleArgumentParser")
+EngineDeadError: type[Exception] = _find("EngineDeadError")
+
+
+def request_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it cannot serve; later releases do not derive it from ValueError."""
+    from vllm import exceptions
+
+    client_error = getattr(exceptions, "VLLMClientError", None)
+    return (ValueError, TypeError, OverflowError, *([client_error] if client_error else []))
+
+
+def configure_vllm_logging(args: Namespace) -> None:
+    """Apply vLLM's logging flags, in releases that have them."""
+    from vllm import logger
+
+    configure = getattr(logger, "configure_logging_from_args", None)
+    if configure is not None:
+        configure(args)
+
+
+async def serve_http(app: Any, sock: Any, args: Namespace) -> Awaitable[None]:
+    """Serve `app` on `sock` as vLLM's own server would, until SIGTERM; await the result after the engine's end."""
+    from vllm import envs
+
+    options: dict[str, Any] = {}
+    log_config = _find("get_uvicorn_log_config")(args)
+    if log_config is not None:
+        options["log_config"] = log_config
+    serve: Callable[..., Any] = _find("serve_http")
+    return await serve(
+        app,
+        sock=sock,
+        enable_ssl_refresh=args.enable_ssl_refresh,
+        host=args.host,
+        port=args.port,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        ssl_ciphers=args.ssl_ciphers,
+        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+        h11_max_header_count=args.h11_max_header_count,
+        **options,
+    )
+
+
+def forked_engine_client(args: Namespace) -> contextlib.AbstractAsyncContextManager[Any]:
+    """vLLM's engine client whose engine process is forked from this one instead of importing everything again.
+
+    vLLM's own method where it is a library. Its CPU platform asks for `spawn` while it builds the configuration, on
+    account of OpenMP's threads; the caller answers for there being none.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    class ForkingEngineArgs(AsyncEngineArgs):
+        def create_engine_config(self, *args: Any, **kwargs: Any) -> Any:
+            config = super().create_engine_config(*args, **kwargs)
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            return config
+
+    return _find("build_async_engine_client_from_engine_args")(ForkingEngineArgs.from_cli_args(args))
+
+
+def ended_by_signal(shutdown: Any) -> bool:
+    """Whether serving ended by SIGTERM or SIGINT, told from what `serve_http` returned; else the engine died."""
+    return getattr(shutdown, "__name__", "") != "dummy_shutdown"
+
+
+async def tokenizer_of(engine: Any) -> Any | None:
+    """The engine's tokenizer, or None when it runs without one."""
+    try:
+        tokenizer = engine.get_tokenizer()
+        return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer
+    except ValueError:
+        return None
+
+
+def is_cpu() -> bool:
+    """Whether this vLLM runs its models on the CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())

@@ -1,0 +1,180 @@
+"""What the server takes from its environment, checked before anything heavy is imported.
+
+vLLM's own flags stay vLLM's; this module knows only what concerns the bridge to the trainer. Importing it imports
+neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import string
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_TOKEN, MANIFEST_NAME, is_safe_name
+
+ENV_SHARED_WEIGHTS = "VLLM_ENABLE_SHARED_WEIGHTS"
+ENV_LOGDIR = "LOGDIR"
+ENV_BRIDGE_CONFIG_PATH = "VLLM_BRIDGE_CONFIG_PATH"
+ENV_SHM_NAME = "ATROPOS_SHM_NAME"
+ENV_ALLOWED_HOSTS = "ATROPOS_ALLOWED_HOSTS"
+ENV_FORK_ENGINE = "ATROPOS_FORK_ENGINE"
+""""0": never start the engine process by fork."""
+ENV_INSTANCE_ID = "ATROPOS_INSTANCE_ID"
+"""Set by the server for its own child processes; marks them as ours."""
+ENV_SHM_PATH = "ATROPOS_SHM_PATH"
+"""Set by the server for its worker: the file into which the loader moves every parameter."""
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 9001
+PLUGIN_NAME = "atropos_bridge"
+"""Our entry point in vLLM's group `vllm.general_plugins`."""
+
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
+_TOKEN_CHARACTERS = set(string.ascii_letters + string.digits + "-_.~+/=")
+_MIN_TOKEN_LENGTH = 8
+
+
+class ConfigError(ValueError):
+    """A setting that the user must change; the message says which and how."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The bridge's settings for one server process."""
+
+    instance_id: str
+    """Random, new at every start."""
+    bridge_dir: Path
+    """Where manifest, version stamp and token file lie."""
+    manifest_path: Path
+    token: str
+    """What control routes ask for in the header `X-Atropos-Token`."""
+    token_generated: bool
+    """The token came from us, so it is written to `token_path` for whoever may read the bridge directory."""
+    shared_weights: bool
+    """Export the weights so that a trainer can map them."""
+    hold_generation: bool
+    """Answer only requests that carry the token until `/bridge/resume`."""
+    shm_path: Path
+    """The file that holds the weights on a CPU server."""
+    private_dir: bool = False
+    """`bridge_dir` is a temporary directory of ours, removed at the end."""
+    allowed_hosts: frozenset[str] = field(default_factory=frozenset)
+    """Host names accepted in the Host header besides the loopback's and the bound one."""
+
+    @property
+    def state_path(self) -> Path:
+        """Version stamp: `{"instance_id": ..., "weight_version": ...}`."""
+        return self.bridge_dir / "state.json"
+
+    @property
+    def token_path(self) -> Path:
+        return self.bridge_dir / "token"
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> ServerConfig:
+        """Read and check the environment. Makes no file except a private directory when none is named.
+
+        Raises:
+            ConfigError: a value that cannot be meant, with the way out.
+        """
+        env = os.environ if env is None else env
+        shared = _flag(env, ENV_SHARED_WEIGHTS)
+        bridge_dir, manifest_path = _bridge_paths(env)
+        if bridge_dir is None and shared:
+            raise ConfigError(
+                f"{ENV_SHARED_WEIGHTS}=1 needs a place for the manifest: set {ENV_LOGDIR}=DIR "
+                f"(or {ENV_BRIDGE_CONFIG_PATH}=FILE)"
+            )
+        instance_id = secrets.token_hex(8)
+        token = _token(env)
+        shm_name = env.get(ENV_SHM_NAME) or f"atropos-{instance_id}"
+        if not is_safe_name(shm_name):
+            raise ConfigError(
+                f"{ENV_SHM_NAME}={shm_name!r}: a plain file name is needed (letters, digits, dot, dash, underscore)"
+            )
+        private = bridge_dir is None
+        if bridge_dir is None:
+            bridge_dir = Path(tempfile.mkdtemp(prefix="atropos-vllm-"))
+            manifest_path = bridge_dir / MANIFEST_NAME
+        return cls(
+            instance_id=instance_id,
+            bridge_dir=bridge_dir,
+            manifest_path=manifest_path,
+            token=token or secrets.token_urlsafe(24),
+            token_generated=token is None,
+            shared_weights=shared,
+            hold_generation=_flag(env, ENV_HOLD_GENERATION),
+            shm_path=Path("/dev/shm") / shm_name,
+            private_dir=private,
+            allowed_hosts=frozenset(
+                host.strip().lower() for host in env.get(ENV_ALLOWED_HOSTS, "").split(",") if host.strip()
+            ),
+        )
+
+
+def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) -> list[str]:
+    """Set what must be in the environment before vLLM is imported.
+
+    Args:
+        env: changed in place.
+        cpu: whether vLLM will run on the CPU.
+
+    Returns:
+        Lines worth logging.
+    """
+    notes = []
+    if env.pop("VLLM_USE_V1", None) is not None:
+        notes.append("VLLM_USE_V1 is ignored: vLLM has only one engine now")
+    plugins = env.get("VLLM_PLUGINS")
+    if plugins is not None and PLUGIN_NAME not in plugins.split(","):
+        env["VLLM_PLUGINS"] = ",".join([*filter(None, plugins.split(",")), PLUGIN_NAME])
+        notes.append(f"VLLM_PLUGINS: {PLUGIN_NAME} added, the bridge needs it")
+    # A training stack reports to its owner only.
+    env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if cpu:
+        # Otherwise the first request with logprobs compiles a kernel for about 12 s.
+        env.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return notes
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ConfigError(f"{name}={env[name]!r}: use 1 or 0")
+
+
+def _bridge_paths(env: Mapping[str, str]) -> tuple[Path | None, Path]:
+    """Bridge directory (None when none is named) and manifest path."""
+    if value := env.get(ENV_BRIDGE_CONFIG_PATH):
+        path = Path(value).absolute()
+        if path.is_dir():
+            raise ConfigError(
+                f"{ENV_BRIDGE_CONFIG_PATH}={value} is a directory; name a file in it, or use {ENV_LOGDIR}"
+            )
+        return path.parent, path
+    if value := env.get(ENV_LOGDIR):
+        directory = Path(value).absolute()
+        if directory.exists() and not directory.is_dir():
+            raise ConfigError(f"{ENV_LOGDIR}={value} is not a directory")
+        return directory, directory / MANIFEST_NAME
+    return None, Path(MANIFEST_NAME)
+
+
+def _token(env: Mapping[str, str]) -> str | None:
+    token = env.get(ENV_TOKEN)
+    if not token:
+        return None
+    if len(token) < _MIN_TOKEN_LENGTH or not set(token) <= _TOKEN_CHARACTERS:
+        raise ConfigError(
+            f"{ENV_TOKEN}: use at least {_MIN_TOKEN_LENGTH} letters, digits or -_.~+/= "
+            "(such as `openssl rand -hex 16`), or unset it and one is made"
+        )
+    return token

@@ -1,0 +1,305 @@
+"""`POST /generate`: tokens with their logprobs, to the contract of atroposlib's vLLM client.
+
+    {"prompt": "1+2=" | {"prompt_token_ids": [3, 12, 4]}, "n": 8, "max_tokens": 4, "temperature": 1.0, ...}
+    -> {"text": [...], "prompt": "1+2=", "finish_reasons": ["stop", ...], "prompt_token_ids": [...],
+        "token_ids": [[...], ...], "logprobs": [[[{"5": -0.1}], ...], ...], "weight_versions": [[3, 3], ...]}
+
+`logprobs[i][t][0]` maps token ids to logprobs, the sampled token first. Logprobs come with every answer, asked for or
+not. Each completion's weight versions are also kept under its digest for `/bridge/versions`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from trainer_core.contracts.bridge import completion_digest
+from vllm_server.versions import Span, SpanStore, VersionHistory
+
+logger = logging.getLogger(__name__)
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot carry; the value that vLLM's own routes use."""
+MAX_COMPLETIONS = 4096
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as asked."""
+
+
+class BrokenWeights(RuntimeError):
+    """The model's output is not a number."""
+
+
+class TokenPrompt(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    prompt_token_ids: list[TokenId] = Field(min_length=1)
+
+
+def _as_prompt(value: object) -> object:
+    """A bare list of token ids, and vLLM's `{"prompt": text}`, are prompts too."""
+    if isinstance(value, list):
+        return {"prompt_token_ids": value}
+    if isinstance(value, dict) and set(value) == {"prompt"}:
+        return value["prompt"]
+    return value
+
+
+class GenerateRequest(BaseModel):
+    """The body. Unknown fields are refused: a misspelt `temperature` must not train a model."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    prompt: Annotated[str | TokenPrompt, BeforeValidator(_as_prompt)]
+    model: str | None = None
+    """If given, a name this server serves."""
+    stream: Literal[False] = False
+    """Streaming is what `/v1/completions` is for."""
+    n: int = Field(1, ge=1, le=MAX_COMPLETIONS)
+    temperature: Finite = Field(1.0, ge=0)
+    max_tokens: int | None = Field(16, ge=1)
+    """None: up to the model's length."""
+    min_tokens: int = Field(0, ge=0)
+    top_p: Finite = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: Finite = Field(0.0, ge=0, le=1)
+    presence_penalty: Finite = Field(0.0, ge=-2, le=2)
+    frequency_penalty: Finite = Field(0.0, ge=-2, le=2)
+    repetition_penalty: Finite = Field(1.0, gt=0)
+    seed: int | None = Field(None, ge=-(2**62), lt=2**62)
+    """Completion i of `n` samples with seed + i."""
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = Field(0, ge=-1)
+    """Alternatives per position beside the sampled token; null counts as 0."""
+    prompt_logprobs: int | None = Field(None, ge=-1)
+    logit_bias: dict[str, Finite] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+
+def parse_body(raw: bytes) -> GenerateRequest:
+    """Check the body.
+
+    Raises:
+        RequestError: not JSON, or a field that is wrong, named.
+    """
+    try:
+        return GenerateRequest.model_validate(json.loads(raw))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        raise RequestError(f"{where}: {first['msg']}") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+
+
+def sampling_options(body: GenerateRequest, index: int) -> dict[str, Any]:
+    """Arguments of vLLM's `SamplingParams` for completion `index` alone."""
+    options = body.model_dump(exclude={"prompt", "model", "stream", "n"})
+    options["n"] = 1
+    options["logprobs"] = body.logprobs or 0
+    if body.seed is not None:
+        options["seed"] = body.seed + index
+    if index > 0:
+        options["prompt_logprobs"] = None
+    if body.logit_bias is not None:
+        try:
+            options["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+        except ValueError:
+            raise RequestError("logit_bias: keys are token ids") from None
+    return options
+
+
+def finite_logprob(value: float) -> float:
+    """`value` as JSON can carry it.
+
+    Raises:
+        BrokenWeights: it is not a number.
+    """
+    if math.isnan(value):
+        raise BrokenWeights("the model answers with NaN: its weights are broken")
+    return max(value, LOWEST_LOGPROB)
+
+
+def position_logprobs(sampled: int | None, candidates: dict[int, Any]) -> dict[str, float]:
+    """One position as `{token id: logprob}`, the sampled token first (the client reads the first key)."""
+    order = ([] if sampled is None else [sampled]) + [token for token in candidates if token != sampled]
+    return {str(token): finite_logprob(float(candidates[token].logprob)) for token in order}
+
+
+def completion_logprobs(token_ids: Sequence[int], positions: Sequence[dict[int, Any]]) -> list[list[dict[str, float]]]:
+    """All positions of one completion, each wrapped in a list as the contract has it."""
+    assert len(token_ids) == len(positions), "vLLM returns one logprob entry for each token"
+    return [[position_logprobs(token, entry)] for token, entry in zip(token_ids, positions, strict=True)]
+
+
+class Generator:
+    """Turns bodies into answers; owns the record of which weights made which completion."""
+
+    def __init__(self, engine: Any, *, history: VersionHistory, spans: SpanStore, model_names: Sequence[str]) -> None:
+        self.engine = engine
+        self.history = history
+        self.spans = spans
+        self.completions = 0
+        """Completions returned so far."""
+        self._model_names = list(model_names)
+        self._vocabulary = int(engine.model_config.get_vocab_size())
+
+    async def answer(self, body: GenerateRequest) -> dict[str, Any]:
+        """Generate `body.n` completions.
+
+        Raises:
+            RequestError: unknown model or token id. vLLM's own request errors pass through.
+        """
+        if body.model is not None and body.model not in self._model_names:
+            raise RequestError(f"model: {body.model!r} is not served here; this server has {self._model_names}")
+        prompt_ids = await self._prompt_ids(body.prompt)
+        outputs = await self._complete(prompt_ids, body)
+        prompt = body.prompt if isinstance(body.prompt, str) else await self._decode(prompt_ids)
+        answer: dict[str, Any] = {
+            "text": [output.outputs[0].text for output in outputs],
+            "prompt": prompt,
+            "finish_reasons": [output.outputs[0].finish_reason for output in outputs],
+            "prompt_token_ids": prompt_ids,
+            "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+            "logprobs": [completion_logprobs(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs],
+        }
+        if body.prompt_logprobs is not None:
+            rows = outputs[0].prompt_logprobs or []
+            answer["prompt_logprobs"] = [
+                row and position_logprobs(token, row) for token, row in zip(prompt_ids, rows, strict=True)
+            ]
+        answer["weight_versions"] = [self._record(output) for output in outputs]
+        self.completions += len(outputs)
+        return answer
+
+    async def probe(self, *, tokens: int = 1, logprobs: int = 0) -> int:
+        """Really generate a few tokens from a one-token prompt; returns how many came."""
+        body = GenerateRequest(
+            prompt=TokenPrompt(prompt_token_ids=[min(2, self._vocabulary - 1)]),
+            max_tokens=tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            logprobs=logprobs,
+        )
+        (output,) = await self._complete([min(2, self._vocabulary - 1)], body)
+        return len(output.outputs[0].token_ids)
+
+    async def _complete(self, prompt_ids: list[int], body: GenerateRequest) -> list[Any]:
+        """One engine request for each completion: only so does each keep its token times, hence its versions."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        params = [
+            SamplingParams(**sampling_options(body, index), output_kind=RequestOutputKind.FINAL_ONLY)
+            for index in range(body.n)
+        ]
+        name = uuid.uuid4().hex
+        tasks = [
+            asyncio.ensure_future(self._one(prompt_ids, each, f"gen-{name}-{index}"))
+            for index, each in enumerate(params)
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            # After an error or a disconnect the rest would go on generating for nobody.
+            for task in tasks:
+                task.cancel()
+
+    async def _one(self, prompt_ids: list[int], params: Any, request_id: str) -> Any:
+        final = None
+        async for output in self.engine.generate({"prompt_token_ids": prompt_ids}, params, request_id):
+            final = output
+        assert final is not None and final.finished, "vLLM ends every stream with a finished output"
+        return final
+
+    def _record(self, output: Any) -> Span:
+        completion = output.outputs[0]
+        metrics = output.metrics
+        if metrics is not None and metrics.first_token_ts:
+            span = self.history.span(metrics.first_token_ts, metrics.last_token_ts)
+        else:
+            span = (self.history.current, self.history.current)
+        sampled = [
+            finite_logprob(float(entry[token].logprob))
+            for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
+        self.spans.remember(completion_digest(completion.token_ids, sampled), span)
+        return span
+
+    async def _prompt_ids(self, prompt: str | TokenPrompt) -> list[int]:
+        if isinstance(prompt, str):
+            tokenizer = await self._tokenizer()
+            ids = list(tokenizer.encode(prompt))
+            if not ids:
+                raise RequestError("prompt: it is empty; at least one token is needed")
+            return ids
+        largest = max(prompt.prompt_token_ids)
+        if largest >= self._vocabulary:
+            raise RequestError(f"prompt_token_ids: {largest} is outside the vocabulary of {self._vocabulary} tokens")
+        return prompt.prompt_token_ids
+
+    async def _decode(self, ids: list[int]) -> str:
+        from vllm_server import compat
+
+        tokenizer = await compat.tokenizer_of(self.engine)
+        return "" if tokenizer is None else str(tokenizer.decode(ids))
+
+    async def _tokenizer(self) -> Any:
+        from vllm_server import compat
+
+        tokenizer = await compat.tokenizer_of(self.engine)
+        if tokenizer is None:
+            raise RequestError("prompt: this server runs without a tokenizer; send prompt_token_ids")
+        return tokenizer
+
+
+def error_response(status: int, reason: str, **extra: Any) -> JSONResponse:
+    """The one shape of our errors."""
+    return JSONResponse({"error": reason, **extra}, status_code=status)
+
+
+def make_router(generator: Generator) -> APIRouter:
+    """The route. A client that goes away cancels its request in the engine."""
+    from vllm_server import compat
+
+    router = APIRouter()
+    bad_request = compat.request_errors()
+
+    @compat.with_cancellation
+    async def run(body: GenerateRequest, raw_request: Request) -> JSONResponse:
+        try:
+            return JSONResponse(await generator.answer(body))
+        except compat.EngineDeadError:
+            return error_response(503, "the engine has died; see the server's log, then restart the server")
+        except bad_request as error:
+            return error_response(400, str(error))
+        except Exception as error:
+            logger.exception("/generate failed")
+            return error_response(500, f"{type(error).__name__}: {error}")
+
+    @router.post("/generate")
+    async def generate(raw_request: Request) -> Any:
+        try:
+            body = parse_body(await raw_request.body())
+        except RequestError as error:
+            return error_response(400, str(error))
+        return await run(body, raw_request)
+
+    # FastAPI resolves annotations in the module, where `Request` is.
+    return router

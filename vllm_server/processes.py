@@ -1,0 +1,78 @@
+"""How vLLM's engine process begins and ends: cheaply on a small CPU machine, and never after its server.
+
+Importing this module imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from argparse import Namespace
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from vllm_server.config import ENV_FORK_ENGINE, ENV_INSTANCE_ID
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """In a child process of our server: be killed when the parent dies, so that SIGKILL of the server leaves no orphan.
+
+    Does nothing in any other process. Safe to call twice.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None and ENV_INSTANCE_ID in os.environ:
+        _tie_to_parent(parent.pid)
+
+
+def _tie_to_parent(pid: int) -> None:
+    """Have the kernel kill this process when its parent `pid` dies; end at once if it is dead already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != pid:
+        os._exit(1)
+
+
+def merge_worker_into_engine(args: Namespace, env: MutableMapping[str, str]) -> bool:
+    """On the CPU let the engine process run the model itself: one process and one import of vLLM less.
+
+    vLLM's separate worker exists there to bind OpenMP threads to cores; who asks for that keeps it.
+
+    Args:
+        args: vLLM's arguments, for a model of one rank; changed in place.
+        env: changed in place.
+
+    Returns:
+        Whether the two are one now.
+    """
+    if args.distributed_executor_backend is not None:
+        return False
+    if "VLLM_CPU_OMP_THREADS_BIND" in env or env.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
+        return False
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    args.distributed_executor_backend = "uni"
+    return True
+
+
+def may_fork_engine(env: MutableMapping[str, str]) -> bool:
+    """Whether the engine may be forked from this process, which spares it the second import of vLLM (7 s, 0.3 GB).
+
+    Forking is safe while this process has one thread, native ones counted; and the child must not meet a pool of OpenMP
+    threads that did not survive the fork, hence only with OMP_NUM_THREADS=1. ATROPOS_FORK_ENGINE=0 turns it off.
+    """
+    threads = sum(1 for _ in Path("/proc/self/task").iterdir())
+    return env.get("OMP_NUM_THREADS") == "1" and env.get(ENV_FORK_ENGINE, "1") == "1" and threads == 1
+
+
+def prepare_fork() -> None:
+    """Let every later child of this process die with it and keep its signals to itself."""
+    server = os.getpid()
+
+    def in_child() -> None:
+        # The event loop's wakeup pipe is shared: a signal to the child would be taken for one to the server.
+        signal.set_wakeup_fd(-1)
+        _tie_to_parent(server)
+
+    os.register_at_fork(after_in_child=in_child)

@@ -1,0 +1,237 @@
+"""Single copy: the weights that vLLM serves are the weights that the trainer steps.
+
+Two ways to the same manifest. On the CPU a model loader moves every parameter into one file under /dev/shm; on a GPU
+the worker hands out CUDA IPC handles. Both describe parameters under vLLM's own names, a tied one once.
+
+Runs in vLLM's worker process, except `write_manifest_for`, which runs in the API process.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import logging
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from trainer_core.contracts.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
+from vllm_server.config import ENV_SHM_PATH, ServerConfig
+
+logger = logging.getLogger(__name__)
+
+LOAD_FORMAT = "atropos_shared_memory"
+ALIGNMENT = 64
+"""Bytes; a cache line, and a multiple of every dtype's size."""
+
+_mapping: torch.UntypedStorage | None = None
+"""The mapped file of this process, kept for `describe_shared_file`."""
+_registered = False
+
+
+class SharedWeightsError(RuntimeError):
+    """The weights cannot be shared with a trainer as they lie in memory."""
+
+
+def register_loader() -> None:
+    """Make `--load-format atropos_shared_memory` known to vLLM in this process; once is enough."""
+    global _registered
+    if not _registered:
+        register_model_loader(LOAD_FORMAT)(SharedMemoryLoader)
+        _registered = True
+
+
+class SharedMemoryLoader(DefaultModelLoader):
+    """vLLM's default loader, after which every parameter lies in the file named by `ATROPOS_SHM_PATH`.
+
+    On the CPU vLLM otherwise repacks linear weights into a private copy and drops the original, which a trainer could
+    never reach. The layers here compute from the parameter itself.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        load_config = copy.copy(load_config)
+        load_config.load_format = "auto"
+        super().__init__(load_config)
+        self._weights: dict[torch.nn.Module, torch.nn.Parameter] = {}
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        super().load_weights(model, model_config)
+        for module in model.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None:
+                self._weights[module] = weight
+                # vLLM's own switch (0.28 and later) for layers whose weight is read elsewhere: no repacking.
+                module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+
+    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        model = super().load_model(*args, **kwargs)
+        for module, weight in self._weights.items():
+            if module._parameters["weight"] is not weight:
+                module.weight = weight  # releases without the switch replaced it by an empty one
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = torch.nn.functional.linear
+        self._weights.clear()
+        move_parameters(model, Path(os.environ[ENV_SHM_PATH]))
+        return model
+
+
+def move_parameters(model: torch.nn.Module, path: Path) -> int:
+    """Copy every parameter into a new file `path` (mode 0600) and let the model use the copy.
+
+    Returns:
+        Bytes of the file.
+
+    Raises:
+        SharedWeightsError: no room, a foreign file in the way, or a parameter that is not dense.
+    """
+    global _mapping
+    parameters = dict(model.named_parameters())
+    offsets, total = _layout(parameters)
+    _create(path, total)
+    storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=total)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            view = torch.empty(0, dtype=parameter.dtype)
+            view.set_(storage, offsets[name] // parameter.element_size(), parameter.size(), parameter.stride())
+            view.copy_(parameter.data)
+            parameter.data = view
+    _mapping = storage
+    logger.info("Moved %d params, %.1f MB, into %s", len(parameters), total / 1e6, path)
+    return total
+
+
+def _layout(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], int]:
+    """Byte offset of each parameter, and the bytes of all."""
+    offsets, end = {}, 0
+    for name, parameter in parameters.items():
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.size(), parameter.stride(), strict=True))
+        if parameter.device.type != "cpu" or parameter.numel() == 0 or extent != parameter.numel():
+            raise SharedWeightsError(
+                f"{name} ({parameter.device}, shape {tuple(parameter.shape)}, stride {parameter.stride()}) is not a "
+                "plain dense CPU tensor; this model cannot run in single copy, use another weight bridge mode"
+            )
+        offsets[name] = end
+        end += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def _create(path: Path, size: int) -> None:
+    """Make `path` with `size` bytes reserved, replacing one that an earlier server of this user left."""
+    if path.is_symlink() or (path.exists() and path.stat().st_uid != os.getuid()):
+        raise SharedWeightsError(f"{path} is in the way and not ours; set ATROPOS_SHM_NAME to another name")
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        # Reserving now turns a full /dev/shm into an error here rather than a SIGBUS at the first write.
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise SharedWeightsError(
+            f"{path}: cannot reserve {size / 1e6:.0f} MB ({error.strerror}); enlarge /dev/shm or use a smaller model"
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def describe_shared_file(model: torch.nn.Module) -> Shard:
+    """The shard of a model whose parameters `move_parameters` moved.
+
+    Raises:
+        SharedWeightsError: something rebound a parameter after that.
+    """
+    assert _mapping is not None, "the shared memory loader has not run in this process"
+    entries = {}
+    for name, parameter in model.named_parameters():
+        if parameter.untyped_storage().data_ptr() != _mapping.data_ptr():
+            raise SharedWeightsError(f"{name} left the shared file after loading; this model cannot run in single copy")
+        entries[name] = _entry(parameter, parameter.storage_offset())
+    return Shard(
+        kind="shm",
+        shm_path=os.environ[ENV_SHM_PATH],
+        shm_bytes=_mapping.nbytes(),
+        param_mappings=entries,
+        aliases=_aliases(model),
+    )
+
+
+def describe_cuda(model: torch.nn.Module) -> Shard:
+    """The shard of a model on a GPU: one CUDA IPC handle for each parameter, as plain fields.
+
+    Call it once: each call pins the storages anew for a receiver.
+    """
+    entries = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_cuda:
+            raise SharedWeightsError(f"{name} lies on {parameter.device}; single copy needs every parameter on the GPU")
+        entry = _entry(parameter, parameter.storage_offset())
+        entry.ipc_handle = _cuda_handle(parameter.untyped_storage())
+        entries[name] = entry
+    return Shard(kind="cuda_ipc", param_mappings=entries, aliases=_aliases(model))
+
+
+def _cuda_handle(storage: torch.UntypedStorage) -> CudaIpc:
+    try:
+        device, handle, size, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+    except RuntimeError as error:
+        raise SharedWeightsError(
+            f"CUDA IPC refused a parameter ({error}); unset PYTORCH_CUDA_ALLOC_CONF and do not use --enable-sleep-mode"
+        ) from error
+    return CudaIpc(
+        device=device,
+        handle=base64.b64encode(handle).decode(),
+        storage_bytes=size,
+        storage_offset_bytes=offset,
+        ref_counter_handle=base64.b64encode(counter).decode(),
+        ref_counter_offset=counter_offset,
+        event_handle=base64.b64encode(event).decode(),
+        event_sync_required=event_sync,
+    )
+
+
+def _entry(parameter: torch.nn.Parameter, offset: int) -> TensorEntry:
+    return TensorEntry(
+        shape=list(parameter.shape),
+        stride=list(parameter.stride()),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        offset=offset,
+    )
+
+
+def _aliases(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of parameters already listed, such as a tied `lm_head.weight`."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        name: first[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first[parameter] != name
+    }
+
+
+def write_manifest_for(
+    shard: Shard, *, config: ServerConfig, args: Namespace, model_config: Any, base_url: str, vllm_version: str
+) -> Manifest:
+    """Complete the manifest of this server, write it, and say so."""
+    hf_config = model_config.hf_config
+    local = Path(str(model_config.model)) / "config.json"
+    description = json.loads(local.read_text()) if local.is_file() else json.loads(hf_config.to_json_string())
+    manifest = Manifest(
+        model=str(args.model),
+        architecture=str((hf_config.architectures or ["unknown"])[0]),
+        config=description,
+        instance_id=config.instance_id,
+        server_pid=os.getpid(),
+        server_create_time=psutil.Process().create_time(),
+        base_url=base_url,
+        vllm_version=vllm_version,
+        ranks={0: shard},
+    )
+    write_manifest(manifest, config.manifest_path)
+    logger.info("Exported %d params to %s", len(shard.param_mappings), config.manifest_path)
+    return manifest

@@ -1,0 +1,147 @@
+"""Which weights made which completion, and whether the server may generate at all: pure state, no engine, no clock.
+
+Moments are `time.monotonic()` seconds, passed in. On Linux that clock is shared by all processes, so the engine's token
+timestamps and the server's version changes compare.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Span = tuple[int, int]
+"""Oldest and newest weight version that contributed tokens."""
+
+MAX_LEASE_S = 24 * 3600.0
+
+
+class SpanStore:
+    """Completion digest -> span, bounded; the least recently used entry goes first."""
+
+    def __init__(self, capacity: int = 200_000) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity {capacity} must be positive")
+        self._capacity = capacity
+        self._spans: OrderedDict[str, Span] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def remember(self, digest: str, span: Span) -> None:
+        """Record `span`. Two completions alike to the last bit share a digest: the later one wins."""
+        self._spans[digest] = span
+        self._spans.move_to_end(digest)
+        if len(self._spans) > self._capacity:
+            self._spans.popitem(last=False)
+
+    def look_up(self, digests: Sequence[str]) -> list[Span | None]:
+        """Spans in the order asked; None for a digest never seen or already dropped."""
+        found = []
+        for digest in digests:
+            span = self._spans.get(digest)
+            if span is not None:
+                self._spans.move_to_end(digest)
+            found.append(span)
+        return found
+
+
+class VersionHistory:
+    """Which weight version was in force at a moment. Before the first change it is 0, the base model."""
+
+    def __init__(self, keep: int = 4096) -> None:
+        self._keep = keep
+        self._since: list[float] = [-math.inf]
+        self._versions: list[int] = [0]
+
+    def change(self, version: int, moment: float) -> None:
+        """`version` is in force from `moment` on. Moments never go back."""
+        assert moment >= self._since[-1], "version changes are recorded in order"
+        self._since.append(moment)
+        self._versions.append(version)
+        if len(self._since) > self._keep:
+            del self._since[0], self._versions[0]
+
+    def at(self, moment: float) -> int:
+        """The version in force at `moment` (the oldest one kept, for an earlier moment)."""
+        return self._versions[max(bisect_right(self._since, moment) - 1, 0)]
+
+    @property
+    def current(self) -> int:
+        return self._versions[-1]
+
+    def span(self, first: float, last: float) -> Span:
+        """Oldest and newest version between the moments of the first and the last token, both included."""
+        low = max(bisect_right(self._since, first) - 1, 0)
+        high = max(bisect_right(self._since, last), low + 1)
+        inside = self._versions[low:high]
+        return min(inside), max(inside)
+
+
+Expiry = Literal["resume", "fault"]
+"""What an expired lease asks for: resume by itself, or stay paused and turn unhealthy."""
+
+
+@dataclass
+class BridgeState:
+    """Hold, pause, dirty flag and lease of one server.
+
+    Pausing while paused renews the lease; `dirty` sticks until a resume, since a half-written model stays half-written
+    no matter who pauses again.
+    """
+
+    held: bool = False
+    weight_version: int | None = None
+    paused: bool = False
+    dirty: bool = False
+    lease_until: float | None = None
+    fault: str | None = None
+    """Why the server is unhealthy, in words for a user."""
+
+    def pause(self, *, lease_s: float, dirty: bool, now: float) -> None:
+        """Enter or renew a pause.
+
+        Raises:
+            ValueError: a lease that is not a positive, finite number of seconds.
+        """
+        if not 0 < lease_s <= MAX_LEASE_S:
+            raise ValueError(f"lease_s must be above 0 and at most {MAX_LEASE_S:.0f} seconds, not {lease_s}")
+        self.paused = True
+        self.dirty = self.dirty or dirty
+        self.lease_until = now + lease_s
+        self.fault = None
+
+    def resume(self, weight_version: int) -> None:
+        """The weights named by `weight_version` are complete: release pause, hold and fault.
+
+        Raises:
+            ValueError: a negative version.
+        """
+        if weight_version < 0:
+            raise ValueError(f"weight_version must not be negative, not {weight_version}")
+        self.weight_version = weight_version
+        self.held = False
+        self._release()
+
+    def expire(self, now: float) -> Expiry | None:
+        """Call when the lease may have run out. A clean pause is over (the hold stays); a dirty one becomes a fault."""
+        if not self.paused or self.lease_until is None or now < self.lease_until:
+            return None
+        if self.dirty:
+            self.lease_until = None
+            self.fault = (
+                "a write to the weights began and was never declared complete (no /bridge/resume within the lease); "
+                "they may be half-written. Let the trainer publish again, or restart this server."
+            )
+            return "fault"
+        self._release()
+        return "resume"
+
+    def _release(self) -> None:
+        self.paused = False
+        self.dirty = False
+        self.lease_until = None
+        self.fault = None
