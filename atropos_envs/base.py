@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -308,13 +310,25 @@ def one_off_defaults(arguments: Sequence[str]) -> list[str]:
 
 def run(env_class: type[StackEnv]) -> NoReturn:
     """The program: atroposlib's command line around `env_class`. Exit 0, 1 (a part is gone), or 2 (a mistake)."""
-    import sys
-
     configure_logging()
     sys.argv[1:] = one_off_defaults(sys.argv[1:])
+    code = 0
     try:
         env_class.cli()
     except EnvFault as fault:
         log.error("%s", fault)
-        sys.exit(fault.exit_code)
-    sys.exit(0)
+        code = fault.exit_code
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """Leave at once: taking torch apart, which transformers brings along, costs seconds on a busy machine."""
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -3,7 +3,8 @@
     python benchmarks/screenshot.py RUN_DIR -o docs/demo.svg [--size 160x45] [--keys 2] [--json]
 
 It starts the cockpit headless on RUN_DIR, waits until everything is read and drawn, and saves what a terminal would
-show. The SVG loads no font from elsewhere. PNG: by rsvg-convert, Chromium or Inkscape, whichever is on the PATH.
+show. The SVG loads no font from elsewhere. PNG: by Chromium or Inkscape, whichever is on the PATH
+(rsvg-convert drops leading blanks).
 """
 
 from __future__ import annotations
@@ -61,7 +62,6 @@ def to_png(svg: Path, png: Path) -> str | None:
             f"--window-size={width},{height}", f"--screenshot={png.resolve()}", svg.resolve().as_uri(),
         ]  # fmt: skip
         commands = [
-            ["rsvg-convert", "-o", str(png), str(svg)],
             ["chromium", *browser],
             ["chromium-browser", *browser],
             ["google-chrome", *browser],

@@ -219,6 +219,6 @@ def _rollout_fields(rollout: Rollout, lag: int | None, reader: TextReader) -> di
         "prompt": reader.read(rollout.tokens[:cut]),
         "completion": reader.read(rollout.tokens[cut:]),
         "reward": rollout.score,
-        "advantage": float(trained.mean()) if len(trained) else 0.0,
+        "advantage": float(trained.mean(dtype=np.float64)) if len(trained) else 0.0,
         "policy_lag": lag,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NoReturn
 
 import uvloop
 
@@ -66,13 +67,20 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
         clean_up(config)
 
 
+class Parser(compat.FlexibleArgumentParser):  # type: ignore[misc, name-defined, valid-type]
+    """vLLM's parser, without the hundred lines of usage before an error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (`python -m vllm_server --help=all` lists all flags)")
+
+
 def parse_arguments(argv: list[str]) -> Namespace:
     """vLLM's own parser with our defaults.
 
     Raises:
         ConfigError: a combination that vLLM refuses.
     """
-    parser = compat.make_arg_parser(compat.FlexibleArgumentParser(prog="python -m vllm_server"))
+    parser = compat.make_arg_parser(Parser(prog="python -m vllm_server"))
     parser.set_defaults(
         host=DEFAULT_HOST, port=DEFAULT_PORT, logprobs_mode=LOGPROBS_MODE, shutdown_timeout=SHUTDOWN_TIMEOUT_S
     )
@@ -147,11 +155,18 @@ async def serve(config: ServerConfig, args: Namespace) -> int:
     """Start the engine, build the app, serve. Returns 0 after SIGTERM, 1 when the engine died."""
     started = time.monotonic()
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt("SIGTERM during start")
+    def give_up(signum: int, _frame: Any) -> None:
+        # An exception raised here can land in code that swallows it, and vLLM's start is full of such code. There is
+        # nothing to save yet: end the engine, so that it makes no file after the last look, and go.
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join(1)
+        clean_up(config)
+        os._exit(128 + signum)
 
-    # vLLM replaces this once it serves.
-    signal.signal(signal.SIGTERM, interrupt)
+    # vLLM replaces these once it serves.
+    signal.signal(signal.SIGTERM, give_up)
+    signal.signal(signal.SIGINT, give_up)
     prepare_bridge_dir(config)
     try:
         address, sock = compat.setup_server(args, reuse_port=False)
@@ -159,7 +174,7 @@ async def serve(config: ServerConfig, args: Namespace) -> int:
         raise ConfigError(
             f"{args.host}:{args.port} cannot be bound ({error.strerror}); choose another --port"
         ) from None
-    async with start_engine(args) as engine:
+    async with start_engine(args, sock) as engine:
         app = await build(config, args, engine, address)
         logger.info("ready after %.1f s on %s", time.monotonic() - started, address)
         shutdown = await compat.serve_http(app, sock, args)
@@ -175,29 +190,32 @@ async def serve(config: ServerConfig, args: Namespace) -> int:
     return int(died)
 
 
-def _engine_client(args: Namespace) -> contextlib.AbstractAsyncContextManager[Any]:
+def _engine_client(args: Namespace, sock: Any) -> contextlib.AbstractAsyncContextManager[Any]:
     """By fork where that is safe, else as vLLM starts it."""
     one_process = compat.is_cpu() and args.distributed_executor_backend == "uni"
     if not (one_process and processes.may_fork_engine(os.environ)):
         return compat.build_async_engine_client(args)
-    processes.prepare_fork()
+    processes.prepare_fork(sock.fileno())
     return compat.forked_engine_client(args)
 
 
 @contextlib.asynccontextmanager
-async def start_engine(args: Namespace) -> AsyncIterator[Any]:
+async def start_engine(args: Namespace, sock: Any) -> AsyncIterator[Any]:
     """vLLM's engine client, for as long as the block runs.
 
     Raises:
-        EngineStartError: in one line what vLLM says; its traceback stays out of the way.
+        ConfigError: vLLM refuses the model or a flag.
+        EngineStartError: the engine process failed. Both say in one line what vLLM says, without its traceback.
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
-            engine = await stack.enter_async_context(_engine_client(args))
+            engine = await stack.enter_async_context(_engine_client(args, sock))
         except Exception as error:
             logger.debug("engine start", exc_info=True)
-            reason = str(error).strip().split("\n")[0]
-            raise EngineStartError(f"vLLM's engine did not start: {reason} (the log lines above say more)") from error
+            reason = " ".join(str(error).split())[:400]
+            if isinstance(error, ValueError | OSError):
+                raise ConfigError(f"vLLM refuses this configuration: {reason}") from None
+            raise EngineStartError(f"vLLM's engine did not start: {reason} (its log lines are above)") from error
         yield engine
 
 

@@ -66,11 +66,19 @@ def may_fork_engine(env: MutableMapping[str, str]) -> bool:
     return env.get("OMP_NUM_THREADS") == "1" and env.get(ENV_FORK_ENGINE, "1") == "1" and threads == 1
 
 
-def prepare_fork() -> None:
-    """Let every later child of this process die with it and keep its signals to itself."""
+def prepare_fork(listening: int) -> None:
+    """Let every later child of this process die with it, keep its signals to itself, and not hold the port.
+
+    Args:
+        listening: file descriptor of the server's socket.
+    """
     server = os.getpid()
 
     def in_child() -> None:
+        # Closed by replacing it: the number stays taken, so that nobody closes another's file by it.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, listening)
+        os.close(nothing)
         # The event loop's wakeup pipe is shared: a signal to the child would be taken for one to the server.
         signal.set_wakeup_fd(-1)
         _tie_to_parent(server)

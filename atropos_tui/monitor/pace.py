@@ -32,8 +32,9 @@ class Pace:
 
 
 def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> Pace:
-    """Measure `state` over its newest steps."""
+    """Measure `state` over its newest steps; over all of them once the trainer has written its summary."""
     timing = state.metric("step_s")
+    window = len(timing) if state.benchmark else window
     count = min(window, len(timing))
     wall = _wall_per_step(timing, window, state.attempt_steps.get(state.attempt, 0))
     step_s = mean(timing.tail(count))

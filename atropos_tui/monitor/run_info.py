@@ -20,8 +20,6 @@ from trainer_core.contracts.run_dir import RunDir
 
 E = TypeVar("E", bound=StrEnum)
 
-_LIVE = {State.STARTING, State.HEALTHY, State.UNHEALTHY, State.STOPPING}
-
 
 @dataclass(frozen=True)
 class PlannedComponent:
@@ -56,7 +54,7 @@ def read_info(run: RunDir) -> RunInfo:
         run_id=_text(plan.get("run_id")) or _text(meta.get("run_id")),
         name=_text(plan.get("name")) or _text(profile.get("name")) or run.root.name,
         mode=_text(plan.get("mode")) or _text(profile.get("mode")),
-        model=_text(profile.get("model")) or flag(command, "--model-name"),
+        model=flag(command, "--model-name") or _text(profile.get("model")),
         training_steps=int(steps) if steps.isdecimal() else None,
         components=[_planned(item) for item in _dicts(plan.get("components")) if _text(item.get("name"))],
     )
@@ -65,7 +63,7 @@ def read_info(run: RunDir) -> RunInfo:
 def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
     """The run as its files tell it: components at their last journaled state, end from result.json.
 
-    Live-looking components of a dead supervisor keep their state but have no PID: nobody vouches for them.
+    Components that lived when the supervisor died keep their last state without PID or health: nobody vouches for them.
     """
     result = read_json(run.result_json)
     rows = {item.name: ComponentStatus(name=item.name, role=item.role, state=State.PENDING, port=item.port)
@@ -125,7 +123,7 @@ def _moved(row: ComponentStatus | None, record: StateRecord) -> ComponentStatus:
             "started_at": record.time if new is State.STARTING else before.started_at,
             "exit_code": record.exit_code if record.exit_code is not None else before.exit_code,
             "reason": record.reason,
-            "healthy": new is State.HEALTHY if new in _LIVE else None,
+            "healthy": None,
         }
     )
 

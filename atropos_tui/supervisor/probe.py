@@ -128,6 +128,7 @@ class Prober:
         self._checker = checker
         self._report = report
         self.last: dict[Which, ProbeResult] = {}
+        self._was_ready = asyncio.Event()
         checker.watch_logs(probes)
         self._task = start(self._run(probes))
 
@@ -142,7 +143,13 @@ class Prober:
             if probes.readiness:
                 group.create_task(self._follow("readiness", probes.readiness))
             if probes.liveness:
-                group.create_task(self._follow("liveness", probes.liveness))
+                group.create_task(self._stay_alive(probes.liveness, gated=probes.readiness is not None))
+
+    async def _stay_alive(self, probe: Probe, *, gated: bool) -> None:
+        # A program that is still loading is slow, not dead: until it was ready once, `start_timeout_s` judges it.
+        if gated:
+            await self._was_ready.wait()
+        await self._follow("liveness", probe)
 
     async def _follow(self, which: Which, probe: Probe, *, once: bool = False) -> None:
         began = time.monotonic()
@@ -157,6 +164,8 @@ class Prober:
             if passed >= probe.success_threshold and verdict is not True:
                 verdict = True
                 self._report(result)
+                if which == "readiness":
+                    self._was_ready.set()
             elif failed >= probe.failure_threshold and verdict is not False:
                 verdict = False
                 self._report(result)

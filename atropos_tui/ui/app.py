@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar, cast
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -36,17 +36,17 @@ from atropos_tui.ui.header import Header
 from atropos_tui.ui.log_view import LogView
 from atropos_tui.ui.look import RESTING, THEME
 from atropos_tui.ui.rollouts import Rollouts
-from atropos_tui.ui.view import View
+from atropos_tui.ui.view import Panel, View
 from trainer_core.contracts.control import Action, CommandRequest, Phase, RunStatus, State
 from trainer_core.contracts.records import CommandRecord
 
 Outcome = Literal["detach", "stop", "ended"]
 """How the screen was left: the run goes on, was stopped from here, or was over."""
 
-Panel = TypeVar("Panel", bound=Widget)
+Kind = TypeVar("Kind", bound=Widget)
 
 REFRESH_S = 0.25
-VIEWS = ("overview", "curves", "logs", "rollouts")
+VIEWS = ("overview", "curves", "logs", "rollouts", "benchmark")
 
 
 class CockpitApp(App[Outcome]):
@@ -66,9 +66,10 @@ class CockpitApp(App[Outcome]):
         Binding("ctrl+q,ctrl+c", "ask_quit", "Quit", show=False, system=True, priority=True),
         Binding("question_mark", "help", "Help", tooltip="This list"),
         Binding("1", "view('overview')", "Overview", show=False, tooltip="Everything"),
-        Binding("2", "view('curves')", "Curves", show=False, tooltip="Curves and benchmark"),
+        Binding("2", "view('curves')", "Curves", show=False, tooltip="All curves"),
         Binding("3", "view('logs')", "Logs", show=False, tooltip="The log of the selected component"),
         Binding("4", "view('rollouts')", "Rollouts", show=False, tooltip="The newest rollouts"),
+        Binding("5", "view('benchmark')", "Benchmark", show=False, tooltip="Where the time goes"),
     ]
 
     def __init__(
@@ -82,10 +83,11 @@ class CockpitApp(App[Outcome]):
         self.status: RunStatus | None = None
         self.gone = ""
         self.loaded = False
-        """Whether the files were read once."""
+        """Whether the files were read to their end once; until then the curves wait."""
         self._ended = False
         self._bad_lines = 0
-        self._dirty = True
+        self._dirty = self._fresh_records = True
+        """What is not drawn yet: anything; records of the streams, which alone move the curves."""
         self._drawn_at = 0.0
         self._user_selects = False
         self._leaving = False
@@ -140,7 +142,9 @@ class CockpitApp(App[Outcome]):
             self.state.apply(record)
             if isinstance(record, CommandRecord) and self.loaded:
                 self._tell_command(record)
-        self.info, self._bad_lines, self.loaded, self._dirty = message.info, message.bad_lines, True, True
+        self.info, self._bad_lines = message.info, message.bad_lines
+        self.loaded = self.loaded or not message.behind
+        self._dirty = self._fresh_records = True
         if self._ended and self.gone:
             self.status = status_from_files(self.bridge.run, self.info, self.state)
 
@@ -173,12 +177,14 @@ class CockpitApp(App[Outcome]):
             self.info, self.state, self.status, self.gone if self._ended or self.gone else "", now, self._bad_lines
         )
         self._drawn_at = now
-        ticking = (Header, Components, CommandBar)
-        panels = (*ticking, curves.Chart, Benchmark, Rollouts) if self._dirty else ticking
+        panels: tuple[type[Widget], ...] = (Header, Components, CommandBar)
+        if self._dirty and self.loaded:
+            panels += (Benchmark, curves.Chart, Rollouts) if self._fresh_records else (Benchmark,)
+            self._fresh_records = False
         self._dirty = False
         for widget in self._main.query("*") if self._main else ():
             if isinstance(widget, panels):
-                widget.show(view)
+                cast(Panel, widget).show(view)
         self._choose_component()
 
     def _choose_component(self) -> None:
@@ -197,7 +203,7 @@ class CockpitApp(App[Outcome]):
         """The screen below any dialog; None while the app comes up or goes down, when messages may still arrive."""
         return self.screen_stack[0] if self.is_running and self._screen_stack else None
 
-    def _find(self, kind: type[Panel]) -> Panel | None:
+    def _find(self, kind: type[Kind]) -> Kind | None:
         """The panel of this kind, whatever dialog is above it."""
         return next(iter(self._main.query(kind)), None) if self._main else None
 

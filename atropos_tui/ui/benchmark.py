@@ -37,10 +37,10 @@ class Benchmark(Widget):
 
     def show(self, view: View) -> None:
         self.view = view
-        window = min(len(view.state.metric("step_s")), pace(view.state, None).window)
+        window = pace(view.state, None).window
         note = (f"last {window} steps", "secondary") if window else ("no data", "secondary")
         if view.state.benchmark:
-            note = ("final", "success")
+            note = (f"final, all {window} steps", "success")
         self.border_title = title("Benchmark", note)
 
     def render(self) -> RenderResult:

@@ -16,7 +16,7 @@ import httpx
 from pydantic import ValidationError
 from textual.message import Message
 
-from atropos_tui.monitor.feed import RunFeed
+from atropos_tui.monitor.feed import Batch, RunFeed
 from atropos_tui.monitor.plain import plain_text
 from atropos_tui.monitor.run_info import RunInfo, read_info
 from atropos_tui.monitor.tail import LogTail, newest_log
@@ -63,12 +63,13 @@ class SupervisorGone(Message):
 
 
 class RecordsArrived(Message):
-    """New records of the run's streams; `anew`: forget earlier ones, they come again."""
+    """New records of the run's streams. `anew`: forget earlier ones, they come again; `behind`: more waits."""
 
-    def __init__(self, records: list[Record], anew: bool, bad_lines: int, info: RunInfo) -> None:
+    def __init__(self, batch: Batch, bad_lines: int, info: RunInfo) -> None:
         super().__init__()
-        self.records = records
-        self.anew = anew
+        self.records = batch.records
+        self.anew = batch.anew
+        self.behind = batch.behind
         self.bad_lines = bad_lines
         self.info = info
 
@@ -134,8 +135,8 @@ class Bridge:
             if info.training_steps is None:
                 info = await asyncio.to_thread(read_info, self.run)
             if batch.records or batch.anew or not told:
-                told = True
-                self._post(RecordsArrived(batch.records, batch.anew, feed.bad_lines, info))
+                told = not batch.behind
+                self._post(RecordsArrived(batch, feed.bad_lines, info))
             if not batch.behind:
                 await _wait(self._feed_bell, FEED_S)
 

@@ -7,8 +7,8 @@ from textual import events
 from textual.message import Message
 from textual.widgets import DataTable
 
-from atropos_tui.monitor.plain import bytes_text, duration, number, one_line, seconds_text
-from atropos_tui.ui.look import TONES, state_text, title
+from atropos_tui.monitor.plain import bytes_text, duration, one_line, seconds_text
+from atropos_tui.ui.look import RESTING, TONES, state_text, title
 from atropos_tui.ui.view import View
 from trainer_core.contracts.control import ComponentStatus, State
 
@@ -47,6 +47,8 @@ class Components(DataTable[Text]):
         self.statuses: list[ComponentStatus] = []
         """What the rows show, top to bottom."""
         self._now = 0.0
+        self._stale = False
+        """Nobody vouches for these states any more."""
         self._moving = False
         self.border_title = title("Components")
 
@@ -60,6 +62,7 @@ class Components(DataTable[Text]):
             return
         shape = self._shape()
         self.statuses, self._now = list(view.status.components), view.now
+        self._stale = bool(view.gone)
         dead = [row for row in self.statuses if row.state is State.FAILED]
         self.border_title = title("Components", (f"{len(dead)} failed", "error") if dead else ("", ""))
         if shape == self._shape() and self.columns:
@@ -130,6 +133,8 @@ class Components(DataTable[Text]):
 
     def _cells(self, row: ComponentStatus) -> list[Text]:
         words, tone = state_text(row.state)
+        if self._stale and row.state not in RESTING:
+            words, tone = f"? {row.state.value}", "dim"
         colours = self.app.theme_variables
         health = "–" if row.healthy is None else ("ok" if row.healthy else "fails")
         if row.healthy and row.probe_latency_s is not None:
@@ -157,6 +162,6 @@ def last_word(row: ComponentStatus) -> str:
     if row.waiting_for and row.state in (State.PENDING, State.STARTING, State.BACKOFF):
         return one_line(f"waits for {row.waiting_for}" if "wait" not in row.waiting_for else row.waiting_for)
     words = one_line(row.reason)
-    if row.exit_code and row.state in (State.FAILED, State.STOPPED, State.BACKOFF) and "exit" not in words:
-        words = f"exit {number(row.exit_code, 0)} {words}".strip()
+    if not words and row.exit_code and row.state in (*RESTING, State.BACKOFF):
+        words = f"exit code {row.exit_code}"
     return words or one_line(row.probe_detail)

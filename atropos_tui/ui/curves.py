@@ -69,22 +69,29 @@ class Chart(Widget):
     def show(self, view: View) -> None:
         """Take the newest points; the last known run length spans the x axis."""
         self.view = view
-        parts = [("no data", "secondary")]
-        if any(len(trace.find(view)) for trace in self._traces):
-            parts = [
-                (f"{'◆' if trace.scatter else '━'} {trace.label} {trace.write(trace.find(view).last)}", trace.colour)
-                for trace in self._traces
-            ]
-        self.border_title = self._fitting_title(parts)
+        self.border_title = self._title(view)
 
-    def _fitting_title(self, parts: list[tuple[str, str]]) -> Content:
-        """The fullest title that fits: the short name and narrow gaps next, then the first trace without its label."""
+    def _title(self, view: View) -> Content:
+        """The fullest title that fits: all labels, then the short name, then the first trace without its label."""
         full, short = self._names
-        (first, colour), *others = parts
-        bare = [(first[:2] + first.rpartition(" ")[2], colour), *others] if others else parts
+        if not any(len(trace.find(view)) for trace in self._traces):
+            return title(full, ("no data", "secondary"))
+        marks = ["◆" if trace.scatter else "━" for trace in self._traces]
+        values = [trace.write(trace.find(view).last) for trace in self._traces]
+        colours = [trace.colour for trace in self._traces]
+        labels = [f"{trace.label} " for trace in self._traces]
         room = self.outer_size.width - (2 if self.styles.border_left[0] in ("", "none") else 6)
-        candidates = [title(full, *parts), title(short, *parts, gap=1), title(short, *bare, gap=1)]
-        return next((text for text in candidates if text.cell_length <= room), candidates[-1])
+        for name, words, gap in (
+            (full, labels, 2),
+            (short, labels, 1),
+            (short, ["", *labels[1:]], 1),
+            (short, [""] * len(labels), 1),
+        ):
+            texts = [f"{mark} {word}{value}" for mark, word, value in zip(marks, words, values, strict=True)]
+            found = title(name, *zip(texts, colours, strict=True), gap=gap)
+            if found.cell_length <= room:
+                break
+        return found
 
     def render(self) -> RenderResult:
         width, height = self.content_size

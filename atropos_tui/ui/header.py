@@ -44,7 +44,7 @@ class Header(Widget):
         if status and status.started_at:
             end = max((row.since or 0 for row in status.components), default=0) if _over(view) else view.now
             right.append(f"  {duration(max(0.0, end - status.started_at))}", self._style("quiet"))
-        model = PurePath(info.model).name if info.model.startswith("/") else info.model
+        model = PurePath(info.model).name if info.model.startswith(("/", ".", "${")) else info.model
         left = Text.assemble((one_line(info.name or (status.name if status else "")), self._style("name")))
         for part in (info.mode or (status.mode if status else ""), model):
             if part:

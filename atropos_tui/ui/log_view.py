@@ -10,10 +10,12 @@ from typing import ClassVar
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
+from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
+from textual.scrollbar import ScrollTo
 from textual.strip import Strip
 
 from atropos_tui.monitor.plain import bytes_text
@@ -115,20 +117,39 @@ class LogView(ScrollView, can_focus=True):
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
-        if new_value < old_value and self.max_scroll_y > new_value:
-            self.following = False
-        elif new_value >= self.max_scroll_y:
+        if old_value < new_value >= self.max_scroll_y:
             self.following = True
 
     def watch_following(self) -> None:
         self._retitle()
+
+    def _hold(self) -> None:
+        """Stop following before the scroll begins, so that the next repaint does not pull it back."""
+        if self.max_scroll_y > 0:
+            self.following = False
+
+    def action_scroll_up(self) -> None:
+        self._hold()
+        super().action_scroll_up()
+
+    def action_page_up(self) -> None:
+        self._hold()
+        super().action_page_up()
+
+    def on_mouse_scroll_up(self, _: events.MouseScrollUp) -> None:
+        self._hold()
+
+    def on_scroll_to(self, message: ScrollTo) -> None:
+        """The scrollbar is dragged."""
+        if message.y is not None and message.y < self.max_scroll_y:
+            self._hold()
 
     def action_follow_end(self) -> None:
         self.following = True
         self.scroll_end(animate=False, x_axis=False, force=True)
 
     def action_top(self) -> None:
-        self.following = False
+        self._hold()
         self.scroll_home(animate=False)
 
     def toggle_follow(self) -> None:

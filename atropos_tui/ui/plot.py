@@ -57,7 +57,7 @@ class _Canvas:
     width: int
     height: int
     dots: dict[tuple[int, int], int] = field(default_factory=dict)
-    marks: dict[tuple[int, int], str] = field(default_factory=dict)
+    marks: dict[tuple[int, int], tuple[str, Style]] = field(default_factory=dict)
     styles: dict[tuple[int, int], Style] = field(default_factory=dict)
 
     def dot(self, x: int, y: int, style: Style) -> None:
@@ -76,7 +76,7 @@ class _Canvas:
 
     def mark(self, x: int, y: int, glyph: str, style: Style) -> None:
         cell = (min(max(x // 2, 0), self.width - 1), min(max(y // 4, 0), self.height - 1))
-        self.marks[cell], self.styles[cell] = glyph, style
+        self.marks[cell] = (glyph, style)
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,11 @@ def y_ticks(low: float, high: float, log: bool, most: int) -> list[float]:
         decades = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
         return [10.0**power for power in decades][:: max(1, math.ceil(len(decades) / most))]
     step = nice_step((high - low) / max(1, most - 1))
-    first = math.ceil(low / step - 1e-9)
-    return [first * step + at * step for at in range(math.floor(high / step + 1e-9) - first + 1)]
+    while True:
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last > first or most < 2:
+            return [at * step for at in range(first, last + 1)]
+        step /= 2
 
 
 def nice_step(rough: float) -> float:
@@ -166,7 +169,7 @@ def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: floa
     for step, value in thin(curve.steps, curve.values, 2 * width):
         x = round((step - first) / (last - first) * width)
         if not math.isfinite(value):
-            canvas.mark(x, 0 if value > 0 else scale.rows - 1, "×", Style(color="red", bold=True))
+            canvas.mark(x, 0 if value > 0 else scale.rows - 1, "×", curve.style)
             before = None
             continue
         here = (x, scale.y(value))
@@ -202,7 +205,8 @@ def _row(canvas: _Canvas, row: int, label: str | None, gutter: int, is_limit: bo
     for column in range(canvas.width):
         cell = (column, row)
         if cell in canvas.marks:
-            line.append(canvas.marks[cell], ink.bad if canvas.marks[cell] == "×" else canvas.styles[cell])
+            glyph, style = canvas.marks[cell]
+            line.append(glyph, ink.bad if glyph == "×" else style)
         elif cell in canvas.dots:
             line.append(chr(0x2800 + canvas.dots[cell]), canvas.styles[cell])
         elif is_limit:

@@ -1,10 +1,10 @@
-"""Stands for the programs around an environment: an inference server that adds by rule, and atroposlib's real run-api."""
+"""What stands around an environment: an inference server that adds by rule, and atroposlib's real run-api."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import uvicorn
@@ -67,7 +67,7 @@ async def run_api() -> AsyncIterator[str]:
 
     app.state._state.clear()
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
-    server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
+    server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

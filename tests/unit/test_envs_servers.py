@@ -1,4 +1,4 @@
-"""The environments on atroposlib's BaseEnv: the engine client, rollouts, evaluation, run-api, and the way out of trouble."""
+"""The environments on atroposlib: engine client, rollouts, evaluation, run-api, and the way out of trouble."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def test_a_rollout_waits_while_the_engine_is_away_and_says_so_once(
 
 async def test_who_does_not_want_to_wait_is_told_at_once(make: Make) -> None:
     env = make()
-    with pytest.raises(EngineUnavailable, match="127.0.0.1:9"):
+    with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:9"):
         await env.server.servers[0].generate([3], wait=False)
     await env._close_servers()
 
@@ -310,7 +310,7 @@ async def test_the_end_of_run_api_ends_the_environment_with_a_sentence(
             await call(api, "GET", "/batch")
             serving = asyncio.create_task(make(url, api=api).env_manager())
             await next_batch(api)
-        with pytest.raises(EnvFault, match="run-api at .* is gone") as caught:
+        with pytest.raises(EnvFault, match=r"run-api at .* is gone") as caught:
             await asyncio.wait_for(serving, 20)
     assert caught.value.exit_code == 1
 
@@ -336,7 +336,7 @@ async def test_groups_received_while_run_api_answered_are_counted(make: Make, mo
 def test_a_server_type_without_logprobs_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     config, servers = ArithmeticEnv.config_init()
     servers[0].server_type = "openai"
-    with pytest.raises(EnvFault, match="--openai.server_type vllm"):
+    with pytest.raises(EnvFault, match=r"--openai\.server_type vllm"):
         ArithmeticEnv(config, servers)
 
 
@@ -346,17 +346,30 @@ def test_a_missing_tokenizer_is_a_sentence(make: Make) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_a_fault_becomes_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    class Faulty:
+class Exited(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [(EnvFault("do this instead", exit_code=2), 2), (SystemExit(0), 0), (SystemExit(2), 2), (SystemExit("no"), 1)],
+)
+def test_the_program_ends_with_an_exit_code(monkeypatch: pytest.MonkeyPatch, outcome: BaseException, code: int) -> None:
+    class Program:
         @staticmethod
         def cli() -> None:
-            raise EnvFault("do this instead", exit_code=2)
+            raise outcome
+
+    def leave(status: int) -> None:
+        raise Exited(status)
 
     monkeypatch.setattr(base, "configure_logging", lambda: None)
     monkeypatch.setattr(sys, "argv", ["env", "serve"])
-    with pytest.raises(SystemExit) as caught:
-        base.run(Faulty)  # type: ignore[arg-type]
-    assert caught.value.code == 2
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(Exited) as caught:
+        base.run(Program)  # type: ignore[arg-type]
+    assert caught.value.args == (code,)
 
 
 def test_process_and_evaluate_need_no_wandb_unless_asked() -> None:

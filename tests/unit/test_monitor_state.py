@@ -274,3 +274,15 @@ def test_a_run_directory_without_files_is_an_empty_run(tmp_path: Path) -> None:
     status = status_from_files(RunDir(tmp_path / "nothing"), info, state)
     assert status.components == []
     assert status.exit_code is None
+
+
+def test_once_there_is_a_summary_the_pace_covers_the_whole_run() -> None:
+    state = fed(*(timing(step, step_s=9.0 if step == 1 else 1.0) for step in range(1, 41)))
+    assert pace(state, None).step_s == 1.0
+    state.apply(
+        BenchmarkRecord(
+            step=40, mode="m", total_s=1, steps=40, avg_step_s=1, total_step_s=1, avg_sync_s=0, syncs=0,
+            total_sync_s=0, avg_data_wait_s=0, total_data_wait_s=0, tokens_per_s=1,
+        )
+    )  # fmt: skip
+    assert pace(state, None).step_s == 48 / 40

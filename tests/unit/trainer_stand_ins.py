@@ -3,6 +3,7 @@ decodes from them, atroposlib's own run-api in a thread, and an environment that
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import threading
@@ -16,7 +17,7 @@ import psutil
 import torch
 
 from trainer_core.contracts.bridge import TOKEN_HEADER, completion_digest
-from trainer_core.contracts.manifest import Manifest, Shard, TensorEntry, write_manifest
+from trainer_core.contracts.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 VOCAB_PADDING = 64
@@ -37,6 +38,16 @@ def fused_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             parts = [params[name.replace(FUSED[fused][0], part)] for part in FUSED[fused]]
             found[name.replace(FUSED[fused][0], fused)] = torch.cat(parts)
     return found
+
+
+def cuda_handle(tensor: torch.Tensor) -> CudaIpc:
+    """The tensor's storage as a CUDA IPC handle in plain fields."""
+    device, handle, size, offset, counter, counter_offset, event, sync = tensor.untyped_storage()._share_cuda_()
+    text = [base64.b64encode(raw).decode() for raw in (handle, counter, event)]
+    return CudaIpc(
+        device=device, handle=text[0], storage_bytes=size, storage_offset_bytes=offset, ref_counter_handle=text[1],
+        ref_counter_offset=counter_offset, event_handle=text[2], event_sync_required=sync,
+    )  # fmt: skip
 
 
 def slice_of(tensors: dict[str, torch.Tensor], name: str, param: torch.Tensor) -> torch.Tensor:
@@ -61,6 +72,7 @@ class Engine:
 
     def __init__(self, folder: Path, model: torch.nn.Module, *, held: bool = True) -> None:
         self.model = model
+        self.device = next(model.parameters()).device
         self.held, self.paused, self.dirty = held, False, False
         self.version: int | None = None
         self.calls: list[str] = []
@@ -74,6 +86,7 @@ class Engine:
         self.pairs = [(p, slice_of(self.tensors, name, p)) for name, p in model.named_parameters()]
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
+        self.server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that hung up
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         self._write_manifest(folder / "weights")
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
@@ -87,6 +100,9 @@ class Engine:
         self.server.server_close()
 
     def _share(self, path: Path, fused: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.size = 0
+        if self.device.type == "cuda":
+            return fused
         size = sum(t.numel() * t.element_size() for t in fused.values())
         path.write_bytes(bytes(size))
         storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=size)
@@ -103,11 +119,15 @@ class Engine:
     def _write_manifest(self, path: Path) -> None:
         entries = {
             name: TensorEntry(
-                shape=list(t.shape), stride=list(t.stride()), dtype=str(t.dtype)[6:], offset=t.storage_offset()
+                shape=list(t.shape), stride=list(t.stride()), dtype=str(t.dtype)[6:], offset=t.storage_offset(),
+                ipc_handle=cuda_handle(t) if t.is_cuda else None,
             )
             for name, t in self.tensors.items()
-        }
-        shard = Shard(kind="shm", shm_path=str(path), shm_bytes=self.size, param_mappings=entries)
+        }  # fmt: skip
+        if self.device.type == "cuda":
+            shard = Shard(kind="cuda_ipc", param_mappings=entries)
+        else:
+            shard = Shard(kind="shm", shm_path=str(path), shm_bytes=self.size, param_mappings=entries)
         self.manifest = Manifest(
             model="m", architecture="Qwen3ForCausalLM", config=self.model.config.to_dict(), instance_id="i-1",
             server_pid=os.getpid(), server_create_time=psutil.Process().create_time(), base_url=self.url,
@@ -129,7 +149,7 @@ class Engine:
             if not self.stale:
                 for parameter, view in self.pairs:
                     parameter.copy_(view)
-            tokens = torch.tensor([prompt] * size)
+            tokens = torch.tensor([prompt] * size, device=self.device)
             logprobs = []
             for _ in range(count):
                 last = self.model(tokens).logits[:, -1].float().log_softmax(-1)

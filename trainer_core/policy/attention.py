@@ -1,7 +1,8 @@
 """Causal attention over packed sequences of different lengths, as an attention implementation of transformers.
 
-On CUDA `torch.nn.attention.varlen` runs over the packed row as it is. On a CPU there is no such kernel: each sequence
-becomes a row of one right-padded batch for SDPA, which is exact, since a causal row never looks at what follows it.
+On CUDA in half precision `torch.nn.attention.varlen` runs over the packed row as it is. On a CPU, or in float32, there
+is no such kernel: each sequence becomes a row of one right-padded batch for SDPA, which is exact, since a causal row
+never looks at what follows it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ NAME = "atropos_packed"
 class Layout:
     """Where the S sequences of a packed row of N tokens lie."""
 
+    varlen: bool
+    """Use the kernel for variable lengths, on CUDA."""
     max_length: int
     cumulative: torch.Tensor
     """[S + 1] int32, first position of each sequence, then N."""
@@ -30,17 +33,18 @@ class Layout:
     """[N] int64, cell of every position."""
 
 
-def layout(lengths: tuple[int, ...], device: torch.device) -> Layout:
-    """The layout of a row whose sequences have these lengths."""
+def layout(lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Layout:
+    """The layout of a row whose sequences have these lengths, for weights of `dtype`."""
+    varlen = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     longest = max(lengths)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    if device.type == "cuda" or min(lengths) == longest:
-        return Layout(longest, starts, None, None)
+    if varlen or min(lengths) == longest:
+        return Layout(varlen, longest, starts, None, None)
     cells = torch.arange(longest)
     sizes = torch.tensor(lengths)
     real = cells[None, :] < sizes[:, None]
     pad = torch.where(real, starts[:-1, None].long().cpu() + cells[None, :], 0).flatten()
-    return Layout(longest, starts, pad.to(device), torch.nonzero(real.flatten()).flatten().to(device))
+    return Layout(varlen, longest, starts, pad.to(device), torch.nonzero(real.flatten()).flatten().to(device))
 
 
 def register() -> str:
@@ -78,7 +82,7 @@ def packed_attention(
     if attention_mask is not None or dropout:
         raise ValueError("packed attention takes its layout from `packing`, without mask and dropout")
     groups = query.shape[1] // key.shape[1]
-    run = _varlen if query.is_cuda else _padded
+    run = _varlen if packing.varlen else _padded
     return run(query[0], key[0], value[0], packing, groups, scaling, sliding_window)[None], None
 
 

@@ -21,13 +21,13 @@ def row_logprobs(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
         model: a causal language model of transformers with the packed attention.
         row: on the model's device.
     """
+    head = model.get_output_embeddings()
     hidden = model.base_model(
         input_ids=row.tokens[None],
         position_ids=row.positions[None],
         use_cache=False,
-        packing=layout(row.lengths, row.tokens.device),
+        packing=layout(row.lengths, row.tokens.device, head.weight.dtype),
     ).last_hidden_state[0]
-    head = model.get_output_embeddings()
     return chunked_logprobs(hidden.index_select(0, row.predict), head.weight, head.bias, row.labels, row.temperatures)
 
 

@@ -27,7 +27,7 @@ from trainer_core.contracts.manifest import (
     TensorEntry,
     read_manifest,
 )
-from trainer_core.contracts.run_dir import MANIFEST_NAME, RunDir
+from trainer_core.contracts.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
 from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
 from trainer_core.policy.load import attach_views, copy_weights, differences, empty_model, load_config
@@ -64,7 +64,7 @@ class SingleCopy:
             UsageError: another model or dtype, or tensors that cannot be mapped.
         """
         manifest = self._await_manifest()
-        self.engine = EngineClient(manifest.base_url)
+        self.engine = EngineClient(manifest.base_url, _token(self.path))
         info = self.engine.info()
         if info.instance_id != manifest.instance_id:
             raise ManifestError(
@@ -127,7 +127,7 @@ class SingleCopy:
         port = f":{self.config.vllm_port}"
         if "vllm_port" in self.config.model_fields_set and not manifest.base_url.endswith(port):
             raise UsageError(f"{self.path} is of the server at {manifest.base_url}, not of --vllm-port {port[1:]}")
-        probe = EngineClient(manifest.base_url, timeout_s=5.0)
+        probe = EngineClient(manifest.base_url, _token(self.path), timeout_s=5.0)
         try:
             probe.info()
         finally:
@@ -271,6 +271,16 @@ def _open_cuda(ipc: CudaIpc, device: torch.device) -> torch.UntypedStorage:
 def _view(storage: torch.UntypedStorage, entry: TensorEntry) -> torch.Tensor:
     empty = torch.empty(0, dtype=getattr(torch, entry.dtype), device=storage.device)
     return empty.set_(storage, entry.offset, tuple(entry.shape), tuple(entry.stride))
+
+
+def _token(manifest: Path) -> str:
+    """ATROPOS_TOKEN, else the one that a server started by hand wrote beside its manifest, else none."""
+    if os.environ.get(ENV_TOKEN):
+        return os.environ[ENV_TOKEN]
+    try:
+        return (manifest.parent / "token").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _one_dtype(shard: Shard, wanted: str) -> torch.dtype:

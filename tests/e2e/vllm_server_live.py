@@ -1,0 +1,164 @@
+"""Start the real inference server for tests, talk to it, and compare it with transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from trainer_core.contracts.bridge import TOKEN_HEADER, completion_digest
+from trainer_core.contracts.manifest import Manifest, read_manifest
+
+TOKEN = "e2e-token-0123456789"
+START_S = 120.0
+
+
+@dataclass
+class Server:
+    """One running server and the ways to talk to it."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    bridge_dir: Path
+    log: Path
+    model: Path
+    token: str = TOKEN
+    started_s: float = 0.0
+
+    def post(self, path: str, body: Any = None, *, token: bool = True, timeout: float = 60) -> httpx.Response:
+        headers = {TOKEN_HEADER: self.token} if token else {}
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=timeout)
+
+    def get(self, path: str, *, token: bool = True) -> httpx.Response:
+        return httpx.get(self.url + path, headers={TOKEN_HEADER: self.token} if token else {}, timeout=30)
+
+    def generate(self, **body: Any) -> dict[str, Any]:
+        answer = self.post("/generate", body, token=False)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def publish(self, version: int, write: Any = None) -> dict[str, Any]:
+        """Pause, let `write` change the weights, resume as `version`."""
+        assert self.post("/bridge/pause", {"lease_s": 30, "dirty": True}).status_code == 200
+        if write is not None:
+            write()
+        answer = self.post("/bridge/resume", {"weight_version": version})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def manifest(self) -> Manifest:
+        return read_manifest(self.bridge_dir / "vllm_bridge_config.json")
+
+
+def start_server(folder: Path, model: Path, **env: str) -> Server:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    bridge_dir, log = folder / "bridge", folder / "server.log"
+    command = [
+        sys.executable, "-m", "vllm_server", "--model", str(model), "--port", str(port), "--dtype", "float32",
+        "--enforce-eager", "--kv-cache-memory-bytes", "67108864", "--max-model-len", "256", "--block-size", "32",
+    ]  # fmt: skip
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOGDIR": str(bridge_dir),
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1", **env,
+    }  # fmt: skip
+    begun = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+    server = Server(process, f"http://127.0.0.1:{port}", bridge_dir, log, model)
+    while time.monotonic() - begun < START_S and process.poll() is None:
+        try:
+            if httpx.get(server.url + "/health_generate", timeout=15).status_code == 200:
+                server.started_s = time.monotonic() - begun
+                return server
+        except httpx.TransportError:
+            time.sleep(0.2)
+    end_of(process)
+    pytest.fail(f"no server after {time.monotonic() - begun:.0f} s:\n" + log.read_text()[-4000:])
+
+
+def end_of(process: subprocess.Popen[bytes]) -> None:
+    """Whatever happened, leave no process of this session."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+
+def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still execute; a zombie has ended and only waits for whoever inherits it."""
+    alive = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
+
+
+def reference_logprobs(reference: Any, prompt: list[int], tokens: list[int]) -> list[float]:
+    import torch
+
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
+
+
+def largest_gap(reference: Any, answer: dict[str, Any]) -> float:
+    """Largest |server - transformers| over all sampled tokens of an answer."""
+    gaps = []
+    for tokens, positions in zip(answer["token_ids"], answer["logprobs"], strict=True):
+        mine = [position[0][str(token)] for token, position in zip(tokens, positions, strict=True)]
+        theirs = reference_logprobs(reference, answer["prompt_token_ids"], tokens)
+        gaps += [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
+    return max(gaps)
+
+
+def digests(answer: dict[str, Any]) -> list[str]:
+    """What a trainer computes from what atroposlib's client passes on."""
+    return [
+        completion_digest(
+            [int(next(iter(position[0]))) for position in completion],
+            [next(iter(position[0].values())) for position in completion],
+        )
+        for completion in answer["logprobs"]
+    ]
+
+
+def mapped(manifest: Manifest, name: str) -> Any:
+    """A parameter of the server, mapped into this process."""
+    import torch
+
+    shard = manifest.ranks[0]
+    entry = shard.param_mappings[shard.aliases.get(name, name)]
+    assert shard.shm_path is not None
+    storage = torch.UntypedStorage.from_file(shard.shm_path, shared=True, nbytes=shard.shm_bytes)
+    flat = torch.empty(0, dtype=getattr(torch, entry.dtype))
+    return flat.set_(storage, entry.offset, entry.shape, entry.stride)
+
+
+def client(server: Server) -> Any:
+    from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+    from atroposlib.envs.server_handling.vllm_server import VLLMServer
+
+    return VLLMServer(
+        APIServerConfig(
+            model_name=str(server.model), base_url=server.url + "/v1", api_key="x", server_type="vllm", timeout=60
+        )
+    )
+
+
+def cache_hits(server: Server) -> float:
+    for line in server.get("/metrics").text.splitlines():
+        if line.startswith("vllm:prefix_cache_hits_total"):
+            return float(line.rpartition(" ")[2])
+    raise AssertionError("vLLM reports no prefix cache hits")

@@ -1,0 +1,168 @@
+"""The GSM8K environment on a few rows made here: prompts, scores, dropped groups, the test split, a missing hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from atropos_envs.errors import EnvFault
+from atropos_envs.gsm8k_server import SYSTEM_PROMPT, Gsm8kEnv, Row, load_rows
+from tests.unit.envs_support import Engine
+from trainer_core.contracts.records import EvalRecord, parse_line
+
+ASCII = [chr(code) for code in range(10, 127)]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ROWS = [Row(question=f"What is {n} plus {n}?", answer=f"It doubles.\n#### {2 * n}") for n in range(1, 7)]
+
+
+def text_tokenizer() -> PreTrainedTokenizerFast:
+    """One id per ASCII character, `<eos>` is 1, with a chat template."""
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *ASCII])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def encode(text: str) -> list[int]:
+    return [*(ASCII.index(character) + 2 for character in text), 1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    text_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    for split, rows in (("train", ROWS[:4]), ("test", ROWS[4:])):
+        (tmp_path / f"data/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def make(folder: Path, url: str, **fields: Any) -> Gsm8kEnv:
+    config, servers = Gsm8kEnv.config_init()
+    servers[0].base_url, servers[0].model_name = url, str(folder / "model")
+    fields = {
+        "tokenizer_name": str(folder / "model"),
+        "dataset_path": str(folder / "data"),
+        "data_dir_to_save_evals": str(folder / "evals"),
+        "group_size": 4,
+    } | fields
+    return Gsm8kEnv(config.model_copy(update=fields), servers)
+
+
+async def test_a_group_is_scored_and_templated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATROPOS_COMPONENT", raising=False)
+    prompts = []
+
+    def answers(prompt: list[int], body: dict[str, Any], index: int) -> list[int]:
+        prompts.append("".join(ASCII[token - 2] for token in prompt))
+        return encode("<think>\\boxed{9}</think>\\boxed{6}" if index == 0 else "six")
+
+    async with Engine(answers).running() as url:
+        env = make(folder, url)
+        await env.setup()
+        group = await env.rollout(ROWS[2])
+        await env._close_servers()
+    assert prompts[0] == f"<system>{SYSTEM_PROMPT}<user>What is 3 plus 3?<assistant>"
+    assert group is not None
+    assert group["scores"] == [1.0, -1.0, -1.0, -1.0]
+    assert group["tokens"][1] == encode(prompts[0])[:-1] + encode("six")
+    assert group["masks"][1] == [-100] * len(prompts[0]) + encode("six")
+    assert group["inference_logprobs"][1][len(prompts[0]) :] == [-0.25, -0.5, -0.75, -1.0]
+    assert group["generation_params"]["temperature"] == 1.0
+    assert group["generation_params"]["max_tokens"] + len(prompts[0]) < 2048, "no sequence may reach the limit"
+
+
+async def test_where_all_are_right_brevity_decides_and_equal_groups_are_dropped(folder: Path) -> None:
+    lengths = [10, 400, 10, 10]
+
+    def right(prompt: list[int], body: dict[str, Any], index: int) -> list[int]:
+        return encode("." * lengths[index] + "\\boxed{2}")
+
+    async with Engine(right).running() as url:
+        env = make(folder, url, max_token_length=len(SYSTEM_PROMPT) + 500)
+        await env.setup()
+        group = await env.rollout(ROWS[0])
+        assert group is not None
+        assert group["scores"][0] == group["scores"][2] == group["scores"][3] > group["scores"][1]
+        lengths[1] = 10
+        assert await env.rollout(ROWS[0]) is None
+        assert await env.rollout({"question": "?", "answer": "no mark"}) is None
+        await env._close_servers()
+
+
+async def test_the_test_split_is_evaluated_greedily(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATROPOS_RUN_DIR", raising=False)
+    monkeypatch.delenv("ATROPOS_COMPONENT", raising=False)
+
+    def ten(prompt: list[int], body: dict[str, Any], index: int) -> list[int]:
+        assert body["temperature"] == 0.0
+        return encode("\\boxed{10}")
+
+    async with Engine(ten).running() as url:
+        await make(folder, url)._run_evaluate()
+    (line,) = (folder / "evals/eval.gsm8k.jsonl").read_text().splitlines()
+    record = parse_line(line)
+    assert isinstance(record, EvalRecord)
+    assert (record.env, record.split, record.correct, record.questions) == ("gsm8k", "test", 1, 2)
+
+
+async def test_problems_come_in_an_order_of_the_seed(folder: Path) -> None:
+    orders = []
+    for seed in (1, 1, 2):
+        env = make(folder, "http://127.0.0.1:9/v1", seed=seed)
+        await env.setup()
+        orders.append([(await env.get_next_item())["question"] for _ in range(8)])
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0][:4]) == sorted(orders[0][4:]) == sorted(row["question"] for row in ROWS[:4])
+
+
+async def test_a_model_without_chat_template_is_refused(folder: Path) -> None:
+    tokenizer = text_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder / "base")
+    with pytest.raises(EnvFault, match="chat template"):
+        await make(folder, "http://127.0.0.1:9/v1", tokenizer_name=str(folder / "base")).setup()
+
+
+def test_a_missing_hub_is_a_sentence_with_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub\nTraceback of many lines")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(EnvFault) as caught:
+        load_rows("train", None)
+    message = str(caught.value)
+    assert "Couldn't reach the Hub" in message and "--env.dataset_path" in message and "HF_HUB_OFFLINE" in message
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+
+
+def test_the_hub_s_rows_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def hub(*args: Any, split: str) -> list[Row]:
+        asked.append((*args, split))
+        return ROWS[:2]
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    assert load_rows("test", None) == ROWS[:2]
+    assert asked == [("openai/gsm8k", "main", "test")]
+
+
+@pytest.mark.parametrize(("content", "said"), [("{", ":1"), ('{"question": "q"}', ":1"), ("", "empty")])
+def test_a_broken_file_is_named_with_its_line(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "train.jsonl").write_text(content)
+    with pytest.raises(EnvFault, match=said):
+        load_rows("train", str(tmp_path))
+    with pytest.raises(EnvFault, match="no such file"):
+        load_rows("test", str(tmp_path))
