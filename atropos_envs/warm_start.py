@@ -32,7 +32,8 @@ WARMUP_STEPS = 20
 FINAL_LR = 0.05
 """Share of the peak that is left at the last step."""
 MAX_GRAD_NORM = 0.1
-"""Tight: at 1.0 the model keeps more noise, and 60 steps of GRPO end at a mean reward of 0.88-0.93, not 0.93-0.96."""
+"""Tight, for a cleaner start. Mean reward of the last 5 of 60 GRPO steps, plain torch, lag 1: 0.93, 0.94, 0.96 (seeds
+0 to 2) at 0.1; 0.94, 0.95, 0.93 at 0.3; without clipping 0.86 and 0.87 (seeds 0 and 2)."""
 FORGETS = 0.7
 """How often the teacher drops a carry."""
 IGNORED = -100

@@ -25,8 +25,15 @@ def main() -> int:
     with contextlib.suppress(PermissionError):
         os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    async def run(stack: StackSpec) -> int:
+        code = await run_stack(stack)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # all is over: a late signal must not change the exit code
+        return code
+
     try:
-        return asyncio.run(run_stack(StackSpec.model_validate_json(sys.stdin.buffer.read())))
+        return asyncio.run(run(StackSpec.model_validate_json(sys.stdin.buffer.read())))
     except (ValidationError, StackError, RunInUseError, SocketError) as error:
         print(f"atropos_tui.supervisor: {error}", file=sys.stderr)
         return 2

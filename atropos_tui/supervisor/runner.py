@@ -41,18 +41,15 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int
     """
     run = RunDir(Path(stack.run_dir))
     run.create()
-    journal = Journal(run.supervisor_jsonl, stack.run_id)
-    try:
+    with _Signals() as signals, contextlib.closing(Journal(run.supervisor_jsonl, stack.run_id)) as journal:
         ledger = Ledger(stack, journal, on_event)
         become_subreaper()
         await asyncio.to_thread(_reap_earlier, stack.run_id, run)
         run.result_json.unlink(missing_ok=True)
-        return await _with_socket(ledger, run)
-    finally:
-        journal.close()
+        return await _with_socket(ledger, run, signals)
 
 
-async def _with_socket(ledger: Ledger, run: RunDir) -> int:
+async def _with_socket(ledger: Ledger, run: RunDir, signals: _Signals) -> int:
     listening, path = sockets.listen(run)
     guard = Guard(ledger.stack.run_id)
     api: ApiServer | None = None
@@ -60,11 +57,11 @@ async def _with_socket(ledger: Ledger, run: RunDir) -> int:
         core = Core(ledger, guard, str(path), os.environ.get(ENV_TOKEN) or secrets.token_urlsafe(32))
         api = ApiServer(core, run, listening)
         await api.started()
-        with _signals(core):
-            try:
-                return (await core.run()).exit_code
-            except Exception:
-                return _fault(ledger, run)
+        signals.attach(core)
+        try:
+            return (await core.run()).exit_code
+        except Exception:
+            return _fault(ledger, run)
     except asyncio.CancelledError:
         RunResult(exit_code=EXIT_INTERRUPTED, reason="the supervisor was cancelled").write(run.result_json)
         raise
@@ -85,16 +82,29 @@ def _reap_earlier(run_id: str, run: RunDir) -> None:
     leftovers.reap(run_id)
 
 
-class _signals(contextlib.ContextDecorator):
-    """While entered, signals to this process go to the core."""
+class _Signals:
+    """While entered, signals to this process go to the core; early ones wait for it, late ones do no harm."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self) -> None:
+        self._core: Core | None = None
+        self._early: list[str] = []
+
+    def attach(self, core: Core) -> None:
         self._core = core
+        for name in self._early:
+            core.interrupt(name)
 
-    def __enter__(self) -> None:
+    def _arrived(self, name: str) -> None:
+        if self._core is None:
+            self._early.append(name)
+        else:
+            self._core.interrupt(name)
+
+    def __enter__(self) -> _Signals:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._core.interrupt, signal.Signals(number).name)
+            loop.add_signal_handler(number, self._arrived, signal.Signals(number).name)
+        return self
 
     def __exit__(self, *_: object) -> None:
         loop = asyncio.get_running_loop()
