@@ -28,16 +28,21 @@ class Prober:
     def __init__(self, engine: EngineClient | None, config: TrainingConfig) -> None:
         self.engine = engine if config.probe_interval else None
         self.config = config
+        self._block = (self.engine.info().block_size if self.engine else None) or 16
         self._prompts: list[list[int]] = []
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="probe")
         self._running: Future[Answers] | None = None
 
     def learn(self, batch: Batch) -> None:
-        """Take real prompts from the newest batch: different ones, with room for the answer."""
+        """Take real prompts from the newest batch: different ones, with room for the answer.
+
+        Only whole blocks are cached, so rollouts are strung together where prompts alone are too short for one.
+        """
         room = self.config.max_model_len - self.config.probe_tokens
-        prompts = {tuple(r.tokens[: r.prompt_length].tolist()) for r in batch.rollouts}
-        fitting = sorted(p for p in prompts if 0 < len(p) <= room)
-        self._prompts = [list(p) for p in fitting[: self.config.probe_prompts]] or self._prompts
+        needed = min(self._block + 1, room)
+        prompts = sorted({tuple(r.tokens[: r.prompt_length].tolist()) for r in batch.rollouts})
+        fitting = [list(p) for p in prompts if needed <= len(p) <= room] or _strung(batch, needed)
+        self._prompts = fitting[: self.config.probe_prompts] or self._prompts
 
     def start(self, step: int) -> None:
         """Begin the probe that belongs to `step`, unless it runs already or none is due."""
@@ -57,8 +62,7 @@ class Prober:
         try:
             answers = running.result()
         except EngineError as error:
-            print(f"Probe not possible: {error}")
-            self.engine = None
+            print(f"[WARNING] no probe of this step: {error}")
             return None
         return compare(model, answers)
 
@@ -74,7 +78,14 @@ def compare(model: torch.nn.Module, answers: Answers) -> Probe:
     for _, first, second in answers:
         fresh += diff_sums(next(ours), first.logprobs)
         cached += diff_sums(next(ours), second.logprobs)
-    return Probe(fresh, cached)
+    hits = [second.cached_tokens for _, _, second in answers if second.cached_tokens is not None]
+    return Probe(fresh, cached, sum(hits) if hits else None)
+
+
+def _strung(batch: Batch, length: int) -> list[list[int]]:
+    """Prompts of `length` tokens each, cut from the batch's rollouts laid end to end."""
+    stream = [token for rollout in batch.rollouts for token in rollout.tokens.tolist()]
+    return [stream[at : at + length] for at in range(0, len(stream) - length + 1, length)]
 
 
 def _ask(engine: EngineClient, prompts: list[list[int]], tokens: int) -> Answers:

@@ -158,6 +158,7 @@ def alignment_fields(report: StepReport) -> dict[str, Any]:
         "probe_diff_abs_mean": probe.abs_mean if probe else None,
         "probe_diff_abs_max": probe.abs_max if probe and probe.tokens else None,
         "probe_tokens": probe.tokens if probe else 0,
+        "probe_cached_tokens": report.probe.cached_tokens if report.probe else None,
         "verdict": report.alignment.verdict,
         "cause": report.alignment.cause,
     }

@@ -61,6 +61,7 @@ class Bridge:
             shared_weights=self.manifest is not None,
             manifest=None if self.manifest is None else str(self.config.manifest_path),
             exported=0 if self.manifest is None else len(self.manifest.ranks[0].param_mappings),
+            block_size=self.engine.vllm_config.cache_config.block_size,
         )
 
     async def pause(self, request: PauseRequest) -> BridgeInfo:

@@ -185,6 +185,7 @@ class Generator:
             answer["prompt_logprobs"] = [
                 row and position_logprobs(token, row) for token, row in zip(prompt_ids, rows, strict=True)
             ]
+        answer["cached_tokens"] = [output.num_cached_tokens for output in outputs]
         answer["weight_versions"] = [self._record(output) for output in outputs]
         self.completions += len(outputs)
         return answer

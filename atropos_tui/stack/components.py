@@ -168,7 +168,7 @@ def _engine_command(site: Site, section: EngineSection, dtype: str) -> list[str]
         "gpu-memory-utilization": section.gpu_memory_utilization,
         "max-model-len": section.max_model_len,
     } | section.args
-    return [PYTHON, "-m", "vllm_server", *_flags(flags)]
+    return [PYTHON, "-m", "vllm_server", *site.texts(_flags(flags))]
 
 
 def environment(site: Site, section: EnvSection, after: list[str], settings: TrainingConfig) -> ComponentSpec:
@@ -192,7 +192,7 @@ def environment(site: Site, section: EnvSection, after: list[str], settings: Tra
     else:
         program = ["-m", site.text(section.module)] if section.module else [site.text(section.script or "")]
         config = ["--config", site.text(section.config)] if section.config else []
-        command = [PYTHON, *program, "serve", *config, *_flags(flags, explicit_booleans=True)]
+        command = [PYTHON, *program, "serve", *config, *site.texts(_flags(flags, explicit_booleans=True))]
     return _spec(
         site,
         section,

@@ -34,6 +34,7 @@ def assert_aligned(stack: LiveStack) -> None:
     worst = max(record.probe_diff_abs_mean for record in probed)
     assert worst < 1e-5, f"probe |diff| mean up to {worst:.2e}"
     assert min(record.probe_tokens for record in probed) >= 8
+    assert min(record.probe_cached_tokens for record in probed) >= 32, "the prefix cache was put to test"
     assert {record.verdict for record in alignment} == {"ok"}
 
 

@@ -22,6 +22,7 @@ class RecordingEngine:
     """Keeps the order of calls; `resets` says whether the prefix cache can be reset."""
 
     model_config = SimpleNamespace(dtype="torch.float32")
+    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=32))
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -133,7 +133,9 @@ def output(tokens: list[int], values: list[float], first: float, last: float) ->
     entries = [{token: logprob(value)} for token, value in zip(tokens, values, strict=True)]
     completion = SimpleNamespace(text="t", token_ids=tokens, logprobs=entries, finish_reason="stop")
     times = SimpleNamespace(first_token_ts=first, last_token_ts=last)
-    return SimpleNamespace(outputs=[completion], metrics=times, prompt_logprobs=[None, {4: logprob(-2.0)}])
+    return SimpleNamespace(
+        outputs=[completion], metrics=times, prompt_logprobs=[None, {4: logprob(-2.0)}], num_cached_tokens=0
+    )
 
 
 async def test_the_answer_has_the_contract_s_shape_and_the_digest_finds_its_versions(

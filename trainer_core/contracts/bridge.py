@@ -40,6 +40,8 @@ class BridgeInfo(BridgeMessage):
     manifest: str | None = None
     exported: int = 0
     """Number of tensors in the manifest."""
+    block_size: int | None = None
+    """Tokens in one block of the KV cache: a shorter prompt leaves nothing in the prefix cache."""
 
 
 class PauseRequest(BridgeMessage):

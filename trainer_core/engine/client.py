@@ -27,6 +27,8 @@ class Completion:
 
     token_ids: list[int]
     logprobs: list[float]
+    cached_tokens: int | None = None
+    """Tokens of the prompt that came from the prefix cache; null when the server does not say."""
 
 
 class EngineClient:
@@ -78,7 +80,8 @@ class EngineClient:
         answer = self._call("POST", "/generate", request)
         try:
             steps = [next(iter(step[0].items())) for step in answer["logprobs"][0]]
-            return Completion([int(token) for token, _ in steps], [float(value) for _, value in steps])
+            ids, logprobs = [int(token) for token, _ in steps], [float(value) for _, value in steps]
+            return Completion(ids, logprobs, (answer.get("cached_tokens") or [None])[0])
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, StopIteration):
             raise EngineError(
                 f"{self.base_url}/generate answers without logprobs: is it python -m vllm_server?"

@@ -58,6 +58,8 @@ class Probe:
 
     fresh: DiffSums
     cached: DiffSums
+    cached_tokens: int | None = None
+    """Prompt tokens served from the prefix cache; null when the server does not say."""
 
     @property
     def both(self) -> DiffSums:
