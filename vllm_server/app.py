@@ -23,6 +23,7 @@ from vllm_server.bridge import Bridge
 from vllm_server.config import DEFAULT_HOST, DEFAULT_PORT, ConfigError, ServerConfig
 from vllm_server.generate import Generator
 from vllm_server.guard import Door, Gate, allowed_hosts
+from vllm_server.span_file import SpanFile
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +231,8 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     gate = Gate(held=config.hold_generation)
     bridge = Bridge(engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version)
     names = args.served_model_name or [args.model]
-    generator = Generator(engine, history=bridge.history, spans=bridge.spans, model_names=names)
+    spans = SpanFile(config.spans_path, bridge.spans)
+    generator = Generator(engine, history=bridge.history, spans=spans, model_names=names)
     if config.shared_weights:
         await export_weights(bridge, args, address)
     # The first request with logprobs compiles or loads kernels; better now than in the first rollout.

@@ -72,6 +72,11 @@ class ServerConfig:
         return self.bridge_dir / "state.json"
 
     @property
+    def spans_path(self) -> Path:
+        """Weight versions of completions, kept across restarts."""
+        return self.bridge_dir / "versions.txt"
+
+    @property
     def token_path(self) -> Path:
         return self.bridge_dir / "token"
 

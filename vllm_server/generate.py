@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from trainer_core.contracts.bridge import completion_digest
-from vllm_server.versions import Span, SpanStore, VersionHistory
+from vllm_server.versions import Span, SpanSink, VersionHistory
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def completion_logprobs(token_ids: Sequence[int], positions: Sequence[dict[int, 
 class Generator:
     """Turns bodies into answers; owns the record of which weights made which completion."""
 
-    def __init__(self, engine: Any, *, history: VersionHistory, spans: SpanStore, model_names: Sequence[str]) -> None:
+    def __init__(self, engine: Any, *, history: VersionHistory, spans: SpanSink, model_names: Sequence[str]) -> None:
         self.engine = engine
         self.history = history
         self.spans = spans

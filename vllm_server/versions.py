@@ -11,12 +11,18 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 Span = tuple[int, int]
 """Oldest and newest weight version that contributed tokens."""
 
 MAX_LEASE_S = 24 * 3600.0
+
+
+class SpanSink(Protocol):
+    """Where completions are recorded."""
+
+    def remember(self, digest: str, span: Span) -> None: ...
 
 
 class SpanStore:
@@ -25,17 +31,21 @@ class SpanStore:
     def __init__(self, capacity: int = 200_000) -> None:
         if capacity < 1:
             raise ValueError(f"capacity {capacity} must be positive")
-        self._capacity = capacity
+        self.capacity = capacity
         self._spans: OrderedDict[str, Span] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._spans)
 
+    def items(self) -> list[tuple[str, Span]]:
+        """Everything kept, least recently used first."""
+        return list(self._spans.items())
+
     def remember(self, digest: str, span: Span) -> None:
         """Record `span`. Two completions alike to the last bit share a digest: the later one wins."""
         self._spans[digest] = span
         self._spans.move_to_end(digest)
-        if len(self._spans) > self._capacity:
+        if len(self._spans) > self.capacity:
             self._spans.popitem(last=False)
 
     def look_up(self, digests: Sequence[str]) -> list[Span | None]:

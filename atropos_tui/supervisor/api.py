@@ -52,24 +52,22 @@ class Routes:
 
     async def events(self, request: Request) -> Response:
         try:
-            after = int(request.query_params.get("after", -1))
+            after = int(request.query_params["after"]) if "after" in request.query_params else None
         except ValueError:
             return refuse(422, Refusal(error="after must be a number", fix="leave it out to begin with now"))
         usage = await self._core.sampler.fresh()
         ledger = self._core.ledger
         status, live = ledger.hub.subscribe(lambda: ledger.status(usage))
-        missed = ledger.journal.between(after, status.seq) if 0 <= after < status.seq else iter(())
+        missed = iter(()) if after is None else ledger.journal.between(after, status.seq)
         lines = self._lines(Snapshot(status=status), missed, live)
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
-    async def _lines(
-        self, snapshot: Snapshot, missed: Iterator[Record], live: Subscription[Record]
-    ) -> AsyncIterator[str]:
+    async def _lines(self, snapshot: Snapshot, missed: Iterator[str], live: Subscription[Record]) -> AsyncIterator[str]:
         """Dropped subscribers see their connection break: `SubscriberDroppedError` leaves through here."""
         try:
             yield snapshot.model_dump_json() + "\n"
-            for record in missed:
-                yield record.to_line()
+            for line in missed:
+                yield line
             async for record in live:
                 yield record.to_line()
         finally:

@@ -83,16 +83,16 @@ class ControlClient:
         """The run now, with CPU and memory at most two seconds old."""
         return await self._get("/status", RunStatus)
 
-    async def events(self, after: int = -1) -> AsyncIterator[Snapshot | Record]:
+    async def events(self, after: int | None = None) -> AsyncIterator[Snapshot | Record]:
         """A `Snapshot`, then records as they come; ends with the run.
 
-        With `after` >= 0 the records after it that the snapshot already includes come too, between snapshot and live
-        ones (their `seq` is at most the snapshot's `status.seq`).
+        With `after` the records after it (-1: all) that the snapshot already includes come too, between snapshot and
+        live ones; their `seq` is at most the snapshot's `status.seq`.
 
         Raises:
             StreamLost: the stream broke off before the end of the run.
         """
-        params = {"after": after} if after >= 0 else {}
+        params = {} if after is None else {"after": after}
         http = self._connection()
         try:
             async with http.stream(

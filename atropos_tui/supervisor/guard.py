@@ -4,8 +4,9 @@
 
 Direct children of a killed supervisor die by their parent-death signal; their descendants do not, and double-forked
 ones belong to nobody. The guard holds the read end of a pipe, learns from it the sessions that the run started
-(`S SESSION TICKS`, `F SESSION` when one is gone), and acts on its end of file: it kills by the run-id marker in the
-environment, by those sessions, and all descendants of both.
+(`S SESSION TICKS`, `F SESSION` when one is gone) and the files that go with them (`C PATH`, `D PATH`), and acts on its
+end of file: it kills by the run-id marker in the environment, by those sessions, and all descendants of both; then it
+removes the files.
 """
 
 from __future__ import annotations
@@ -52,21 +53,36 @@ def sweep(run_id: str, sessions: dict[int, int], exclude: set[int]) -> None:
         time.sleep(0.01)
 
 
-def follow(descriptor: int) -> dict[int, int]:
-    """Read notes until the supervisor is gone; the sessions that were alive then."""
+def follow(descriptor: int) -> tuple[dict[int, int], set[bytes]]:
+    """Read notes until the supervisor is gone; sessions that were alive then, files that must not outlive them."""
     sessions: dict[int, int] = {}
+    files: set[bytes] = set()
     with open(descriptor, "rb") as pipe:
         for line in pipe:
             note = line.split()
-            if note[:1] == [b"S"] and len(note) == 3:
+            if line.startswith(b"C "):
+                files.add(line[2:].rstrip(b"\n"))
+            elif line.startswith(b"D "):
+                files.discard(line[2:].rstrip(b"\n"))
+            elif note[:1] == [b"S"] and len(note) == 3:
                 sessions[int(note[1])] = int(note[2])
             elif note[:1] == [b"F"] and len(note) == 2:
                 sessions.pop(int(note[1]), None)
-    return sessions
+    return sessions, files
+
+
+def remove(path: bytes) -> None:
+    """Delete one file, if it is there."""
+    try:
+        os.unlink(path)  # noqa: PTH108
+    except OSError:
+        return
 
 
 def main() -> None:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    sessions = follow(int(sys.argv[1]))
+    sessions, files = follow(int(sys.argv[1]))
     sweep(sys.argv[2], sessions, {os.getpid()})
+    for path in files:
+        remove(path)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from atropos_tui.supervisor import procfs
@@ -30,6 +31,7 @@ class Guard:
         self._pidfd = -1
         self.pid = 0
         self._deaths = 0
+        self._files: set[str] = set()
         self._start()
 
     def _start(self) -> None:
@@ -48,6 +50,8 @@ class Guard:
         asyncio.get_running_loop().add_reader(self._pidfd, self._died)
         for session, ticks in self._sessions.items():
             self._note(f"S {session} {ticks}\n")
+        for path in self._files:
+            self._note(f"C {path}\n")
 
     def _died(self) -> None:
         self._release()
@@ -86,6 +90,20 @@ class Guard:
         for row in rows:
             if row.pid == row.session:
                 self.remember(row.pid, row.ticks)
+
+    def clear(self, paths: Iterable[Path]) -> None:
+        """These files must not outlive the run: a manifest, weights in /dev/shm."""
+        for path in map(str, paths):
+            if "\n" not in path and path not in self._files:
+                self._files.add(path)
+                self._note(f"C {path}\n")
+
+    def cleared(self, paths: Iterable[Path]) -> None:
+        """They are gone, or someone else's from here on."""
+        for path in map(str, paths):
+            if path in self._files:
+                self._files.discard(path)
+                self._note(f"D {path}\n")
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """Let it take its last look and leave."""

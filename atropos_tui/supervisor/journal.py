@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -17,10 +18,11 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainer_core.contracts.records import Record, RecordError, parse_line
+from trainer_core.contracts.records import Record
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
+_SEQ = re.compile(rb'"seq":\s*(\d+)')
 BACKLOG_LINES = 10_000
 """Lines kept in memory while the disk refuses them."""
 
@@ -71,16 +73,12 @@ class Journal:
                 return
             self._torn = line[written:]
 
-    def between(self, after: int, upto: int) -> Iterator[Record]:
-        """Records of the file with `after < seq <= upto`."""
+    def between(self, after: int, upto: int) -> Iterator[str]:
+        """Lines of the file with `after < seq <= upto`."""
         with self.path.open("rb") as file:
             for line in file:
-                try:
-                    record = parse_line(line)
-                except RecordError:
-                    continue
-                if after < record.seq <= upto:
-                    yield record
+                if after < _seq_of(line) <= upto:
+                    yield line.decode()
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -105,15 +103,15 @@ def _repair(descriptor: int) -> int:
     return size - end
 
 
+def _seq_of(line: bytes) -> int:
+    """Sequence of a line, -1 if it has none; without parsing it, since a long run has many."""
+    found = _SEQ.search(line)
+    return int(found.group(1)) if found else -1
+
+
 def _last_seq(path: Path) -> int:
-    last = -1
     with path.open("rb") as file:
-        for line in file:
-            try:
-                last = max(last, parse_line(line).seq)
-            except RecordError:
-                continue
-    return last
+        return max(map(_seq_of, file), default=-1)
 
 
 class ProcessEntry(BaseModel):

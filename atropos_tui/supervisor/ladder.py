@@ -13,6 +13,8 @@ from atropos_tui.supervisor.process import Child
 
 FOLLOWERS_S = 2.0
 """After the leader went by itself, others of its group get at most this much of the grace."""
+STUCK_S = 10.0
+"""A process that SIGKILL has not ended after this long waits inside the kernel."""
 LOOK_S = (0.005, 0.1)
 """Shortest and longest pause between two looks at the process table."""
 
@@ -24,6 +26,7 @@ async def end_set(
     grace_s: float,
     hurry: asyncio.Event,
     on_leftover: Callable[[int], None],
+    on_stuck: Callable[[list[procfs.Proc]], None],
 ) -> int:
     """Return when no process of the set is left; how many had to be killed.
 
@@ -33,6 +36,7 @@ async def end_set(
         grace_s: seconds between that signal and SIGKILL.
         hurry: set by anyone who wants the rest killed now.
         on_leftover: told how many were still there when the leader had already ended by itself.
+        on_stuck: told once what is still there `STUCK_S` after SIGKILL.
     """
     if child.exit_code is not None:
         left = await asyncio.to_thread(members)
@@ -40,7 +44,7 @@ async def end_set(
             on_leftover(len(left))
     elif number != signal.SIGKILL and grace_s > 0 and not hurry.is_set():
         await _ask(child, members, number, grace_s, hurry)
-    return await _kill(child, members)
+    return await _kill(child, members, on_stuck)
 
 
 async def _ask(
@@ -63,7 +67,10 @@ async def _ask(
         pause = min(pause * 2, LOOK_S[1])
 
 
-async def _kill(child: Child, members: Callable[[], list[procfs.Proc]]) -> int:
+async def _kill(
+    child: Child, members: Callable[[], list[procfs.Proc]], on_stuck: Callable[[list[procfs.Proc]], None]
+) -> int:
+    told, patience = False, time.monotonic() + STUCK_S
     killed: set[tuple[int, int]] = set()
     pause = LOOK_S[0]
     while True:
@@ -75,5 +82,8 @@ async def _kill(child: Child, members: Callable[[], list[procfs.Proc]]) -> int:
         for row in rows:
             if procfs.send(row, signal.SIGKILL):
                 killed.add(row.key)
+        if not told and time.monotonic() > patience:
+            told = True
+            on_stuck(rows)
         await asyncio.sleep(pause)
         pause = min(pause * 2, LOOK_S[1])

@@ -22,7 +22,18 @@ from atropos_tui.supervisor.ladder import end_set
 from atropos_tui.supervisor.ledger import Ledger
 from atropos_tui.supervisor.logs import LogDrain, LogFile
 from atropos_tui.supervisor.members import Tracker
-from atropos_tui.supervisor.messages import Deadline, Exited, Fault, Gone, Leftovers, Message, PortTaken, Verdict, Wake
+from atropos_tui.supervisor.messages import (
+    Deadline,
+    Exited,
+    Fault,
+    Gone,
+    Leftovers,
+    Message,
+    Noted,
+    PortTaken,
+    Verdict,
+    Wake,
+)
 from atropos_tui.supervisor.probe import Checker, Prober
 from atropos_tui.supervisor.process import Child, spawn
 from atropos_tui.supervisor.unit import Outcome, Unit
@@ -89,6 +100,7 @@ class Launcher:
         except OSError as error:
             raise LaunchError(f"cannot start {unit.name}: {error}", "see atropos-tui doctor") from None
         self._adopt(unit, child, attempt)
+        self._guard.clear(launch.clears)
         unit.launch = launch
         unit.log = LogDrain(pipe, log_file, lambda problem: self._disk_trouble(unit, problem))
         self._ledger.move(unit, State.STARTING, f"attempt {attempt}")
@@ -116,7 +128,7 @@ class Launcher:
 
     def _disk_trouble(self, unit: Unit, problem: str) -> None:
         fix = "free disk space; the run goes on, and lost log output is counted"
-        self._ledger.diagnose(unit, Diagnosis("the log cannot be written", problem, fix))
+        self._post(Noted(unit.name, Diagnosis("the log cannot be written", problem, fix)))
 
     def _port_is_free(self, unit: Unit) -> bool:
         port = unit.spec.port
@@ -170,6 +182,7 @@ class Launcher:
             grace_s,
             unit.hurry,
             lambda count: self._post(Leftovers(name, attempt, count)),
+            lambda rows: self._post(Noted(name, _stuck(rows))),
         )
         assert unit.log is not None and child.exit_code is not None
         unit.log.finish()
@@ -187,6 +200,7 @@ class Launcher:
         child.reap()
         self._tracker.remove(unit.name)
         self._guard.forget(child.pid)
+        self._guard.cleared(unit.launch.clears)
         self.table.components.pop(unit.name, None)
         self.table.write(self._dir.journal_json)
         try:
@@ -206,6 +220,12 @@ def entry_of(pid: int, ticks: int | None = None, attempt: int = 0) -> ProcessEnt
         ticks = row.ticks if row else 0
     seconds = ticks / procfs.TICKS_PER_SECOND
     return ProcessEntry(pid=pid, create_time=seconds, ticks=ticks, pgid=pid, boot_id=procfs.boot_id(), attempt=attempt)
+
+
+def _stuck(rows: list[procfs.Proc]) -> Diagnosis:
+    who = ", ".join(f"pid {row.pid} (state {row.state})" for row in rows)
+    fix = "state D is a wait inside the kernel, for a disk or a driver (GPU: see dmesg); only that can end it"
+    return Diagnosis("a process cannot be killed", who, fix)
 
 
 def port_free(port: int) -> bool:

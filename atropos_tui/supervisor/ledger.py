@@ -7,17 +7,19 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from atropos_tui.stack.spec import StackSpec
 from atropos_tui.supervisor import states
 from atropos_tui.supervisor.diagnoses import Diagnosis
 from atropos_tui.supervisor.events import Hub
 from atropos_tui.supervisor.journal import Journal
+from atropos_tui.supervisor.logs import latest_attempt
 from atropos_tui.supervisor.sampling import Usage
 from atropos_tui.supervisor.unit import Unit
 from trainer_core.contracts.control import Phase, RunStatus, State
 from trainer_core.contracts.records import DiagnosisRecord, Record, StateRecord
-from trainer_core.contracts.run_dir import is_safe_name
+from trainer_core.contracts.run_dir import RunDir, is_safe_name
 
 OnEvent = Callable[[Record], object]
 
@@ -50,6 +52,12 @@ def check_stack(stack: StackSpec) -> None:
         done |= ready
 
 
+def _attempts_so_far(folder: Path) -> int:
+    """A resumed run goes on counting, so that no log is overwritten and telemetry tells its attempts apart."""
+    latest = latest_attempt(folder)
+    return int(latest.stem) if latest else 0
+
+
 class Ledger:
     """Units, phase and the stream of records. Belongs to the core's task."""
 
@@ -57,7 +65,8 @@ class Ledger:
         check_stack(stack)
         self.stack = stack
         self.journal = journal
-        self.units = {spec.name: Unit(spec) for spec in stack.components}
+        logs = RunDir(Path(stack.run_dir)).logs
+        self.units = {s.name: Unit(s, attempt=_attempts_so_far(logs / s.name)) for s in stack.components}
         self.hub: Hub[Record] = Hub()
         self.phase = Phase.STARTING
         self.started_at = time.time()

@@ -56,6 +56,14 @@ class Deadline:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """Something is wrong with a component that changes no state."""
+
+    name: str
+    diagnosis: Diagnosis
+
+
+@dataclass(frozen=True)
 class PortTaken:
     """The port of a component that shall start is held by a stranger and did not become free."""
 
@@ -95,4 +103,4 @@ class Fault:
     error: BaseException
 
 
-Message = Exited | Leftovers | Gone | Verdict | Deadline | PortTaken | Submit | Interrupt | Hurry | Wake | Fault
+Message = Exited | Leftovers | Gone | Verdict | Deadline | Noted | PortTaken | Submit | Interrupt | Hurry | Wake | Fault

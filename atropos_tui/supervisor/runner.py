@@ -23,6 +23,7 @@ from atropos_tui.supervisor.journal import Journal, ProcessTable
 from atropos_tui.supervisor.ledger import Ledger, OnEvent
 from atropos_tui.supervisor.process import become_subreaper
 from atropos_tui.supervisor.result import RunResult
+from trainer_core.contracts.control import Phase
 from trainer_core.contracts.run_dir import ENV_TOKEN, RunDir
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -121,4 +122,6 @@ def _fault(ledger: Ledger, run: RunDir) -> int:
     leftovers.reap(ledger.stack.run_id, ProcessTable.load(run.journal_json))
     reason = f"a fault of the supervisor: {report.strip().splitlines()[-1]}; please report {run.fault_txt}"
     RunResult(exit_code=EXIT_FAULT, reason=reason).write(run.result_json)
+    ledger.phase, ledger.exit_code, ledger.reason = Phase.ENDED, EXIT_FAULT, reason
+    ledger.notify()
     return EXIT_FAULT

@@ -87,6 +87,7 @@ class Unit:
         """One row of `ps`."""
         probe = self.newest_probe()
         child = self.child
+        current = usage if child and child.pid in usage.pids else Usage([child.pid] if child else [])
         waiting = self.waiting_for
         if self.state is State.STARTING and not waiting:
             waiting = probe.detail if probe and not probe.ok else "its probe" if self.has_gate else "its exit"
@@ -97,7 +98,7 @@ class Unit:
             attempt=self.attempt,
             restarts=self.restarts,
             pid=child.pid if child and child.exit_code is None else None,
-            pids=usage.pids if child else [],
+            pids=current.pids if child and child.exit_code is None else [],
             port=self.spec.port,
             started_at=self.started_at,
             since=self.since,
@@ -105,8 +106,8 @@ class Unit:
             healthy=probe.ok if probe else None,
             probe_latency_s=probe.latency_s if probe else None,
             probe_detail=probe.detail if probe else "",
-            cpu_percent=usage.cpu_percent if child else None,
-            memory_bytes=usage.memory_bytes if child else None,
+            cpu_percent=current.cpu_percent,
+            memory_bytes=current.memory_bytes,
             exit_code=self.exit_code,
             reason=self.reason,
             diagnosis=self.diagnosis,

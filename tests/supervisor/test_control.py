@@ -75,6 +75,10 @@ async def test_events_after_a_known_record_brings_the_missed_ones(launch: Any) -
     async with launch(part("one"), part("two")) as running:
         await running.until("two", State.HEALTHY)
         client = await running.answers()
+        everything = client.events(after=-1)
+        assert isinstance(await anext(everything), Snapshot)
+        assert (await anext(everything)).seq == 0  # type: ignore[union-attr]
+        await everything.aclose()
         stream = client.events(after=1)
         snapshot = await anext(stream)
         assert isinstance(snapshot, Snapshot)
@@ -265,6 +269,19 @@ async def test_flood_is_complete_on_disk_while_commands_are_answered(launch: Any
         for log in logs:
             lines = log.read_bytes().splitlines()
             assert lines == [b"line %09d of the flood" % number for number in range(100_000)]
+
+
+async def test_a_resumed_run_goes_on_counting(launch: Any) -> None:
+    """In the same directory: attempts, logs and sequence of the earlier run stay."""
+    one = part("one", python("print('said'); import time; time.sleep(.1)"))
+    async with launch(one) as first:
+        assert await first.end() == 0
+    stream = [record.seq for record in first.records]
+    code = await run_stack(first.stack, on_event=first.records.append)
+    assert code == 0
+    assert [record.seq for record in first.records] == list(range(2 * len(stream)))
+    assert [row.attempt for row in first.states("one") if row.new == "starting"] == [1, 2]
+    assert first.run.log("one", 1).read_text() == first.run.log("one", 2).read_text() == "said\n"
 
 
 def test_events_file_is_strict_json(tmp_path: Path) -> None:

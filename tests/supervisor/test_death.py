@@ -82,8 +82,9 @@ def background(run_dir: Path, *components: ComponentSpec) -> Any:
 async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
     """Direct children, their children in the group, and daemons in sessions of their own; nothing by luck of timing."""
     files = [tmp_path / name for name in ("deaf", "marked", "stays")]
+    shared = tmp_path / "weights in memory"
     parts = (
-        part("deaf", script("stubborn", files[0])),
+        part("deaf", script("stubborn", files[0]), clears=[str(shared)]),
         part("marked", script("escapes", files[1], 600, "marked")),
         part("stays", script("slips_away", files[2], tmp_path / "never")),
     )
@@ -92,10 +93,12 @@ async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
         pids = [pid for file in files for pid in await pids_in(file)]
         assert all(map(alive, pids))
         assert len(supervisor.left()) >= len(pids), "the detector must see them while they live"
+        shared.touch()
         supervisor.process.kill()
         took = await wait_until(lambda: not any(map(alive, pids)), 5)
         assert took < 3
         await wait_until(lambda: not supervisor.left(), 3)
+        await wait_until(lambda: not shared.exists(), 3)
 
 
 async def test_the_detector_sees_a_planted_orphan(tmp_path: Path) -> None:
