@@ -21,10 +21,14 @@ CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from atropos_tui.superv
 
 
 class Guard:
-    """A process outside every session of the run that outlives the supervisor by some milliseconds."""
+    """A process outside every session of the run that outlives the supervisor by some milliseconds.
 
-    def __init__(self, run_id: str) -> None:
+    It inherits the lock of the run directory, so that no new supervisor begins there before it has finished.
+    """
+
+    def __init__(self, run_id: str, lock: int) -> None:
         self._run_id = run_id
+        self._lock = lock
         self._sessions: dict[int, int] = {}
         self._popen: subprocess.Popen[bytes] | None = None
         self._pipe = -1
@@ -41,7 +45,14 @@ class Guard:
         command = [sys.executable, "-I", "-S", "-c", CODE, ROOT, str(reading), self._run_id]
         null = subprocess.DEVNULL
         self._popen = subprocess.Popen(
-            command, env=env, pass_fds=(reading,), stdin=null, stdout=null, stderr=null, cwd="/", start_new_session=True
+            command,
+            env=env,
+            pass_fds=(reading, self._lock),
+            stdin=null,
+            stdout=null,
+            stderr=null,
+            cwd="/",
+            start_new_session=True,
         )
         os.close(reading)
         self.pid = self._popen.pid

@@ -55,6 +55,10 @@ class Journal:
         self._backlog: deque[bytes] = deque(maxlen=BACKLOG_LINES)
         self._torn = b""
 
+    def fileno(self) -> int:
+        """The locked descriptor: who inherits it keeps the run directory locked."""
+        return self._fd
+
     def append(self, record: AnyRecord) -> AnyRecord:
         """Stamp `record` with run, time and sequence, write it, and give back the stamped one."""
         self.seq += 1

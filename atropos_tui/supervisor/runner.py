@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import signal
+import time
 import traceback
 from pathlib import Path
 
@@ -19,13 +20,15 @@ from atropos_tui.supervisor.api import ApiServer
 from atropos_tui.supervisor.conductor import EXIT_FAULT, EXIT_INTERRUPTED
 from atropos_tui.supervisor.core import Core
 from atropos_tui.supervisor.guarding import Guard
-from atropos_tui.supervisor.journal import Journal, ProcessTable
+from atropos_tui.supervisor.journal import Journal, ProcessTable, RunInUseError
 from atropos_tui.supervisor.ledger import Ledger, OnEvent
 from atropos_tui.supervisor.process import become_subreaper
 from atropos_tui.supervisor.result import RunResult
 from trainer_core.contracts.control import Phase
 from trainer_core.contracts.run_dir import ENV_TOKEN, RunDir
 
+GUARD_PATIENCE_S = 60.0
+"""How long to wait for the guard of a supervisor that was killed; it gives up by itself after that time."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -42,7 +45,7 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int
     """
     run = RunDir(Path(stack.run_dir))
     run.create()
-    with _Signals() as signals, contextlib.closing(Journal(run.supervisor_jsonl, stack.run_id)) as journal:
+    with _Signals() as signals, contextlib.closing(await _journal(run, stack.run_id)) as journal:
         ledger = Ledger(stack, journal, on_event)
         become_subreaper()
         await asyncio.to_thread(_reap_earlier, stack.run_id, run)
@@ -52,7 +55,8 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int
 
 async def _with_socket(ledger: Ledger, run: RunDir, signals: _Signals) -> int:
     listening, path = sockets.listen(run)
-    guard = Guard(ledger.stack.run_id)
+    guard = Guard(ledger.stack.run_id, ledger.journal.fileno())
+    guard.clear([path, run.control_sock])
     api: ApiServer | None = None
     try:
         core = Core(ledger, guard, str(path), os.environ.get(ENV_TOKEN) or secrets.token_urlsafe(32))
@@ -73,6 +77,19 @@ async def _with_socket(ledger: Ledger, run: RunDir, signals: _Signals) -> int:
             await api.stop()
         sockets.close(listening, path, run)
         await guard.close()
+
+
+async def _journal(run: RunDir, run_id: str) -> Journal:
+    """The journal, once the guard of a supervisor that was killed here has finished."""
+    give_up = time.monotonic() + GUARD_PATIENCE_S
+    while True:
+        try:
+            return Journal(run.supervisor_jsonl, run_id)
+        except RunInUseError:
+            table = ProcessTable.load(run.journal_json)
+            if table is None or leftovers.supervisor_alive(table) or time.monotonic() > give_up:
+                raise
+        await asyncio.sleep(0.02)
 
 
 def _reap_earlier(run_id: str, run: RunDir) -> None:

@@ -27,9 +27,9 @@ def stack(tmp_path: Path) -> Iterator[Any]:
     """A factory of running stacks; each is ended with the test."""
     started: list[LiveStack] = []
 
-    def start(*extra: str, **sets: Any) -> LiveStack:
+    def start(*extra: str, profile: str = "demo", **sets: Any) -> LiveStack:
         dotted = {key.replace("__", "."): value for key, value in sets.items()}
-        started.append(LiveStack(tmp_path / f"run{len(started)}", dotted, list(extra)).up())
+        started.append(LiveStack(tmp_path / f"run{len(started)}", profile, dotted, list(extra)).up())
         return started[-1]
 
     yield start

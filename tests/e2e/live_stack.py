@@ -59,9 +59,10 @@ def processes_of(run_id: str) -> list[str]:
 
 @dataclass
 class LiveStack:
-    """One `atropos-tui up --headless` of the demo profile."""
+    """One `atropos-tui up --headless` of a shipped profile."""
 
     root: Path
+    profile: str = "demo"
     sets: dict[str, Any] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
     process: subprocess.Popen[str] | None = None
@@ -86,7 +87,7 @@ class LiveStack:
                 "-m",
                 "atropos_tui",
                 "up",
-                "demo",
+                self.profile,
                 "--headless",
                 "--run-dir",
                 str(self.root),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,10 +28,10 @@ from trainer_core.contracts.run_dir import RunDir
 class Background:
     """A supervisor in a process of its own, as `up --detach` starts it."""
 
-    def __init__(self, run_dir: Path, *components: ComponentSpec) -> None:
+    def __init__(self, run_dir: Path, *components: ComponentSpec, run_id: str = "") -> None:
         self.run = RunDir(run_dir)
         self.stack = StackSpec(
-            run_id=f"bg-{os.getpid()}-{time.monotonic_ns()}",
+            run_id=run_id or f"bg-{os.getpid()}-{time.monotonic_ns()}",
             name="t",
             mode="none",
             run_dir=str(run_dir),
@@ -46,7 +47,7 @@ class Background:
 
     async def ready(self) -> ControlClient:
         """Every component is up."""
-        await wait_until(lambda: self.run.control_sock.exists() or self.process.poll() is not None)
+        await wait_until(lambda: _answers(self.run.control_sock) or self.process.poll() is not None)
         client = ControlClient(self.run.root)
         assert (await client.wait("ready", timeout=20)).outcome == "reached"
         return client
@@ -70,9 +71,16 @@ def plant(env: dict[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(python("import time; time.sleep(600)"), env=env, start_new_session=True)
 
 
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+        probe.connect(str(path.readlink()))
+        return True
+    return False
+
+
 @contextlib.contextmanager
-def background(run_dir: Path, *components: ComponentSpec) -> Any:
-    supervisor = Background(run_dir, *components)
+def background(run_dir: Path, *components: ComponentSpec, run_id: str = "") -> Any:
+    supervisor = Background(run_dir, *components, run_id=run_id)
     try:
         yield supervisor
     finally:
@@ -94,11 +102,13 @@ async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
         assert all(map(alive, pids))
         assert len(supervisor.left()) >= len(pids), "the detector must see them while they live"
         shared.touch()
+        address = supervisor.run.control_sock.readlink()
+        assert address.exists()
         supervisor.process.kill()
         took = await wait_until(lambda: not any(map(alive, pids)), 5)
         assert took < 3
         await wait_until(lambda: not supervisor.left(), 3)
-        await wait_until(lambda: not shared.exists(), 3)
+        await wait_until(lambda: not shared.exists() and not address.exists(), 3)
 
 
 async def test_the_detector_sees_a_planted_orphan(tmp_path: Path) -> None:
@@ -187,6 +197,25 @@ async def test_the_second_signal_kills(tmp_path: Path) -> None:
         supervisor.process.send_signal(signal.SIGINT)
         assert await supervisor.end() == 130
         assert not any(map(alive, pids))
+
+
+async def test_the_next_supervisor_waits_for_the_guard_of_the_last(tmp_path: Path) -> None:
+    """Both have the same run id: a guard that still sweeps would end what the next supervisor has just started."""
+    with background(tmp_path / "run", part("one")) as first:
+        await first.ready()
+        guard = _guard_of(first.process.pid)
+        os.kill(guard, signal.SIGSTOP)
+        first.process.kill()
+        first.process.wait()
+        with background(tmp_path / "run", part("one"), run_id=first.stack.run_id) as second:
+            await asyncio.sleep(1.5)
+            assert not second.left(), "it must not have started anything"
+            assert second.process.poll() is None
+            os.kill(guard, signal.SIGCONT)
+            client = await second.ready()
+            await asyncio.sleep(0.3)
+            (row,) = (await client.status()).components
+            assert (row.state, row.attempt) == (State.HEALTHY, 2)
 
 
 async def test_a_killed_guard_is_replaced(tmp_path: Path) -> None:
