@@ -127,6 +127,7 @@ class Run:
         self.prober = Prober(self.sync.engine, self.config)
         self.lag_meter = LagMeter(self.sync.engine.versions if self.sync.engine else None)
         self.bench = Benchmark(self.sync.mode)
+        print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
 
     def one_step(self) -> None:
         """One batch, one optimizer step, one version."""

@@ -179,7 +179,7 @@ async def serve(config: ServerConfig, args: Namespace) -> int:
         app = await build(config, args, engine, address)
         logger.info("ready after %.1f s on %s", time.monotonic() - started, address)
         shutdown = await compat.serve_http(app, sock, args)
-        died = not compat.ended_by_signal(shutdown)
+        died = compat.engine_died(shutdown, engine)
     try:
         await shutdown
     finally:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from atropos_tui.cli import runs, show
 from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.monitor.plain import one_line
 from trainer_core.contracts.control import Action, CommandRequest
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ async def _follow(socket: ControlClient, command_id: str) -> int:
     while True:
         status = await socket.command_status(command_id)
         if status.status in ("done", "failed"):
-            print(f"{status.action} {status.component or ''}: {status.status}  {show.plain(status.detail)}".rstrip())
+            print(f"{status.action} {status.component or ''}: {status.status}  {one_line(status.detail)}".rstrip())
             return Exit.DONE if status.status == "done" else Exit.COMPONENT_FAILED
         await asyncio.sleep(POLL_S)
 
@@ -120,13 +121,13 @@ async def wait(options: argparse.Namespace) -> int:
             return int(result["exit_code"])
         raise not_live(entry.dir.root) from None
     if outcome.outcome == "timeout":
-        print(f"timeout: {show.plain(outcome.detail)}", file=sys.stderr)
+        print(f"timeout: {one_line(outcome.detail)}", file=sys.stderr)
         return Exit.TIMEOUT
     if options.target == "done":
         result = await _result_soon(entry)
         return int(result["exit_code"]) if result else Exit.DONE
     if outcome.outcome == "impossible":
-        print(f"impossible: {show.plain(outcome.detail)}", file=sys.stderr)
+        print(f"impossible: {one_line(outcome.detail)}", file=sys.stderr)
         return Exit.COMPONENT_FAILED
     return Exit.DONE
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from atropos_tui.cli import runs, show
 from atropos_tui.cli.control import client
 from atropos_tui.errors import Exit, Problem, UserError
-from trainer_core.contracts.control import ComponentStatus, Phase, Role, RunStatus, State
-from trainer_core.contracts.records import DiagnosisRecord, Record, RecordError, StateRecord, parse_line
+from atropos_tui.monitor.plain import duration, one_line
+from trainer_core.contracts.control import Phase, RunStatus
+from trainer_core.contracts.records import DiagnosisRecord, Record, RecordError, parse_line
 from trainer_core.contracts.run_dir import RunDir
 
 FOLLOW_S = 0.2
@@ -27,48 +28,11 @@ async def status_of(entry: runs.RunEntry) -> RunStatus:
     try:
         return await client(entry.dir.root).status()
     except NoSupervisor:
-        return status_from_files(entry)
+        from atropos_tui.monitor.feed import load_run
+        from atropos_tui.monitor.run_info import status_from_files
 
-
-def status_from_files(entry: runs.RunEntry) -> RunStatus:
-    """What the files of an ended run say about its components."""
-    components: dict[str, ComponentStatus] = {}
-    try:
-        plan = json.loads(entry.dir.plan_json.read_text(encoding="utf-8"))["components"]
-    except (OSError, ValueError, KeyError):
-        plan = []
-    for spec in plan:
-        components[spec["name"]] = ComponentStatus(
-            name=spec["name"], role=spec["role"], state=State.PENDING, port=spec["port"]
-        )
-    for record in read_events(entry.dir):
-        old = components.get(getattr(record, "component", None) or "")
-        if isinstance(record, StateRecord) and record.component and record.new in set(State):
-            base = old or ComponentStatus(name=record.component, role=Role(record.role or "other"), state=State.PENDING)
-            components[record.component] = base.model_copy(
-                update={
-                    "state": State(record.new),
-                    "attempt": record.attempt,
-                    "reason": record.reason,
-                    "since": record.time,
-                    "exit_code": record.exit_code if record.exit_code is not None else base.exit_code,
-                    "restarts": base.restarts + (record.new == State.BACKOFF),
-                }
-            )
-        elif isinstance(record, DiagnosisRecord) and old is not None:
-            components[old.name] = old.model_copy(update={"diagnosis": record.title})
-    result = runs.read_result(entry.dir) or {}
-    return RunStatus(
-        run_id=str(entry.info.get("run_id", entry.dir.root.name)),
-        name=str(entry.info.get("name", "")),
-        mode=str(entry.info.get("mode", "")),
-        run_dir=str(entry.dir.root),
-        phase=Phase.ENDED,
-        started_at=entry.started_at,
-        exit_code=result.get("exit_code"),
-        reason=str(result.get("reason", "the supervisor is gone without a result")),
-        components=list(components.values()),
-    )
+        info, state, _ = load_run(entry.dir.root)
+        return status_from_files(entry.dir, info, state)
 
 
 def read_events(run: RunDir) -> Iterator[Record]:
@@ -99,11 +63,11 @@ async def why(options: argparse.Namespace) -> int:
         raise _no_component(options.component, [part.name for part in status.components])
     diagnoses = {record.component: record for record in read_events(entry.dir) if isinstance(record, DiagnosisRecord)}
     for part in chosen:
-        since = f" for {show.duration(time.time() - part.since)}" if part.since and status.phase != Phase.ENDED else ""
-        print(f"{part.name}: {part.state}{since}  {show.plain(part.waiting_for or part.reason)}".rstrip())
+        since = f" for {duration(time.time() - part.since)}" if part.since and status.phase != Phase.ENDED else ""
+        print(f"{part.name}: {part.state}{since}  {one_line(part.waiting_for or part.reason)}".rstrip())
         if (found := diagnoses.get(part.name)) is not None:
-            print(f"  {show.plain(found.title)}")
-            print(f"  evidence: {show.plain(found.evidence)}\n  fix: {show.plain(found.fix)}")
+            print(f"  {one_line(found.title)}")
+            print(f"  evidence: {one_line(found.evidence)}\n  fix: {one_line(found.fix)}")
     return Exit.DONE
 
 
@@ -126,18 +90,23 @@ async def _past_events(entry: runs.RunEntry) -> AsyncIterator[Record]:
 
 async def _live_events(entry: runs.RunEntry) -> AsyncIterator[Record]:
     """The past from the file, then the live stream from where the file ended."""
-    from atropos_tui.supervisor.client import NoSupervisor
+    from atropos_tui.supervisor.client import NoSupervisor, StreamLost
 
     last = -1
     for record in read_events(entry.dir):
         last = record.seq
         yield record
-    try:
-        async for item in client(entry.dir.root).events(after=last):
-            if isinstance(item, Record):
-                yield item
-    except NoSupervisor:
-        return
+    while True:
+        try:
+            async for item in client(entry.dir.root).events(after=last):
+                if isinstance(item, Record):
+                    last = item.seq
+                    yield item
+            return
+        except StreamLost:
+            continue  # too slow a reader: go on behind the last record that was shown
+        except NoSupervisor:
+            return
 
 
 async def logs(options: argparse.Namespace) -> int:
@@ -156,7 +125,7 @@ async def logs(options: argparse.Namespace) -> int:
         return Exit.DONE
     lines = [line for line in path.read_text(errors="replace").splitlines() if pattern is None or pattern.search(line)]
     for line in lines[-options.lines :] if options.lines > 0 else []:
-        print(show.plain(line))
+        print(one_line(line))
     if options.follow:
         _follow(entry, options.component, path, pattern)
     return Exit.DONE
@@ -182,7 +151,7 @@ def _follow(entry: runs.RunEntry, component: str, path: Path, pattern: re.Patter
             position = file.tell()
         for line in whole:
             if pattern is None or pattern.search(line):
-                print(show.plain(line), flush=True)
+                print(one_line(line), flush=True)
         if not whole and not entry.is_live:
             return
         time.sleep(FOLLOW_S)

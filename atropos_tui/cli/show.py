@@ -6,25 +6,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from atropos_tui.monitor.plain import bytes_text, duration, glyph_and_word, one_line
 from trainer_core.contracts.control import ComponentStatus, Recipe, RunStatus, State
 from trainer_core.contracts.records import CommandRecord, DiagnosisRecord, ProbeRecord, Record, StateRecord
-
-GLYPHS = {
-    State.PENDING: "·",
-    State.STARTING: "◔",
-    State.HEALTHY: "●",
-    State.UNHEALTHY: "◐",
-    State.STOPPING: "◌",
-    State.STOPPED: "○",
-    State.BACKOFF: "↻",
-    State.FAILED: "✗",
-    State.COMPLETED: "✓",
-}
-
-
-def plain(text: str) -> str:
-    """Text from a process or a model, made safe for a terminal: no control characters but tab."""
-    return "".join(char for char in text if char == "\t" or char.isprintable())
 
 
 def event_line(record: Record) -> str:
@@ -32,20 +16,21 @@ def event_line(record: Record) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(record.time))
     match record:
         case StateRecord():
-            reason = f"  ({plain(record.reason)})" if record.reason else ""
+            reason = f"  ({one_line(record.reason)})" if record.reason else ""
             return f"{clock}  {record.component or '':<14} {record.old} → {record.new}{reason}"
         case ProbeRecord():
             verdict = "passed" if record.ok else "failed"
-            return (
-                f"{clock}  {record.component or '':<14} {record.probe} probe {verdict}  {plain(record.detail)}".rstrip()
-            )
+            said = f"{record.probe} probe {verdict}  {one_line(record.detail)}"
+            return f"{clock}  {record.component or '':<14} {said}".rstrip()
         case CommandRecord():
             target = f" {record.component}" if record.component else ""
-            return f"{clock}  command        {record.action}{target}: {record.status}  {plain(record.detail)}".rstrip()
+            return (
+                f"{clock}  command        {record.action}{target}: {record.status}  {one_line(record.detail)}".rstrip()
+            )
         case DiagnosisRecord():
             return (
-                f"{clock}  {record.component or '':<14} {plain(record.title)}\n"
-                f"{'':<10}evidence: {plain(record.evidence)}\n{'':<10}fix: {plain(record.fix)}"
+                f"{clock}  {record.component or '':<14} {one_line(record.title)}\n"
+                f"{'':<10}evidence: {one_line(record.evidence)}\n{'':<10}fix: {one_line(record.fix)}"
             )
     return f"{clock}  {record.kind}"
 
@@ -75,41 +60,19 @@ def ps_table(status: RunStatus, now: float | None = None) -> str:
 
 def _ps_row(component: ComponentStatus, now: float) -> tuple[str, ...]:
     alive = component.pid is not None and component.started_at is not None
-    note = component.waiting_for or component.diagnosis or component.reason
+    note = "" if component.state is State.HEALTHY else component.waiting_for or component.diagnosis or component.reason
     return (
         component.name,
         component.role.value,
-        f"{GLYPHS[component.state]} {component.state}",
+        glyph_and_word(component.state),
         str(component.pid or "-"),
         duration(now - component.started_at) if alive and component.started_at else "-",
         str(component.restarts),
-        size(component.memory_bytes),
+        bytes_text(component.memory_bytes),
         "-" if component.cpu_percent is None else f"{component.cpu_percent:.0f}%",
         str(component.port or "-"),
-        plain(note),
+        one_line(note),
     )
-
-
-def duration(seconds: float) -> str:
-    """Seconds as 42s, 3m07s or 2h05m."""
-    whole = int(max(0.0, seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-def size(count: int | None) -> str:
-    """Bytes with a binary unit; "-" where nothing is known."""
-    if count is None:
-        return "-"
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if unit in ("B", "KiB", "MiB") else f"{value:.2f} {unit}"
-        value /= 1024
-    return ""
 
 
 def recipe_text(recipe: Recipe) -> str:
@@ -128,11 +91,11 @@ def recipe_text(recipe: Recipe) -> str:
 def ending(result: dict[str, Any]) -> str:
     """How a run ended; for a failure the component, its last lines and the fix."""
     code = result.get("exit_code")
-    lines = [f"run ended with code {code}: {plain(str(result.get('reason', '')))}"]
+    lines = [f"run ended with code {code}: {one_line(str(result.get('reason', '')))}"]
     last = result.get("last_lines") or []
     if code and last:
         lines.append(f"last lines of {result.get('component')}:")
-        lines += [f"  | {plain(str(line))}" for line in last]
+        lines += [f"  | {one_line(str(line))}" for line in last]
     if result.get("fix"):
-        lines.append(f"fix: {plain(str(result['fix']))}")
+        lines.append(f"fix: {one_line(str(result['fix']))}")
     return "\n".join(lines)

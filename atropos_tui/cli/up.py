@@ -17,6 +17,7 @@ from atropos_tui.cli import runs, show
 from atropos_tui.cli.profiles import checked
 from atropos_tui.cli.run_files import write_run_files
 from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.monitor.plain import one_line
 from atropos_tui.stack.plan import make_site
 from atropos_tui.stack.profile import Profile, load_profile
 from atropos_tui.stack.spec import StackSpec
@@ -69,10 +70,16 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
 
 
 def _headless(run: RunDir, stack: StackSpec) -> int:
+    from atropos_tui.supervisor.journal import RunInUseError
+    from atropos_tui.supervisor.ledger import StackError
     from atropos_tui.supervisor.runner import run_stack
+    from atropos_tui.supervisor.sockets import SocketError
 
     print(f"{stack.run_id}: {run.root}", flush=True)
-    code = asyncio.run(run_stack(stack, on_event=lambda record: print(show.event_line(record), flush=True)))
+    try:
+        code = asyncio.run(run_stack(stack, on_event=lambda record: print(show.event_line(record), flush=True)))
+    except (StackError, RunInUseError, SocketError) as error:
+        raise UserError("the stack cannot be run", [Problem(str(error))]) from None
     return _ended(run, code)
 
 
@@ -115,7 +122,7 @@ def _spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
             return
         if process.poll() is not None or time.monotonic() > deadline:
             tail = run.supervisor_log.read_text(errors="replace").splitlines()[-5:]
-            raise UserError("the supervisor did not start", [Problem(show.plain(line)) for line in tail], Exit.FAULT)
+            raise UserError("the supervisor did not start", [Problem(one_line(line)) for line in tail], Exit.FAULT)
         time.sleep(0.02)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import re
 
+from trainer_core.contracts.control import State
+
 MAX_COLUMNS = 4096
 """A longer line is cut for display; its file has the rest."""
 
@@ -22,6 +24,24 @@ _ESCAPES = re.compile(
     re.VERBOSE,
 )
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+
+
+_GLYPHS = {
+    State.PENDING: "○",
+    State.STARTING: "◔",
+    State.HEALTHY: "●",
+    State.UNHEALTHY: "▲",
+    State.STOPPING: "◕",
+    State.STOPPED: "■",
+    State.BACKOFF: "↻",
+    State.FAILED: "✖",
+    State.COMPLETED: "✔",
+}
+
+
+def glyph_and_word(state: State) -> str:
+    """A state as people see it everywhere; never by colour alone."""
+    return f"{_GLYPHS[state]} {state.value}"
 
 
 def plain_text(line: str) -> str:

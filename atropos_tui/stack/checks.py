@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import socket
 from collections import Counter
 from pathlib import Path
 
-import psutil
-
 from atropos_tui.errors import Problem
+from atropos_tui.stack import ports
 from atropos_tui.stack.components import Site, resolve_path
 from atropos_tui.stack.modes import TRAITS
 from atropos_tui.stack.plan import training_config
 from atropos_tui.stack.profile import EnvSection, Profile
 from atropos_tui.stack.spec import StackSpec
 from atropos_tui.stack.variables import references
+
+UNSEEN = "a process that this user may not see"
 
 
 def check_profile(site: Site, file: str) -> list[Problem]:
@@ -83,11 +83,11 @@ def _names(profile: Profile, file: str) -> list[Problem]:
 
 
 def _ports(profile: Profile, file: str) -> list[Problem]:
-    ports = [("api.port", profile.api.port), *((f"{e.name}.port", e.port) for e in profile.vllm)]
-    ports += [(f"component.{name}.port", part.port) for name, part in profile.component.items() if part.port]
+    used = [("api.port", profile.api.port), *((f"{e.name}.port", e.port) for e in profile.vllm)]
+    used += [(f"component.{name}.port", part.port) for name, part in profile.component.items() if part.port]
     seen: dict[int, str] = {}
     problems = []
-    for key, port in ports:
+    for key, port in used:
         if port in seen:
             problems.append(Problem(f"port {port} is also {seen[port]}", "choose distinct ports", file, key))
         seen.setdefault(port, key)
@@ -127,51 +127,17 @@ def _trainer(site: Site, file: str) -> list[Problem]:
 def _taken_ports(stack: StackSpec, file: str) -> list[Problem]:
     problems = []
     for component in stack.components:
-        if component.port is not None and not _is_free(component.port):
+        if component.port is not None and not ports.is_free(component.port):
             key = {"engine": "vllm.port"}.get(component.role.value, f"{component.name}.port")
             problems.append(
                 Problem(
-                    f"port {component.port} is taken by {port_owner(component.port)}",
-                    f"stop that process, or use another port: --set {key}={_free_port()}",
+                    f"port {component.port} is taken by {ports.holder(component.port) or UNSEEN}",
+                    f"stop that process, or use another port: --set {key}={ports.free_port()}",
                     file,
                     key,
                 )
             )
     return problems
-
-
-def _is_free(port: int) -> bool:
-    """Whether a server could bind the port; a connection in TIME_WAIT does not count as taken."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def port_owner(port: int) -> str:
-    """Name and PID of the process that listens on `port`, as far as this user may see it."""
-    try:
-        connections = psutil.net_connections(kind="tcp")
-    except psutil.Error:
-        connections = []
-    for connection in connections:
-        address = connection.laddr
-        if connection.status == psutil.CONN_LISTEN and address and address.port == port and connection.pid:
-            try:
-                process = psutil.Process(connection.pid)
-                return f"{process.name()} (pid {process.pid}: {' '.join(process.cmdline())[:100]})"
-            except psutil.Error:
-                return f"pid {connection.pid}"
-    return "another process (not visible to this user)"
 
 
 def _packages(profile: Profile, file: str) -> list[Problem]:

@@ -35,6 +35,8 @@ from trainer_core.contracts.control import Role
 from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_TOKEN, RunDir
 
 PYTHON = sys.executable
+SERVES_TILL_STOPPED = RestartPolicy(policy="always")
+"""For servers: an end that nobody asked for is a crash, whatever the exit code."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
         port=section.port,
         # Its state is in memory only: environments must register anew, and the trainer does so by itself.
         restart_with=names,
+        restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=5),
     )
 
@@ -152,6 +155,7 @@ def engine(site: Site, section: EngineSection, after: list[str], dtype: str) -> 
         gpus=section.gpus,
         clears=clears,
         restart_with=["trainer"] if site.traits.trainer_follows_engine else [],
+        restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=15),
         start_timeout_s=1800,
     )
@@ -218,7 +222,10 @@ def trainer(site: Site, settings: TrainingConfig, after: list[str]) -> Component
         # It imports and registers while vLLM loads, and waits for the manifest by itself.
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         probes=Probes(
-            startup=Probe(checks=[LogCheck(pattern=r"(?i)registered with run-api")], failure_threshold=1_000_000)
+            startup=Probe(
+                checks=[LogCheck(pattern=r"^Ready to train", label="attached to the engine")],
+                failure_threshold=1_000_000,
+            )
         ),
         gpus=section.gpus,
         # On its stop signal the trainer finishes the step and writes a checkpoint.

@@ -45,6 +45,8 @@ class LogCheck(Spec):
 
     kind: Literal["log"] = "log"
     pattern: str
+    label: str = ""
+    """What the line means, for people."""
 
 
 class FileCheck(Spec):

@@ -342,17 +342,3 @@ class Core(Conductor):
         for unit in self.units.values():
             if unit.child is not None:
                 self._launcher.begin_end(unit, "stopped", signal.SIGKILL, 0.0)
-
-    def _end_run(self, result: RunResult, operation: Operation | None = None) -> None:
-        """Begin the end; whoever came first decides how it is told."""
-        if self.ledger.phase is Phase.STOPPING:
-            if operation:
-                self._begin(operation)
-            return
-        self.result = result
-        self.ledger.phase, self.ledger.reason = Phase.STOPPING, result.reason
-        for other in self._active():
-            self._finish(other, "failed", "the run is ending")
-        plan = recipe(self.ledger.stack, "down", None)
-        request = CommandRequest(action="down")
-        self._begin(operation or Operation(new_id(), request, plan, False, stop=list(plan.stop)))

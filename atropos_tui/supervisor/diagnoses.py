@@ -6,14 +6,12 @@ port) and is called in a thread.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
-
+from atropos_tui.stack import ports
 from atropos_tui.stack.spec import ComponentSpec
 from trainer_core.contracts.control import Role
 
@@ -66,23 +64,13 @@ def port_in_use(found: Evidence) -> Diagnosis | None:
 
 def port_taken(name: str, port: int | None, evidence: str) -> Diagnosis:
     """The diagnosis for a port that someone else holds, naming them where the system tells."""
-    holder = port_holder(port) if port else None
+    holder = ports.holder(port) if port else None
     held = f"; held by {holder}" if holder else ""
     return Diagnosis(
         f"port {port or '?'} is in use",
         evidence + held,
         f"stop {holder or 'the process that holds it'}, or give {name} another port in the profile",
     )
-
-
-def port_holder(port: int) -> str | None:
-    """Who listens on `port`, as "python (pid 12): command line"; None when nobody does or it is not ours to see."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for row in psutil.net_connections(kind="tcp"):
-            if row.status == psutil.CONN_LISTEN and row.laddr and row.laddr.port == port and row.pid:
-                process = psutil.Process(row.pid)
-                return f"{process.name()} (pid {row.pid}): {' '.join(process.cmdline())[:160]}"
-    return None
 
 
 def out_of_gpu_memory(found: Evidence) -> Diagnosis | None:

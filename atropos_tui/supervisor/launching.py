@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from atropos_tui.stack import ports
 from atropos_tui.supervisor import diagnoses, environment, procfs
 from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence
 from atropos_tui.supervisor.environment import LaunchError
@@ -132,7 +132,7 @@ class Launcher:
 
     def _port_is_free(self, unit: Unit) -> bool:
         port = unit.spec.port
-        if port is None or port_free(port):
+        if port is None or ports.is_free(port):
             unit.port_wait = None
             return True
         now = time.monotonic()
@@ -226,14 +226,3 @@ def _stuck(rows: list[procfs.Proc]) -> Diagnosis:
     who = ", ".join(f"pid {row.pid} (state {row.state})" for row in rows)
     fix = "state D is a wait inside the kernel, for a disk or a driver (GPU: see dmesg); only that can end it"
     return Diagnosis("a process cannot be killed", who, fix)
-
-
-def port_free(port: int) -> bool:
-    """Whether a server could listen on `port` of the loopback address now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

@@ -71,8 +71,8 @@ class Checker:
         if isinstance(check, LogCheck):
             self._log.watch(check.pattern)
             if not self._log.seen(check.pattern):
-                raise CheckFailedError(f"no log line matches {check.pattern!r} yet")
-            return f"log line matches {check.pattern!r}"
+                raise CheckFailedError(f"not {check.label} yet" if check.label else f"no line {check.pattern!r} yet")
+            return check.label or f"log line matches {check.pattern!r}"
         assert isinstance(check, FileCheck)
         if not Path(check.path).exists():
             raise CheckFailedError(f"{check.path} does not exist yet")

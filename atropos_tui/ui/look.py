@@ -5,6 +5,7 @@ from __future__ import annotations
 from textual.content import Content
 from textual.theme import Theme
 
+from atropos_tui.monitor.plain import glyph_and_word
 from trainer_core.contracts.control import RunStatus, State
 
 THEME = Theme(
@@ -39,18 +40,17 @@ THEME = Theme(
     },
 )
 
-GLYPHS: dict[State, tuple[str, str]] = {
-    State.PENDING: ("○", "dim"),
-    State.STARTING: ("◔", "busy"),
-    State.HEALTHY: ("●", "good"),
-    State.UNHEALTHY: ("▲", "warn"),
-    State.STOPPING: ("◕", "busy"),
-    State.STOPPED: ("■", "dim"),
-    State.BACKOFF: ("↻", "warn"),
-    State.FAILED: ("✖", "bad"),
-    State.COMPLETED: ("✔", "good"),
+_TONE_OF = {
+    State.PENDING: "dim",
+    State.STARTING: "busy",
+    State.HEALTHY: "good",
+    State.UNHEALTHY: "warn",
+    State.STOPPING: "busy",
+    State.STOPPED: "dim",
+    State.BACKOFF: "warn",
+    State.FAILED: "bad",
+    State.COMPLETED: "good",
 }
-"""Glyph and tone of each state; the word is the state's own."""
 
 TONES = {"good": "success", "busy": "primary", "warn": "warning", "bad": "error", "dim": "secondary"}
 """Theme colour of each tone."""
@@ -61,8 +61,7 @@ RESTING = {State.PENDING, State.STOPPED, State.FAILED, State.COMPLETED}
 
 def state_text(state: State) -> tuple[str, str]:
     """Glyph and word of a state, and its tone."""
-    glyph, tone = GLYPHS[state]
-    return f"{glyph} {state.value}", tone
+    return glyph_and_word(state), _TONE_OF[state]
 
 
 def title(name: str, *parts: tuple[str, str], gap: int = 2) -> Content:

@@ -142,7 +142,7 @@ def ended_run(tmp_path: Path) -> RunDir:
 def test_an_ended_run_answers_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended_run(tmp_path)
     assert main.run(["ps"]) == 0
-    assert "✗ failed" in capsys.readouterr().out
+    assert "✖ failed" in capsys.readouterr().out
     assert main.run(["ps", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["components"][0]["exit_code"] == 1
     assert main.run(["why"]) == 0

@@ -161,7 +161,7 @@ class AlignmentRecord(TrainerRecord):
     probe_diff_abs_max: Number | None = None
     probe_tokens: int = 0
     probe_cached_tokens: int | None = None
-    """Prompt tokens that the engine took from its prefix cache during the probe; 0 means that it was not put to test."""
+    """Prompt tokens that the engine took from its prefix cache; 0: the cache was not tested."""
     verdict: Literal["ok", "drift", "mismatch"] = "ok"
     cause: str = ""
 
