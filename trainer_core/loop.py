@@ -265,7 +265,7 @@ class Run:
         self.telemetry.write(
             CheckpointRecord, self.step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes
         )
-        print(f"Saved {saved.path} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
+        print(f"Saved {saved.path.name} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
 
 
 def _device(config: TrainingConfig) -> torch.device:

@@ -120,7 +120,7 @@ def _strict(value: object) -> object:
 
 
 def _summary(run: RunBenchmark) -> str:
-    origin = "" if run.source == "trainer" else f" - from {run.steps} steps so far, {_attempts(run)}"
+    origin = "" if run.source == "trainer" else f" - {run.steps} steps, {_attempts(run)}"
     minutes = "" if run.total_s is None else f" ({run.total_s / 60:.2f} min)"
     return "\n".join(
         [

@@ -48,7 +48,7 @@ def missing_module(found: Evidence) -> Diagnosis | None:
         where = f"install {module.partition('.')[0]} into the environment that runs {found.spec.name}"
         return Diagnosis(f"Python module {module} is missing", hit[1], f"{where}, or correct its module or cwd")
     if (hit := found.last(r"ImportError: .+")) is not None:
-        fix = "versions of installed packages do not fit: run atropos-tui doctor"
+        fix = "installed versions do not fit each other: run `make install` in a fresh .venv"
         return Diagnosis("a Python import failed", hit[1], fix)
     return None
 

@@ -41,7 +41,7 @@ RAISED = [
         ([VLLM_PORT], 1, "port ? is in use", VLLM_PORT, "another port"),
         (NO_MODULE, 1, "Python module vllm.entrypoints is missing", NO_MODULE[-1], "install vllm"),
         ([RUNPY], 1, "Python module no is missing", RUNPY, "install no"),
-        (["ImportError: cannot import name 'x' from 'y'"], 1, "import failed", "cannot import name", "doctor"),
+        (["ImportError: cannot import name 'x' from 'y'"], 1, "import failed", "cannot import name", "make install"),
         ([OOM], 1, "GPU memory is exhausted", OOM, "gpu_memory_utilization"),
         ([KV], 1, "GPU memory is exhausted", KV, "gpu_memory_utilization"),
         ([HUB], 1, "model was not found", HUB, "`model` in the profile"),

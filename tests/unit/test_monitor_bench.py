@@ -56,7 +56,7 @@ def test_an_unfinished_run_is_measured_from_its_records(tmp_path: Path) -> None:
     assert figures.reward_last == pytest.approx(sum(rewards[-5:]) / 5)
     assert figures.peak_bytes is None
     text = render_benchmarks([figures])
-    assert "from 12 steps so far, 1 attempt of the trainer" in text
+    assert "12 steps, 1 attempt of the trainer" in text
     assert "Peak GPU memory:       no data" in text
 
 
