@@ -28,6 +28,8 @@ from trainer_core.contracts.run_dir import ENV_RUN_ID, RunDir
 
 SAMPLE_S = 2.0
 LIMITS = {
+    "exit_code": ("<=", 0),
+    "steps": (">=", 60),
     "first_step_s": ("<", 40.0),
     "run_s": ("<", 90.0),
     "step_s": ("<", 0.5),
@@ -48,12 +50,13 @@ def free_ports() -> tuple[int, int]:
         return one.getsockname()[1], two.getsockname()[1]
 
 
-def pss_of(run_id: str) -> int:
-    """Bytes of all processes of a run, shared pages split among their users."""
+def pss_of(run_id: str, supervisor: psutil.Process) -> int:
+    """Bytes of all processes of a run, the supervisor and its guard too, shared pages split among their users."""
     total = 0
+    own = {supervisor.pid, *(child.pid for child in supervisor.children(recursive=True))}
     for process in psutil.process_iter():
         try:
-            if process.environ().get(ENV_RUN_ID) == run_id:
+            if process.pid in own or process.environ().get(ENV_RUN_ID) == run_id:
                 total += process.memory_full_info().pss
         except (psutil.Error, OSError):
             continue
@@ -79,8 +82,10 @@ def measure(seed: int, folder: Path) -> dict[str, Any]:
     while process.poll() is None:
         time.sleep(SAMPLE_S)
         if (root / "run.json").exists():
-            peak = max(peak, pss_of(json.loads((root / "run.json").read_text())["run_id"]))
+            peak = max(peak, pss_of(json.loads((root / "run.json").read_text())["run_id"], psutil.Process(process.pid)))
     ended = time.time()
+    if process.returncode:
+        raise SystemExit(f"seed {seed}: `{' '.join(command)}` ended with {process.returncode}")
     return {"seed": seed, "exit_code": process.returncode, "warm_start_s": prepared - began} | figures(
         RunDir(root), began_run, ended, peak
     )

@@ -80,17 +80,23 @@ def train(config: TrainingConfig, *, api: RunApi | None = None, stop: threading.
     print(checkpoint.describe(start, config))
     run = Run(config, start, api or open_api(config, start.step, stop), stop)
     try:
-        run.attach(start)
-        while run.step < config.training_steps and not stop.is_set():
-            run.one_step()
-        return run.finish() if run.step >= config.training_steps else run.save_at_stop()
-    except Stopped:
-        return run.save_at_stop()
+        return _to_the_end(run, start)
     except EngineGone:
         print(run.last_checkpoint())
         raise
     finally:
         run.close()
+
+
+def _to_the_end(run: Run, start: checkpoint.StartingPoint) -> TrainResult:
+    """All steps, or as many as there are before the stop."""
+    try:
+        run.attach(start)
+        while run.step < run.config.training_steps and not run.stop.is_set():
+            run.one_step()
+    except Stopped:
+        return run.save_at_stop()
+    return run.finish() if run.step >= run.config.training_steps else run.save_at_stop()
 
 
 class Run:
@@ -227,6 +233,8 @@ class Run:
         if not hasattr(self, "stepper"):
             raise Stopped
         path = None
+        # A server that has died may have taken the weights with it: what is read then is nobody's model.
+        self.sync.check()
         if self.step > self.saved_step:
             path = self.save().path
         print(f"Stopped after step {self.step}. {self.last_checkpoint()}")

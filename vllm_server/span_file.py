@@ -6,10 +6,13 @@ The lines reach the kernel at once, so they outlive a killed server, though not 
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from vllm_server.versions import Span, SpanStore
+
+logger = logging.getLogger(__name__)
 
 
 class SpanFile:
@@ -19,6 +22,7 @@ class SpanFile:
         self._path = path
         self._store = store
         self._lines = 0
+        self._warned = False
         for digest, span in _read(path):
             store.remember(digest, span)
         self._descriptor = self._compact()
@@ -30,8 +34,17 @@ class SpanFile:
             os.close(self._descriptor)
             self._descriptor = self._compact()
         else:
-            os.write(self._descriptor, _line(digest, span))
+            self._append(_line(digest, span))
+
+    def _append(self, line: bytes) -> None:
+        try:
+            os.write(self._descriptor, line)
             self._lines += 1
+        except OSError as error:
+            # A full disk must not stop rollouts: memory still knows, only a restart would forget.
+            if not self._warned:
+                logger.warning("%s cannot be written (%s): a restarted server will not know", self._path, error)
+            self._warned = True
 
     def _compact(self) -> int:
         """Rewrite the file with what the store holds; returns a descriptor that appends."""

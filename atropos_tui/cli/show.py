@@ -54,7 +54,9 @@ def ps_table(status: RunStatus, now: float | None = None) -> str:
     now = time.time() if now is None else now
     head = ("COMPONENT", "ROLE", "STATE", "PID", "UPTIME", "RESTARTS", "MEMORY", "CPU", "PORT", "NOTE")
     rows = [head, *(_ps_row(component, now) for component in status.components)]
-    title = f"{status.run_id}  {status.mode}  {status.phase}" + (f"  ({status.reason})" if status.reason else "")
+    title = f"{status.run_id}  {status.mode}  {status.phase}" + (
+        f"  ({one_line(status.reason)})" if status.reason else ""
+    )
     return f"{title}\n{table(rows, right=(3, 4, 5, 6, 7, 8))}"
 
 
@@ -96,6 +98,4 @@ def ending(result: dict[str, Any]) -> str:
     if code and last:
         lines.append(f"last lines of {result.get('component')}:")
         lines += [f"  | {one_line(str(line))}" for line in last]
-    if result.get("fix"):
-        lines.append(f"fix: {one_line(str(result['fix']))}")
     return "\n".join(lines)

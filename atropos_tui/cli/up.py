@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import os
-import secrets
 import subprocess
 import sys
 import time
@@ -14,25 +13,25 @@ from pathlib import Path
 
 from atropos_tui import __version__
 from atropos_tui.cli import runs, show
+from atropos_tui.cli.printer import Printer
 from atropos_tui.cli.profiles import checked
 from atropos_tui.cli.run_files import write_run_files
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import one_line
 from atropos_tui.stack.plan import make_site
 from atropos_tui.stack.profile import Profile, load_profile
 from atropos_tui.stack.spec import StackSpec
 from trainer_core.contracts.run_dir import RunDir
 
-SUPERVISOR_START_S = 20.0
+SUPERVISOR_START_S = 90.0
+"""Longer than the guard of a killed supervisor may take to finish with this directory."""
 
 
 def up(options: argparse.Namespace) -> int:
     """Start a stack; the exit codes are those of `atropos_tui.errors.Exit`."""
     profile, file = load_profile(options.profile, options.sets)
+    _load_dotenv(file)
     root, run_id = _choose_run(options, profile)
-    stack = checked(
-        profile, file, make_site(profile, root, run_id=run_id, token=secrets.token_urlsafe(24)), machine=True
-    )
+    stack = checked(profile, file, make_site(profile, root, run_id=run_id), machine=True)
     run = RunDir(root)
     run.create()
     write_run_files(run, stack, profile, version=__version__)
@@ -50,6 +49,14 @@ def up(options: argparse.Namespace) -> int:
 def attach(options: argparse.Namespace) -> int:
     """Open the screen on a live run, or on what an ended one left."""
     return _screen(runs.pick(options.run_dir).dir)
+
+
+def _load_dotenv(profile: Path) -> None:
+    """Make `.env` of the current folder and of the profile's folder known to `${VAR}`; what is set already wins."""
+    from dotenv import load_dotenv
+
+    for folder in dict.fromkeys((Path.cwd(), profile.resolve().parent)):
+        load_dotenv(folder / ".env", override=False)
 
 
 def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, str]:
@@ -70,14 +77,15 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
 
 
 def _headless(run: RunDir, stack: StackSpec) -> int:
+    from atropos_tui.stack.graph import StackError
     from atropos_tui.supervisor.journal import RunInUseError
-    from atropos_tui.supervisor.ledger import StackError
     from atropos_tui.supervisor.runner import run_stack
     from atropos_tui.supervisor.sockets import SocketError
 
     print(f"{stack.run_id}: {run.root}", flush=True)
     try:
-        code = asyncio.run(run_stack(stack, on_event=lambda record: print(show.event_line(record), flush=True)))
+        with Printer() as printer:
+            code = asyncio.run(run_stack(stack, on_event=lambda record: printer.say(show.event_line(record))))
     except (StackError, RunInUseError, SocketError) as error:
         raise UserError("the stack cannot be run", [Problem(str(error))]) from None
     return _ended(run, code)
@@ -121,8 +129,10 @@ def _spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
         if process.poll() is not None and run.result_json.exists():
             return
         if process.poll() is not None or time.monotonic() > deadline:
+            process.terminate()
+            code = Exit.USAGE if process.wait() == Exit.USAGE else Exit.FAULT
             tail = run.supervisor_log.read_text(errors="replace").splitlines()[-5:]
-            raise UserError("the supervisor did not start", [Problem(one_line(line)) for line in tail], Exit.FAULT)
+            raise UserError("the supervisor did not start", [Problem(line) for line in tail], code)
         time.sleep(0.02)
 
 
@@ -133,13 +143,11 @@ def _screen(run: RunDir) -> int:
     from atropos_tui.ui.app import run_cockpit
 
     choice = run_cockpit(run.root)
-    if choice == "stop":
-        from atropos_tui.cli.control import bring_down
+    if choice == "detach":
+        print(f"detached; the run goes on: {run.root}\n  atropos-tui attach · ps · down")
+        return Exit.DONE
+    from atropos_tui.cli.control import bring_down
 
-        print("stopping the stack …", flush=True)
-        asyncio.run(bring_down(run.root, timeout_s=None))
-        return _ended(run)
-    if run.result_json.exists() and not run.control_sock.exists():
-        return _ended(run)
-    print(f"detached; the run goes on: {run.root}\n  atropos-tui attach · ps · down")
-    return Exit.DONE
+    # The screen has said `down`, or has seen the end; either way the supervisor may need a moment to finish.
+    asyncio.run(bring_down(run.root, timeout_s=None))
+    return _ended(run)

@@ -14,6 +14,7 @@ from pathlib import Path
 from atropos_tui.errors import Problem
 from atropos_tui.stack import ports
 from atropos_tui.stack.components import Site, resolve_path
+from atropos_tui.stack.graph import StackError, check_stack
 from atropos_tui.stack.modes import TRAITS
 from atropos_tui.stack.plan import training_config
 from atropos_tui.stack.profile import EnvSection, Profile
@@ -30,9 +31,19 @@ def check_profile(site: Site, file: str) -> list[Problem]:
         *_mode(profile, file),
         *_names(profile, file),
         *_ports(profile, file),
+        *_derived(profile, file),
         *_environments(profile, file),
         *_trainer(site, file),
     ]
+
+
+def check_graph(stack: StackSpec, file: str) -> list[Problem]:
+    """What cannot be started in any order."""
+    try:
+        check_stack(stack)
+    except StackError as error:
+        return [Problem(str(error), "", file, "depends_on")]
+    return []
 
 
 def preflight(site: Site, stack: StackSpec, file: str) -> list[Problem]:
@@ -91,13 +102,41 @@ def _ports(profile: Profile, file: str) -> list[Problem]:
         if port in seen:
             problems.append(Problem(f"port {port} is also {seen[port]}", "choose distinct ports", file, key))
         seen.setdefault(port, key)
-    if profile.api.host not in ("127.0.0.1", "localhost", "::1"):
+    if profile.api.host not in ("127.0.0.1", "localhost"):
         problems.append(
             Problem(
                 "run-api has no authentication and would be open to the network", 'use "127.0.0.1"', file, "api.host"
             )
         )
     return problems
+
+
+DERIVED_FLAGS = {
+    "vllm": {"model": "model", "host": "", "port": "vllm.port", "tensor-parallel-size": "vllm.tensor_parallel"},
+    "env": {
+        "openai.base_url": "vllm.port",
+        "openai.model_name": "model",
+        "env.rollout_server_url": "api.port",
+        "env.tokenizer_name": "model",
+    },
+}
+"""Flags that the plan derives, and the profile key to set instead (none: it must stay as it is)."""
+
+
+def _derived(profile: Profile, file: str) -> list[Problem]:
+    sections = [("vllm", section.name, list(section.args)) for section in profile.vllm]
+    sections += [("env", section.name, list(section.args)) for section in profile.env]
+    return [
+        Problem(
+            "is derived",
+            f"set {DERIVED_FLAGS[kind][flag]} instead" if DERIVED_FLAGS[kind][flag] else "remove it",
+            file,
+            f"{name}.args.{flag}",
+        )
+        for kind, name, args in sections
+        for flag in (word.replace("_", "-") if kind == "vllm" else word for word in args)
+        if flag in DERIVED_FLAGS[kind]
+    ]
 
 
 def _environments(profile: Profile, file: str) -> list[Problem]:
@@ -128,7 +167,8 @@ def _taken_ports(stack: StackSpec, file: str) -> list[Problem]:
     problems = []
     for component in stack.components:
         if component.port is not None and not ports.is_free(component.port):
-            key = {"engine": "vllm.port"}.get(component.role.value, f"{component.name}.port")
+            keys = {"engine": "vllm.port", "api": "api.port"}
+            key = keys.get(component.role.value, f"component.{component.name}.port")
             problems.append(
                 Problem(
                     f"port {component.port} is taken by {ports.holder(component.port) or UNSEEN}",

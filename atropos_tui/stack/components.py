@@ -32,7 +32,7 @@ from atropos_tui.stack.spec import (
 from atropos_tui.stack.variables import expand
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.control import Role
-from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_TOKEN, RunDir
+from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, RunDir
 
 PYTHON = sys.executable
 SERVES_TILL_STOPPED = RestartPolicy(policy="always")
@@ -46,7 +46,6 @@ class Site:
     profile: Profile
     run: RunDir
     run_id: str
-    token: str
     variables: Mapping[str, str]
 
     @property
@@ -124,7 +123,7 @@ def api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
 def engine(site: Site, section: EngineSection, after: list[str], dtype: str) -> ComponentSpec:
     bridge = site.run.engine_bridge(section.name)
     shm = f"atropos-{site.run_id}-{section.name}"
-    environment = {ENV_TOKEN: site.token, "LOGDIR": str(bridge)} | _gpus(section.gpus)
+    environment = {"LOGDIR": str(bridge)} | _gpus(section.gpus)
     checks: list[Any] = [HttpCheck(url=f"{site.url(section.port)}/health_generate")]
     clears: list[str] = []
     if site.traits.shares_memory:
@@ -203,8 +202,6 @@ def environment(site: Site, section: EnvSection, after: list[str], settings: Tra
         name=section.name,
         role=Role.ENV,
         command=command,
-        # The token lets an environment of ours read the weight version that it evaluates.
-        env={ENV_TOKEN: site.token},
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stop=StopPolicy(signal="TERM", grace_s=5),
     )
@@ -218,7 +215,7 @@ def trainer(site: Site, settings: TrainingConfig, after: list[str]) -> Component
         name="trainer",
         role=Role.TRAINER,
         command=[PYTHON, "-m", "trainer_core", *settings.to_args()],
-        env={ENV_TOKEN: site.token} | _gpus(section.gpus),
+        env=_gpus(trainer_gpus(site.profile)),
         # It imports and registers while vLLM loads, and waits for the manifest by itself.
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         probes=Probes(
@@ -227,12 +224,17 @@ def trainer(site: Site, settings: TrainingConfig, after: list[str]) -> Component
                 failure_threshold=1_000_000,
             )
         ),
-        gpus=section.gpus,
+        gpus=trainer_gpus(site.profile),
         # On its stop signal the trainer finishes the step and writes a checkpoint.
         stop=StopPolicy(grace_s=120),
         start_timeout_s=1800,
         ends_run=True,
     )
+
+
+def trainer_gpus(profile: Profile) -> list[int]:
+    """The trainer's GPUs; single copy lives on the engine's own."""
+    return profile.trainer.gpus or (profile.vllm[0].gpus if TRAITS[profile.mode].shares_memory else [])
 
 
 def extra(site: Site, name: str, section: ExtraSection) -> ComponentSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,19 @@ from pydantic import ValidationError
 
 from atropos_tui.stack import components
 from atropos_tui.stack.components import Site
-from atropos_tui.stack.modes import TRAITS
 from atropos_tui.stack.profile import Profile
+from atropos_tui.stack.redact import hide_tree
 from atropos_tui.stack.spec import ComponentSpec, StackSpec
 from atropos_tui.stack.variables import planning_variables
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.run_dir import RunDir
 
-REDACTED = "(redacted)"
-_SECRET_ENDINGS = ("token", "secret", "password", "api_key", "api-key", "apikey", "credentials")
 
-
-def make_site(profile: Profile, run_dir: Path, *, run_id: str, token: str) -> Site:
+def make_site(profile: Profile, run_dir: Path, *, run_id: str) -> Site:
     """What is known about the run while planning."""
     variables = planning_variables(seed=profile.seed, run_dir=run_dir)
-    site = Site(profile, RunDir(run_dir), run_id, token, variables)
-    return Site(profile, RunDir(run_dir), run_id, token, variables | {"ATROPOS_MODEL": site.model})
+    site = Site(profile, RunDir(run_dir), run_id, variables)
+    return Site(profile, RunDir(run_dir), run_id, variables | {"ATROPOS_MODEL": site.model})
 
 
 def training_config(site: Site) -> TrainingConfig:
@@ -64,9 +60,9 @@ def group_size(profile: Profile) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def build_stack(profile: Profile, run_dir: Path, *, run_id: str, token: str) -> StackSpec:
+def build_stack(profile: Profile, run_dir: Path, *, run_id: str) -> StackSpec:
     """The complete stack in start order: prepare steps, run-api, engines, environments, extras, trainer."""
-    site = make_site(profile, run_dir, run_id=run_id, token=token)
+    site = make_site(profile, run_dir, run_id=run_id)
     settings = training_config(site)
     prepared: list[ComponentSpec] = []
     for section in profile.prepare:
@@ -86,27 +82,6 @@ def build_stack(profile: Profile, run_dir: Path, *, run_id: str, token: str) -> 
 
 
 def redacted(stack: StackSpec) -> dict[str, Any]:
-    """The plan as data that may be written to a file: secret-looking values are replaced, references stay."""
-    data = stack.model_dump(mode="json")
-    for component in data["components"]:
-        component["env"] = {key: _hide(key, value) for key, value in component["env"].items()}
-        component["command"] = _hide_flags(component["command"])
+    """The plan as data that may be written to a file."""
+    data: dict[str, Any] = hide_tree(stack.model_dump(mode="json"))
     return data
-
-
-def _hide(key: str, value: str) -> str:
-    return REDACTED if key.lower().endswith(_SECRET_ENDINGS) and not value.startswith("${") else value
-
-
-def _hide_flags(command: list[str]) -> list[str]:
-    shown = command[:1]
-    for before, value in pairwise(command):
-        is_value = before.startswith("--") and not value.startswith("--")
-        # "local" is the placeholder that stands where a local server wants some key.
-        shown.append(_hide(before, value) if is_value and value != "local" else value)
-    return shown
-
-
-def supported(profile: Profile) -> bool:
-    """Whether this version can run the profile's mode."""
-    return TRAITS[profile.mode].runs

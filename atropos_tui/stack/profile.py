@@ -256,6 +256,8 @@ def _assign(node: Any, parts: list[str], value: Any, key: str) -> None:
                 continue
         if not isinstance(node, dict):
             raise UserError("invalid --set", [Problem(f"{'.'.join(parts[:depth])} is not a table", key=key)])
+        if part == "0" and parts[:depth] in (["env"], ["vllm"], ["prepare"]) and depth < len(parts) - 1:
+            continue  # one [env] is the first of [[env]]
         if depth == len(parts) - 1:
             node[part] = value
         else:

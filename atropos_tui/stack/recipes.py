@@ -59,5 +59,10 @@ def _why(stack: StackSpec, component: str, touched: set[str]) -> str:
 
 
 def _left_alone(stack: StackSpec, component: str) -> str:
-    users = [spec.name for spec in stack.components if component in spec.depends_on]
-    return f"{', '.join(users)} keep running without it." if users else ""
+    spec = stack.component(component)
+    bound = spec.restart_with if spec else []
+    users = [other.name for other in stack.components if component in other.depends_on and other.name not in bound]
+    notes = [f"{', '.join(users)} keep running without it."] if users else []
+    if bound and spec and spec.role == "engine":
+        notes.append(f"{', '.join(bound)} cannot go on without it: what was trained since the last checkpoint is lost.")
+    return " ".join(notes)

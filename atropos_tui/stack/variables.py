@@ -19,10 +19,9 @@ def cache_dir() -> Path:
     return Path(os.environ.get(CACHE) or platformdirs.user_cache_dir("atropos-tui"))
 
 
-def planning_variables(*, seed: int, run_dir: Path, model: str = "") -> dict[str, str]:
+def planning_variables(*, seed: int, run_dir: Path) -> dict[str, str]:
     """Variables that every profile may use in any string."""
-    known = {CACHE: str(cache_dir()), "ATROPOS_SEED": str(seed), "ATROPOS_RUN_DIR": str(run_dir)}
-    return known | ({"ATROPOS_MODEL": model} if model else {})
+    return {CACHE: str(cache_dir()), "ATROPOS_SEED": str(seed), "ATROPOS_RUN_DIR": str(run_dir)}
 
 
 def expand(text: str, known: dict[str, str]) -> str:

@@ -98,7 +98,8 @@ class Launcher:
                 launch.command, launch.env, launch.cwd, on_exit=lambda _: self._post(Exited(unit.name, attempt))
             )
         except OSError as error:
-            raise LaunchError(f"cannot start {unit.name}: {error}", "check the command and its cwd with `atropos-tui plan`") from None
+            fix = "check its command and cwd: atropos-tui plan shows them"
+            raise LaunchError(f"cannot start {unit.name}: {error}", fix) from None
         self._adopt(unit, child, attempt)
         self._guard.clear(launch.clears)
         unit.launch = launch

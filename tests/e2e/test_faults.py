@@ -63,8 +63,12 @@ def test_every_component_may_die(stack: Start) -> None:
     _kill(run, "trainer", again=2)
     _kill(run, "api", again=2)
     _kill(run, "vllm", again=2)
-    log = "\n".join(path.read_text() for path in sorted((run.run.logs / "trainer").glob("*.log")))
-    assert "step_" in log and "esum" in log, "the trainer says which checkpoint it goes on from"
+    for attempt in (2, 3):  # its own kill, then vLLM's
+        log = run.run.log("trainer", attempt).read_text()
+        first = min(step.step for step in run.telemetry("step") if step.attempt == attempt)
+        assert f"checkpoints/step_{first - 1}" in log, (
+            f"attempt {attempt} says which checkpoint it goes on from:\n{log[:800]}"
+        )
     attempts = {step.attempt for step in run.telemetry("step")}
     assert attempts == {1, 2, 3}, "killed once, taken along by vLLM once"
     down = run.cli("down", timeout=180)
@@ -90,6 +94,16 @@ def test_environment_that_crashes_at_import(stack: Start, tmp_path: Path, monkey
     assert "no_such_thing_at_all" in output
 
 
-def test_trainer_that_raises(stack: Start) -> None:
+def test_trainer_told_the_impossible(stack: Start) -> None:
     output = _failed_for_good(stack(trainer__train_layer_indices="90-95"), "trainer")
-    assert "90" in output
+    assert "90" in output.split("last lines of trainer")[1] and "layers" in output
+
+
+def test_trainer_that_raises(stack: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant = "import trainer_core.step as step\n\n\ndef accumulate(*_, **__):\n    raise RuntimeError('planted fault')\n"
+    (tmp_path / "planted.py").write_text(plant + "\n\nstep.accumulate = accumulate\n")
+    hook = "import os\nif os.environ.get('ATROPOS_COMPONENT') == 'trainer':\n    import planted\n"
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    output = _failed_for_good(stack(trainer__restart="{policy='never'}"), "trainer")
+    assert "planted fault" in output

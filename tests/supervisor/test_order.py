@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from atropos_tui.stack.graph import StackError
 from atropos_tui.stack.spec import FileCheck, HttpCheck, LogCheck, Probe, Probes, TcpCheck
-from atropos_tui.supervisor.ledger import StackError
 from tests.supervisor.harness import Running, part, python, ready, script
 from trainer_core.contracts.control import CommandRequest, Role, State
 

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
-from atropos_tui.stack.checks import check_profile, preflight
+from atropos_tui.cli.run_files import _profile_data
+from atropos_tui.stack.checks import check_graph, check_profile, preflight
 from atropos_tui.stack.components import Site
 from atropos_tui.stack.plan import build_stack, make_site, redacted
 from atropos_tui.stack.profile import Profile, load_profile, parse_profile
 from atropos_tui.stack.recipes import recipe
+from atropos_tui.stack.redact import hide_command, hide_tree
 from atropos_tui.stack.spec import StackSpec
 
 
@@ -27,11 +30,11 @@ def profile(**changes: Any) -> Profile:
 
 
 def site(chosen: Profile) -> Site:
-    return make_site(chosen, Path("/runs/r"), run_id="r", token="s3cret")
+    return make_site(chosen, Path("/runs/r"), run_id="r")
 
 
 def stack(chosen: Profile) -> StackSpec:
-    return build_stack(chosen, Path("/runs/r"), run_id="r", token="s3cret")
+    return build_stack(chosen, Path("/runs/r"), run_id="r")
 
 
 def flags(command: list[str]) -> dict[str, str]:
@@ -59,14 +62,13 @@ def test_derived_values_agree() -> None:
     assert env["openai.server_type"] == "vllm"
     assert trainer["seed"] == engine["seed"] == "7"
     assert trainer["max-model-len"] == engine["max-model-len"] == "99"
-    assert parts["engine"].env["ATROPOS_TOKEN"] == parts["trainer"].env["ATROPOS_TOKEN"] == "s3cret"
     assert trainer["vllm-config-path"] in parts["engine"].clears
     assert parts["engine"].env["ATROPOS_HOLD_GENERATION"] == "1"
     assert parts["api"].command[-4:] == ["--host", "127.0.0.1", "--port", "8123"]
 
 
 def test_gpus_reach_the_processes() -> None:
-    parts = {c.role.value: c for c in stack(profile(vllm={"gpus": [2]}, trainer={"gpus": [2]})).components}
+    parts = {c.role.value: c for c in stack(profile(vllm={"gpus": [2]})).components}
     assert parts["engine"].env["CUDA_VISIBLE_DEVICES"] == parts["trainer"].env["CUDA_VISIBLE_DEVICES"] == "2"
 
 
@@ -79,10 +81,17 @@ def test_profile_overrides_defaults_of_a_role() -> None:
 
 
 def test_nothing_secret_is_written() -> None:
-    chosen = profile(trainer={"env": {"WANDB_API_KEY": "abc123", "HF_TOKEN": "${HF_TOKEN}"}})
-    text = json.dumps(redacted(stack(chosen)))
-    assert "abc123" not in text and "s3cret" not in text
-    assert "${HF_TOKEN}" in text and "/models/m" in text
+    chosen = profile(
+        trainer={"env": {"WANDB_API_KEY": "abc123", "HF_TOKEN": "${HF_TOKEN}", "AWS_SECRET_ACCESS_KEY": "abc124"}},
+        vllm={"args": {"api-key": "abc125"}},
+        env={"module": "json", "args": {"openai.api_key": "abc126", "env.max_token_length": 2048}},
+        component={"x": {"command": ["serve", "--password", "abc127", "--token=abc128", "--name", "shown"]}},
+    )
+    for text in (json.dumps(redacted(stack(chosen))), tomli_w.dumps(hide_tree(_profile_data(chosen)))):
+        assert "abc12" not in text, text
+        assert "${HF_TOKEN}" in text and "/models/m" in text and "2048" in text and "shown" in text
+    argv = ["up", "p", "--set", "trainer.env.HF_TOKEN=abc129", "--set", "trainer.lr=1e-4"]
+    assert hide_command(argv) == ["up", "p", "--set", "trainer.env.HF_TOKEN=(redacted)", "--set", "trainer.lr=1e-4"]
 
 
 @pytest.mark.parametrize(
@@ -117,6 +126,10 @@ def test_recipe_of_an_unknown_component() -> None:
         ({"env": {"module": "json", "args": {"openai.server_type": "openai"}}}, "no logprobs"),
         ({"env": {"module": "json", "name": "api"}}, "used 2 times"),
         ({"vllm": {"tensor_parallel": 2}}, "tensor-parallel"),
+        ({"vllm": {"args": {"port": 9999}}}, "is derived"),
+        ({"vllm": {"args": {"host": "0.0.0.0"}}}, "is derived"),
+        ({"env": {"module": "json", "args": {"openai.base_url": "http://x"}}}, "is derived"),
+        ({"api": {"host": "::1"}}, "no authentication"),
         ({"vllm": {"gpus": [0]}, "trainer": {"gpus": [1]}}, "same GPU"),
     ],
 )
@@ -124,6 +137,21 @@ def test_contradictions_are_found(changes: dict[str, Any], expected: str) -> Non
     found = check_profile(site(profile(**changes)), "p.toml")
     assert any(expected in problem.reason for problem in found), found
     assert all(problem.file == "p.toml" for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [({"depends_on": {"nobody": "healthy"}}, "nobody"), ({"depends_on": {"trainer": "healthy"}}, "circular")],
+)
+def test_impossible_orders_are_found(trainer: dict[str, Any], expected: str) -> None:
+    found = check_graph(
+        stack(profile(trainer={"batch_size": 16, "gradient_accumulation_steps": 1} | trainer)), "p.toml"
+    )
+    assert [problem.key for problem in found] == ["depends_on"] and expected in found[0].reason
+
+
+def test_stopping_the_engine_says_what_is_lost() -> None:
+    assert "trainer cannot go on without it" in recipe(stack(profile()), "stop", "vllm").note
 
 
 def test_demo_has_no_contradiction() -> None:

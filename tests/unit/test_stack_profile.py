@@ -93,6 +93,9 @@ def test_environment_tables_are_flags(tmp_path: Path) -> None:
 
 
 def test_set_reaches_tables_lists_and_new_keys() -> None:
+    single: dict[str, object] = {"env": {"name": "a"}}
+    apply_sets(single, ["env.0.weight=2"])
+    assert single == {"env": {"name": "a", "weight": 2}}
     data: dict[str, object] = {"env": [{"name": "a"}, {"name": "b"}], "trainer": {}}
     apply_sets(data, ["trainer.lr=1e-4", "env.1.name=c", "env.weight=2", "mode=lora_only", "model=/a b"])
     assert data == {

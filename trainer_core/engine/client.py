@@ -50,7 +50,9 @@ class EngineClient:
         token = os.environ.get(ENV_TOKEN, "") if token is None else token
         headers = {TOKEN_HEADER: token} if token else {}
         self.base_url = base_url.rstrip("/")
-        self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=timeout_s, transport=transport)
+        self._http = httpx.Client(
+            base_url=self.base_url, headers=headers, timeout=timeout_s, transport=transport, trust_env=False
+        )
 
     def info(self) -> BridgeInfo:
         return _parse(BridgeInfo, self._call("GET", "/bridge/info"))

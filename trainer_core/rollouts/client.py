@@ -42,7 +42,7 @@ class RunApi:
         self.registration = registration
         self.stop = stop
         self.timeout_s = timeout_s
-        self._http = httpx.Client(base_url=self.url, timeout=30.0, transport=transport)
+        self._http = httpx.Client(base_url=self.url, timeout=30.0, transport=transport, trust_env=False)
         self._ready: RawBatch | None = None
 
     def open(self, step: int) -> None:

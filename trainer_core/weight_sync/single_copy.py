@@ -158,7 +158,8 @@ class SingleCopy:
             return
         source = start.weights or self.config.model_name
         print(f"Writing version {start.version} from {source} into the server")
-        self.engine.pause(dirty=True, lease_s=LEASE_S)
+        # Loading from disk may take its time; whoever waits for this server waits that long anyway.
+        self.engine.pause(dirty=True, lease_s=max(LEASE_S, self.config.engine_timeout))
         copy_weights(model, source)
         self._synchronise()
 
