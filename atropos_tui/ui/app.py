@@ -9,7 +9,9 @@ the files of the run have the last word.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -286,14 +288,25 @@ class CockpitApp(App[Outcome]):
         self.push_screen(HelpDialog([(key, words) for key, (_, words) in ours_first]))
 
 
+LEAVE_S = 3.0
+"""How long the screen may take to close once it was told to go."""
+
+
 def run_cockpit(run_dir: Path) -> Outcome:
     """Show the screen of `run_dir` until it is left. TERM and HUP detach, as the driver itself would not."""
     app = CockpitApp(run_dir)
 
+    def leave() -> None:
+        app.exit("detach")
+        # The driver's writer can block for ever on a terminal that is gone; the screen owns nothing, so it may just go.
+        last_resort = threading.Timer(LEAVE_S, os._exit, (0,))
+        last_resort.daemon = True
+        last_resort.start()
+
     async def attended() -> Outcome | None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, app.exit, "detach")
+            loop.add_signal_handler(number, leave)
         return await app.run_async()
 
     return asyncio.run(attended()) or "detach"

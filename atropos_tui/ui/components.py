@@ -49,7 +49,8 @@ class Components(DataTable[Text]):
         self._now = 0.0
         self._stale = False
         """Nobody vouches for these states any more."""
-        self._moving = False
+        self._touched = False
+        """A key or a click came since the cursor last moved."""
         self.border_title = title("Components")
 
     @property
@@ -78,7 +79,6 @@ class Components(DataTable[Text]):
         """Move the cursor on the screen's own account."""
         names = [row.name for row in self.statuses]
         if component in names and names.index(component) != self.cursor_row:
-            self._moving = True
             self.move_cursor(row=names.index(component))
 
     def on_resize(self, event: events.Resize) -> None:
@@ -88,8 +88,14 @@ class Components(DataTable[Text]):
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
         event.stop()
         if row := self.selected:
-            self.post_message(self.Selected(row.name, by_user=not self._moving and self.has_focus))
-        self._moving = False
+            self.post_message(self.Selected(row.name, by_user=self._touched))
+        self._touched = False
+
+    def on_key(self, event: events.Key) -> None:
+        self._touched = event.key in ("up", "down", "pageup", "pagedown", "home", "end")
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        self._touched = True
 
     def _columns(self) -> list[tuple[str, int, bool]]:
         wide = self.size.width >= _WIDE
@@ -116,14 +122,12 @@ class Components(DataTable[Text]):
 
     def _rebuild(self) -> None:
         row = self.cursor_row
-        self._moving = True
         self.clear(columns=True)
         for name, width, right in self._columns():
             self.add_column(self._fit(name, width, right, ""), key=name or "last", width=width + self._gap)
         for item in self.statuses:
             self.add_row(*self._cells(item), key=item.name)
         self.move_cursor(row=min(max(row, 0), max(len(self.statuses) - 1, 0)))
-        self._moving = False
 
     def _fill(self) -> None:
         for item in self.statuses:

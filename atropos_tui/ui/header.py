@@ -17,6 +17,9 @@ from atropos_tui.ui.look import TONES, live_components
 from atropos_tui.ui.view import View
 from trainer_core.contracts.control import Phase, RunStatus, State
 
+STALL_S, STALL_STEPS = 10.0, 10
+"""A trainer that is silent for both this many seconds and this many usual steps is waiting for something."""
+
 
 class Header(Widget):
     """Profile, mode, model, health; step, progress and time left."""
@@ -110,7 +113,7 @@ def _ended(view: View, status: RunStatus) -> tuple[str, str, str]:
 
 
 def stage(view: View) -> str:
-    """What is waited for before the first step, and for how long; empty once it trains or is over."""
+    """What is waited for, and for how long; empty while it trains and once it is over."""
     status = view.status
     if status is None or status.phase in (Phase.STOPPING, Phase.ENDED) or view.gone:
         return ""
@@ -120,9 +123,21 @@ def stage(view: View) -> str:
         what = one_line(row.waiting_for) or "starting"
         return f"{row.name}: {what} · {duration(view.now - (row.since or view.now))}"
     if view.state.step:
-        return ""
+        return stalled(view)
     since = max((row.since or 0 for row in status.components), default=0)
     return f"first optimizer step · {duration(view.now - since)}" if since else "first optimizer step"
+
+
+def stalled(view: View) -> str:
+    """Why no step comes any more, once one is long overdue."""
+    state, status = view.state, view.status
+    usual = pace(state, None).step_s or 0.0
+    silent = view.now - (state.trainer_time or view.now)
+    if status is None or state.benchmark or silent < max(STALL_S, STALL_STEPS * usual):
+        return ""
+    away = [row.name for row in status.components if row.state in (State.STOPPED, State.FAILED, State.UNHEALTHY)]
+    cause = f", {', '.join(away)} not running" if away else ""
+    return f"step {state.step + 1} is overdue: silent for {duration(silent)}{cause}"
 
 
 def _over(view: View) -> bool:

@@ -69,6 +69,8 @@ def test_every_component_may_die(stack: Start) -> None:
         assert f"checkpoints/step_{first - 1}" in log, (
             f"attempt {attempt} says which checkpoint it goes on from:\n{log[:800]}"
         )
+    lags = [step.policy_lag_max for step in run.telemetry("step") if step.policy_lag_max is not None]
+    assert min(lags) >= 0, "rollouts of weights that were given up do not train"
     attempts = {step.attempt for step in run.telemetry("step")}
     assert attempts == {1, 2, 3}, "killed once, taken along by vLLM once"
     down = run.cli("down", timeout=180)
