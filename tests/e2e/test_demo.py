@@ -20,7 +20,8 @@ def assert_learned(stack: LiveStack) -> None:
     """Sampled reward and greedy held-out accuracy both rose clearly."""
     rewards = [step.reward_mean for step in stack.steps()]
     first, last = mean(rewards[:5]), mean(rewards[-5:])
-    assert last >= 0.88, f"reward of the last 5 steps: {last:.3f}"
+    # benchmarks/demo.py holds several seeds to 0.88; one run of 5 x 128 samples has a standard error of 0.012.
+    assert last >= 0.86, f"reward of the last 5 steps: {last:.3f}"
     assert last >= first + 0.3, f"reward {first:.3f} -> {last:.3f}"
     held_out = [record.accuracy for record in stack.evals() if record.split == "held_out"]
     assert len(held_out) >= 2, "no held-out accuracy was measured"
