@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import itertools
 import json
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 from atropos_tui.cli import runs, show
 from atropos_tui.cli.control import client
 from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.monitor.follow import LogFollower
 from atropos_tui.monitor.plain import duration, one_line
 from trainer_core.contracts.control import Phase, RunStatus
 from trainer_core.contracts.records import DiagnosisRecord, Record, RecordError, parse_line
-from trainer_core.contracts.run_dir import RunDir
+from trainer_core.contracts.run_dir import RunDir, is_safe_name
 
 FOLLOW_S = 0.2
 
@@ -28,11 +31,15 @@ async def status_of(entry: runs.RunEntry) -> RunStatus:
     try:
         return await client(entry.dir.root).status()
     except NoSupervisor:
-        from atropos_tui.monitor.feed import load_run
-        from atropos_tui.monitor.run_info import status_from_files
+        return _status_of_files(entry)
 
-        info, state, _ = load_run(entry.dir.root)
-        return status_from_files(entry.dir, info, state)
+
+def _status_of_files(entry: runs.RunEntry) -> RunStatus:
+    from atropos_tui.monitor.feed import load_run
+    from atropos_tui.monitor.run_info import status_from_files
+
+    info, state, _ = load_run(entry.dir.root)
+    return status_from_files(entry.dir, info, state)
 
 
 def read_events(run: RunDir) -> Iterator[Record]:
@@ -116,45 +123,32 @@ async def logs(options: argparse.Namespace) -> int:
         pattern = re.compile(options.grep) if options.grep else None
     except re.error as error:
         raise UserError("invalid --grep", [Problem(f"not a regular expression: {error}")]) from None
-    path = newest_log(entry.dir, options.component)
-    if path is None:
-        known = [part.name for part in (await status_of(entry)).components]
-        if options.component not in known:
+    follower = LogFollower(entry.dir.logs / options.component) if is_safe_name(options.component) else None
+    if follower is None or not follower.begun:
+        known = [part.name for part in _status_of_files(entry).components]
+        if follower is None or options.component not in known:
             raise _no_component(options.component, known)
         print(f"{options.component} has not printed anything yet", file=sys.stderr)
-        return Exit.DONE
-    lines = [line for line in path.read_text(errors="replace").splitlines() if pattern is None or pattern.search(line)]
-    for line in lines[-options.lines :] if options.lines > 0 else []:
-        print(one_line(line))
+    wanted = (line for line in follower.drain() if pattern is None or pattern.search(line))
+    last = deque(wanted, maxlen=max(options.lines, 0))
+    if not options.follow:
+        last.extend(line for line in follower.rest() if pattern is None or pattern.search(line))
+    for line in last:
+        print(one_line(line), flush=options.follow)
     if options.follow:
-        _follow(entry, options.component, path, pattern)
+        await _follow(entry, follower, pattern)
     return Exit.DONE
 
 
-def newest_log(run: RunDir, component: str) -> Path | None:
-    """The log of the last attempt."""
-    attempts = [path for path in (run.logs / Path(component).name).glob("*.log") if path.stem.isdecimal()]
-    return max(attempts, key=lambda path: int(path.stem), default=None)
-
-
-def _follow(entry: runs.RunEntry, component: str, path: Path, pattern: re.Pattern[str] | None) -> None:
-    position, rest = path.stat().st_size, ""
-    while True:
-        newest = newest_log(entry.dir, component)
-        if newest is not None and newest != path:
-            path, position, rest = newest, 0, ""
-        elif path.stat().st_size < position:
-            position, rest = 0, ""
-        with path.open(errors="replace") as file:
-            file.seek(position)
-            *whole, rest = (rest + file.read()).split("\n")
-            position = file.tell()
-        for line in whole:
+async def _follow(entry: runs.RunEntry, follower: LogFollower, pattern: re.Pattern[str] | None) -> None:
+    live = True
+    while live:
+        live = entry.is_live  # before reading: what an ended run wrote is then all there
+        for line in itertools.chain(follower.drain(), () if live else follower.rest()):
             if pattern is None or pattern.search(line):
                 print(one_line(line), flush=True)
-        if not whole and not entry.is_live:
-            return
-        time.sleep(FOLLOW_S)
+        if live:
+            await asyncio.sleep(FOLLOW_S)
 
 
 def list_runs(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from atropos_tui.supervisor.logs import latest_attempt
 from trainer_core.contracts.records import Record, RecordError, parse_line
 
 CHUNK_BYTES = 256 * 1024
@@ -151,10 +152,5 @@ class LogTail:
         return skipped
 
 
-def newest_log(folder: Path) -> Path | None:
-    """The log of the latest attempt in `RUN/logs/COMPONENT`, or None before the first start."""
-    try:
-        attempts = [path for path in folder.iterdir() if path.suffix == ".log" and path.stem.isdigit()]
-    except OSError:
-        return None
-    return max(attempts, key=lambda path: int(path.stem), default=None)
+newest_log = latest_attempt
+"""The log of the latest attempt in `RUN/logs/COMPONENT`, or None before the first start."""

@@ -9,6 +9,7 @@ accepted = await client.command(CommandRequest(action="restart", component="vllm
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from atropos_tui.errors import Exit, Problem, UserError
 from trainer_core.contracts.control import (
     Accepted,
     Action,
@@ -36,11 +38,24 @@ from trainer_core.contracts.run_dir import RunDir
 Answer = TypeVar("Answer", bound=BaseModel)
 
 ANSWER_S = 10.0
-"""A supervisor that does not answer in this time is taken for dead (only `wait` and `events` take longer)."""
+"""One try takes at most so long (only `wait` and `events` take longer)."""
+TRIES = 3
+"""What only reads is asked so often before `NotAnswering`; a command once, lest it be carried out twice."""
+PAUSE_S = 0.2
 
 
 class NoSupervisor(Exception):
-    """No supervisor answers for this run: it has ended, or never began."""
+    """Nobody listens for this run (no socket, or it refuses): the run has ended, or never began."""
+
+
+class NotAnswering(UserError, TimeoutError):
+    """A supervisor is there but gives no answer: it is stopped, or the machine is far too busy. The run may go on."""
+
+    def __init__(self, run_dir: Path, reason: str, fix: str = "") -> None:
+        busy = f"try again in a moment; {RunDir(run_dir).journal_json} names its pid (a stopped one: kill -CONT PID)"
+        super().__init__(
+            f"the supervisor of {run_dir.name} does not answer", [Problem(reason, fix or busy)], Exit.TIMEOUT
+        )
 
 
 class StreamLost(Exception):
@@ -58,7 +73,10 @@ class Refused(Exception):
 
 
 class ControlClient:
-    """One run's control socket. Every method raises `NoSupervisor` when nobody answers there."""
+    """One run's control socket.
+
+    Every method raises `NoSupervisor` when nobody listens there, `NotAnswering` when somebody does but does not answer.
+    """
 
     def __init__(self, run_dir: Path | str) -> None:
         self.run_dir = RunDir(Path(run_dir))
@@ -104,8 +122,10 @@ class ControlClient:
                 async for line in answer.aiter_lines():
                     yield Snapshot.model_validate_json(line) if first else parse_line(line)
                     first = False
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        except httpx.ConnectError as error:
             raise self._nobody() from error
+        except httpx.TimeoutException as error:
+            raise self._silent(error) from error
         except (httpx.RemoteProtocolError, httpx.ReadError) as error:
             raise StreamLost(str(error)) from error
 
@@ -166,13 +186,23 @@ class ControlClient:
         content: str | None = None,
         timeout: httpx.Timeout | None = None,
     ) -> httpx.Response:
-        http = self._connection()
-        try:
-            answer = await http.request(
-                method, path, params=params, content=content, timeout=timeout or httpx.Timeout(ANSWER_S)
-            )
-        except httpx.TransportError as error:
-            raise self._nobody() from error
+        tries = TRIES if method == "GET" else 1
+        for left in reversed(range(tries)):
+            http = self._connection()
+            try:
+                answer = await http.request(
+                    method, path, params=params, content=content, timeout=timeout or httpx.Timeout(ANSWER_S)
+                )
+                break
+            except httpx.ConnectError as error:
+                raise self._nobody() from error
+            except httpx.TransportError as error:
+                # Who waits on purpose has waited long enough; a broken connection may mean that the run has ended.
+                if not left or (timeout and isinstance(error, httpx.ReadTimeout)):
+                    if method != "GET" and not isinstance(error, httpx.TimeoutException):
+                        await self.status()  # raises NoSupervisor if it has gone
+                    raise self._silent(error, command=method != "GET") from error
+            await asyncio.sleep(PAUSE_S)
         if answer.status_code >= 400:
             raise _refused(answer.status_code, answer.content)
         return answer
@@ -191,6 +221,11 @@ class ControlClient:
 
     def _nobody(self) -> NoSupervisor:
         return NoSupervisor(f"no supervisor runs in {self.run_dir.root}")
+
+    def _silent(self, error: httpx.TransportError, *, command: bool = False) -> NotAnswering:
+        reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else f"connection lost: {error}"
+        fix = "`atropos-tui events` shows whether the command was taken; then give it again" if command else ""
+        return NotAnswering(self.run_dir.root, f"{reason} ({type(error).__name__})", fix)
 
 
 def _refused(status: int, content: bytes) -> Refused:

@@ -26,6 +26,7 @@ from atropos_tui.supervisor.conductor import (
 )
 from atropos_tui.supervisor.diagnoses import Diagnosis, describe_exit
 from atropos_tui.supervisor.guarding import Guard
+from atropos_tui.supervisor.launching import stuck
 from atropos_tui.supervisor.ledger import Ledger
 from atropos_tui.supervisor.members import Tracker
 from atropos_tui.supervisor.messages import (
@@ -48,11 +49,13 @@ from atropos_tui.supervisor.result import RunResult
 from atropos_tui.supervisor.sampling import Sampler
 from atropos_tui.supervisor.unit import HEALTHY_RESET_S, PROVEN_S, Unit, next_delay
 from trainer_core.contracts.control import Accepted, CommandRequest, Phase, Recipe, Refusal, State
-from trainer_core.contracts.records import ProbeRecord
+from trainer_core.contracts.records import DiagnosisRecord, ProbeRecord
 from trainer_core.contracts.run_dir import RunDir
 
 SWEEP_S = 5.0
 """How often adopted zombies are collected and new sessions of members are told to the guard."""
+STRAYS_S = 10.0
+"""So long strays are killed again and again at the end; then they are named, and the result is written."""
 
 
 class RefusedError(Exception):
@@ -161,7 +164,12 @@ class Core(Conductor):
                 self._guard.remember_members(rows)
 
     async def _end_strays(self) -> None:
+        give_up = time.monotonic() + STRAYS_S
         while rows := await asyncio.to_thread(self.tracker.strays, self._began):
+            if time.monotonic() > give_up:
+                found = stuck(rows)
+                self.ledger.emit(DiagnosisRecord(title=found.title, evidence=found.evidence, fix=found.fix))
+                break
             for row in rows:
                 procfs.send(row, signal.SIGKILL)
             await asyncio.sleep(0.01)
@@ -247,8 +255,15 @@ class Core(Conductor):
             return
         found = message.result
         if found.ok or unit.state is not State.STARTING:
-            record = ProbeRecord(probe=found.which, ok=found.ok, latency_s=found.latency_s, detail=found.detail)
-            self.ledger.emit(record.model_copy(update={"component": unit.name, "role": unit.spec.role.value}))
+            self.ledger.emit(
+                ProbeRecord(
+                    component=unit.name,
+                    probe=found.which,
+                    ok=found.ok,
+                    latency_s=found.latency_s,
+                    detail=found.detail,
+                )
+            )
         if found.which == "liveness":
             if not found.ok:
                 self._dead_alive(unit, found.detail)

@@ -18,11 +18,15 @@ from trainer_core.contracts.control import Role
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about an end: `exit_code` is negative for a signal, `lines` are the last of the log."""
+    """What is known about an end.
+
+    `exit_code` is negative for a signal, `lines` are the last of the log, `api` is what this stack calls its run-api.
+    """
 
     spec: ComponentSpec
     exit_code: int
     lines: list[str]
+    api: str = "api"
 
     def last(self, pattern: str) -> tuple[re.Match[str], str] | None:
         """The last line that matches, with its match."""
@@ -107,7 +111,7 @@ def trainer_not_registered(found: Evidence) -> Diagnosis | None:
     return Diagnosis(
         "run-api has forgotten the trainer",
         hit[1],
-        "run-api keeps its state in memory: restart it with its partners (atropos-tui restart run-api)",
+        f"run-api keeps its state in memory: restart it with its partners (atropos-tui restart {found.api})",
     )
 
 

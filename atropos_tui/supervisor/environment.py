@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from atropos_tui.stack.spec import ComponentSpec, StackSpec
+from atropos_tui.stack.variables import expand, references
 from trainer_core.contracts import run_dir
-
-_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 class LaunchError(ValueError):
@@ -35,23 +32,19 @@ class Launch:
     creates: Path | None
 
 
-def resolve(text: str, variables: Mapping[str, str], where: str) -> str:
+def resolve(text: str, variables: dict[str, str], where: str) -> str:
     """Replace each `${VAR}`.
 
     Raises:
         LaunchError: a variable is not set.
     """
-
-    def value(match: re.Match[str]) -> str:
-        name = match.group(1)
+    for name in references(text):
         if name not in variables:
             raise LaunchError(
                 f"environment variable {name} is not set (used in {where})",
                 f"export {name}=..., or put it into the .env file beside the profile",
             )
-        return variables[name]
-
-    return _REFERENCE.sub(value, text)
+    return expand(text, variables)
 
 
 def stamps(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str) -> dict[str, str]:

@@ -37,7 +37,7 @@ from atropos_tui.supervisor.messages import (
 from atropos_tui.supervisor.probe import Checker, Prober
 from atropos_tui.supervisor.process import Child, spawn
 from atropos_tui.supervisor.unit import Outcome, Unit
-from trainer_core.contracts.control import State
+from trainer_core.contracts.control import Role, State
 from trainer_core.contracts.run_dir import RunDir
 
 PORT_PATIENCE_S = 5.0
@@ -110,7 +110,7 @@ class Launcher:
     def _adopt(self, unit: Unit, child: Child, attempt: int) -> None:
         unit.child, unit.attempt, unit.started_at = child, attempt, child.started_at
         unit.hurry, unit.outcome, unit.exit_code = asyncio.Event(), "", None
-        unit.ready, unit.healthy_at, unit.port_wait = None, None, None
+        unit.healthy_at, unit.port_wait = None, None
         self._tracker.add(unit.name, child.pid)
         self._guard.remember(child.pid, child.ticks)
         self.table.components[unit.name] = entry_of(child.pid, child.ticks, attempt)
@@ -183,13 +183,14 @@ class Launcher:
             grace_s,
             unit.hurry,
             lambda count: self._post(Leftovers(name, attempt, count)),
-            lambda rows: self._post(Noted(name, _stuck(rows))),
+            lambda rows: self._post(Noted(name, stuck(rows))),
         )
         assert unit.log is not None and child.exit_code is not None
         unit.log.finish()
         diagnosis = None
         if child.exit_code != 0 and not unit.outcome:
-            found = Evidence(unit.spec, child.exit_code, unit.log.tail(200))
+            apis = [spec.name for spec in self._ledger.stack.components if spec.role is Role.API]
+            found = Evidence(unit.spec, child.exit_code, unit.log.tail(200), *apis[:1])
             diagnosis = await asyncio.to_thread(diagnoses.diagnose, found)
         self._post(Gone(name, attempt, killed, diagnosis))
 
@@ -223,7 +224,8 @@ def entry_of(pid: int, ticks: int | None = None, attempt: int = 0) -> ProcessEnt
     return ProcessEntry(pid=pid, create_time=seconds, ticks=ticks, pgid=pid, boot_id=procfs.boot_id(), attempt=attempt)
 
 
-def _stuck(rows: list[procfs.Proc]) -> Diagnosis:
+def stuck(rows: list[procfs.Proc]) -> Diagnosis:
+    """The diagnosis for processes that outlive SIGKILL, by pid and state."""
     who = ", ".join(f"pid {row.pid} (state {row.state})" for row in rows)
     fix = "state D is a wait inside the kernel, for a disk or a driver (GPU: see dmesg); only that can end it"
     return Diagnosis("a process cannot be killed", who, fix)

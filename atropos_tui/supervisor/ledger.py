@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import platform
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from atropos_tui.supervisor.logs import latest_attempt
 from atropos_tui.supervisor.sampling import Usage
 from atropos_tui.supervisor.unit import Unit
 from trainer_core.contracts.control import Phase, RunStatus, State
-from trainer_core.contracts.records import DiagnosisRecord, Record, StateRecord
+from trainer_core.contracts.records import ComponentRecord, DiagnosisRecord, Record, StateRecord
 from trainer_core.contracts.run_dir import RunDir
 
 OnEvent = Callable[[Record], object]
@@ -47,11 +48,16 @@ class Ledger:
         self.reason = ""
         self.moved = False
         """Set by every transition; the core clears it and looks again."""
+        self._node = platform.node()
         self._on_event = on_event
         self._changed = asyncio.Event()
 
     def emit(self, record: Record) -> None:
-        """Journal `record`, then tell everyone."""
+        """Stamp a component's record with its role and this node, journal it, then tell everyone."""
+        if isinstance(record, ComponentRecord):
+            unit = self.units.get(record.component or "")
+            role = unit.spec.role.value if unit else record.role
+            record = record.model_copy(update={"role": role, "node": self._node})
         stamped = self.journal.append(record)
         self.hub.publish(stamped)
         if self._on_event:
@@ -80,8 +86,6 @@ class Ledger:
         self.emit(
             StateRecord(
                 component=unit.name,
-                role=unit.spec.role.value,
-                node=os.uname().nodename,
                 old=old.value,
                 new=new.value,
                 attempt=unit.attempt,
@@ -100,7 +104,6 @@ class Ledger:
         self.emit(
             DiagnosisRecord(
                 component=unit.name,
-                role=unit.spec.role.value,
                 title=diagnosis.title,
                 evidence=diagnosis.evidence,
                 fix=diagnosis.fix,

@@ -1,7 +1,6 @@
 """Processes that a run left behind: found by marker, session, group and descent; ended one by one, never by name.
 
-Used before a start (what did a crashed supervisor leave?), after an end (is really nothing left?), by `doctor` and
-`clean`.
+The runner calls it before a start (what did a crashed supervisor leave?) and after every end (is nothing left?).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.guard import run_members
 from atropos_tui.supervisor.journal import ProcessTable
-from trainer_core.contracts.run_dir import ENV_COMPONENT, RunDir
+from trainer_core.contracts.run_dir import ENV_COMPONENT
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,6 @@ def find(run_id: str, table: ProcessTable | None = None, *, exclude: set[int] | 
         Leftover(row.pid, row.ticks, procfs.environ(row.pid).get(ENV_COMPONENT, ""), _command(row.pid))
         for row in members
     ]
-
-
-def find_in(run_dir: Path) -> list[Leftover]:
-    """Leftovers of the run in `run_dir`, by its `journal.json`; empty when there is none."""
-    table = ProcessTable.load(RunDir(run_dir).journal_json)
-    return find(table.run_id, table) if table else []
 
 
 def supervisor_alive(table: ProcessTable) -> bool:

@@ -202,7 +202,11 @@ def _end_of(path: Path, count: int) -> bytes:
         return b""
 
 
+def attempts(folder: Path) -> list[Path]:
+    """Every `ATTEMPT.log` in a component's log folder, in no order; empty when there is no folder."""
+    return [path for path in folder.glob("*.log") if path.stem.isdecimal()]
+
+
 def latest_attempt(folder: Path) -> Path | None:
     """The newest `ATTEMPT.log` in a component's log folder."""
-    logs = [path for path in folder.glob("*.log") if path.stem.isdigit()]
-    return max(logs, key=lambda path: int(path.stem), default=None)
+    return max(attempts(folder), key=lambda path: int(path.stem), default=None)

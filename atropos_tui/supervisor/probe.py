@@ -17,8 +17,6 @@ from atropos_tui.stack.spec import Check, ExecCheck, FileCheck, HttpCheck, LogCh
 from atropos_tui.supervisor.environment import Launch
 from atropos_tui.supervisor.logs import LogDrain
 from atropos_tui.supervisor.process import spawn
-from trainer_core.contracts.bridge import TOKEN_HEADER
-from trainer_core.contracts.run_dir import ENV_TOKEN
 
 Which = Literal["startup", "readiness", "liveness"]
 
@@ -79,12 +77,9 @@ class Checker:
         return f"{check.path} exists"
 
     async def _get(self, check: HttpCheck) -> str:
-        url = httpx.URL(check.url)
-        headers = {"Connection": "close"}
-        if url.host in ("127.0.0.1", "localhost", "::1"):
-            headers[TOKEN_HEADER] = self._launch.env.get(ENV_TOKEN, "")
+        # No token goes along: health routes are open, and until the component binds, a stranger may hold its port.
         try:
-            answer = await self._http.get(url, headers=headers, timeout=None)
+            answer = await self._http.get(check.url, headers={"Connection": "close"}, timeout=None)
         except httpx.HTTPError as error:
             raise CheckFailedError(f"GET {check.url}: {error or type(error).__name__}") from None
         if answer.status_code != check.status:

@@ -26,9 +26,6 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 RESTING = frozenset({State.STOPPED, State.FAILED, State.COMPLETED})
 """No process, and none will come without a command."""
 
-RUNNING = frozenset({State.STARTING, State.HEALTHY, State.UNHEALTHY, State.STOPPING})
-"""States in which processes may exist."""
-
 
 class IllegalTransitionError(AssertionError):
     """A step that `TRANSITIONS` does not allow: a fault of the supervisor."""

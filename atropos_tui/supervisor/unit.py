@@ -57,8 +57,6 @@ class Unit:
 
     proven: bool = False
     """It was healthy once, so an exit is a crash and no mistake in its arguments."""
-    ready: bool | None = None
-    alive_ok: bool = True
     healthy_at: float | None = None
     crashes: deque[float] = field(default_factory=deque)
     streak: int = 0

@@ -47,7 +47,7 @@ RAISED = [
         ([HUB], 1, "model was not found", HUB, "`model` in the profile"),
         ([FOLDER], 1, "model was not found", FOLDER, "`model` in the profile"),
         ([HFPATH], 1, "model was not found", HFPATH, "`model` in the profile"),
-        ([FORGOT], 1, "forgotten the trainer", FORGOT, "restart"),
+        ([FORGOT], 1, "forgotten the trainer", FORGOT, "atropos-tui restart api)"),
         (USAGE, 2, "refused its arguments", USAGE[-1], "profile"),
         (["atropos: command not found: vllm"], 127, "cannot be run", "command not found", "install"),
         (["last words"], -9, "killed by SIGKILL", "last words", "out-of-memory"),

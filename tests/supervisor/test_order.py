@@ -76,7 +76,7 @@ async def test_never_ready_times_out_with_exit_4(launch: Any) -> None:
         result = running.result()
         assert result.component == "quiet"
         assert result.last_lines == ["busy"]
-        assert "no log line matches 'up'" in result.reason
+        assert "no line 'up' yet" in result.reason
 
 
 async def test_a_one_shot_step_that_hangs_times_out(launch: Any) -> None:

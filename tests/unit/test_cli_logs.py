@@ -1,0 +1,169 @@
+"""`atropos-tui logs` and what it stands on: nothing lost or repeated over rotation, restarts and the end of the run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from atropos_tui.cli import reading, runs
+from atropos_tui.errors import Exit, UserError
+from atropos_tui.monitor.follow import LogFollower
+from atropos_tui.supervisor.logs import LogFile
+from trainer_core.contracts.run_dir import RunDir
+
+BIG = 1024 * 1024
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setattr(reading, "FOLLOW_S", 0.01)
+    found = RunDir(tmp_path / "run")
+    found.create()
+    found.run_json.write_text(json.dumps({"run_id": "p-1", "name": "p", "mode": "none", "started_at": 5.0}))
+    found.plan_json.write_text(json.dumps({"components": [{"name": "env", "role": "env"}]}))
+    return found
+
+
+@pytest.fixture
+def listener(run: RunDir) -> Iterator[socket.socket]:
+    """Somebody who listens on the run's socket, so that it is live until closed."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{folder}/s")
+        server.listen(128)
+        run.control_sock.symlink_to(f"{folder}/s")
+        yield server
+
+
+def options(run: RunDir, component: str = "env", *, follow: bool = False, lines: int = 200) -> argparse.Namespace:
+    return argparse.Namespace(run_dir=run.root, component=component, follow=follow, lines=lines, grep=None)
+
+
+def numbered(start: int, count: int) -> list[str]:
+    return [f"line {number:06d} of the log" for number in range(start, start + count)]
+
+
+def text(lines: list[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+Printed = Callable[[str], Awaitable[None]]
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> tuple[list[str], Printed]:
+    """What was printed so far, and a wait until something is."""
+    seen: list[str] = []
+
+    async def until(line: str) -> None:
+        async with asyncio.timeout(5):
+            while line not in seen:
+                seen.extend(capsys.readouterr().out.splitlines())
+                await asyncio.sleep(0.005)
+
+    return seen, until
+
+
+async def test_the_last_lines_reach_over_a_rotation(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    log = LogFile(run.log("env", 1), 6000)
+    expected = numbered(0, 150)
+    log.write(text(expected) + b"no newline")
+    log.close()
+    assert log.older.exists()
+    assert await reading.logs(options(run, lines=100)) == 0
+    assert capsys.readouterr().out.splitlines() == [*expected[-99:], "no newline"]
+
+
+async def test_following_loses_and_repeats_nothing(
+    run: RunDir, listener: socket.socket, printed: tuple[list[str], Printed]
+) -> None:
+    """No log yet, a first line, many rotations, a line in two pieces, a restart, an end without a newline."""
+    seen, until = printed
+    following = asyncio.create_task(reading.logs(options(run, follow=True, lines=5)))
+    await asyncio.sleep(0.05)
+    assert not following.done(), "it waits for the first start"
+    first, second = LogFile(run.log("env", 1), BIG), numbered(500, 40)
+    for start in range(0, 500, 100):
+        if start:
+            first._rotate()
+        first.write(text(numbered(start, 100)))
+        await until(numbered(start + 99, 1)[0])
+    first.write(b"one piece")
+    await asyncio.sleep(0.03)
+    first.write(b", one line\ncut")
+    await until("one piece, one line")
+    first.close()
+    other = LogFile(run.log("env", 2), BIG)
+    other.write(text(second))
+    await until(second[-1])
+    other.write(b"last words")
+    other.close()
+    listener.close()
+    async with asyncio.timeout(5):
+        assert await following == 0
+    await until("last words")
+    own = [line for line in seen if not line.startswith("[atropos]")]
+    assert own == [*numbered(0, 500), "one piece, one line", "cut", *second, "last words"]
+
+
+async def test_what_came_between_the_first_lines_and_following_is_not_lost(
+    run: RunDir, listener: socket.socket, printed: tuple[list[str], Printed]
+) -> None:
+    seen, until = printed
+    log = LogFile(run.log("env", 1), BIG)
+    log.write(text(numbered(0, 10)))
+    following = asyncio.create_task(reading.logs(options(run, follow=True, lines=2)))
+    await until(numbered(9, 1)[0])
+    log.write(text(numbered(10, 3)))
+    listener.close()
+    async with asyncio.timeout(5):
+        await following
+    await until(numbered(12, 1)[0])
+    log.close()
+    assert seen == numbered(8, 5)
+
+
+def test_two_rotations_between_two_looks(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "1.log", BIG)
+    follower = LogFollower(tmp_path)
+    log.write(text(numbered(0, 3)))
+    got = list(follower.drain())
+    for start in (3, 6):
+        log.write(text(numbered(start, 3)))
+        log._rotate()
+    log.write(text(numbered(9, 3)))
+    log.close()
+    got += follower.drain()
+    assert [line for line in got if not line.startswith("[atropos]")] == numbered(0, 12)
+
+
+@pytest.mark.parametrize("name", ["nobody", "..", "../env", "", "."])
+async def test_a_component_that_is_not_there(run: RunDir, name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        await reading.logs(options(run, name))
+    assert caught.value.exit_code == Exit.USAGE
+    assert "env" in str(caught.value)
+
+
+async def test_a_run_that_ended_before_a_word(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    async with asyncio.timeout(5):
+        assert await reading.logs(options(run, follow=True)) == 0
+    assert "not printed anything" in capsys.readouterr().err
+
+
+def test_live_is_who_listens(run: RunDir, listener: socket.socket) -> None:
+    entry = runs.pick(run.root)
+    assert entry.is_live
+    target = run.control_sock.readlink()
+    listener.close()
+    assert target.exists() and not entry.is_live, "a killed supervisor leaves its socket file behind"
+    target.unlink()
+    assert not entry.is_live
+    run.control_sock.unlink()
+    assert not entry.is_live
