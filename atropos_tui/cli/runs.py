@@ -35,6 +35,11 @@ class RunEntry:
         return float(self.info.get("started_at", 0.0))
 
     @property
+    def used_at(self) -> float:
+        """When it was last started or resumed."""
+        return float(self.info.get("resumed_at") or self.started_at)
+
+    @property
     def is_live(self) -> bool:
         """Whether its supervisor runs: somebody listens on its socket (a killed one leaves only the file)."""
         try:
@@ -77,7 +82,7 @@ def all_runs() -> list[RunEntry]:
         root = path.parent.resolve()
         if root not in found and (entry := read_run(root)) is not None:
             found[root] = entry
-    return sorted(found.values(), key=lambda entry: entry.started_at, reverse=True)
+    return sorted(found.values(), key=lambda entry: entry.used_at, reverse=True)
 
 
 def _links() -> list[Path]:
@@ -110,7 +115,7 @@ def pick(run_dir: Path | None) -> RunEntry:
         UserError: exit code 5, no such run.
     """
     if run_dir is not None:
-        entry = read_run(run_dir.resolve())
+        entry = read_run(run_dir.resolve()) or _by_id(str(run_dir))
         if entry is None:
             raise UserError(
                 f"no run in {run_dir}",
@@ -122,6 +127,11 @@ def pick(run_dir: Path | None) -> RunEntry:
     if not runs:
         raise UserError("no run yet", [Problem("nothing was started", "atropos-tui up PROFILE")], Exit.NO_RUN)
     return next((entry for entry in runs if entry.is_live), runs[0])
+
+
+def _by_id(run_id: str) -> RunEntry | None:
+    """The run that `runs` lists under this id."""
+    return next((entry for entry in all_runs() if entry.info.get("run_id") == run_id), None)
 
 
 def read_result(run: RunDir) -> dict[str, Any] | None:

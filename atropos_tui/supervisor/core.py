@@ -160,7 +160,9 @@ class Core(Conductor):
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            for rows in (await asyncio.to_thread(self.tracker.survey)).values():
+            found = await asyncio.to_thread(self.tracker.survey)
+            await asyncio.to_thread(self.tracker.note_shared_memory, found)
+            for rows in found.values():
                 self._guard.remember_members(rows)
 
     async def _end_strays(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from atropos_tui.stack import ports
-from atropos_tui.supervisor import diagnoses, environment, procfs
+from atropos_tui.supervisor import diagnoses, environment, procfs, shared_memory
 from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence
 from atropos_tui.supervisor.environment import LaunchError
 from atropos_tui.supervisor.guarding import Guard
@@ -185,6 +185,7 @@ class Launcher:
             lambda count: self._post(Leftovers(name, attempt, count)),
             lambda rows: self._post(Noted(name, stuck(rows))),
         )
+        await asyncio.to_thread(shared_memory.remove_unused, self._tracker.shared_files(name))
         assert unit.log is not None and child.exit_code is not None
         unit.log.finish()
         diagnosis = None

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Iterable
 
-from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor import procfs, shared_memory
 from atropos_tui.supervisor.process import SPAWNED, reap_adopted
 from trainer_core.contracts.run_dir import ENV_COMPONENT, ENV_RUN_ID
 
@@ -25,17 +25,33 @@ class Tracker:
         self._run = f"{ENV_RUN_ID}={run_id}".encode()
         self._leaders: dict[str, int] = {}
         self._known: dict[str, set[Key]] = {}
+        self._shared: dict[str, set[str]] = {}
         self._lock = threading.Lock()
 
     def add(self, name: str, leader: int) -> None:
         """Component `name` was spawned as session `leader`."""
         self._leaders[name] = leader
         self._known[name] = set()
+        self._shared[name] = set()
 
     def remove(self, name: str) -> None:
         """Nothing of `name` is left."""
         self._leaders.pop(name, None)
         self._known.pop(name, None)
+        self._shared.pop(name, None)
+
+    def note_shared_memory(self, found: dict[str, list[procfs.Proc]]) -> None:
+        """Remember which files in /dev/shm these members have mapped: nobody can tell once they were killed."""
+        for name, rows in found.items():
+            files = {path for row in rows for path in shared_memory.mapped_by(row.pid)}
+            with self._lock:
+                if name in self._shared:
+                    self._shared[name] |= files
+
+    def shared_files(self, name: str) -> set[str]:
+        """Files in /dev/shm that members of `name` had mapped when they were looked at."""
+        with self._lock:
+            return set(self._shared.get(name, ()))
 
     def members(self, name: str) -> list[procfs.Proc]:
         """Live processes of one component."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from atropos_tui.supervisor import states
+from atropos_tui.supervisor import shared_memory, states
 from atropos_tui.supervisor.events import Hub, SubscriberDroppedError
 from trainer_core.contracts.control import State
 
@@ -95,3 +97,24 @@ def test_the_supervisor_imports_no_screen_no_profile_and_no_trainer() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_shared_memory_of_the_dead_is_removed_and_of_the_living_kept(tmp_path: Path) -> None:
+    code = (
+        "import mmap, os, sys, time\n"
+        "f = open(sys.argv[1], 'wb+'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)\n"
+        "print('up', flush=True); time.sleep(600)"
+    )
+    path = Path(f"/dev/shm/atropos-test-{os.getpid()}")
+    child = subprocess.Popen([sys.executable, "-I", "-S", "-c", code, str(path)], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == b"up\n"
+        assert shared_memory.mapped_by(child.pid) == {str(path)}
+        assert shared_memory.remove_unused([str(path)]) == [] and path.exists()
+        child.kill()
+        child.wait()
+        assert shared_memory.remove_unused([str(path)]) == [str(path)] and not path.exists()
+    finally:
+        child.kill()
+        child.wait()
+        path.unlink(missing_ok=True)
