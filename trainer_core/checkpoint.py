@@ -62,7 +62,7 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
     """What `resume` means on this disk.
 
     Raises:
-        UsageError: the named checkpoint is not one, or is of another model.
+        UsageError: the named checkpoint is not one, or is not whole.
     """
     if config.resume == "never":
         return StartingPoint()

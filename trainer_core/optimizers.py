@@ -67,13 +67,6 @@ class Stepper:
             param.grad = None
             master.grad = None
 
-    @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Take the parameters' present values, after weights were loaded."""
-        for param, master in zip(self.params, self.masters, strict=True):
-            if master is not param:
-                master.copy_(param)
-
     def state_dict(self) -> dict[str, Any]:
         masters = [None if m is p else m.detach() for m, p in zip(self.masters, self.params, strict=True)]
         return {"name": self.config.optimizer, "optimizer": self.optimizer.state_dict(), "masters": masters}

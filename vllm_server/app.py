@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import uvloop
 
-from trainer_core.contracts.manifest import Shard
+from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES, Shard
 from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, processes
 from vllm_server.bridge import Bridge
@@ -32,14 +32,6 @@ SHUTDOWN_TIMEOUT_S = 2
 """Time for requests in flight at SIGTERM; with vLLM's default of 0 it kills its engine in mid-step."""
 QUIET_ROUTES = "/health,/health_generate,/metrics,/bridge/info,/bridge/versions"
 """Polled routes that would fill the access log."""
-SHARED_ARCHITECTURES = frozenset(
-    {
-        "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM",
-        "Olmo2ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM",
-    }
-)  # fmt: skip
-"""Dense models whose layers compute from the parameter itself. Layers that rebind tensors (MLA, mixtures of experts in
-FP8, Marlin) would silently serve old weights."""
 
 
 class EngineStartError(RuntimeError):
@@ -259,10 +251,10 @@ async def export_weights(bridge: Bridge, args: Namespace, address: str) -> None:
 
     engine = bridge.engine
     architectures = engine.model_config.hf_config.architectures or []
-    if not set(architectures) & SHARED_ARCHITECTURES:
+    if not set(architectures) & set(SINGLE_COPY_ARCHITECTURES):
         raise ConfigError(
             f"single copy is not known to be safe for {', '.join(architectures) or 'this model'}; known are "
-            f"{', '.join(sorted(SHARED_ARCHITECTURES))}. Use another weight bridge mode"
+            f"{', '.join(SINGLE_COPY_ARCHITECTURES)}. Use another weight bridge mode"
         )
     (described,) = await engine.collective_rpc("atropos_export_weights")
     bridge.manifest = write_manifest_for(

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -189,18 +190,58 @@ class SleepRequest(BaseModel):
     level: int = 1
 
 
+async def _changing(action: Coroutine[Any, Any, Any]) -> Any:
+    """The answer of an action on the engine, or why it was refused or failed."""
+    try:
+        return await action
+    except ValueError as error:
+        return error_response(400, str(error))
+    except Exception as error:
+        logger.exception("the engine did not follow")
+        return error_response(503, f"{type(error).__name__}: {error}")
+
+
+def _add_changing(router: APIRouter, bridge: Bridge) -> None:
+    """Pause and resume."""
+
+    @router.post("/bridge/pause")
+    async def pause(request: PauseRequest | None = None) -> Any:
+        return await _changing(bridge.pause(request or PauseRequest()))
+
+    @router.post("/bridge/resume")
+    async def resume(request: ResumeRequest) -> Any:
+        return await _changing(bridge.resume(request))
+
+
+def _add_sleeping(router: APIRouter, bridge: Bridge, *, sleep_mode: bool) -> None:
+    """Sleep and wake up, where the engine was started for it."""
+
+    @router.post("/bridge/sleep")
+    async def sleep(request: SleepRequest | None = None) -> Any:
+        if not sleep_mode:
+            return error_response(
+                501, "the engine cannot sleep: that needs a GPU, --enable-sleep-mode, and weights that are not shared"
+            )
+        result = await _changing(bridge.sleep((request or SleepRequest()).level))
+        return {"sleeping": True} if result is None else result
+
+    @router.post("/bridge/wake_up")
+    async def wake_up() -> Any:
+        if not sleep_mode:
+            return error_response(501, "the engine cannot sleep, so there is nothing to wake")
+        result = await _changing(bridge.wake_up())
+        return {"sleeping": False} if result is None else result
+
+    @router.get("/bridge/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"sleeping": bridge.sleeping}
+
+
 def make_router(bridge: Bridge, generator: Generator, app: FastAPI, *, sleep_mode: bool) -> APIRouter:
     """All `/bridge` routes and `/health_generate`. `sleep_mode`: the engine was started so that it can sleep."""
     router = APIRouter()
-
-    async def changing(action: Any) -> Any:
-        try:
-            return await action
-        except ValueError as error:
-            return error_response(400, str(error))
-        except Exception as error:
-            logger.exception("the engine did not follow")
-            return error_response(503, f"{type(error).__name__}: {error}")
+    _add_changing(router, bridge)
+    _add_sleeping(router, bridge, sleep_mode=sleep_mode)
 
     @router.get("/health_generate")
     async def health_generate() -> Any:
@@ -209,14 +250,6 @@ def make_router(bridge: Bridge, generator: Generator, app: FastAPI, *, sleep_mod
     @router.get("/bridge/info")
     async def info() -> BridgeInfo:
         return bridge.info()
-
-    @router.post("/bridge/pause")
-    async def pause(request: PauseRequest | None = None) -> Any:
-        return await changing(bridge.pause(request or PauseRequest()))
-
-    @router.post("/bridge/resume")
-    async def resume(request: ResumeRequest) -> Any:
-        return await changing(bridge.resume(request))
 
     @router.get("/bridge/is_paused")
     async def is_paused() -> dict[str, bool]:
@@ -229,26 +262,6 @@ def make_router(bridge: Bridge, generator: Generator, app: FastAPI, *, sleep_mod
     @router.get("/bridge/state_dict_info")
     async def state_dict_info() -> dict[str, Any]:
         return describe_parameters(bridge)
-
-    @router.post("/bridge/sleep")
-    async def sleep(request: SleepRequest | None = None) -> Any:
-        if not sleep_mode:
-            return error_response(
-                501, "the engine cannot sleep: that needs a GPU, --enable-sleep-mode, and weights that are not shared"
-            )
-        result = await changing(bridge.sleep((request or SleepRequest()).level))
-        return {"sleeping": True} if result is None else result
-
-    @router.post("/bridge/wake_up")
-    async def wake_up() -> Any:
-        if not sleep_mode:
-            return error_response(501, "the engine cannot sleep, so there is nothing to wake")
-        result = await changing(bridge.wake_up())
-        return {"sleeping": False} if result is None else result
-
-    @router.get("/bridge/is_sleeping")
-    async def is_sleeping() -> dict[str, bool]:
-        return {"sleeping": bridge.sleeping}
 
     @router.get("/bridge/debug")
     async def debug() -> dict[str, Any]:

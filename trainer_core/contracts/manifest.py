@@ -16,6 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MANIFEST_VERSION = 1
 
+SINGLE_COPY_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Dense models whose layers on the server compute from the parameter itself, so that a write from outside is seen, and
+whose fused tensors the trainer knows. Layers that rebind tensors (MLA, mixtures of experts in FP8, Marlin) would
+silently serve old weights."""
+
 
 class ManifestError(ValueError):
     """A manifest that must not be used: missing, half-written, foreign or of another server."""

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
-
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Models whose server-side layers keep their tensors in place, so that a write from outside is seen."""
 
 SAME_MODEL = (
     "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -43,7 +41,7 @@ def load_config(model_name: str) -> Any:
     """The model's configuration by transformers.
 
     Raises:
-        UsageError: no such model, or not one of `ARCHITECTURES`.
+        UsageError: no such model, or not one of `SINGLE_COPY_ARCHITECTURES`.
     """
     from transformers import AutoConfig
 
@@ -53,9 +51,9 @@ def load_config(model_name: str) -> Any:
         first = str(error).strip().splitlines()[0]
         raise UsageError(f"--model-name {model_name}: no model there ({first})") from None
     names = config.architectures or ["(none)"]
-    if names[0] not in ARCHITECTURES:
+    if names[0] not in SINGLE_COPY_ARCHITECTURES:
         raise UsageError(
-            f"--model-name {model_name}: {names[0]} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"--model-name {model_name}: {names[0]} is not supported; supported: {', '.join(SINGLE_COPY_ARCHITECTURES)}"
         )
     return config
 
