@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import uvloop
 
+from trainer_core.contracts.files import write_private
 from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES, Shard
 from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, processes
@@ -273,7 +274,7 @@ def prepare_bridge_dir(config: ServerConfig) -> None:
     config.manifest_path.unlink(missing_ok=True)
     config.state_path.unlink(missing_ok=True)
     if config.token_generated:
-        bridge_routes.write_private(config.token_path, config.token)
+        write_private(config.token_path, config.token)
         logger.info("control routes ask for a token; it is in %s", config.token_path)
 
 

@@ -13,7 +13,6 @@ import logging
 import os
 import time
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -21,6 +20,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from trainer_core.contracts.bridge import BridgeInfo, PauseRequest, ResumeRequest, VersionsRequest, VersionsResponse
+from trainer_core.contracts.files import write_private
 from trainer_core.contracts.manifest import Manifest
 from vllm_server.config import ServerConfig
 from vllm_server.generate import Generator, error_response
@@ -175,15 +175,6 @@ class Bridge:
 
     def _short(self) -> dict[str, Any]:
         return {"held": self.state.held, "weight_version": self.state.weight_version}
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write `path` with mode 0600, aside and renamed, so that a reader sees the old text or the new."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    aside.replace(path)
 
 
 class SleepRequest(BaseModel):

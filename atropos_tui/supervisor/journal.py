@@ -6,6 +6,7 @@ full disk does not stop the run: lines wait in memory and are written, in order,
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trainer_core.contracts.files import write_private
 from trainer_core.contracts.records import Record
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
@@ -141,14 +143,8 @@ class ProcessTable(BaseModel):
 
     def write(self, path: Path) -> None:
         """Replace `path` atomically. A disk that refuses leaves the old file; the marker still finds all."""
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(self.model_dump_json(indent=1))
-            aside.replace(path)
-        except OSError:
-            aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            write_private(path, self.model_dump_json(indent=1))
 
     @classmethod
     def load(cls, path: Path) -> ProcessTable | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from trainer_core.contracts.files import write_private
 
 
 class RunResult(BaseModel):
@@ -23,13 +25,8 @@ class RunResult(BaseModel):
 
     def write(self, path: Path) -> None:
         """Replace `path` atomically. A full disk costs the file, not the clean end."""
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            aside.touch(mode=0o600)
-            aside.write_text(self.model_dump_json(indent=1))
-            aside.replace(path)
-        except OSError:
-            aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            write_private(path, self.model_dump_json(indent=1))
 
     @classmethod
     def load(cls, path: Path) -> RunResult | None:

@@ -14,6 +14,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trainer_core.contracts.files import write_private
+
 MANIFEST_VERSION = 1
 
 SINGLE_COPY_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -89,13 +91,7 @@ class Manifest(BaseModel):
 def write_manifest(manifest: Manifest, path: Path) -> None:
     """Write `path` atomically with mode 0600."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(manifest.model_dump_json(indent=1))
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    write_private(path, manifest.model_dump_json(indent=1), durable=True)
 
 
 def read_manifest(path: Path) -> Manifest:
