@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from trainer_core.config_checks import combinations
 from trainer_core.config_types import Betas, Duration, LayerIndices, Words
 from trainer_core.contracts.run_dir import RunDir
 
@@ -132,6 +133,9 @@ class TrainingConfig(BaseModel):
     # vLLM
     vllm_port: int = Field(9001, ge=1, le=65535)
     """Port of the inference server on this machine."""
+    vllm_urls: Words | None = None
+    """Inference servers that get the weights, where there are several (broadcast) or one is elsewhere; default: the one
+    at vllm_port."""
     vllm_config_path: str | None = None
     """Path of the server's vllm_bridge_config.json. Found by itself through VLLM_BRIDGE_CONFIG_PATH, LOGDIR or the run
     directory."""
@@ -263,63 +267,19 @@ class TrainingConfig(BaseModel):
 
     @model_validator(mode="after")
     def _combinations(self) -> TrainingConfig:
-        problems = list(self._problems())
-        if problems:
+        if problems := combinations(self):
             raise ValueError("\n".join(problems))
         return self
-
-    def _problems(self) -> list[str]:
-        found = []
-        if self.single_copy and self.use_shared_memory:
-            found.append(
-                "--single-copy and --use-shared-memory exclude each other: one copy, or a broadcast to a second"
-            )
-        if (self.single_copy or self.use_shared_memory) and self.weight_bridge_mode != "shared_vllm":
-            flag = "--single-copy" if self.single_copy else "--use-shared-memory"
-            found.append(f"{flag} belongs to --weight-bridge-mode shared_vllm, not {self.weight_bridge_mode}")
-        if self.group_size and self.sequences_per_step % self.group_size:
-            found.append(
-                f"--batch-size {self.batch_size} x --gradient-accumulation-steps {self.gradient_accumulation_steps} = "
-                f"{self.sequences_per_step} sequences is no multiple of --group-size {self.group_size}: run-api would "
-                "never fill a batch"
-            )
-        found += self._objective_problems()
-        if self.world_size > 1:
-            found.append(f"--world-size {self.world_size}: this version trains in one process; leave it at 1")
-        if self.trainer_rank >= self.world_size:
-            found.append(f"--trainer-rank {self.trainer_rank} must be below --world-size {self.world_size}")
-        if self.alignment_ok and self.alignment_mismatch and self.alignment_ok > self.alignment_mismatch:
-            found.append("--alignment-ok must not be above --alignment-mismatch")
-        return found
-
-    def _objective_problems(self) -> list[str]:
-        found = []
-        if self.ratio_base == "rollout":
-            found += [
-                f"--{name.replace('_', '-')} belongs to --ratio-base proximal: against the rollout policy the ratio "
-                "already corrects for it"
-                for name in ("tis_cap", "tis_mask", "tis_mask_low", "tis_mask_high")
-                if getattr(self, name) != type(self).model_fields[name].default
-            ]
-        if self.tis_mask_low > self.tis_mask_high:
-            found.append("--tis-mask-low must not be above --tis-mask-high")
-        if self.dual_clip is not None and self.objective == "cispo":
-            found.append("--dual-clip does nothing with --objective cispo, which clips the weight on both sides anyway")
-        if self.max_completion_tokens is None and (self.overlong_buffer or self.overlong_mask):
-            flag = "--overlong-mask" if self.overlong_mask else "--overlong-buffer"
-            found.append(f"{flag} needs --max-completion-tokens: what is too long?")
-        if self.overlong_buffer and self.max_completion_tokens and self.overlong_buffer > self.max_completion_tokens:
-            found.append("--overlong-buffer must not be above --max-completion-tokens")
-        if self.lr_min > self.lr:
-            found.append(f"--lr-min {self.lr_min} must not be above --lr {self.lr}")
-        if self.master_weights == "stochastic" and self.dtype == "float16":
-            found.append("--master-weights stochastic needs --dtype bfloat16; for float16 take fp32 or kahan")
-        return found
 
     @property
     def mode(self) -> str:
         """The stack's name of the mode: shared_vllm with use_shared_memory is broadcast."""
         return "broadcast" if self.use_shared_memory else self.weight_bridge_mode
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """Base URLs of the servers that get the weights."""
+        return [url.rstrip("/") for url in self.vllm_urls or [f"http://127.0.0.1:{self.vllm_port}"]]
 
     @property
     def sequences_per_step(self) -> int:

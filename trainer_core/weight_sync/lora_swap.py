@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,30 +16,23 @@ import torch
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.run_dir import RunDir
 from trainer_core.engine.client import EngineClient
-from trainer_core.errors import EngineGone, Stopped, UsageError
+from trainer_core.errors import EngineGone, UsageError
 from trainer_core.policy.load import load_model
 from trainer_core.policy.lora import add_adapter, load_adapter, save_adapter
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
+from trainer_core.weight_sync.own_weights import OwnWeights
 
 KEPT = 4
 """Adapters left on disk: vLLM may read one again while a completion still needs it."""
-LOOK_S = 1.0
-"""How often `check` asks whether it is still the same server."""
 
 
-class LoraSwap:
+class LoraSwap(OwnWeights):
     """Strategy of mode `lora_only`."""
 
     mode = "lora_only"
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
-        self.config = config
-        self.device = device
-        self.stop = stop
-        self.engine: EngineClient | None = None
-        self.version = 0
-        self._instance = ""
-        self._looked = 0.0
+        super().__init__(config, device, stop)
         run = RunDir.from_env()
         self._folder = (run.bridge if run else Path(config.save_path)) / "adapters"
 
@@ -57,10 +49,9 @@ class LoraSwap:
         if start.weights is not None:
             load_adapter(self.model, start.weights)
         print(f"LoRA rank {self.config.lora_r}: {count:,} parameters are trained")
-        self.engine = EngineClient(f"http://127.0.0.1:{self.config.vllm_port}")
         self.version = start.version
         save_adapter(self.model, self._path(self.version))
-        self._serve_again()
+        self.connect()
         return self.model
 
     def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
@@ -72,38 +63,17 @@ class LoraSwap:
             save_adapter(self.model, self._path(version))
         self.version = version
         with clock("swap"):
-            try:
-                self._engine.load_adapter(str(self._path(version)), version)
-            except EngineGone:
-                self._serve_again()
+            for engine in self.engines:
+                try:
+                    self._give(engine)
+                except EngineGone:
+                    self._serve_again(engine)
         self._forget(version - KEPT)
         return SyncReport(self.mode, version, sum(clock.seconds.values()), clock.seconds)
 
-    def check(self) -> None:
-        """Give a server that was restarted the present adapter; it serves nobody before.
-
-        Raises:
-            EngineGone: it did not come back within `engine_timeout`.
-        """
-        now = time.monotonic()
-        if now - self._looked < LOOK_S:
-            return
-        self._looked = now
-        try:
-            same = self._engine.info().instance_id == self._instance
-        except EngineGone:
-            same = False
-        if not same:
-            self._serve_again()
-
-    def close(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-
-    @property
-    def _engine(self) -> EngineClient:
-        assert self.engine is not None, "attach first"
-        return self.engine
+    def _give(self, engine: EngineClient) -> None:
+        self._require_lora(engine)
+        engine.load_adapter(str(self._path(self.version)), self.version)
 
     def _path(self, version: int) -> Path:
         return (self._folder / f"v{version}").resolve()
@@ -112,32 +82,10 @@ class LoraSwap:
         if version >= 0:
             shutil.rmtree(self._path(version), ignore_errors=True)
 
-    def _serve_again(self) -> None:
-        """Wait for the server and let it answer with the present adapter."""
-        deadline = time.monotonic() + self.config.engine_timeout
-        said = ""
-        while True:
-            try:
-                info = self._engine.info()
-                self._require_lora()
-                self._engine.load_adapter(str(self._path(self.version)), self.version)
-            except EngineGone as error:
-                if str(error) != said:
-                    said = str(error)
-                    print(f"Waiting for the inference server: {said}")
-                if time.monotonic() > deadline:
-                    raise EngineGone(f"{said} (waited {self.config.engine_timeout:.0f} s)") from None
-            else:
-                self._instance = info.instance_id
-                print(f"✓ The server at {self._engine.base_url} answers with adapter version {self.version}")
-                return
-            if self.stop.wait(0.2):
-                raise Stopped
-
-    def _require_lora(self) -> None:
-        status = self._engine.adapters()
+    def _require_lora(self, engine: EngineClient) -> None:
+        status = engine.adapters()
         if not status.enabled:
-            raise UsageError(f"{self._engine.base_url} was started without --enable-lora: restart it with that flag")
+            raise UsageError(f"{engine.base_url} was started without --enable-lora: restart it with that flag")
         if status.max_lora_rank is not None and status.max_lora_rank < self.config.lora_r:
             raise UsageError(
                 f"--lora-r {self.config.lora_r} is above the server's --max-lora-rank {status.max_lora_rank}: "

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -28,17 +27,14 @@ from trainer_core.contracts.manifest import (
 )
 from trainer_core.contracts.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
 from trainer_core.engine.client import EngineClient
-from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
+from trainer_core.engine.waiting import wait_for_server
+from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.load import attach_views, copy_weights, differences, empty_model, load_config
 from trainer_core.policy.logprobs import sequence_logprobs
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
 
-if TYPE_CHECKING:
-    pass
-
 LEASE_S = 120.0
 """Without a resume in this time the server helps itself."""
-POLL_S = 0.1
 
 
 class SingleCopy:
@@ -106,19 +102,9 @@ class SingleCopy:
 
     def _await_manifest(self) -> Manifest:
         """The manifest of a live server that answers."""
-        deadline = time.monotonic() + self.config.engine_timeout
-        said = ""
-        while True:
-            try:
-                return self._usable_manifest()
-            except (ManifestError, EngineGone) as error:
-                if str(error) != said:
-                    said = str(error)
-                    print(f"Waiting for the inference server: {said}")
-                if time.monotonic() > deadline:
-                    raise ManifestError(f"{said} (waited {self.config.engine_timeout:.0f} s)") from None
-            if self.stop.wait(POLL_S):
-                raise Stopped
+        return wait_for_server(
+            self._usable_manifest, self.config.engine_timeout, self.stop, meanwhile=(ManifestError, EngineGone)
+        )
 
     def _usable_manifest(self) -> Manifest:
         manifest = read_manifest(self.path)

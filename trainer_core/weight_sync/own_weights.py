@@ -1,0 +1,98 @@
+"""What the modes share whose trainer keeps weights of its own: servers come and go, and get the present ones again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from trainer_core.config import TrainingConfig
+from trainer_core.engine.client import EngineClient
+from trainer_core.engine.waiting import wait_for_server
+from trainer_core.errors import EngineGone
+from trainer_core.weight_sync.base import Start, SyncReport
+
+LOOK_S = 1.0
+"""How often `check` asks whether it is still the same server."""
+
+
+class OwnWeights(ABC):
+    """Base of a strategy: which servers there are, and that each one answers with the trainer's present weights.
+
+    A server started with `ATROPOS_HOLD_GENERATION=1` serves nobody until it has them.
+    """
+
+    mode: str
+
+    def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
+        self.config = config
+        self.device = device
+        self.stop = stop
+        self.version = 0
+        self.engines: list[EngineClient] = []
+        self._instances: dict[str, str] = {}
+        """Base URL -> the server that has the present weights there."""
+        self._looked = 0.0
+
+    @property
+    def engine(self) -> EngineClient | None:
+        """The server that the probe asks: the first."""
+        return self.engines[0] if self.engines else None
+
+    @abstractmethod
+    def attach(self, start: Start) -> torch.nn.Module: ...
+
+    @abstractmethod
+    def publish(self, version: int, write: Callable[[], None]) -> SyncReport: ...
+
+    @abstractmethod
+    def _give(self, engine: EngineClient) -> None:
+        """Let `engine` answer with the trainer's present weights, as `self.version`.
+
+        Raises:
+            EngineGone: it does not answer; tried again.
+        """
+
+    def connect(self) -> None:
+        """Find every server and give it the present weights.
+
+        Raises:
+            EngineGone: one did not answer within `engine_timeout`.
+        """
+        self.engines = [EngineClient(url) for url in self.config.engine_urls]
+        for engine in self.engines:
+            self._serve_again(engine)
+
+    def check(self) -> None:
+        """Give a server that was restarted the present weights; it serves nobody before.
+
+        Raises:
+            EngineGone: it did not come back within `engine_timeout`.
+        """
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        for engine in self.engines:
+            try:
+                same = engine.info().instance_id == self._instances.get(engine.base_url)
+            except EngineGone:
+                same = False
+            if not same:
+                self._serve_again(engine)
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def _serve_again(self, engine: EngineClient) -> None:
+        def give() -> str:
+            instance = engine.info().instance_id
+            self._give(engine)
+            return instance
+
+        self._instances[engine.base_url] = wait_for_server(give, self.config.engine_timeout, self.stop)
+        print(f"✓ The server at {engine.base_url} answers with weight version {self.version}")
