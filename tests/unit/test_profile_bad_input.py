@@ -2,110 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import io
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping
-from datetime import date
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import psutil
 import pytest
 import tomli_w
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from atropos_tui.cli import main
-from atropos_tui.errors import Exit
-from atropos_tui.stack.ports import free_port
-from atropos_tui.stack.profile import profile_schema
 from atropos_tui.stack.redact import REDACTED
-
-COMMANDS = (["validate"], ["plan"], ["up", "--headless"])
-MEGABYTE = 1024 * 1024
+from tests.unit.profile_support import (
+    COMMANDS,
+    MEGABYTE,
+    ask,
+    assert_refused,
+    make_folder,
+    valid,
+    write,
+)
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, with a model beside it."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    return tmp_path
-
-
-def valid(folder: Path) -> dict[str, Any]:
-    """A profile with every section and most keys, which `validate` accepts here."""
-    probe = {"checks": [{"kind": "http", "url": "http://127.0.0.1/x"}, {"kind": "log", "pattern": "^ok"}]}
-    return {
-        "name": "p", "mode": "shared_vllm", "model": str(folder / "model"), "seed": 1, "survive": False,
-        "api": {"port": free_port(), "host": "127.0.0.1", "env": {"A": "b"}, "stop": {"signal": "INT", "grace_s": 1.5}},
-        "env": [
-            {"name": "a", "module": "json", "weight": 0.5, "args": {"env": {"group_size": 8}, "openai": {"x": 5}}},
-            {"name": "b", "module": "json", "args": {"words": ["x", 1, True], "env.group_size": 8}},
-        ],
-        "vllm": {
-            "port": free_port(), "gpus": [], "tensor_parallel": 1, "gpu_memory_utilization": 0.4, "max_model_len": 64,
-            "dtype": "auto", "args": {"enforce-eager": True, "block-size": 32}, "startup": probe,
-            "restart": {"policy": "never", "backoff_s": 1, "max_restarts": 2}, "start_timeout_s": 60,
-        },
-        "trainer": {
-            "gpus": [], "processes": 1, "training_steps": 3, "batch_size": 16, "gradient_accumulation_steps": 1,
-            "lr": 1e-4, "optimizer": "adamw", "device": "cpu", "dtype": "float32", "betas": [0.9, 0.99],
-            "train_layer_indices": "0-1", "advantage_std": True, "depends_on": {"api": "healthy"},
-        },
-        "prepare": [{"name": "first", "command": ["true"], "creates": "/nowhere/made"}],
-        "component": {"extra": {"role": "other", "command": ["sleep", "9"], "port": free_port()}},
-        "logs": {"max_bytes": 4096},
-        "notify": {"bell": True, "webhook": "${HOOK}", "on": ["done"]},
-    }  # fmt: skip
-
-
-def ask(command: list[str], profile: Path | str, *more: str) -> tuple[int, str]:
-    """Exit code and what was printed to standard error."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main.run([command[0], str(profile), *command[1:], *more])
-    return code, err.getvalue()
-
-
-def assert_refused(command: list[str], profile: Path | str, *more: str) -> str:
-    """Exit 2, one fix for every problem, nothing a terminal would obey, nothing started, nothing left."""
-    if command[0] == "up":  # a test that is wrong must not start a stack
-        assert ask(["validate"], profile, *more)[0] == Exit.USAGE, "validate accepts it"
-    before = sorted(Path.cwd().parent.rglob("*"))
-    children = psutil.Process().children()  # of earlier tests, perhaps
-    code, text = ask(command, profile, *more)
-    assert code == Exit.USAGE, f"{command}: exit {code}\n{text[:2000]}"
-    assert_readable(text)
-    assert sorted(Path.cwd().parent.rglob("*")) == before, "something was written"
-    assert set(psutil.Process().children()) <= set(children), "something was started"
-    return text
-
-
-def assert_readable(text: str) -> None:
-    assert "Traceback" not in text and "pydantic" not in text and "\n" in text
-    title, *lines = text.rstrip("\n").split("\n")
-    assert title.startswith("atropos-tui: ") and lines
-    reasons = [line for line in lines if not line.startswith("    fix: ")]
-    fixes = [line for line in lines if line.startswith("    fix: ") and len(line) > 12]
-    assert len(reasons) == len(fixes) and all(re.match(r"  \S", line) for line in reasons), text[:2000]
-    assert all(line.isprintable() and len(line) < 2000 for line in lines), "a value forges or floods the report"
-
-
-def write(folder: Path, data: Mapping[str, Any] | bytes | str, name: str = "p.toml") -> Path:
-    path = folder / name
-    text = tomli_w.dumps(data) if isinstance(data, Mapping) else data
-    path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return path
+    return make_folder(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("command", COMMANDS[:2])
@@ -309,86 +228,6 @@ def test_variables_and_folders_are_missed_before_anything_starts(folder: Path, m
     assert told(assert_refused(["validate"], write(folder, data))) == {"env.1.cwd"}
 
 
-def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every key and entry, tables and lists included."""
-    for key, value in data.items() if isinstance(data, dict) else enumerate(data):
-        yield (*path, key)
-        if isinstance(value, dict | list):
-            yield from leaves(value, (*path, key))
-
-
-def replaced(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    changed = copy.deepcopy(data)
-    node: Any = changed
-    for part in path[:-1]:
-        node = node[part]
-    node[path[-1]] = value
-    return changed
-
-
-HOSTILE = (
-    "\x1b]52;c;aGk=\x07\x1b[2J", "a\nb: forged\n    fix: forged", "\u202egpj.exe", "[red]x[/red]", "\0", "z" * 900_000,
-)  # fmt: skip
-WRONG = (
-    True, 0, -1, 10**30, 70_000, 2.5, -0.5, float("nan"), float("inf"), "", "word", " ", "${X}", "..", date(2024, 1, 1),
-    [], [[]], [1], [True, "x"], {}, {"a": 1}, {"x": {"y": {"z": 1}}}, *HOSTILE[:5],
-)  # fmt: skip
-PATHS = list(leaves(valid(Path("/x"))))
-
-
-@cache
-def oracle() -> jsonschema.protocols.Validator:
-    """Says independently of pydantic what may stand where."""
-    return jsonschema.Draft7Validator(profile_schema())
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
-def test_every_value_replaced_by_every_wrong_one(folder: Path, path: tuple[Any, ...]) -> None:
-    """What the schema refuses is refused; what is accepted, the schema accepts; nothing is ever a fault of ours."""
-    data = valid(folder)
-    for number, wrong in enumerate(WRONG):
-        changed = replaced(data, path, wrong)
-        file = write(folder, changed)
-        code, text = ask(["validate"], file)
-        assert code in (Exit.DONE, Exit.USAGE), f"{path} = {wrong!r}\n{text[:2000]}"
-        if code == Exit.USAGE:
-            assert_readable(text)
-            if number % 6 == len(path) % 6:  # the other commands say the same; all of it would take minutes
-                assert_refused(["up", "--headless"], file)
-        elif not isinstance(wrong, date):  # JSON has none
-            assert oracle().is_valid(changed), f"{path} = {wrong!r} is accepted, and the schema refuses it"
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
-def test_every_key_misspelt(folder: Path, path: tuple[Any, ...]) -> None:
-    """At every level an unknown key is named, with the key that was meant."""
-    key = path[-1]
-    data = valid(folder)
-    node: Any = data
-    for part in path[:-1]:
-        node = node[part]
-    if isinstance(key, int) or path[:-1] == ("component",) or {"env", "args", "depends_on"} & set(path[1:-1]):
-        return  # no key, or one of the user's own
-    node[f"{key}x"] = node.pop(key)
-    text = assert_refused(["validate"], write(folder, data))
-    if path[-1] == "kind":
-        assert "needs a kind" in text
-    else:
-        assert re.search(rf"{key}x( \(\[\[env\]\] .*\))?: unknown key", text) and f"did you mean {key}?" in text
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-@pytest.mark.parametrize("hostile", HOSTILE, ids=["escape", "newline", "bidi", "markup", "nul", "megabyte"])
-def test_hostile_text_everywhere(folder: Path, command: list[str], hostile: str) -> None:
-    data = valid(folder)
-    for path in (("name",), ("mode",), ("seed",), ("trainer", "device"), ("api", "stop", "signal"), ("notify", "on")):
-        assert_refused(command, write(folder, replaced(data, path, hostile)))
-    assert_refused(command, write(folder, data | {hostile: 1}))
-    assert_refused(command, write(folder, replaced(data, ("component",), {hostile: {"command": ["true"]}})))
-    assert_refused(command, write(folder, data), "--set", f"{hostile}=1".replace("\0", ""))
-    assert_refused(command, write(folder, data), "--set", f"mode={hostile}".replace("\0", ""))
-
-
 @pytest.mark.parametrize(
     "item",
     ["novalue", "=1", "name.x=1", "env.9.module=x", "env.-1.module=x", "env.٣.module=x", "seed=nan", "seed=1e999",
@@ -407,49 +246,3 @@ def test_a_broken_env_file(folder: Path, content: bytes) -> None:
     assert f"{folder}/.env: " in assert_refused(
         ["up", "--headless"], write(folder, valid(folder)), "--set", "api.host=x"
     )
-
-
-TEXT = st.text(max_size=20) | st.sampled_from([*HOSTILE[:5], "shared_vllm", "http://x", "${A}"])
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.dates()
-KEYS = st.sampled_from(sorted({part for path in PATHS for part in path if isinstance(part, str)})) | TEXT
-VALUES: st.SearchStrategy[Any] = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=5),
-    max_leaves=12,
-)
-
-
-def without_none(value: Any) -> Any:
-    """TOML has no null."""
-    if isinstance(value, dict):
-        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
-    return [without_none(inner) for inner in value if inner is not None] if isinstance(value, list) else value
-
-
-FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@FUZZ
-@given(changes=st.lists(st.tuples(st.sampled_from(PATHS), VALUES), min_size=1, max_size=4))
-def test_fuzzed_values(folder: Path, changes: list[tuple[tuple[Any, ...], Any]]) -> None:
-    data = valid(folder)
-    for path, value in changes:
-        with contextlib.suppress(KeyError, IndexError, TypeError):
-            data = replaced(data, path, without_none(value) if value is not None else {})
-    code, text = ask(["validate"], write(folder, data))
-    assert code in (Exit.DONE, Exit.USAGE), text
-    if code:
-        assert_readable(text)
-        assert_refused(["up", "--headless"], folder / "p.toml")
-
-
-@FUZZ
-@given(data=st.dictionaries(KEYS, VALUES, max_size=8))
-def test_fuzzed_tables(folder: Path, data: dict[str, Any]) -> None:
-    assert_refused(["plan"], write(folder, without_none(data)))
-
-
-@FUZZ
-@given(content=st.binary(max_size=300) | st.text(alphabet="[]{}=.'\"#\n ab1-_é\x00", max_size=200).map(str.encode))
-def test_fuzzed_bytes(folder: Path, content: bytes) -> None:
-    assert_refused(["validate"], write(folder, content))
