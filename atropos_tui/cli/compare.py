@@ -24,11 +24,12 @@ from typing import TextIO, TypeVar
 from atropos_tui import __version__
 from atropos_tui.cli import runs, show
 from atropos_tui.cli.control import bring_down
+from atropos_tui.cli.env_files import read_env_files
 from atropos_tui.cli.profiles import checked
 from atropos_tui.cli.run_files import write_run_files
-from atropos_tui.cli.up import read_env_files, spawn_supervisor
+from atropos_tui.cli.up import spawn_supervisor
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.bench import benchmark_run, benchmarks_json, render_benchmarks
+from atropos_tui.monitor.bench import benchmark_runs, benchmarks_json, render_benchmarks
 from atropos_tui.monitor.comparison import Progress
 from atropos_tui.monitor.plain import plain_text
 from atropos_tui.stack.machine import read_machine
@@ -335,7 +336,7 @@ def start(entry: Entry, run: RunDir) -> None:
 
 def tell(entries: Sequence[Entry], board: Board, *, as_json: bool) -> None:
     """The table of what ran, then how the others ended."""
-    figures = [benchmark_run(Path(entry.spec.run_dir)) for entry in entries if entry.progress is not None]
+    figures = benchmark_runs([Path(entry.spec.run_dir) for entry in entries if entry.progress is not None])
     if as_json:
         print(benchmarks_json(figures))
     elif figures:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_tui.cli import runs
+from atropos_tui.monitor.plain import counted
 from atropos_tui.monitor.run_info import read_json
 from atropos_tui.supervisor import cgroup, leftovers, procfs, sockets
 from atropos_tui.supervisor.journal import ProcessTable
@@ -46,7 +47,7 @@ class DeadRun:
 
     @property
     def count_text(self) -> str:
-        return f"{len(self.processes)} process{'es' if len(self.processes) != 1 else ''}"
+        return counted(len(self.processes), "process")
 
     @property
     def is_adoptable(self) -> bool:
@@ -97,8 +98,7 @@ def left_text(found: list[DeadRun]) -> str:
     count = sum(len(run.processes) for run in found)
     if not count:
         return ""
-    runs_text = f"{len(found)} dead run{'s' if len(found) != 1 else ''}"
-    left = f"{count} process{'es' if count != 1 else ''} of {runs_text}"
+    left = f"{counted(count, 'process')} of {counted(len(found), 'dead run')}"
     return f"note: {left} still here: atropos-tui clean shows and ends what is left"
 
 

@@ -55,6 +55,17 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _speed(text: str) -> float:
+    """How many times as fast: from 1/16 to 4096, also written as `8x`."""
+    try:
+        value = float(text.removesuffix("x"))
+    except ValueError:
+        value = math.nan
+    if not 0.0625 <= value <= 4096:
+        raise argparse.ArgumentTypeError(f"{text!r} is no speed from 0.0625 to 4096, e.g. 8")
+    return value
+
+
 def _profile_arguments(parser: argparse.ArgumentParser, *, or_resume: bool = False) -> None:
     text = "a path, or the name of a shipped profile" + ("; with --resume the run's own" if or_resume else "")
     parser.add_argument("profile", metavar="PROFILE", nargs="?" if or_resume else None, help=text)
@@ -161,7 +172,13 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     _run_argument(events)
     runs = _command(commands, "runs", "reading:list_runs", "list runs, newest first")
     runs.add_argument("--json", action="store_true", help="as JSON")
-    bench = _command(commands, "bench", "reading:bench", "print the benchmark summary of runs")
+    report = _command(commands, "report", "report:report", "write one HTML page about a run")
+    report.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run directory or id (default: the newest)")
+    report.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: RUN-report.html")
+    replay = _command(commands, "replay", "replay:replay", "play a run in the screen, as it was")
+    replay.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run directory or id (default: the newest)")
+    replay.add_argument("--speed", metavar="N", type=_speed, default=1.0, help="so many times as fast (default 1)")
+    bench = _command(commands, "bench", "reading:bench", "print the benchmark summary of runs, and compare several")
     bench.add_argument("runs", metavar="RUN", type=Path, nargs="*", help="run directories (default: the newest)")
     bench.add_argument("--json", action="store_true", help="as JSON")
     _compare(commands)

@@ -8,6 +8,7 @@ import shlex
 from dataclasses import asdict
 from pathlib import Path
 
+from atropos_tui.cli.env_files import read_env_files
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.stack.budget import as_data, as_lines, make_budget
 from atropos_tui.stack.checks import check_graph, check_notes, check_profile, preflight
@@ -50,8 +51,6 @@ def planned_site(profile: Profile) -> Site:
 
 def validate(options: argparse.Namespace) -> int:
     """Check the profile and this machine; silent problems are none."""
-    from atropos_tui.cli.up import read_env_files  # which imports this module
-
     profile, file = load_profile(options.profile, options.sets)
     read_env_files(file)
     site = planned_site(profile)

@@ -34,10 +34,10 @@ async def status_of(entry: runs.RunEntry) -> RunStatus:
     try:
         return await client(entry.dir.root).status()
     except NoSupervisor:
-        return _status_of_files(entry)
+        return status_of_files(entry)
 
 
-def _status_of_files(entry: runs.RunEntry) -> RunStatus:
+def status_of_files(entry: runs.RunEntry) -> RunStatus:
     from atropos_tui.monitor.feed import load_run
     from atropos_tui.monitor.run_info import status_from_files
 
@@ -184,6 +184,6 @@ def bench(options: argparse.Namespace) -> int:
     from atropos_tui.monitor import bench as summary
 
     chosen = [runs.pick(path).dir.root for path in options.runs] or [runs.pick(None).dir.root]
-    figures = [summary.benchmark_run(path) for path in chosen]
+    figures = summary.benchmark_runs(chosen)
     print(summary.benchmarks_json(figures) if options.json else summary.render_benchmarks(figures))
     return Exit.DONE

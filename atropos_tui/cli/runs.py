@@ -106,7 +106,7 @@ def pick(run_dir: Path | None) -> RunEntry:
         UserError: exit code 5, no such run.
     """
     if run_dir is not None:
-        entry = read_run(run_dir.resolve()) or _by_id(str(run_dir))
+        entry = _in_folder(run_dir) or _by_id(str(run_dir))
         if entry is None:
             raise UserError(
                 f"no run in {run_dir}",
@@ -118,6 +118,20 @@ def pick(run_dir: Path | None) -> RunEntry:
     if not runs:
         raise UserError("no run yet", [Problem("nothing was started", "atropos-tui up PROFILE")], Exit.NO_RUN)
     return next((entry for entry in runs if entry.is_live), runs[0])
+
+
+def _in_folder(run_dir: Path) -> RunEntry | None:
+    """The run in a folder that the user named.
+
+    Raises:
+        UserError: exit code 5, the name leads nowhere.
+    """
+    try:
+        return read_run(run_dir.resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL
+        reason = getattr(error, "strerror", None) or str(error)
+        fix = "name the run's own folder; `atropos-tui runs` lists the runs"
+        raise UserError(f"no run in {run_dir}", [Problem(reason, fix)], Exit.NO_RUN) from None
 
 
 def _by_id(run_id: str) -> RunEntry | None:

@@ -17,6 +17,7 @@ from atropos_tui import __version__
 from atropos_tui.cli import resume, runs, show
 from atropos_tui.cli.control import bring_down, tell_end
 from atropos_tui.cli.dead_runs import left_text, with_processes
+from atropos_tui.cli.env_files import read_env_files
 from atropos_tui.cli.printer import Printer
 from atropos_tui.cli.profiles import checked
 from atropos_tui.cli.run_files import write_run_files
@@ -64,19 +65,6 @@ def up(options: argparse.Namespace) -> int:
 def attach(options: argparse.Namespace) -> int:
     """Open the screen on a live run, or on what an ended one left."""
     return _screen(runs.pick(options.run_dir).dir)
-
-
-def read_env_files(profile: Path) -> None:
-    """Make `.env` of the current folder and of the profile's folder known to `${VAR}`; what is set already wins."""
-    from dotenv import load_dotenv
-
-    for folder in dict.fromkeys((Path.cwd(), profile.resolve().parent)):
-        try:
-            load_dotenv(folder / ".env", override=False)
-        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in a value
-            raise UserError(
-                "unreadable .env", [Problem(str(error), "write lines of NAME=value in UTF-8", file=f"{folder}/.env")]
-            ) from None
 
 
 def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, str]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from atropos_tui.monitor.feed import load_run
 from atropos_tui.monitor.pace import tokens_per_second
-from atropos_tui.monitor.plain import bytes_text
+from atropos_tui.monitor.plain import bytes_text, counted, number, one_line
 from atropos_tui.monitor.run_info import read_json
 from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import RunState
@@ -26,6 +27,8 @@ from trainer_core.contracts.run_dir import RunDir
 
 RULE = "=" * 70
 GB = 1e9
+FOREIGN = 1e15
+"""No run has lasted so many seconds or taken so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class RunBenchmark:
     """Mean reward of the first five steps."""
     reward_last: float | None
     """Mean reward of the last five steps."""
+    held_out: float | None = None
+    """Newest held-out accuracy, of the first environment that reports one."""
     checkpoint_bytes: int | None = None
     """Of the newest checkpoint."""
     exit_code: int | None = None
@@ -69,6 +74,16 @@ def benchmark_run(root: Path) -> RunBenchmark:
     return replace(figures, exit_code=code if isinstance(code, int) else None)
 
 
+def benchmark_runs(roots: Sequence[Path]) -> list[RunBenchmark]:
+    """Measure several runs; those whose directories have the same name go by the folder above, too."""
+    figures = [benchmark_run(root) for root in roots]
+    count = Counter(run.run for run in figures)
+    return [
+        replace(run, run=f"{root.parent.name}/{run.run}") if count[run.run] > 1 else run
+        for run, root in zip(figures, roots, strict=True)
+    ]
+
+
 def benchmark_state(state: RunState, *, run: str, mode: str) -> RunBenchmark:
     """Measure a run that is already in memory."""
     reward = state.metric("reward_mean").values
@@ -78,6 +93,7 @@ def benchmark_state(state: RunState, *, run: str, mode: str) -> RunBenchmark:
         "peak_rss_bytes": _peak(state.metric("rss_bytes")),
         "reward_first": mean(reward[:5]),
         "reward_last": mean(reward[-5:]),
+        "held_out": next((series.last for series in state.evals.values()), None),
         "checkpoint_bytes": state.checkpoints[-1].bytes if state.checkpoints else None,
     }
     record = state.benchmark
@@ -101,7 +117,7 @@ def _computed(state: RunState) -> dict[str, float | int | None]:
         "avg_data_wait_s": mean(wait.values),
         "total_data_wait_s": _total(wait.values),
         "peak_bytes": _peak(state.metric("peak_bytes")),
-        "avg_bytes": None if (average := mean(state.metric("allocated_bytes").values)) is None else round(average),
+        "avg_bytes": _whole(mean(state.metric("allocated_bytes").values)),
         "tokens_per_s": tokens_per_second(state),
     }
 
@@ -128,7 +144,11 @@ def _total(values: Sequence[float]) -> float | None:
 
 
 def _peak(series: Series) -> int | None:
-    return round(max(series.values)) if series.values else None
+    return _whole(max(series.values, default=None))
+
+
+def _whole(value: float | None) -> int | None:
+    return round(value) if value is not None and math.isfinite(value) else None
 
 
 def render_benchmarks(runs: Sequence[RunBenchmark]) -> str:
@@ -137,8 +157,17 @@ def render_benchmarks(runs: Sequence[RunBenchmark]) -> str:
 
 
 def benchmarks_json(runs: Sequence[RunBenchmark]) -> str:
-    """`{"runs": [...]}`; a non-finite number is a string, as in the streams."""
-    rows = [{key: _strict(value) for key, value in asdict(run).items()} for run in runs]
+    """`{"runs": [...]}`; a non-finite number is a string, as in the streams.
+
+    Of several, each after the first has `ratios` to it, where both have a figure.
+    """
+    rows: list[dict[str, object]] = [{key: _strict(value) for key, value in asdict(run).items()} for run in runs]
+    for row, run in zip(rows[1:], runs[1:], strict=True):
+        row["ratios"] = {
+            name: found
+            for _, name, _ in _ROWS
+            if (found := ratio(getattr(run, name), getattr(runs[0], name))) is not None
+        }
     return json.dumps({"runs": rows}, indent=2)
 
 
@@ -148,62 +177,88 @@ def _strict(value: object) -> object:
     return value
 
 
-def _summary(run: RunBenchmark) -> str:
-    origin = "" if run.source == "trainer" else f" - {run.steps} steps, {_attempts(run)}"
+def summary_sections(run: RunBenchmark) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The summary of one run as titles and figures, ready to show; the first section has no name."""
     minutes = "" if run.total_s is None else f" ({run.total_s / 60:.2f} min)"
-    return "\n".join(
-        [
-            RULE,
-            f"BENCHMARK SUMMARY ({run.mode or 'unknown mode'}){origin}",
-            RULE,
-            f"  Total training time:     {_seconds(run.total_s)}{minutes}",
-            f"  Total steps:             {run.steps}",
-            "",
-            "  TIMING BREAKDOWN:",
-            f"    Avg step time:         {_seconds(run.avg_step_s)}",
-            f"    Total step time:       {_seconds(run.total_step_s)}",
-            f"    Avg sync time:         {_seconds(run.avg_sync_s)} (x{run.syncs} syncs)",
-            f"    Total sync time:       {_seconds(run.total_sync_s)}",
-            f"    Avg data fetch time:   {_seconds(run.avg_data_wait_s)}",
-            f"    Total data fetch time: {_seconds(run.total_data_wait_s)}",
-            f"    Tokens per second:     {_plain(run.tokens_per_s)}",
-            "",
-            "  MEMORY:",
-            f"    Peak GPU memory:       {_gigabytes(run.peak_bytes)}",
-            f"    Avg GPU memory:        {_gigabytes(run.avg_bytes)}",
-            f"    Peak trainer RSS:      {_gigabytes(run.peak_rss_bytes)}",
-            "",
-            "  LEARNING:",
-            f"    Reward first 5 steps:  {_fraction(run.reward_first)}",
-            f"    Reward last 5 steps:   {_fraction(run.reward_last)}",
-            f"    Checkpoint size:       {_size(run.checkpoint_bytes)}",
-            RULE,
-        ]
-    )
+    return [
+        ("", [("Total training time", _seconds(run.total_s) + minutes), ("Total steps", str(run.steps))]),
+        (
+            "Timing breakdown",
+            [
+                ("Avg step time", _seconds(run.avg_step_s)),
+                ("Total step time", _seconds(run.total_step_s)),
+                ("Avg sync time", f"{_seconds(run.avg_sync_s)} (x{run.syncs} syncs)"),
+                ("Total sync time", _seconds(run.total_sync_s)),
+                ("Avg data fetch time", _seconds(run.avg_data_wait_s)),
+                ("Total data fetch time", _seconds(run.total_data_wait_s)),
+                ("Tokens per second", _plain(run.tokens_per_s)),
+            ],
+        ),
+        (
+            "Memory",
+            [
+                ("Peak GPU memory", _gigabytes(run.peak_bytes)),
+                ("Avg GPU memory", _gigabytes(run.avg_bytes)),
+                ("Peak trainer RSS", _gigabytes(run.peak_rss_bytes)),
+            ],
+        ),
+        (
+            "Learning",
+            [
+                ("Reward first 5 steps", _fraction(run.reward_first)),
+                ("Reward last 5 steps", _fraction(run.reward_last)),
+                ("Accuracy held out", _fraction(run.held_out)),
+                ("Checkpoint size", _size(run.checkpoint_bytes)),
+            ],
+        ),
+    ]
+
+
+def origin(run: RunBenchmark) -> str:
+    """What the figures were computed from; empty where they are the trainer's own summary."""
+    return "" if run.source == "trainer" else f"{run.steps} steps, {counted(run.attempts, 'attempt')} of the trainer"
+
+
+def _summary(run: RunBenchmark) -> str:
+    lines = [f"BENCHMARK SUMMARY ({run.mode or 'unknown mode'}){f' - {made}' if (made := origin(run)) else ''}"]
+    for name, figures in summary_sections(run):
+        indent = "    " if name else "  "
+        lines += ["", f"  {name.upper()}:"] if name else [RULE]
+        lines += [f"{indent + title + ':':<27}{value}" for title, value in figures]
+    return "\n".join([RULE, *lines, RULE])
 
 
 _ROWS = (
     ("Total time", "total_s", "seconds"),
     ("Steps", "steps", "plain"),
     ("Avg step", "avg_step_s", "seconds"),
+    ("Total step", "total_step_s", "seconds"),
     ("Avg sync", "avg_sync_s", "seconds"),
     ("Total sync", "total_sync_s", "seconds"),
     ("Avg data fetch", "avg_data_wait_s", "seconds"),
+    ("Total data fetch", "total_data_wait_s", "seconds"),
     ("Tokens/s", "tokens_per_s", "plain"),
     ("Peak GPU memory", "peak_bytes", "gigabytes"),
+    ("Avg GPU memory", "avg_bytes", "gigabytes"),
     ("Peak trainer RSS", "peak_rss_bytes", "gigabytes"),
     ("Checkpoint size", "checkpoint_bytes", "size"),
+    ("Reward, first 5", "reward_first", "fraction"),
     ("Reward, last 5", "reward_last", "fraction"),
+    ("Accuracy held out", "held_out", "fraction"),
 )
 
 
 def _comparison(runs: Sequence[RunBenchmark]) -> str:
     """Rows of figures, a column per run; `x` is the ratio to the first run."""
     formats = {"seconds": _seconds, "plain": _plain, "gigabytes": _gigabytes, "fraction": _fraction, "size": _size}
-    table = [["", *(f"{run.run} ({run.mode or '?'})" for run in runs)]]
+    table = [["", *(one_line(f"{run.run} ({run.mode or '?'})") for run in runs)]]
     for title, name, kind in _ROWS:
         values = [getattr(run, name) for run in runs]
-        cells = [formats[kind](value) + _ratio(value, values[0], at) for at, value in enumerate(values)]
+        times = [None, *(ratio(value, values[0]) for value in values[1:])]
+        cells = [
+            formats[kind](value) + (f" (x{found:.2f})" if found is not None else "")
+            for value, found in zip(values, times, strict=True)
+        ]
         table.append([title, *cells])
     table.append(["Exit code", *("no data" if run.exit_code is None else str(run.exit_code) for run in runs)])
     widths = [max(len(row[column]) for row in table) for column in range(len(runs) + 1)]
@@ -211,31 +266,35 @@ def _comparison(runs: Sequence[RunBenchmark]) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def _ratio(value: float | None, base: float | None, at: int) -> str:
-    if at == 0 or value is None or not base or not math.isfinite(value / base):
-        return ""
-    return f" (x{value / base:.2f})"
-
-
-def _attempts(run: RunBenchmark) -> str:
-    return f"{run.attempts} attempt{'s' if run.attempts != 1 else ''} of the trainer"
+def ratio(value: float | None, base: float | None) -> float | None:
+    """`value` over `base`; None where that says nothing."""
+    if value is None or not base or not math.isfinite(value) or not math.isfinite(base):
+        return None
+    return value / base
 
 
 def _seconds(value: float | None) -> str:
-    return "no data" if value is None else f"{value:.2f}s" if not abs(value) < 0.1 else f"{value:.4f}s"
+    return _shown(value, lambda real: f"{real:.2f}s" if not abs(real) < 0.1 else f"{real:.4f}s")
 
 
 def _plain(value: float | None) -> str:
-    return "no data" if value is None else f"{value:,.0f}" if math.isfinite(value) else str(value)
+    return _shown(value, lambda real: f"{real:,.0f}")
 
 
 def _gigabytes(value: float | None) -> str:
-    return "no data" if value is None else f"{value / GB:.2f} GB"
+    return _shown(value, lambda real: f"{real / GB:.2f} GB")
 
 
 def _size(value: float | None) -> str:
-    return "no data" if value is None else bytes_text(value)
+    return _shown(value, bytes_text)
 
 
 def _fraction(value: float | None) -> str:
-    return "no data" if value is None else f"{value:.3f}"
+    return _shown(value, lambda real: f"{real:.3f}")
+
+
+def _shown(value: float | None, write: Callable[[float], str]) -> str:
+    """`no data` where there is none; what is not finite, or foreign in its size, in few characters."""
+    if value is None:
+        return "no data"
+    return write(value) if abs(value) < FOREIGN else number(value)

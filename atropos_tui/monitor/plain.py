@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 
+from atropos_tui.stack.redact import mask
 from trainer_core.contracts.control import State
 
 MAX_COLUMNS = 4096
@@ -58,6 +59,17 @@ def plain_text(line: str) -> str:
 def one_line(text: str) -> str:
     """Text of several lines as one: line breaks are shown as `⏎`, the rest is made plain."""
     return plain_text(text[: 4 * MAX_COLUMNS].replace("\r\n", "\n").replace("\n", "⏎"))
+
+
+def said(text: str) -> str:
+    """`one_line` for what is passed on to others: tokens of known services are left out."""
+    return mask(one_line(text))
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 process`, `2 processes`, `0 attempts`."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 def duration(seconds: float | None) -> str:

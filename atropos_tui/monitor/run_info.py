@@ -29,6 +29,9 @@ class PlannedComponent:
     name: str
     role: Role
     port: int | None = None
+    gpus: tuple[int, ...] = ()
+    """As NVML counts them."""
+    command: tuple[str, ...] = ()
     depends_on: dict[str, str] = field(default_factory=dict)
     """What each component that it waits for has to be: started, healthy or completed."""
     start_timeout_s: float | None = None
@@ -75,18 +78,6 @@ def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
     and what is left of the components.
     """
     result = read_json(run.result_json)
-    rows = {
-        item.name: ComponentStatus(
-            name=item.name, role=item.role, state=State.PENDING, port=item.port, stages=_stages(item, state)
-        )
-        for item in info.components
-    }
-    for record in state.transitions:
-        if record.component and _member(State, record.new) is not None:
-            rows[record.component] = _moved(rows.get(record.component), record)
-    for diagnosis in state.diagnoses:
-        if diagnosis.component in rows:
-            rows[diagnosis.component] = rows[diagnosis.component].model_copy(update={"diagnosis": diagnosis.title})
     started = read_json(run.run_json).get("started_at")
     code = _whole(result.get("exit_code"))
     first = state.transitions[0].time if state.transitions else 0.0
@@ -100,9 +91,26 @@ def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
         seq=state.supervisor_seq,
         exit_code=code,
         reason=_text(result.get("reason")),
-        components=list(rows.values()),
+        components=component_rows(info, state),
     )
     return status if code is not None else without_result(run, status)
+
+
+def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
+    """Every component at its last transition in `state`, those that had none yet as pending."""
+    rows = {
+        item.name: ComponentStatus(
+            name=item.name, role=item.role, state=State.PENDING, port=item.port, stages=_stages(item, state)
+        )
+        for item in info.components
+    }
+    for record in state.transitions:
+        if record.component and _member(State, record.new) is not None:
+            rows[record.component] = _moved(rows.get(record.component), record)
+    for diagnosis in state.diagnoses:
+        if diagnosis.component in rows:
+            rows[diagnosis.component] = rows[diagnosis.component].model_copy(update={"diagnosis": diagnosis.title})
+    return list(rows.values())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -148,6 +156,8 @@ def _planned(item: dict[str, Any]) -> PlannedComponent:
         name=_text(item.get("name")),
         role=_member(Role, item.get("role")) or Role.OTHER,
         port=_whole(item.get("port")),
+        gpus=tuple(gpu for gpu in _list(item.get("gpus")) if isinstance(gpu, int)),
+        command=tuple(map(str, _list(item.get("command")))),
         depends_on={name: _text(condition) for name, condition in _dict(item.get("depends_on")).items()},
         start_timeout_s=_number(item.get("start_timeout_s")),
         max_restarts=_whole(restart.get("max_restarts")),
@@ -175,6 +185,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _text(value: object) -> str:

@@ -6,11 +6,13 @@ back to its checkpoint, and what it had done beyond that no longer belongs to th
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
 from atropos_tui.monitor.series import Series
 from trainer_core.contracts.records import (
+    SCHEMA_VERSION,
     AlignmentRecord,
     BenchmarkRecord,
     CheckpointRecord,
@@ -47,7 +49,9 @@ METRICS: dict[type[Record], tuple[str, ...]] = {
 _MARKS_A_STEP = (StepRecord, AlignmentRecord, TimingRecord, MemoryRecord, RolloutRecord)
 """Kinds that tell where an attempt begins. A sync or checkpoint may carry the step that was resumed from."""
 
-ROLLOUTS_KEPT = 200
+ROLLOUTS_KEPT = 1000
+DIAGNOSES_KEPT = 200
+CHECKPOINTS_KEPT = 200
 TRANSITIONS_KEPT = 2000
 COMMANDS_KEPT = 200
 
@@ -70,11 +74,11 @@ class RunState:
     sync: SyncRecord | None = None
     benchmark: BenchmarkRecord | None = None
     rollouts: deque[RolloutRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
-    checkpoints: deque[CheckpointRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
+    checkpoints: deque[CheckpointRecord] = field(default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT))
     syncs: list[tuple[int, int, float]] = field(default_factory=list)
     """Attempt, weight version and seconds of every publish."""
     transitions: deque[StateRecord] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_KEPT))
-    diagnoses: deque[DiagnosisRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
+    diagnoses: deque[DiagnosisRecord] = field(default_factory=lambda: deque(maxlen=DIAGNOSES_KEPT))
     probes: dict[str, ProbeRecord] = field(default_factory=dict)
     """Last changed probe verdict by component."""
     stages: dict[str, list[StageRecord]] = field(default_factory=dict)
@@ -85,9 +89,13 @@ class RunState:
     """Last record of supervisor.jsonl that was applied."""
     unknown: int = 0
     """Records of a kind this version does not know."""
+    newest_version: int = SCHEMA_VERSION
+    """The highest schema version that a record claims."""
 
     def apply(self, record: Record) -> None:
         """Take one record in. Never raises for a parsed record."""
+        if record.v > self.newest_version:
+            self.newest_version = record.v
         if isinstance(record, TrainerRecord):
             self._apply_trainer(record)
         elif isinstance(record, EvalRecord):
@@ -117,7 +125,10 @@ class RunState:
         for name in METRICS.get(type(record), ()):
             value = getattr(record, name)
             if value is not None:
-                self.series.setdefault(name, Series()).put(record.step, float(value), record.time)
+                series = self.series.get(name)
+                if series is None:
+                    series = self.series[name] = Series()
+                series.put(record.step, _real(value), record.time)
         if isinstance(record, StepRecord):
             self.step = max(self.step, record.step)
         elif isinstance(record, AlignmentRecord):
@@ -145,7 +156,7 @@ class RunState:
         kept_rollouts = [old for old in self.rollouts if old.attempt >= record.attempt or old.step < first]
         self.rollouts = deque(kept_rollouts, maxlen=ROLLOUTS_KEPT)
         kept_checkpoints = [old for old in self.checkpoints if old.attempt >= record.attempt or old.step < first]
-        self.checkpoints = deque(kept_checkpoints, maxlen=ROLLOUTS_KEPT)
+        self.checkpoints = deque(kept_checkpoints, maxlen=CHECKPOINTS_KEPT)
         if self.alignment and self.alignment.attempt < record.attempt and self.alignment.step >= first:
             self.alignment = None
         if self.benchmark and self.benchmark.attempt < record.attempt:
@@ -178,3 +189,11 @@ class RunState:
             self.commands[record.command_id] = record
             while len(self.commands) > COMMANDS_KEPT:
                 del self.commands[next(iter(self.commands))]
+
+
+def _real(value: float) -> float:
+    """A whole number beyond any float, in a foreign record, is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -29,7 +29,12 @@ class LogTail:
     max_behind: int = 4 * CHUNK_BYTES
     _partial: bytes = b""
     _aligned: bool = True
-    _started: bool = False
+    begun: bool = False
+    """Whether it was read before."""
+    anew: bool = False
+    """Whether the last read found another file under the name."""
+    ends: list[int] = field(default_factory=list)
+    """Where in the file each line of the last read ended, newline included."""
     _source: FileSource = field(init=False)
 
     def __post_init__(self) -> None:
@@ -38,15 +43,21 @@ class LogTail:
     def read(self, limit: int = CHUNK_BYTES) -> tuple[list[str], int]:
         """New complete lines and the bytes skipped before them."""
         skipped = self._jump()
-        data, _, anew = self._source.read(limit)
-        if anew:
+        data, _, self.anew = self._source.read(limit)
+        self.ends = []
+        if self.anew:
             self._partial, self._aligned, skipped = ROTATED, True, 0
-        if not data and not anew:
+        if not data and not self.anew:
             return [], skipped
         *lines, rest = (self._partial + data).split(b"\n")
         self._partial = rest[-MAX_LINE_BYTES:]
         if not self._aligned and lines:
             lines, self._aligned = lines[1:], True
+        end = self._source.offset - len(rest)
+        for line in reversed(lines):
+            self.ends.append(max(end, 1))
+            end -= len(line) + 1
+        self.ends.reverse()
         return [line.decode("utf-8", "replace") for line in lines], skipped
 
     def _jump(self) -> int:
@@ -55,8 +66,8 @@ class LogTail:
             size = self.path.stat().st_size
         except OSError:
             return 0
-        allowed = self.max_behind if self._started else self.history_bytes
-        self._started = True
+        allowed = self.max_behind if self.begun else self.history_bytes
+        self.begun = True
         target = size - self.history_bytes
         if size - self._source.offset <= allowed or target <= self._source.offset:
             return 0

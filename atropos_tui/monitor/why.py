@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from atropos_tui.monitor.plain import duration, glyph_and_word, one_line
+from atropos_tui.monitor.plain import counted, duration, glyph_and_word, one_line
 from atropos_tui.monitor.run_info import PlannedComponent, RunInfo
 from atropos_tui.monitor.without_result import is_crashed
 from atropos_tui.supervisor.states import RESTING, satisfies
@@ -161,9 +161,8 @@ class Picture:
         lines = [f"{one_line(row.reason)}{self._since(row)}"]
         if row.pids:
             more = f" and {len(row.pids) - PIDS_SHOWN} more" if len(row.pids) > PIDS_SHOWN else ""
-            plural = "es" if len(row.pids) != 1 else ""
             pids = ", ".join(map(str, row.pids[:PIDS_SHOWN]))
-            lines.append(f"{len(row.pids)} process{plural} left: pid {pids}{more}")
+            lines.append(f"{counted(len(row.pids), 'process')} left: pid {pids}{more}")
         if row.waiting_for:
             lines.append(f"waits for {one_line(row.waiting_for)}")
         return lines

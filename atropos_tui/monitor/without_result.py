@@ -5,6 +5,7 @@ Asked of the process table, so that what the journal told last is not taken for 
 
 from __future__ import annotations
 
+from atropos_tui.monitor.plain import counted
 from atropos_tui.supervisor import leftovers
 from atropos_tui.supervisor.journal import ProcessTable
 from atropos_tui.supervisor.leftovers import Leftover
@@ -45,8 +46,7 @@ def without_result(run: RunDir, status: RunStatus) -> RunStatus:
     if kept := [row.name for row in rows if any(one.adoptable and one.component == row.name for one in found)]:
         reason += f"; {', '.join(kept)} kept: atropos-tui up --resume {run.root} adopts them"
     elif found:
-        plural = "es" if len(found) != 1 else ""
-        reason += f"; {len(found)} process{plural} left: atropos-tui clean ends what its guard does not"
+        reason += f"; {counted(len(found), 'process')} left: atropos-tui clean ends what its guard does not"
     return status.model_copy(update={"reason": reason, "components": rows})
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import re
 from pathlib import Path
 
 import pytest
 
-from atropos_tui.monitor.bench import benchmark_run, benchmarks_json, render_benchmarks
+from atropos_tui.monitor.bench import benchmark_run, benchmark_runs, benchmarks_json, render_benchmarks
 from tests.ui.run_maker import make_run, step_records, write_records
 from trainer_core.contracts.records import BenchmarkRecord, StepRecord, TimingRecord, parse_line
 
@@ -76,6 +78,36 @@ def test_runs_are_compared_to_the_first(tmp_path: Path) -> None:
     text = render_benchmarks([benchmark_run(tmp_path / "a"), benchmark_run(tmp_path / "b")])
     row = next(line for line in text.splitlines() if line.startswith("Avg step"))
     assert row.split() == ["Avg", "step", "2.00s", "3.00s", "(x1.50)"]
+
+
+def test_runs_of_the_same_name_go_by_the_folder_above_too(tmp_path: Path) -> None:
+    roots = [make_run(tmp_path / name / "run", steps=2).root for name in ("one", "two")]
+    roots.append(make_run(tmp_path / "other", steps=2).root)
+    assert [figures.run for figures in benchmark_runs(roots)] == ["one/run", "two/run", "other"]
+
+
+def test_every_ratio_of_the_table_is_in_the_json(tmp_path: Path) -> None:
+    for name, seconds in (("a", 2.0), ("b", 3.0)):
+        run = make_run(tmp_path / name, steps=3)
+        write_records(run.telemetry_jsonl, [summary(avg_step_s=seconds, avg_sync_s=0.0)])
+    runs = benchmark_runs([tmp_path / "a", tmp_path / "b"])
+    first, second = json.loads(benchmarks_json(runs))["runs"]
+    assert "ratios" not in first
+    assert second["ratios"]["avg_step_s"] == 1.5
+    assert "avg_sync_s" not in second["ratios"]
+    shown = [float(found) for found in re.findall(r"\(x(\S+)\)", render_benchmarks(runs))]
+    assert shown == [round(value, 2) for value in second["ratios"].values()]
+
+
+def test_held_out_accuracy_and_figures_beyond_reason_are_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=20)
+    figures = benchmark_run(run.root)
+    assert figures.held_out == pytest.approx(0.2 + 0.5 * (1 - math.exp(-1)))
+    assert f"Accuracy held out:     {figures.held_out:.3f}" in render_benchmarks([figures])
+    write_records(run.telemetry_jsonl, [summary(avg_step_s=float("nan"), total_s=1e300, avg_sync_s=float("inf"))])
+    text = render_benchmarks([benchmark_run(run.root)])
+    for line in ("Avg step time:         NaN\n", "Total training time:     1.0e+300", "Avg sync time:         ∞"):
+        assert line in text
 
 
 def test_an_empty_run_has_no_data_and_no_zeros(tmp_path: Path) -> None:

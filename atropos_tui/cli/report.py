@@ -1,0 +1,61 @@
+"""`report`: one run as one HTML page, also while it runs and after it failed."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from atropos_tui.cli import reading, runs
+from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.monitor.plain import bytes_text, one_line
+from atropos_tui.stack.shown import printable
+from trainer_core.contracts.control import RunStatus
+from trainer_core.contracts.files import write_private
+
+NEEDED = ("jinja2", "markupsafe", "matplotlib")
+
+
+async def report(options: argparse.Namespace) -> int:
+    """Write the page, readable by this user alone: it holds prompts and completions."""
+    entry = runs.pick(options.run)
+    path = options.output or Path(f"{entry.dir.root.name}-report.html")
+    page = render(entry, await _status(entry))
+    try:
+        path = path.resolve() if path.is_symlink() else path
+        if path.exists() and not path.is_file():
+            raise IsADirectoryError(0, "not an ordinary file")
+        write_private(path, page)
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name; a loop of links
+        raise UserError(
+            "the report cannot be written",
+            [Problem(getattr(error, "strerror", None) or str(error), "choose another -o FILE", printable(str(path)))],
+        ) from None
+    print(f"{one_line(str(path))}  ({bytes_text(len(page.encode()))}; open it in a browser)")
+    return Exit.DONE
+
+
+def render(entry: runs.RunEntry, status: RunStatus) -> str:
+    """The page of a run.
+
+    Raises:
+        UserError: what draws it is not installed.
+    """
+    try:
+        from atropos_tui.monitor.report import render_report
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in NEEDED:
+            raise
+        fix = "pip install 'atropos-tui[report]'"
+        raise UserError("a report needs more packages", [Problem(f"{error.name} is not installed", fix)]) from None
+    return render_report(entry.dir, status, time.time())
+
+
+async def _status(entry: runs.RunEntry) -> RunStatus:
+    """From the supervisor, else from the files: one that does not answer holds up no report."""
+    from atropos_tui.supervisor.client import NotAnswering
+
+    try:
+        return await reading.status_of(entry)
+    except NotAnswering:
+        return reading.status_of_files(entry)

@@ -1,0 +1,191 @@
+"""Log lines in memory, for a screen: a bounded buffer, filtered, wrapped and searched. Pure.
+
+Entries have numbers that never change. What a screen shows are *rows*: an entry each, or several where long lines are
+wrapped; with a filter, only those that match it.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from rich.cells import cell_len, chop_cells
+
+Kind = Literal["plain", "warning", "error", "note"]
+Level = Literal["all", "warning", "error"]
+LEVELS: tuple[Level, ...] = ("all", "warning", "error")
+
+_ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
+_WARNING = re.compile(r"\b(WARN|WARNING)\b")
+_MAYBE = ("ERROR", "CRITICAL", "FATAL", "Traceback", "Error", "Exception", "WARN")
+_SLACK = 1.25
+"""Cutting a list is linear: it happens once the buffer is over its bound by this factor."""
+
+
+class Entry(NamedTuple):
+    """One line. A `note` is ours: a new attempt, or lines that were skipped."""
+
+    kind: Kind
+    text: str
+    component: str = ""
+    time: float = 0.0
+    """Unix seconds; 0 where nobody asked."""
+
+
+class Classifier:
+    """Tells the level of a component's lines; a traceback's indented lines belong to it."""
+
+    def __init__(self) -> None:
+        self._in_traceback = False
+
+    def kind(self, line: str) -> Kind:
+        if self._in_traceback and line[:1] in (" ", "\t", ""):
+            return "error"
+        self._in_traceback = False
+        if not any(word in line for word in _MAYBE):
+            return "plain"
+        if _ERROR.search(line):
+            self._in_traceback = "Traceback" in line
+            return "error"
+        return "warning" if _WARNING.search(line) else "plain"
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """`pattern` as a regular expression, case-insensitive unless it has capitals; what is none is taken literally."""
+    flags = re.NOFLAG if pattern != pattern.lower() else re.IGNORECASE
+    try:
+        return re.compile(pattern, flags)
+    except re.error:
+        return re.compile(re.escape(pattern), flags)
+
+
+class LogBuffer:
+    """At most about `capacity` entries; the oldest go first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.dropped = 0
+        """Entries that had to go."""
+        self.width = 0
+        """Of the longest line kept since the last clear, in cells."""
+        self.level: Level = "all"
+        self.pattern: re.Pattern[str] | None = None
+        self._wrap: int | None = None
+        self._entries: list[Entry] = []
+        self._base = 0
+        self._rows: list[tuple[int, int]] | None = None
+        """Number and part of each row; None while every entry is one row."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """What is kept, oldest first."""
+        return self._entries
+
+    @property
+    def height(self) -> int:
+        """How many rows there are."""
+        return len(self._entries) if self._rows is None else len(self._rows)
+
+    def extend(self, entries: Iterable[Entry]) -> int:
+        """Append; how many rows left at the top."""
+        first = self._base + len(self._entries)
+        self._entries.extend(entries)
+        for number in range(first, self._base + len(self._entries)):
+            text = self._entries[number - self._base].text
+            self.width = max(self.width, len(text) if text.isascii() else cell_len(text))
+            if self._rows is not None:
+                self._rows.extend(self._rows_of(number))
+        return self._trim() if len(self._entries) > self.capacity * _SLACK else 0
+
+    def _trim(self) -> int:
+        surplus = len(self._entries) - self.capacity
+        del self._entries[:surplus]
+        self._base += surplus
+        self.dropped += surplus
+        if self._rows is None:
+            return surplus
+        gone = bisect_left(self._rows, (self._base, 0))
+        del self._rows[:gone]
+        return gone
+
+    def clear(self) -> None:
+        self._base += len(self._entries)
+        self._entries.clear()
+        self.dropped = self.width = 0
+        self._rows = None if self._rows is None else []
+
+    def show(self, *, level: Level, pattern: re.Pattern[str] | None, wrap: int | None) -> None:
+        """Which entries are shown, and the width at which they are wrapped (None: not at all)."""
+        if (level, pattern, wrap) == (self.level, self.pattern, self._wrap):
+            return
+        self.level, self.pattern, self._wrap = level, pattern, wrap
+        if level == "all" and pattern is None and wrap is None:
+            self._rows = None
+        else:
+            end = self._base + len(self._entries)
+            self._rows = [row for number in range(self._base, end) for row in self._rows_of(number)]
+
+    def _rows_of(self, number: int) -> list[tuple[int, int]]:
+        entry = self._entries[number - self._base]
+        if not self._passes(entry):
+            return []
+        if self._wrap is None:
+            return [(number, 0)]
+        return [(number, part) for part in range(len(self._parts(entry.text)))]
+
+    def _passes(self, entry: Entry) -> bool:
+        if entry.kind == "note":
+            return True
+        if self.level == "error" and entry.kind != "error":
+            return False
+        if self.level == "warning" and entry.kind not in ("error", "warning"):
+            return False
+        return self.pattern is None or self.pattern.search(entry.text) is not None
+
+    def _parts(self, text: str) -> list[str]:
+        assert self._wrap is not None
+        width = max(self._wrap, 1)
+        if text.isascii():
+            return [text[at : at + width] for at in range(0, len(text), width)] or [""]
+        return chop_cells(text, width) or [""]
+
+    def row(self, y: int) -> tuple[int, int, Entry, str] | None:
+        """Number, part, entry and text of a row; None where there is none."""
+        if not 0 <= y < self.height:
+            return None
+        number, part = (self._base + y, 0) if self._rows is None else self._rows[y]
+        entry = self._entries[number - self._base]
+        return number, part, entry, entry.text if self._wrap is None else self._parts(entry.text)[part]
+
+    def row_of(self, number: int) -> int | None:
+        """The first row of an entry, or None when it is gone or not shown."""
+        if not 0 <= number - self._base < len(self._entries):
+            return None
+        if self._rows is None:
+            return number - self._base
+        at = bisect_left(self._rows, (number, 0))
+        return at if at < len(self._rows) and self._rows[at][0] == number else None
+
+    def find(self, wanted: re.Pattern[str] | Kind, start: int, step: int) -> int | None:
+        """The number of the next shown entry that matches, from row `start` on, in direction `step`, around the end."""
+        height = self.height
+        seen = -1
+        for count in range(height):
+            found = self.row((start + step * count) % height)
+            assert found is not None
+            number, _, entry, _ = found
+            if number == seen:
+                continue
+            seen = number
+            if entry.kind == wanted if isinstance(wanted, str) else wanted.search(entry.text):
+                return number
+        return None
+
+    def count(self, pattern: re.Pattern[str]) -> int:
+        """How many shown entries match."""
+        return sum(1 for entry in self._entries if self._passes(entry) and pattern.search(entry.text))

@@ -1,0 +1,284 @@
+"""A recorded run as if it happened now: `Replay(Recording.load(run))`, for the screen.
+
+`Replay` stands in for everything the screen reads of a live run: `feed` for the streams, `control` for the supervisor,
+`logs` for the components' logs, `clock` for the wall clock. Only reading: every command is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from atropos_tui.monitor.feed import Batch
+from atropos_tui.monitor.follow import Line, LogFollower
+from atropos_tui.monitor.log_buffer import Classifier, Entry
+from atropos_tui.monitor.plain import plain_text
+from atropos_tui.monitor.run_info import RunInfo, component_rows, read_info, status_from_files
+from atropos_tui.monitor.state import RunState
+from atropos_tui.supervisor.client import Refused
+from atropos_tui.supervisor.record_tail import RecordTail
+from trainer_core.contracts.control import Accepted, Action, CommandRequest, Phase, Recipe, RunStatus, Snapshot, State
+from trainer_core.contracts.records import ComponentRecord, Record, StepRecord
+from trainer_core.contracts.run_dir import RunDir
+
+RECORDS_AT_ONCE = 1_000
+"""A read hands over so many at most, so that a jump does not hold up the screen."""
+LINES_AT_ONCE = 500
+LOOKBACK_S = 60.0
+"""After a jump, logs are shown from so long before it on."""
+SLOWEST, FASTEST = 1 / 16, 4096.0
+SEEKS = 50
+"""The arrow keys move by one of so many parts of the whole."""
+LATEST_TIME = 253_402_300_799.0
+"""The year 9999: a later time is foreign."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Every record of a run, in an order that could have happened."""
+
+    run: RunDir
+    info: RunInfo
+    times: list[float]
+    """When each record is due, ascending; Unix seconds."""
+    records: list[Record]
+    bad_lines: int
+    final: RunStatus
+    """How the run ended, or stands."""
+
+    @classmethod
+    def load(cls, run: RunDir) -> Recording:
+        """Read every stream of `run` to its present end; what is no record is counted and left out."""
+        streams, bad_lines = [], 0
+        for path in (run.supervisor_jsonl, run.telemetry_jsonl, *sorted(run.root.glob("eval.*.jsonl"))):
+            records, bad = _read(path)
+            streams.append(list(zip(_ascending(records), records, strict=True)))
+            bad_lines += bad
+        ordered = list(heapq.merge(*streams, key=lambda pair: pair[0]))
+        info, state = read_info(run), RunState()
+        for _, record in ordered:
+            if isinstance(record, ComponentRecord):  # all that a status is made of
+                state.apply(record)
+        final = status_from_files(run, info, state)
+        return cls(run, info, [at for at, _ in ordered], [record for _, record in ordered], bad_lines, final)
+
+
+def _read(path: Path) -> tuple[list[Record], int]:
+    tail, records = RecordTail(path), []
+    while True:
+        records += tail.read()
+        if not tail.behind:
+            return records, tail.bad_lines
+
+
+def _ascending(records: list[Record]) -> list[float]:
+    """A time for each record that keeps the order of its file, also where a clock was set back or a time is foreign."""
+    times, latest = [], math.inf
+    for record in reversed(records):
+        if 0 < record.time < LATEST_TIME:
+            latest = min(latest, record.time)
+        times.append(latest)
+    times.reverse()
+    known = max((at for at in times if math.isfinite(at)), default=0.0)
+    return [at if math.isfinite(at) else known for at in times]
+
+
+class ReplayClock:
+    """Time of the recording: runs `speed` times as fast as the wall clock, stands still while paused and at the end."""
+
+    def __init__(
+        self, first: float, last: float, speed: float = 1.0, ticks: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Args: `first`, `last`: Unix seconds; `ticks`: seconds of a clock that never goes back."""
+        self.first, self.last = first, last
+        self.paused = False
+        self.jumps = 0
+        """How often it was set."""
+        self._speed = speed
+        self._ticks = ticks
+        self._at, self._since = first, ticks()
+
+    @property
+    def speed(self) -> float:
+        return self._speed
+
+    @property
+    def at_end(self) -> bool:
+        return self.now() >= self.last
+
+    def now(self) -> float:
+        """Unix seconds in the recording."""
+        passed = 0.0 if self.paused else (self._ticks() - self._since) * self._speed
+        return min(self.last, self._at + passed)
+
+    def toggle(self) -> None:
+        """Pause, or go on; at the end, begin again."""
+        if self.at_end and not self.paused:
+            self.seek(self.first)
+            return
+        self._settle()
+        self.paused = not self.paused
+
+    def faster(self, factor: float) -> None:
+        """Multiply the speed, within its limits."""
+        self._settle()
+        self._speed = min(max(self._speed * factor, SLOWEST), FASTEST)
+
+    def seek(self, at: float) -> None:
+        """Go on from `at`, or from the nearer end of the recording."""
+        self._at, self._since = min(max(at, self.first), self.last), self._ticks()
+        self.jumps += 1
+
+    def skip(self, parts: int) -> None:
+        """Seek by so many parts of the whole."""
+        self.seek(self.now() + parts * (self.last - self.first) / SEEKS)
+
+    def _settle(self) -> None:
+        self._at, self._since = self.now(), self._ticks()
+
+
+class ReplayFeed:
+    """Records that are due, as `feed.RunFeed` gives those that were written. Read it from one thread at a time."""
+
+    def __init__(self, recording: Recording, clock: ReplayClock) -> None:
+        self._recording, self._clock = recording, clock
+        self._next = 0
+        self._seen = RunState()
+        """What the supervisor told up to now."""
+        self._steps = False
+        self.status = self._status()
+        """How the run stood at the last read."""
+
+    @property
+    def bad_lines(self) -> int:
+        return self._recording.bad_lines
+
+    def read(self) -> Batch:
+        """What became due since the last call; all that is due anew after a jump back."""
+        due = bisect_right(self._recording.times, self._clock.now())
+        anew = due < self._next
+        if anew:
+            self._next, self._seen, self._steps = 0, RunState(), False
+        until = min(due, self._next + RECORDS_AT_ONCE)
+        records = self._recording.records[self._next : until]
+        self._next = until
+        for record in records:
+            self._steps = self._steps or isinstance(record, StepRecord)
+            if isinstance(record, ComponentRecord):
+                self._seen.apply(record)
+        self.status = self._status()
+        return Batch(records, until < due, anew)
+
+    def _status(self) -> RunStatus:
+        final = self._recording.final
+        if self._next == len(self._recording.records):
+            return final
+        rows = component_rows(self._recording.info, self._seen)
+        coming = any(row.state in (State.PENDING, State.STARTING) for row in rows)
+        return final.model_copy(
+            update={
+                "phase": Phase.STARTING if coming and not self._steps else Phase.RUNNING,
+                "components": rows,
+                "exit_code": None,
+                "reason": "",
+                "seq": self._seen.supervisor_seq,
+            }
+        )
+
+
+class ReplayControl:
+    """The supervisor of a recording: it knows how the run stood, and takes no command."""
+
+    def __init__(self, feed: ReplayFeed) -> None:
+        self._feed = feed
+
+    async def status(self) -> RunStatus:
+        return self._feed.status
+
+    async def events(self, after: int = -1) -> AsyncIterator[Snapshot | Record]:
+        yield Snapshot(status=self._feed.status)
+        await asyncio.Event().wait()
+
+    async def recipe(self, action: Action, component: str | None = None) -> Recipe:
+        raise Refused("this is a replay: what it shows is over", "atropos-tui attach opens the screen of a live run")
+
+    async def command(self, request: CommandRequest) -> Accepted:
+        await self.recipe(request.action, request.component)
+        raise AssertionError("a replay refuses every recipe")
+
+
+class ReplayLogs:
+    """Lines of the followed components that are due, as `log_feed.LogFeed` gives those that were printed."""
+
+    def __init__(self, run: RunDir, clock: ReplayClock) -> None:
+        self._run, self._clock = run, clock
+        self._following: tuple[str, ...] = ()
+        self._jumps = -1
+        self._lines: Iterator[Line] = iter(())
+        self._waiting: Line | None = None
+        self._attempts: dict[str, int] = {}
+        self._levels: dict[str, Classifier] = {}
+
+    def path(self, name: str) -> Path | None:
+        """The log of `name` that is being shown."""
+        return self._run.log(name, self._attempts[name]) if name in self._attempts else None
+
+    def read(self, names: tuple[str, ...]) -> list[Entry]:
+        """What became due since the last call; from a minute ago on, where `names` are others, or after a jump."""
+        if (names, self._clock.jumps) != (self._following, self._jumps):
+            self._begin(names)
+        entries: deque[Entry] = deque(maxlen=LINES_AT_ONCE)
+        now, passed = self._clock.now(), 0
+        while (line := self._waiting or next(self._lines, None)) is not None:
+            self._waiting = line
+            if line.time > now:
+                break
+            self._waiting = None
+            for entry in self._entries(line):
+                passed += len(entries) == LINES_AT_ONCE
+                entries.append(entry)
+        if not passed:
+            return list(entries)
+        return [Entry("note", f"··· {passed:,} lines passed over at this speed ···", "", entries[0].time), *entries]
+
+    def _begin(self, names: tuple[str, ...]) -> None:
+        self._following, self._jumps, self._waiting = names, self._clock.jumps, None
+        self._attempts, self._levels = {}, {name: Classifier() for name in names}
+        since = self._clock.now() - LOOKBACK_S
+        followers = [LogFollower(self._run.logs / name, "all") for name in names]
+        for follower in followers:
+            follower.skip(since=since)
+        merged = heapq.merge(*map(_all_lines, followers), key=lambda line: line.time)
+        self._lines = (line for line in merged if line.time >= since)
+
+    def _entries(self, line: Line) -> Iterator[Entry]:
+        before = self._attempts.get(line.component)
+        self._attempts[line.component] = line.attempt
+        if before not in (None, line.attempt):
+            yield Entry("note", f"── attempt {line.attempt} of {line.component} ──", line.component, line.time)
+        text = plain_text(line.text)
+        yield Entry(self._levels[line.component].kind(text), text, line.component, line.time)
+
+
+def _all_lines(follower: LogFollower) -> Iterator[Line]:
+    yield from follower.drain()
+    yield from follower.rest()
+
+
+class Replay:
+    """The four stand-ins for one recording."""
+
+    def __init__(self, recording: Recording, speed: float = 1.0, ticks: Callable[[], float] = time.monotonic) -> None:
+        """Args: `recording` holds at least one record."""
+        self.recording = recording
+        self.clock = ReplayClock(recording.times[0], recording.times[-1], speed, ticks)
+        self.feed = ReplayFeed(recording, self.clock)
+        self.control = ReplayControl(self.feed)
+        self.logs = ReplayLogs(recording.run, self.clock)

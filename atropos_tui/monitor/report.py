@@ -1,0 +1,289 @@
+"""One run as one page: `render_report(RUN, status, now)`, self-contained HTML without script or network.
+
+Everything in it comes from the run's files; what programs and models wrote is made plain and escaped, so it stays text.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import PurePath
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from atropos_tui import __version__
+from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections
+from atropos_tui.monitor.feed import load_run
+from atropos_tui.monitor.plain import counted, duration, glyph_and_word, number, plain_text, said
+from atropos_tui.monitor.report_charts import Chart, charts
+from atropos_tui.monitor.report_svg import draw
+from atropos_tui.monitor.run_info import RunInfo, read_json
+from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
+from atropos_tui.monitor.timeline import timeline
+from atropos_tui.monitor.without_result import is_crashed
+from atropos_tui.stack.redact import mask
+from trainer_core.contracts.control import Phase, RunStatus, State
+from trainer_core.contracts.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecord
+from trainer_core.contracts.run_dir import RunDir
+
+SAMPLES = 24
+"""Rollouts on the page, the newest."""
+TEXT_CHARS, PROFILE_CHARS = 2_000, 100_000
+"""A longer prompt, completion or profile is cut; the run's files have the rest."""
+LATEST_TIME = 253_402_300_799.0
+"""The year 9999: a later time is foreign, and no clock shows it."""
+
+
+@dataclass
+class Lane:
+    """What one component was over time: parts of the whole as (left, width) in percent, with the state."""
+
+    name: str
+    bars: list[tuple[float, float, str, str]] = field(default_factory=list)
+    """Left, width, state, and words about it."""
+
+
+def render_report(run: RunDir, status: RunStatus, now: float) -> str:
+    """The page as text, fit for UTF-8.
+
+    Args:
+        status: how the run stands, from its supervisor or its files.
+        now: Unix seconds at which this is told.
+    """
+    info, state, feed = load_run(run.root)
+    figures = benchmark_state(state, run=run.root.name, mode=info.mode or status.mode)
+    drawn = charts(state)
+    end = _end(status, state, now)
+    page = _environment().get_template("report.html.j2").render(
+        name=said(info.name or run.root.name),
+        identity=_identity(info, status),
+        verdict=_verdict(status),
+        headline=_headline(state, info, status, end),
+        remarks=list(_remarks(state, feed.bad_lines)),
+        charts=[(chart, _picture(chart, at)) for at, chart in enumerate(drawn)],
+        lanes=lanes(state, end),
+        span=_span(state, end),
+        diagnoses=[_diagnosis(record) for record in state.diagnoses],
+        timeline=timeline(state),
+        components=[_component(row) for row in status.components],
+        sections=summary_sections(figures),
+        origin=origin(figures),
+        rollouts=_rollouts(state),
+        facts=_facts(run, status),
+        profile=_profile(run),
+        clock=_clock,
+        said=said,
+        counted=counted,
+        made=f"{_clock(now)} by atropos-tui {__version__}",
+    )  # fmt: skip
+    return page.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair in a model's output
+
+
+def _environment() -> Environment:
+    loader = PackageLoader("atropos_tui.monitor", package_path=".")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+
+
+def _picture(chart: Chart, at: int) -> Markup:
+    return Markup(draw(chart, f"chart{at}"))  # its texts are escaped by the writer
+
+
+# How it stands.
+
+
+def _identity(info: RunInfo, status: RunStatus) -> str:
+    model = PurePath(info.model).name if info.model.startswith(("/", ".", "${")) else info.model
+    return " · ".join(said(part) for part in (info.run_id, info.mode or status.mode, model) if part)
+
+
+def _verdict(status: RunStatus) -> tuple[str, str]:
+    """Words and tone; never by colour alone."""
+    if status.phase is not Phase.ENDED:
+        return f"● {status.phase.value}", "good"
+    if is_crashed(status):
+        return "▲ ended without a result", "bad"
+    return ("✔ done", "good") if status.exit_code == 0 else (f"✖ ended with code {status.exit_code}", "bad")
+
+
+def _headline(state: RunState, info: RunInfo, status: RunStatus, end: float) -> list[tuple[str, str]]:
+    """The figures that matter first."""
+    steps = f"{state.step:,}" + (f" of {info.training_steps:,}" if info.training_steps else "")
+    held_out = next(iter(state.evals.values()), None)
+    return [
+        ("Steps", steps),
+        ("Duration", duration(end - status.started_at) if status.started_at else "–"),
+        ("Reward", number(state.metric("reward_mean").last)),
+        ("Held-out accuracy", number(held_out.last if held_out else None)),
+        ("Alignment", state.alignment.verdict if state.alignment else "–"),
+        ("Tokens/s", number(state.metric("tokens_per_s").last, 0)),
+    ]
+
+
+def _remarks(state: RunState, bad_lines: int) -> Iterator[str]:
+    """What the reader should know about the files."""
+    if bad_lines:
+        yield f"{counted(bad_lines, 'line')} of the run's streams were torn, foreign or too long, and are left out."
+    if state.unknown:
+        yield f"{counted(state.unknown, 'record')} of kinds that this version does not know: a newer one wrote them."
+    if state.newest_version > SCHEMA_VERSION:
+        yield f"Records claim schema version {state.newest_version:,}; this version reads {SCHEMA_VERSION}."
+    if not state.series:
+        yield "The trainer has written no telemetry: there are no curves and no figures."
+    if len(state.transitions) == TRANSITIONS_KEPT or len(state.commands) == COMMANDS_KEPT:
+        yield f"Only the newest {TRANSITIONS_KEPT:,} transitions are shown; supervisor.jsonl has all of them."
+    if len(state.diagnoses) == DIAGNOSES_KEPT:
+        yield f"Only the newest {DIAGNOSES_KEPT} diagnoses are shown; supervisor.jsonl has all of them."
+    if len(state.attempt_steps) > 1:
+        yield (
+            f"The trainer was started {len(state.attempt_steps)} times; what an earlier attempt did beyond the "
+            "checkpoint that a later one began from is left out. Dotted lines mark where it began."
+        )
+
+
+# Time.
+
+
+def _clock(at: float) -> str:
+    """Date and time of day."""
+    if not 0 < at < LATEST_TIME:
+        return "–"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _end(status: RunStatus, state: RunState, now: float) -> float:
+    """When the run ended, or now while it runs."""
+    if status.phase is not Phase.ENDED:
+        return now
+    times = [record.time for record in state.transitions] + [state.trainer_time or 0.0]
+    return max((at for at in times if 0 < at < LATEST_TIME), default=now)
+
+
+def _span(state: RunState, end: float) -> tuple[str, str, str]:
+    """Where the lanes begin and end, and how long that is."""
+    start = _start(state, end)
+    return _clock(start), _clock(end), duration(end - start)
+
+
+def _start(state: RunState, end: float) -> float:
+    return min((record.time for record in state.transitions if 0 < record.time <= end), default=end)
+
+
+def lanes(state: RunState, end: float) -> list[Lane]:
+    """What each component was from the first transition to `end`; resting states leave a gap, but for failed."""
+    start = _start(state, end)
+    whole = max(end - start, 1e-3)
+    found: dict[str, Lane] = {}
+    open_: dict[str, tuple[float, str]] = {}
+
+    def close(name: str, until: float) -> None:
+        since, word = open_.pop(name, (until, ""))
+        if word and word not in (State.PENDING, State.STOPPED, State.COMPLETED):
+            left, width = 100 * (since - start) / whole, 100 * max(0.0, until - since) / whole
+            found[name].bars.append((left, width, word, f"{word} from {_clock(since)} for {duration(until - since)}"))
+
+    for record in state.transitions:
+        if not start <= record.time <= end:
+            continue
+        name = said(record.component or "")
+        found.setdefault(name, Lane(name))
+        close(name, record.time)
+        open_[name] = record.time, record.new if record.new in set(State) else ""
+    for name in list(open_):
+        close(name, end)
+    return list(found.values())
+
+
+def _diagnosis(record: DiagnosisRecord) -> dict[str, str]:
+    texts = {key: said(getattr(record, key)) for key in ("title", "evidence", "fix")}
+    return texts | {"time": _clock(record.time), "component": said(record.component or "")}
+
+
+def _component(row: Any) -> dict[str, str]:
+    return {
+        "name": said(row.name),
+        "role": row.role.value,
+        "state": glyph_and_word(row.state),
+        "attempts": str(row.attempt or "–"),
+        "crashes": str(row.restarts),
+        "exit": "–" if row.exit_code is None else str(row.exit_code),
+        "note": said(row.diagnosis or row.reason),
+    }
+
+
+# Texts of others.
+
+
+def _block(text: str, most: int) -> str:
+    """Text of several lines, each made plain."""
+    cut = text[:most]
+    lines = [mask(plain_text(line)) for line in cut.replace("\r\n", "\n").split("\n")]
+    more = f"\n… {len(text) - most:,} more characters" if len(text) > most else ""
+    return "\n".join(lines) + more
+
+
+def _rollouts(state: RunState) -> list[tuple[int, list[dict[str, str]]]]:
+    """The newest samples by step, newest step first."""
+    newest = list(state.rollouts)[-SAMPLES:][::-1]
+    return [(step, [_sample(one) for one in group]) for step, group in groupby(newest, key=lambda one: one.step)]
+
+
+def _sample(record: RolloutRecord) -> dict[str, str]:
+    return {
+        "env": said(record.env),
+        "reward": number(record.reward),
+        "advantage": number(record.advantage),
+        "lag": number(record.policy_lag, 0),
+        "prompt": _block(record.prompt, TEXT_CHARS),
+        "completion": _block(record.completion, TEXT_CHARS),
+    }
+
+
+_FACTS = {
+    "run_id": "Run",
+    "mode": "Mode",
+    "model": "Model",
+    "seed": "Seed",
+    "profile": "Profile",
+    "started_at": "Started",
+    "resumed_at": "Resumed",
+    "command": "Command",
+    "host": "Host",
+    "platform": "Platform",
+    "python": "Python",
+}
+
+
+def _facts(run: RunDir, status: RunStatus) -> list[tuple[str, str]]:
+    """run.json and result.json as rows; what is not there is left out."""
+    data = read_json(run.run_json)
+    rows = [(title, _fact(key, data[key])) for key, title in _FACTS.items() if data.get(key) is not None]
+    versions, git = data.get("versions"), data.get("git")
+    if isinstance(versions, dict):
+        rows += [(said(str(name)), said(str(version))) for name, version in versions.items()]
+    if isinstance(git, dict):
+        changed = " with changes" if git.get("dirty") else ""
+        rows.append(("Git commit", said(str(git.get("commit"))) + changed))
+    if status.phase is Phase.ENDED:
+        code = "no result" if status.exit_code is None else str(status.exit_code)
+        rows += [("Exit code", code), ("Reason", said(status.reason) or "–")]
+    return [*rows, ("Run directory", said(str(run.root)))]
+
+
+def _fact(key: str, value: object) -> str:
+    if key.endswith("_at"):
+        return _clock(float(value)) if isinstance(value, int | float) else said(str(value))
+    words = " ".join(map(str, value)) if isinstance(value, list) else value
+    return said(words if isinstance(words, str) else json.dumps(words, default=str))
+
+
+def _profile(run: RunDir) -> str:
+    """profile.toml as it lies in the run directory: redacted when it was written."""
+    try:
+        return _block(run.profile_toml.read_text(encoding="utf-8", errors="replace"), PROFILE_CHARS)
+    except OSError:
+        return ""

@@ -1,0 +1,182 @@
+"""Charts as SVG for a page: `draw(chart)`, by matplotlib, without script, fonts or foreign text in it.
+
+The page's style sheet owns the colours: matplotlib draws in marker colours, which become `var(--...)`, so that one
+picture is right on light and on dark. Names and legends stand in the page, not in the picture.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from xml.etree import ElementTree
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from atropos_tui.monitor.plain import bytes_text
+from atropos_tui.monitor.report_charts import Chart, Line
+
+SIZE_IN = (5.6, 2.5)
+SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+PALETTE = 6
+"""Colours of the page for curves: `--c1` to `--c6`."""
+FEW = 40
+"""So few points are marked, for a single one is no line."""
+MANY = 400
+"""More points make a thinner line."""
+
+_MARKERS = {f"#0102{at:02x}": f"var(--c{at})" for at in range(1, PALETTE + 1)}
+_MARKERS |= {"#010301": "var(--axis)", "#010302": "var(--grid)", "#010303": "var(--good-area)", "#010304": "var(--bad)"}
+_AXIS, _GRID, _HEALTHY, _BAD = (name for name in _MARKERS if name.startswith("#0103"))
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "atropos",
+    "path.simplify": False,  # the points are thinned already, by a rule that keeps the spikes
+    "font.size": 9,
+    "text.parse_math": False,
+    "axes.edgecolor": _AXIS,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": _AXIS,
+    "ytick.color": _AXIS,
+    "ytick.left": False,
+    "ytick.minor.left": False,
+    "lines.linewidth": 1.6,
+}
+
+ElementTree.register_namespace("", SVG)
+ElementTree.register_namespace("xlink", XLINK)
+
+
+def draw(chart: Chart, name: str) -> str:
+    """An `<svg>` element with a title and a description; `name` makes its ids unique on the page."""
+    with rc_context(_STYLE), warnings.catch_warnings():  # type: ignore[arg-type]
+        warnings.simplefilter("ignore")  # a log axis without a positive value, say: drawn empty
+        figure = Figure(SIZE_IN, layout=ConstrainedLayoutEngine(h_pad=0.02, w_pad=0.02))
+        axes = figure.add_subplot()
+        _paint(axes, chart)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", transparent=True)
+    return _embedded(buffer.getvalue(), chart, name)
+
+
+def _paint(axes: Axes, chart: Chart) -> None:
+    if chart.log:
+        axes.set_yscale("log", nonpositive="clip")
+    if chart.stacked:
+        _stack(axes, chart.lines)
+    else:
+        for line in reversed(chart.lines):  # the first on top
+            _curve(axes, line)
+    _limits(axes, chart)
+    low, high = axes.get_ylim()
+    if chart.healthy:
+        start, end = chart.healthy
+        axes.axhspan(low if start is None else start, high if end is None else end, color=_HEALTHY, zorder=0)
+        axes.set_ylim(low, high)
+    for line in chart.lines:
+        lost = [step for step, value in zip(line.points.steps, line.points.values, strict=True) if math.isnan(value)]
+        if lost:
+            axes.plot(lost, [low] * len(lost), "x", color=_BAD, markersize=5, clip_on=False, zorder=5)
+    for step in chart.restarts:
+        axes.axvline(step, color=_AXIS, linewidth=0.8, linestyle=(0, (2, 3)))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    if not chart.log:
+        axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, chart.unit)))
+
+
+def _tick(value: float, unit: str) -> str:
+    """A round value of an axis."""
+    if unit == "bytes":
+        return "0" if value == 0 else bytes_text(value)
+    text = f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.6g}"
+    return f"{text} {unit}" if unit and value else text
+
+
+def _curve(axes: Axes, line: Line) -> None:
+    points, colour = line.points, _colour(line.colour)
+    values = [value if math.isfinite(value) else math.nan for value in points.values]
+    if line.scatter:
+        axes.plot(points.steps, values, "D", color=colour, markersize=4.5)
+    else:
+        mark, width = ("o", 1.6) if len(points) <= FEW else ("", 1.6 if len(points) <= MANY else 0.9)
+        axes.plot(points.steps, values, color=colour, marker=mark, markersize=3, linewidth=width)
+
+
+def _stack(axes: Axes, lines: Sequence[Line]) -> None:
+    if not lines:
+        return
+    steps = lines[0].points.steps
+    wide = [*steps, steps[-1] + 1]  # each step is a column up to the next
+    below = [0.0] * len(wide)
+    for line in lines:
+        above = [base + value for base, value in zip(below, [*line.points.values, line.points.values[-1]], strict=True)]
+        axes.fill_between(wide, below, above, color=_colour(line.colour), step="post", linewidth=0)
+        below = above
+
+
+def _limits(axes: Axes, chart: Chart) -> None:
+    """The chart's own ends of the vertical axis, each unless a value lies beyond it."""
+    if not chart.stacked:
+        values = [value for line in chart.lines for value in line.points.values if math.isfinite(value)]
+        low, high = (min(values), max(values)) if values else (0.0, 1.0)
+        if chart.low is not None and low >= chart.low:
+            axes.set_ylim(bottom=chart.low)
+        if chart.high is not None and high <= chart.high:
+            axes.set_ylim(top=chart.high * 1.03)
+    else:
+        axes.set_ylim(bottom=0)
+    if chart.log:
+        axes.set_ylim(top=max(axes.get_ylim()[1], 1.0))
+
+
+def _colour(number_: int) -> str:
+    return f"#0102{(number_ - 1) % PALETTE + 1:02x}"
+
+
+def _embedded(data: bytes, chart: Chart, name: str) -> str:
+    """What matplotlib wrote as an element for an HTML page: ids of its own, the page's colours, title, description."""
+    root = ElementTree.fromstring(data)
+    for tag in ("metadata", "defs"):
+        for child in root.findall(f"{{{SVG}}}{tag}"):
+            if tag == "metadata" or child.find(f"{{{SVG}}}style") is not None:
+                root.remove(child)
+    for element in root.iter():
+        for key, value in element.attrib.items():
+            if key == "id":
+                element.set(key, f"{name}-{value}")
+            elif key == f"{{{XLINK}}}href":
+                element.set(key, value.replace("#", f"#{name}-"))
+            else:
+                element.set(key, _styled(value.replace("url(#", f"url(#{name}-")))
+    for key in ("width", "height", "version"):
+        root.attrib.pop(key, None)
+    root.attrib |= {"role": "img", "aria-labelledby": f"{name}-title {name}-desc", "class": "chart"}
+    for at, (tag, text) in enumerate((("title", chart.name), ("desc", _described(chart)))):
+        element = ElementTree.Element(f"{{{SVG}}}{tag}", {"id": f"{name}-{tag}"})
+        element.text = text
+        root.insert(at, element)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _styled(value: str) -> str:
+    return re.sub(r"#[0-9a-f]{6}", lambda found: _MARKERS.get(found.group(), found.group()), value)
+
+
+def _described(chart: Chart) -> str:
+    lines = [f"{line.label}: last {line.last}, range {line.span}" for line in chart.lines]
+    return f"{chart.about} Over optimizer steps. {'; '.join(lines)}."

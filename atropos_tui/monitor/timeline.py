@@ -1,0 +1,97 @@
+"""What happened in a run, as one list: transitions, diagnoses, commands, checkpoints, attempts of the trainer. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from atropos_tui.monitor.plain import bytes_text, glyph_and_word, one_line, seconds_text
+from atropos_tui.monitor.state import RunState
+from trainer_core.contracts.control import State
+from trainer_core.contracts.records import CheckpointRecord, CommandRecord, DiagnosisRecord, StateRecord
+
+Tone = Literal["good", "busy", "warn", "bad", "dim"]
+
+_TONES: dict[str, Tone] = {
+    State.HEALTHY: "good",
+    State.COMPLETED: "good",
+    State.STARTING: "busy",
+    State.STOPPING: "busy",
+    State.UNHEALTHY: "warn",
+    State.BACKOFF: "warn",
+    State.FAILED: "bad",
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the timeline; `detail` is more than fits there. All texts are plain."""
+
+    time: float
+    component: str
+    mark: str
+    """Glyph and word."""
+    text: str
+    tone: Tone
+    detail: str = ""
+
+
+def clock(at: float) -> str:
+    """A moment as local time of day; dashes where it is none."""
+    try:
+        return f"{datetime.fromtimestamp(at):%H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return "--:--:--"
+
+
+def timeline(state: RunState) -> list[Event]:
+    """Every event, oldest first. Records of one source are in order already; a clock set back shows as it was."""
+    sources = (
+        (_moved(record) for record in state.transitions),
+        (_diagnosed(record) for record in state.diagnoses),
+        (_commanded(record) for record in state.commands.values()),
+        (_saved(record) for record in state.checkpoints),
+    )
+    return list(heapq.merge(*map(_ascending, sources), key=lambda event: event.time))
+
+
+def _ascending(events: Iterator[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: event.time)
+
+
+def _moved(record: StateRecord) -> Event:
+    known = next((state for state in State if state.value == record.new), None)
+    mark = glyph_and_word(known) if known else f"· {one_line(record.new)}"
+    attempt = f"attempt {record.attempt}" if record.attempt > 1 and record.new == State.STARTING else ""
+    words = [one_line(record.reason), attempt]
+    return Event(
+        record.time,
+        one_line(record.component or ""),
+        mark,
+        " · ".join(word for word in words if word),
+        _TONES.get(record.new, "dim"),
+        f"from {one_line(record.old)}" + (f", exit code {record.exit_code}" if record.exit_code is not None else ""),
+    )
+
+
+def _diagnosed(record: DiagnosisRecord) -> Event:
+    parts = [("evidence", record.evidence), ("fix", record.fix), ("rule", record.rule)]
+    detail = "\n".join(f"{name}: {text}" for name, text in parts if text)
+    return Event(record.time, one_line(record.component or ""), "▲ diagnosis", one_line(record.title), "warn", detail)
+
+
+def _commanded(record: CommandRecord) -> Event:
+    whose = one_line(record.component or "the stack")
+    by = "" if record.initiator == "user" else f" by the {one_line(record.initiator)}"
+    tone: Tone = "bad" if record.status in ("failed", "refused") else "busy"
+    text = f"{one_line(record.action)} {whose}{by}: {record.status}"
+    detail = one_line(record.detail)
+    return Event(record.time, one_line(record.component or ""), "→ command", text, tone, detail)
+
+
+def _saved(record: CheckpointRecord) -> Event:
+    text = f"step {record.step}: {bytes_text(record.bytes)} in {seconds_text(record.seconds)}"
+    return Event(record.time, "trainer", "▪ checkpoint", text, "dim", one_line(record.path))

@@ -1,0 +1,151 @@
+"""The cockpit over a recorded run: the same screen, fed by `monitor.replay`, with a bar that moves through time.
+
+atropos-tui replay RUN [--speed N]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult, RenderResult
+from textual.binding import Binding, BindingType
+from textual.widget import Widget
+from textual.widgets import Input
+
+from atropos_tui.monitor.plain import duration
+from atropos_tui.monitor.replay import Replay, ReplayClock
+from atropos_tui.ui.app import CockpitApp, run_app
+from atropos_tui.ui.bell import Bell
+from atropos_tui.ui.bridge import Bridge
+from atropos_tui.ui.log_view import LogView
+from trainer_core.contracts.control import RunStatus
+from trainer_core.contracts.records import Record
+
+TICK_S = 0.25
+FASTER = 2.0
+TIME_KEYS = ("pause", "faster", "seek")
+
+
+class ReplayBar(Widget):
+    """One line: that this is a replay, how fast, which moment, how far, and the keys."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"replay--mark", "replay--quiet", "replay--done", "replay--track"}
+    DEFAULT_CSS = """
+    ReplayBar {
+        dock: top; height: 1; padding: 0 1; background: $panel; color: $foreground;
+        .replay--mark { color: $background; background: $accent; text-style: bold; }
+        .replay--quiet { color: $secondary; }
+        .replay--done { color: $accent; }
+        .replay--track { color: $border; }
+    }
+    """
+
+    def __init__(self, clock: ReplayClock) -> None:
+        super().__init__(id="replay")
+        self._clock = clock
+
+    def on_mount(self) -> None:
+        self.set_interval(TICK_S, self.refresh)
+
+    def render(self) -> RenderResult:
+        clock, width, style = self._clock, self.content_size.width, self.get_component_rich_style
+        now, whole = clock.now(), clock.last - clock.first
+        word = "▮▮ paused" if clock.paused else "■ at its end" if clock.at_end else f"▶ {clock.speed:g}×"
+        left = Text.assemble((" REPLAY ", style("replay--mark")), f" {word}  ", no_wrap=True)
+        left.append(time.strftime("%H:%M:%S", time.localtime(now)))
+        left.append(f"  {duration(now - clock.first)} of {duration(whole)} ", style("replay--quiet", partial=True))
+        keys = Text(" space pause · + − speed · ← → seek", style("replay--quiet", partial=True), no_wrap=True)
+        room = width - left.cell_len - keys.cell_len
+        if room < 0:
+            left.truncate(width)
+            return left
+        done = round(room * (now - clock.first) / whole) if whole > 0 else room
+        left.append("━" * done, style("replay--done", partial=True))
+        left.append("━" * (room - done), style("replay--track", partial=True))
+        return left.append_text(keys)
+
+
+class ReplayBridge(Bridge):
+    """Has no gauges to read: what the engines' ports and this machine say now is not of the recording."""
+
+    async def follow_gauges(self) -> None:
+        return
+
+
+class _Silent(Bell):
+    """What rings has happened long ago."""
+
+    def at_records(self, records: Iterable[Record], now: float) -> bool:
+        return False
+
+    def at_status(self, status: RunStatus | None) -> bool:
+        return False
+
+
+class ReplayApp(CockpitApp):
+    """The screen of a recorded run; commands are refused, leaving asks nothing."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("space", "pause", "Pause", priority=True, tooltip="Replay: pause, or go on; at the end, begin again"),
+        Binding("plus", "faster(1)", "Faster", priority=True, show=False, tooltip="Replay: twice as fast"),
+        Binding("minus", "faster(-1)", "Slower", priority=True, show=False, tooltip="Replay: half as fast"),
+        Binding("left", "seek(-1)", "Back", priority=True, show=False, tooltip="Replay: back by a fiftieth"),
+        Binding("right", "seek(1)", "Ahead", priority=True, show=False, tooltip="Replay: ahead by a fiftieth"),
+        Binding("d,q", "ask_quit", "Leave", tooltip="Leave the replay"),
+    ]
+
+    def __init__(self, replay: Replay) -> None:
+        run = replay.recording.run
+        super().__init__(run.root, control=replay.control, clock=replay.clock.now)
+        self.replay = replay
+        self.bridge = ReplayBridge(run.root, replay.control, self.post_message, feed=replay.feed, logs=replay.logs)
+        self.rings = _Silent(run)
+
+    def compose(self) -> ComposeResult:
+        yield ReplayBar(self.replay.clock)
+        yield from super().compose()
+
+    def on_mount(self) -> None:
+        """Textual calls this beside the one of the class above."""
+        self.set_interval(TICK_S, self.bridge.refresh)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys that move through time are letters and arrows where a line is typed or a dialog asks."""
+        if action in TIME_KEYS and (isinstance(self.focused, Input) or len(self.screen_stack) > 1):
+            return False
+        return super().check_action(action, parameters)
+
+    def action_pause(self) -> None:
+        at_end = self.replay.clock.at_end
+        self.replay.clock.toggle()
+        self._moved(jumped=at_end)
+
+    def action_faster(self, direction: int) -> None:
+        self.replay.clock.faster(FASTER**direction)
+        self._moved()
+
+    def action_seek(self, direction: int) -> None:
+        self.replay.clock.skip(direction)
+        self._moved(jumped=True)
+
+    def _moved(self, *, jumped: bool = False) -> None:
+        """Show the new moment at once; after a jump the log begins anew."""
+        log = self.find(LogView)
+        if jumped and log:
+            log.switch(log.component)
+        self.bridge.refresh()
+        self.query_one(ReplayBar).refresh()
+
+    def action_detach(self) -> None:
+        self.exit("detach")
+
+    def action_ask_quit(self) -> None:
+        self.exit("detach")
+
+
+def run_replay(replay: Replay) -> None:
+    """Show the screen until it is left."""
+    run_app(ReplayApp(replay))
