@@ -22,8 +22,7 @@ from pathlib import Path
 
 from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.log_view import LogView
-
-FONTS = "'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
+from atropos_tui.ui.picture import own_fonts
 
 
 async def capture(run_dir: Path, size: tuple[int, int], keys: list[str], timeout_s: float = 30.0) -> str:
@@ -37,18 +36,12 @@ async def capture(run_dir: Path, size: tuple[int, int], keys: list[str], timeout
         async with asyncio.timeout(timeout_s):
             while not (app.loaded and app.status):
                 await pilot.pause(0.05)
-            while app.state.step and not app.query_one(LogView).lines:
+            while app.state.step and not app.query_one(LogView).buffer:
                 await pilot.pause(0.05)
         for key in keys:
             await pilot.press(key)
         await pilot.pause(1.2)
         return own_fonts(app.export_screenshot(title=f"atropos-tui · {app.info.name}"))
-
-
-def own_fonts(svg: str) -> str:
-    """Fonts that systems have, in place of one that would be fetched from the network."""
-    svg = re.sub(r"@font-face\s*{[^}]*}", "", svg)
-    return re.sub(r"font-family:\s*[^;]+;", f"font-family: {FONTS};", svg)
 
 
 def to_png(svg: Path, png: Path) -> str | None:

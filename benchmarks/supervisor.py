@@ -43,12 +43,14 @@ def child(name: str, code: str, *arguments: object, **fields: Any) -> ComponentS
 
 
 @contextmanager
-def supervised(folder: Path, name: str, *components: ComponentSpec) -> Iterator[tuple[ControlClient, psutil.Process]]:
+def supervised(
+    folder: Path, name: str, *components: ComponentSpec, max_log_bytes: int = 1 << 40
+) -> Iterator[tuple[ControlClient, psutil.Process]]:
     """A supervisor in the background that runs `components`; ended and checked at exit."""
     root = folder / name
     stack = StackSpec(
         run_id=f"bench-{name}", name=name, mode="none", run_dir=str(root), components=list(components),
-        logs=LogPolicy(max_bytes=1 << 40),
+        logs=LogPolicy(max_bytes=max_log_bytes),
     )  # fmt: skip
     process = subprocess.Popen([sys.executable, "-m", "atropos_tui.supervisor"], stdin=subprocess.PIPE)
     assert process.stdin is not None

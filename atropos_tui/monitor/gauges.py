@@ -111,6 +111,8 @@ class GaugeHistory:
     cards: deque[dict[int, tuple[float | None, float]]] = field(default_factory=lambda: deque(maxlen=KEPT))
     """Per look at the supervisor's status: utilisation and share of memory in use of each GPU, both 0 to 1."""
 
+    _cards_at: float | None = None
+
     @property
     def last(self) -> Sample | None:
         return self.samples[-1] if self.samples else None
@@ -148,11 +150,14 @@ class GaugeHistory:
         known = [(sample.time, float(sample.queue)) for sample in self.samples if sample.queue is not None]
         return [time for time, _ in known], [depth for _, depth in known]
 
-    def add_cards(self, gpus: Iterable[GpuStatus]) -> None:
-        """Remember how busy and how full the GPUs are."""
+    def add_cards(self, gpus: Iterable[GpuStatus], now: float) -> None:
+        """Remember how busy and how full the GPUs are; of one moment once."""
         found = {gpu.index: (_share(gpu.utilization_percent), gpu.used_bytes / max(gpu.total_bytes, 1)) for gpu in gpus}
+        if found and now == self._cards_at:
+            self.cards.pop()
         if found:
             self.cards.append(found)
+            self._cards_at = now
 
 
 def _share(percent: int | None) -> float | None:

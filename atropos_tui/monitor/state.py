@@ -139,7 +139,8 @@ class RunState:
             self.checkpoints.append(record)
         elif isinstance(record, SyncRecord):
             self.sync = record
-            self.syncs.append((record.attempt, record.weight_version, record.seconds))
+            if record.moved:
+                self.syncs.append((record.attempt, record.weight_version, record.seconds))
         elif isinstance(record, BenchmarkRecord):
             self.benchmark = record
 
@@ -163,6 +164,8 @@ class RunState:
             self.benchmark = None
 
     def _superseded(self, record: TrainerRecord) -> bool:
+        if len(self.attempt_steps) < 2:
+            return False
         return any(later > record.attempt and record.step >= first for later, first in self.attempt_steps.items())
 
     def _apply_eval(self, record: EvalRecord) -> None:

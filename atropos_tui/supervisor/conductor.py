@@ -269,7 +269,7 @@ def _said(op: Operation) -> str:
         return op.why
     if op.action == "down":
         return "the stack is being stopped"
-    whose = op.request.component or ""
+    whose = op.request.component or "the stack"
     who = {"user": "by hand", "trainer": "asked for by the trainer"}[op.request.initiator]
     return f"{op.action} of {whose} {who if op.by_hand else 'after its crash'}"
 
@@ -286,4 +286,5 @@ def _stopped_for(op: Operation, name: str) -> str:
         return f"stopped, since {op.request.component} crashed"
     if op.request.initiator == "trainer":
         return "stopped for a restart, as the trainer asked"
-    return "stopped for a restart by hand" + ("" if name == op.request.component else f" of {op.request.component}")
+    whose = op.request.component or "the stack"
+    return "stopped for a restart by hand" + ("" if name == whose else f" of {whose}")

@@ -182,16 +182,22 @@ class GpuMemory:
         for name, pids in members.items():
             own = set(pids)
             for card in cards:
-                listed = {pid for pid in own & (card.processes or {}).keys() if self._uses(pid, card)}
-                sizes = [(card.processes or {})[pid] for pid in listed]
-                known = [size for size in sizes if size is not None]
-                if known and len(known) == len(sizes):
-                    held[name] = held.get(name, 0) + sum(known)
+                listed = self._listed(own, card)
+                if (size := _size(listed, card)) is not None:
+                    held[name] = held.get(name, 0) + size
                 if own:  # a component that was adopted was never admitted
                     seen = self._present.setdefault(name, {}).setdefault(card.index, _Presence())
                     seen.pids |= listed
                     seen.highest = max(seen.highest, excess_of(card, self._floors.get(card.index)))
         return held, cards
+
+    def held_on(self, card: Card, members: Mapping[str, Iterable[int]]) -> dict[str, int]:
+        """Bytes of `card` by component where that can be told."""
+        sizes = {name: _size(self._listed(set(pids), card), card) for name, pids in members.items()}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    def _listed(self, own: set[int], card: Card) -> set[int]:
+        return {pid for pid in own & (card.processes or {}).keys() if self._uses(pid, card)}
 
     def _uses(self, pid: int, card: Card) -> bool:
         """The same number may mean another process on the host: only one that has the card open is ours."""
@@ -253,6 +259,13 @@ class GpuMemory:
         for claim in claims:
             claim.barred_until = time.monotonic() + BARRED_S
             self._barred[claim.gpu] = claim
+
+
+def _size(listed: Iterable[int], card: Card) -> int | None:
+    """What these processes hold of `card`; None for no process, and where the driver does not say it of each."""
+    sizes = [(card.processes or {})[pid] for pid in listed]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if known and len(known) == len(sizes) else None
 
 
 def said(left: Mapping[int, int]) -> str:

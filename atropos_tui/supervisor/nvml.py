@@ -30,6 +30,8 @@ class Card:
     processes: dict[int, int | None] | None = None
     """Bytes by pid, as the driver numbers processes: inside a container those are pids of the host. None where it
     lists no processes; a process may have an unknown amount."""
+    power_w: float | None = None
+    temperature_c: int | None = None
 
 
 class NoDriverError(Exception):
@@ -99,14 +101,20 @@ class Nvml:
         memory = library.nvmlDeviceGetMemoryInfo(handle)
         name = library.nvmlDeviceGetName(handle)
         utilization: int | None = None
+        power_w: float | None = None
+        temperature_c: int | None = None
         processes: dict[int, int | None] | None = None
         with contextlib.suppress(library.NVMLError):  # not under MIG
             utilization = int(library.nvmlDeviceGetUtilizationRates(handle).gpu)
         with contextlib.suppress(library.NVMLError):
+            power_w = library.nvmlDeviceGetPowerUsage(handle) / 1000
+        with contextlib.suppress(library.NVMLError):
+            temperature_c = int(library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU))
+        with contextlib.suppress(library.NVMLError):
             rows = library.nvmlDeviceGetComputeRunningProcesses(handle)
             processes = {int(row.pid): row.usedGpuMemory for row in rows}
         text = name.decode() if isinstance(name, bytes) else str(name)
-        return Card(index, int(memory.used), int(memory.total), text, utilization, processes)
+        return Card(index, int(memory.used), int(memory.total), text, utilization, processes, power_w, temperature_c)
 
 
 def _node(library: Any, handle: Any) -> str:

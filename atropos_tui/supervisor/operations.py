@@ -69,6 +69,8 @@ def refusal(
         return 409, Refusal(error="the run has ended", fix="start a new one: atropos-tui up PROFILE")
     if request.action == "down":
         return None
+    if request.action == "restart" and not request.component:
+        return _not_as_a_whole(units, operations, phase)
     if not request.component:
         return 422, Refusal(error=f"{request.action} needs a component", fix=f"one of: {', '.join(units)}")
     unit = units.get(request.component)
@@ -77,6 +79,22 @@ def refusal(
     if phase is Phase.STOPPING and request.action != "kill":
         return 409, Refusal(error="the stack is being stopped", fix="wait for its end, or kill the component")
     return _not_in_this_state(request, unit) or _in_each_others_way(request, unit, operations)
+
+
+def _not_as_a_whole(
+    units: Mapping[str, Unit], operations: Iterable[Operation], phase: Phase
+) -> tuple[int, Refusal] | None:
+    if phase is Phase.STOPPING:
+        return 409, Refusal(error="the stack is being stopped", fix="wait for its end")
+    if all(unit.state in RESTING for unit in units.values()):
+        return 409, Refusal(error="nothing runs", fix="start the components that shall run")
+    for other in operations:
+        if other.by_hand and other.stage in ("stop", "start"):
+            whole = other.request.component or "the stack"
+            return 409, Refusal(
+                error=f"{other.action} of {whole} is under way ({other.id})", fix="wait until that command is done"
+            )
+    return None
 
 
 def _not_in_this_state(request: CommandRequest, unit: Unit) -> tuple[int, Refusal] | None:

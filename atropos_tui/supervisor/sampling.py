@@ -65,7 +65,8 @@ class Sampler:
 
     async def _with_gpus(self, usage: dict[str, Usage]) -> dict[str, Usage]:
         patience_s = GPU_PATIENCE_S if self._gpu_memory.reader.awake else 0.0
-        held, cards = await self._gpu_memory.note({name: found.pids for name, found in usage.items()}, patience_s)
+        members = {name: found.pids for name, found in usage.items()}
+        held, cards = await self._gpu_memory.note(members, patience_s)
         self.gpus = [
             GpuStatus(
                 index=card.index,
@@ -73,6 +74,9 @@ class Sampler:
                 used_bytes=card.used,
                 total_bytes=card.total,
                 utilization_percent=card.utilization,
+                power_w=card.power_w,
+                temperature_c=card.temperature_c,
+                held_bytes=self._gpu_memory.held_on(card, members),
             )
             for card in cards
         ]

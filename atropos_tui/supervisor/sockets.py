@@ -11,6 +11,11 @@ from pathlib import Path
 
 from trainer_core.contracts.run_dir import RunDir
 
+MAX_PATH_BYTES = 107
+"""What the kernel takes for the path of a Unix socket."""
+NAME_BYTES = 25
+"""Of a socket's name in its folder."""
+
 
 class SocketError(ValueError):
     """The socket cannot be made safely."""
@@ -20,13 +25,17 @@ def socket_folder() -> Path:
     """A folder of this user alone: below $XDG_RUNTIME_DIR, else in /tmp with mode 0700.
 
     Raises:
-        SocketError: someone else made the folder in /tmp.
+        SocketError: someone else made the folder in /tmp, or $XDG_RUNTIME_DIR is too long for a socket in it.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK):
         folder = Path(runtime) / "atropos-tui"
     else:
         folder = Path("/tmp") / f"atropos-tui-{os.getuid()}"
+    size = len(os.fsencode(folder)) + 1 + NAME_BYTES
+    if size > MAX_PATH_BYTES:
+        reason = f"$XDG_RUNTIME_DIR is too long: a socket in {folder} would have a path of {size} bytes"
+        raise SocketError(f"{reason}, and the kernel takes {MAX_PATH_BYTES}; set it to a shorter folder, or unset it")
     folder.mkdir(mode=0o700, exist_ok=True)
     if not _is_private(folder):
         raise SocketError(f"{folder} must be a folder of this user with mode 0700; remove it, or set XDG_RUNTIME_DIR")

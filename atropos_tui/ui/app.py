@@ -9,112 +9,126 @@ the files of the run have the last word.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar, cast
+from typing import ClassVar, cast
 
-from textual.app import App, ComposeResult
+from rich.text import Text
+from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Footer
 
+from atropos_tui.monitor.bench import RunBenchmark, benchmark_run
+from atropos_tui.monitor.gauges import GaugeHistory, Sample
+from atropos_tui.monitor.neighbours import neighbours
 from atropos_tui.monitor.plain import one_line
 from atropos_tui.monitor.run_info import RunInfo, status_from_files
 from atropos_tui.monitor.state import RunState
-from atropos_tui.supervisor.client import ControlClient, Refused
-from atropos_tui.ui import curves
+from atropos_tui.supervisor.client import ControlClient
+from atropos_tui.ui import picture
+from atropos_tui.ui.acting import ActingApp, Outcome
 from atropos_tui.ui.bell import Bell
-from atropos_tui.ui.benchmark import Benchmark
-from atropos_tui.ui.bridge import Bridge, Control, LogArrived, RecordsArrived, StatusArrived, SupervisorGone
-from atropos_tui.ui.command_bar import CommandBar
+from atropos_tui.ui.bridge import (
+    Bridge,
+    Control,
+    GaugesArrived,
+    LogArrived,
+    RecordsArrived,
+    StatusArrived,
+    SupervisorGone,
+)
 from atropos_tui.ui.components import Components
-from atropos_tui.ui.dialogs import ConfirmDialog, HelpDialog, QuitDialog
-from atropos_tui.ui.header import Header
+from atropos_tui.ui.curves import Chart
+from atropos_tui.ui.dialogs import ChooseRunDialog, HelpDialog, TextDialog
+from atropos_tui.ui.editor import edit
+from atropos_tui.ui.events import Events
+from atropos_tui.ui.layout import PANELS, VIEWS, arrange, panels, visible
+from atropos_tui.ui.listing import Listing
 from atropos_tui.ui.log_view import LogView
-from atropos_tui.ui.look import RESTING, THEME
-from atropos_tui.ui.rollouts import Rollouts
+from atropos_tui.ui.look import THEME
+from atropos_tui.ui.palette import commands
+from atropos_tui.ui.rollouts import RolloutDetail, Rollouts
+from atropos_tui.ui.search_bar import Apply, SearchBar
 from atropos_tui.ui.view import Panel, View
-from trainer_core.contracts.control import Action, CommandRequest, Phase, RunStatus, State
+from trainer_core.contracts.control import Phase, RunStatus, State
 from trainer_core.contracts.records import CommandRecord
 
-Outcome = Literal["detach", "stop", "ended"]
-"""How the screen was left: the run goes on, was stopped from here, or was over."""
-
-Kind = TypeVar("Kind", bound=Widget)
-
 REFRESH_S = 0.25
-VIEWS = ("overview", "curves", "logs", "rollouts", "benchmark")
+CURVES_S = 1.0
+RECORD_PANELS = (Chart, Rollouts, Events)
+"""What only records change: drawn at most every `CURVES_S`."""
 
 
-class CockpitApp(App[Outcome]):
+class CockpitApp(ActingApp):
     """The screen of one run."""
 
     CSS_PATH = "app.tcss"
     TITLE = "atropos-tui"
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-wide")]  # noqa: RUF012
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-normal"), (48, "-tall")]  # noqa: RUF012
+    HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (40, "-narrow"), (110, "-wide"), (150, "-wider"), (180, "-widest")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-flat"), (12, "-short"), (30, "-normal"), (48, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("r", "act('restart')", "Restart", tooltip="Restart the selected component and what must go with it"),
         Binding("s", "stop_or_start", "Stop/start", tooltip="Stop the selected component, or start one that rests"),
         Binding("k", "act('kill')", "Kill", tooltip="Kill every process of the selected component"),
-        Binding("f", "follow", "Follow", tooltip="Follow the log's end, or stay where it is"),
+        Binding("R", "restart_all", "Restart all", show=False, tooltip="Restart the whole stack"),
+        Binding("slash", "search", "Search", tooltip="Search the log, the rollouts or the events"),
+        Binding("f", "follow", "Follow", show=False, tooltip="Follow the log's end, or stay where it is"),
+        Binding("a", "all_logs", "All logs", show=False, tooltip="All logs merged, or the selected component's"),
+        Binding("c", "compare", "Compare", show=False, tooltip="Compare the benchmark with another run's"),
+        Binding(
+            "left_square_bracket", "select(-1)", "Previous component", show=False, tooltip="Select the component above"
+        ),
+        Binding(
+            "right_square_bracket", "select(1)", "Next component", show=False, tooltip="Select the component below"
+        ),
+        Binding("p", "picture", "Picture", show=False, tooltip="Save a picture of the screen as SVG"),
+        Binding("t", "change_theme", "Theme", show=False, tooltip="Choose other colours"),
         Binding("d", "detach", "Detach", tooltip="Leave the screen; the run goes on"),
         Binding("q", "ask_quit", "Quit", tooltip="Detach or stop"),
         Binding("ctrl+q,ctrl+c", "ask_quit", "Quit", show=False, system=True, priority=True),
         Binding("question_mark", "help", "Help", tooltip="This list"),
-        Binding("1", "view('overview')", "Overview", show=False, tooltip="Everything"),
-        Binding("2", "view('curves')", "Curves", show=False, tooltip="All curves"),
-        Binding("3", "view('logs')", "Logs", show=False, tooltip="The log of the selected component"),
-        Binding("4", "view('rollouts')", "Rollouts", show=False, tooltip="The newest rollouts"),
-        Binding("5", "view('benchmark')", "Benchmark", show=False, tooltip="Where the time goes"),
+        *(
+            Binding(str(number), f"view('{name}')", heading, show=False, tooltip=about)
+            for number, (name, (heading, about, _)) in enumerate(VIEWS.items(), 1)
+        ),
     ]
 
     def __init__(
-        self, run_dir: Path, *, control: Control | None = None, clock: Callable[[], float] = time.time
+        self,
+        run_dir: Path,
+        *,
+        control: Control | None = None,
+        clock: Callable[[], float] = time.time,
+        look: Callable[[RunStatus | None], Sample] | None = None,
     ) -> None:
         super().__init__()
-        self.bridge = Bridge(run_dir, control or ControlClient(run_dir), self.post_message)
+        self.bridge = Bridge(run_dir, control or ControlClient(run_dir), self.post_message, look)
         self.clock = clock
         self.rings = Bell(self.bridge.run)
         self.info = RunInfo()
         self.state = RunState()
+        self.gauges = GaugeHistory()
         self.status: RunStatus | None = None
+        self.other: RunBenchmark | None = None
         self.gone = ""
         self.loaded = False
         """Whether the files were read to their end once; until then the curves wait."""
-        self._ended = False
         self._bad_lines = 0
         self._dirty = self._fresh_records = True
         """What is not drawn yet: anything; records of the streams, which alone move the curves."""
-        self._drawn_at = 0.0
-        self._user_selects = False
-        self._leaving = False
-        self._seen_commands: set[str] = set()
+        self._drawn_at = self._curves_at = float("-inf")
+        self._log_of_all = False
         self.register_theme(THEME)
         self.theme = THEME.name
 
     def compose(self) -> ComposeResult:
-        yield Header()
-        yield Components()
-        with Horizontal(id="middle"):
-            yield curves.reward_chart()
-            yield curves.alignment_chart()
-            yield Benchmark(id="benchmark")
-        with Horizontal(id="more"):
-            yield curves.lag_chart()
-            yield curves.time_chart()
-            yield curves.loss_chart()
-        with Horizontal(id="bottom"):
-            yield LogView()
-            yield Rollouts(id="rollouts")
-        yield CommandBar()
-        yield Footer()
+        yield from panels()
 
     def on_mount(self) -> None:
         self.query_one(Components).focus()
@@ -123,6 +137,7 @@ class CockpitApp(App[Outcome]):
             self.bridge.follow_status,
             self.bridge.follow_events,
             self.bridge.follow_log,
+            self.bridge.follow_gauges,
         ):
             self.run_worker(follow(), group="bridge")
         self.set_interval(REFRESH_S, self._refresh_panels)
@@ -130,14 +145,15 @@ class CockpitApp(App[Outcome]):
     # What the bridge tells.
 
     def on_status_arrived(self, message: StatusArrived) -> None:
-        self.status, self.gone, self._ended = message.status, "", message.status.phase is Phase.ENDED
-        self._after_status()
+        news = self.status is None or bool(self.gone) or standing(message.status) != standing(self.status)
+        self.status, self.gone, self.is_over = message.status, "", message.status.phase is Phase.ENDED
+        self._after_status(news)
 
     def on_supervisor_gone(self, message: SupervisorGone) -> None:
-        self.gone, self._ended = one_line(message.reason) or "no supervisor", message.ended
+        self.gone, self.is_over = one_line(message.reason) or "no supervisor", message.ended
         if message.ended and self.loaded:
             self.status = status_from_files(self.bridge.run, self.info, self.state)
-        self._after_status()
+        self._after_status(True)
 
     def on_records_arrived(self, message: RecordsArrived) -> None:
         if message.anew:
@@ -145,60 +161,77 @@ class CockpitApp(App[Outcome]):
         for record in message.records:
             self.state.apply(record)
             if isinstance(record, CommandRecord) and self.loaded:
-                self._tell_command(record)
+                self.tell_command(record)
         if self.rings.at_records(message.records, self.clock()):
             self.bell()
         self.info, self._bad_lines = message.info, message.bad_lines
         self.loaded = self.loaded or not message.behind
         self._dirty = self._fresh_records = True
-        if self._ended and self.gone:
+        if self.is_over and self.gone:
             self.status = status_from_files(self.bridge.run, self.info, self.state)
 
     def on_log_arrived(self, message: LogArrived) -> None:
-        log = self._find(LogView)
-        if log and message.component == log.component:
-            log.extend(message.path, message.lines, message.skipped)
+        log = self.find(LogView)
+        if log and message.components == self._log_names():
+            log.extend(message.entries, message.path)
 
-    def _after_status(self) -> None:
-        self._dirty = True
+    def on_gauges_arrived(self, message: GaugesArrived) -> None:
+        self.gauges.add(message.sample)
+
+    def _after_status(self, news: bool) -> None:
+        """What is no news is drawn with the clocks, once a second."""
+        self._dirty = self._dirty or news
+        self.gauges.add_cards(self.status.gpus if self.status and not self.gone else [], self.clock())
         if self.rings.at_status(self.status):
             self.bell()
-        if self._leaving and self._ended:
+        if self.is_leaving and self.is_over:
             self.exit("stop")
-
-    def _tell_command(self, record: CommandRecord) -> None:
-        """Say how a command ended, once, whoever gave it."""
-        if record.status in ("done", "failed") and record.command_id not in self._seen_commands:
-            self._seen_commands.add(record.command_id)
-            words = f"{record.action} {record.component or 'the stack'}: {record.status}"
-            detail = f" · {one_line(record.detail)}" if record.detail else ""
-            self.notify(words + detail, severity="error" if record.status == "failed" else "information", markup=False)
 
     # Drawing.
 
     def _refresh_panels(self) -> None:
         """Draw what changed, and the clocks once a second."""
-        now = self.clock()
-        if not self._dirty and now - self._drawn_at < 1.0:
-            return
-        view = View(
-            self.info, self.state, self.status, self.gone if self._ended or self.gone else "", now, self._bad_lines
-        )
-        self._drawn_at = now
-        panels: tuple[type[Widget], ...] = (Header, Components, CommandBar)
-        if self._dirty and self.loaded:
-            panels += (Benchmark, curves.Chart, Rollouts) if self._fresh_records else (Benchmark,)
-            self._fresh_records = False
+        now = time.monotonic()
+        if self.main and (now - self._drawn_at >= 1.0 or (self._dirty and self.loaded)):
+            curves = self._fresh_records and self.loaded and now - self._curves_at >= CURVES_S
+            self._draw(curves)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something is known that is not drawn yet."""
+        return self._dirty or (self._fresh_records and self.loaded)
+
+    def _draw(self, curves: bool) -> None:
+        """Give the visible panels what is known now; those that only records change when `curves`."""
+        self._drawn_at = time.monotonic()
         self._dirty = False
-        for widget in self._main.query("*") if self._main else ():
-            if isinstance(widget, panels):
+        if curves:
+            self._curves_at, self._fresh_records = self._drawn_at, False
+        view = self._view()
+        for widget in visible(self.main) if self.main else ():
+            if isinstance(widget, PANELS) and (curves or not isinstance(widget, RECORD_PANELS)):
                 cast(Panel, widget).show(view)
         self._choose_component()
 
+    def _view(self) -> View:
+        table = self.find(Components)
+        return View(
+            info=self.info,
+            state=self.state,
+            status=self.status,
+            gone=self.gone if self.is_over or self.gone else "",
+            now=self.clock(),
+            bad_lines=self._bad_lines,
+            gauges=self.gauges,
+            other=self.other,
+            selected=table.selected.name if table and table.selected else "",
+            loaded=self.loaded,
+        )
+
     def _choose_component(self) -> None:
         """Until the user chooses, the cursor is on what matters: failed, starting, else the trainer."""
-        table = self._find(Components)
-        if table and not self._user_selects and self.status and self.status.components:
+        table = self.find(Components)
+        if table and not (self.user_selects or table.is_users) and self.status and self.status.components:
             rows = self.status.components
             for wanted in (State.FAILED, State.BACKOFF, State.STARTING):
                 if found := [row for row in rows if row.state is wanted]:
@@ -206,82 +239,110 @@ class CockpitApp(App[Outcome]):
             table.select(next((row.name for row in rows if row.role == "trainer"), rows[-1].name))
         return None
 
-    @property
-    def _main(self) -> Screen[object] | None:
-        """The screen below any dialog; None while the app comes up or goes down, when messages may still arrive."""
-        return self.screen_stack[0] if self.is_running and self._screen_stack else None
-
-    def _find(self, kind: type[Kind]) -> Kind | None:
-        """The panel of this kind, whatever dialog is above it."""
-        return next(iter(self._main.query(kind)), None) if self._main else None
-
     def on_components_selected(self, message: Components.Selected) -> None:
-        self._user_selects = self._user_selects or message.by_user
-        self.bridge.follow_log_of(message.component)
-        if log := self._find(LogView):
-            log.switch(message.component)
+        self.user_selects = self.user_selects or message.by_user
+        self._dirty = True
+        if not self._log_of_all:
+            self._follow_logs(message.component)
 
-    # Acting.
+    def _follow_logs(self, component: str) -> None:
+        """Show the log of one component, or with "" of all."""
+        log = self.find(LogView)
+        if log and (component != log.component or not log.is_begun):
+            log.switch(component)
+            self.bridge.follow_log_of(self._log_names())
 
-    def action_act(self, action: Action) -> None:
-        table = self._find(Components)
-        row = table.selected if table else None
-        if row is None:
-            self._refuse("no component is selected", "")
-            return
-        self._user_selects = True
-        self.run_worker(self._ask_and_send(action, row.name), group="commands")
+    def _log_names(self) -> tuple[str, ...]:
+        log = self.find(LogView)
+        if log and log.component:
+            return (log.component,)
+        return tuple(row.name for row in self.status.components) if self.status else ()
 
-    def action_stop_or_start(self) -> None:
-        table = self._find(Components)
-        rests = table and table.selected and table.selected.state in RESTING
-        self.action_act("start" if rests else "stop")
+    def on_rollouts_pointed(self, message: Rollouts.Pointed) -> None:
+        detail = self.find(RolloutDetail)
+        if detail and detail.display:
+            detail.tell(message)
 
-    async def _ask_and_send(self, action: Action, component: str | None, *, ask: bool = True) -> bool:
-        """Show the blast radius, then send. Whether the command was accepted."""
-        try:
-            recipe = await self.bridge.recipe(action, component)
-            if ask and action != "start" and not await self.push_screen_wait(ConfirmDialog(recipe)):
-                return False
-            accepted = await self.bridge.send(CommandRequest(action=action, component=component))
-        except Refused as refusal:
-            self._refuse(refusal.error, refusal.fix, f"{action} {component or 'the stack'} refused")
-            return False
-        if bar := self._find(CommandBar):
-            bar.note(accepted.command_id, accepted.recipe)
-        self.notify(f"{action} {component or 'the stack'}: accepted", timeout=2, markup=False)
-        return True
+    def on_listing_chosen(self, message: Listing.Chosen) -> None:
+        if isinstance(message.listing, Events) and (event := message.listing.current):
+            heading = f"{event.component} {event.mark}"
+            self.push_screen(TextDialog(heading, Text(f"{event.text}\n\n{event.detail}".strip())))
+        elif isinstance(message.listing, Rollouts):
+            self.action_view("rollouts")
 
-    def _refuse(self, error: str, fix: str, heading: str = "refused") -> None:
-        words = one_line(error) + (f"\n{one_line(fix)}" if fix else "")
-        self.notify(words, title=heading, severity="warning", timeout=8, markup=False)
+    def on_log_view_copied(self, message: LogView.Copied) -> None:
+        self.notify(f"copied {message.count} lines", timeout=2)
 
-    def action_follow(self) -> None:
-        if log := self._find(LogView):
-            log.toggle_follow()
+    # Looking.
 
     def action_view(self, name: str) -> None:
-        if main := self._main:
-            for view in VIEWS:
-                main.set_class(view == name, f"view-{view}")
+        if main := self.main:
+            arrange(main, name)
+            if name == "rollouts":
+                main.query_one(Rollouts).point()
+            main.query_one(VIEWS[name][2]).focus()
+            self._draw(self.loaded)
 
-    def action_detach(self) -> None:
-        self.exit("ended" if self._ended else "detach")
+    def action_select(self, by: int) -> None:
+        if table := self.find(Components):
+            table.step(by)
 
-    def action_ask_quit(self) -> None:
-        """Over: leave. Running: ask. Asked again while the run stops: leave without waiting."""
-        if self._ended or self._leaving:
-            self.exit("ended" if self._ended and not self._leaving else "stop")
-        elif not isinstance(self.screen, QuitDialog):
-            self.run_worker(self._ask_quit(), group="commands")
+    def action_follow(self) -> None:
+        if log := self.find(LogView):
+            log.toggle_follow()
 
-    async def _ask_quit(self) -> None:
-        choice = await self.push_screen_wait(QuitDialog())
-        if choice == "detach":
-            self.exit("detach")
-        elif choice == "stop" and await self._ask_and_send("down", None, ask=False):
-            self._leaving = True
-            self.notify("stopping the run; q leaves without waiting", timeout=10, markup=False)
+    def action_all_logs(self) -> None:
+        self._log_of_all = not self._log_of_all
+        table = self.find(Components)
+        self._follow_logs("" if self._log_of_all or not (table and table.selected) else table.selected.name)
+
+    def action_search(self) -> None:
+        """In the panel with the focus, if it can be searched, else in the first that is on the screen."""
+        seen = (
+            [widget for widget in visible(self.main) if isinstance(widget, LogView | Rollouts | Events)]
+            if self.main
+            else []
+        )
+        if seen:
+            panel = self.focused if self.focused in seen else seen[0]
+            self._ask_line("/", cast(LogView, panel).search, cast(Widget, panel))
+
+    def action_filter_log(self) -> None:
+        if log := self.find(LogView):
+            self._ask_line("&", log.narrow, log)
+
+    def _ask_line(self, what: str, apply: Apply, then: Widget) -> None:
+        if bar := self.find(SearchBar):
+            bar.ask(what, apply, then.focus)
+
+    def action_compare(self) -> None:
+        self.action_view("benchmark")
+        self.run_worker(self._compare(), group="compare", exclusive=True)
+
+    async def _compare(self) -> None:
+        found = await asyncio.to_thread(neighbours, self.bridge.run.root)
+        choice = await self.push_screen_wait(ChooseRunDialog(found))
+        if choice is not None:
+            self.other = await asyncio.to_thread(benchmark_run, cast(Path, choice)) if choice else None
+            self._draw(self.loaded)
+
+    def action_open_log(self) -> None:
+        log, table = self.find(LogView), self.find(Components)
+        path = log.path if log else None
+        if path is None and table and table.selected:
+            path = self.bridge.log_of(table.selected.name)
+        if path is None:
+            self.refuse("there is no log yet", "", "open")
+        elif problem := edit(self, path):
+            self.refuse(problem, f"the file is {path}", "open")
+
+    def action_picture(self) -> None:
+        try:
+            path = picture.save(self.export_screenshot(title=f"atropos-tui · {self.info.name}"), self.info.name, Path())
+        except OSError as error:
+            self.refuse(f"no picture: {error.strerror}", "", "picture")
+        else:
+            self.notify(f"saved {path.resolve()}", markup=False)
 
     def action_help(self) -> None:
         seen: dict[str, tuple[bool, str]] = {}
@@ -293,14 +354,28 @@ class CockpitApp(App[Outcome]):
         ours_first = sorted(seen.items(), key=lambda item: item[1][0])
         self.push_screen(HelpDialog([(key, words) for key, (_, words) in ours_first]))
 
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        panels_with_keys = [widget for kind in (LogView, Rollouts) if (widget := self.find(kind))]
+        return commands(self, panels_with_keys, self.status.components if self.status else (), self.act)
+
+
+def standing(status: RunStatus) -> object:
+    """How a run stands, without the figures that are never twice the same."""
+    rows = [(row.name, row.state, row.pid, row.attempt, row.healthy, row.waiting_for) for row in status.components]
+    return status.phase, status.exit_code, rows
+
 
 LEAVE_S = 3.0
 """How long the screen may take to close once it was told to go."""
 
 
 def run_cockpit(run_dir: Path) -> Outcome:
-    """Show the screen of `run_dir` until it is left. TERM and HUP detach, as the driver itself would not."""
-    app = CockpitApp(run_dir)
+    """Show the screen of `run_dir` until it is left."""
+    return run_app(CockpitApp(run_dir))
+
+
+def run_app(app: CockpitApp) -> Outcome:
+    """Show `app` until it is left. TERM and HUP detach, as the driver itself would not."""
 
     def leave() -> None:
         app.exit("detach")
@@ -308,6 +383,9 @@ def run_cockpit(run_dir: Path) -> Outcome:
         last_resort = threading.Timer(LEAVE_S, os._exit, (0,))
         last_resort.daemon = True
         last_resort.start()
+
+    # A long history is half a million objects that stay: looking for cycles among them costs a fifth of reading it.
+    gc.set_threshold(50_000, 20, 100)
 
     async def attended() -> Outcome | None:
         loop = asyncio.get_running_loop()

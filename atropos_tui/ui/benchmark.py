@@ -1,4 +1,4 @@
-"""The benchmark panel: where a step's time goes, throughput, memory, lag, the alignment verdict."""
+"""The benchmark panel: where a step's time goes, throughput of trainer and engines, memory, lag, the verdict."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from textual.widget import Widget
 
 from atropos_tui.monitor.pace import Pace, pace
 from atropos_tui.monitor.plain import bytes_text, duration, number, one_line, seconds_text
+from atropos_tui.monitor.series import mean
+from atropos_tui.ui.alignment import verdict_text
 from atropos_tui.ui.look import title
 from atropos_tui.ui.view import View
+from trainer_core.contracts.control import Role
 
-_LABEL = 13
+_LABEL = 12
 _VALUE = 9
-_VERDICTS = {"ok": ("✔", "good"), "drift": ("▲", "warn"), "mismatch": ("✖", "bad")}
 
 
 class Benchmark(Widget):
@@ -76,24 +78,49 @@ class Benchmark(Widget):
         return lines
 
     def _figures(self, view: View, speed: Pace) -> list[Text]:
+        """The most telling first: what does not fit is cut at the end."""
         state = view.state
-        peak, rss = state.metric("peak_bytes").last, state.metric("rss_bytes").last
-        total = [row.memory_bytes for row in view.status.components if row.memory_bytes] if view.status else []
+        mfu = state.metric("mfu").last
         lag, most = state.metric("policy_lag_mean").last, state.metric("policy_lag_max").last
+        used = f"MFU {mfu:.1%}" if mfu is not None and math.isfinite(mfu) else "trained"
         lines = [
-            self._line("tokens/s", number(speed.tokens_per_s, 0)),
+            self._line("tokens/s", number(speed.tokens_per_s, 0), used),
+            *(line for row in view.rows if row.role is Role.ENGINE for line in self._engine(view, row.name)),
             self._line("steps/h", number(speed.steps_per_hour, 0)),
             self._line("lag", number(lag, 1), f"max {number(most, 0)}" if most is not None else ""),
-            self._line("trainer", bytes_text(rss), f"GPU peak {bytes_text(peak)}" if peak is not None else "no GPU"),
-            self._line("stack", bytes_text(sum(total)) if total else "–", "memory" if total else ""),
+            *self._memory(view),
         ]
         if state.alignment:
-            glyph, tone = _VERDICTS[state.alignment.verdict]
-            lines.append(
-                self._line("alignment", f"{glyph} {state.alignment.verdict}", one_line(state.alignment.cause), tone)
-            )
+            words, tone = verdict_text(state.alignment)
+            lines.insert(1, self._line("alignment", words, one_line(state.alignment.cause), tone))
         if state.benchmark:
             lines.append(self._line("total", duration(state.benchmark.total_s), f"{state.benchmark.steps} steps"))
-        if view.bad_lines:
-            lines.append(self._line("bad lines", str(view.bad_lines), "in the run's streams, skipped", "warn"))
         return lines
+
+    def _engine(self, view: View, name: str) -> list[Text]:
+        """Tokens a second of one engine, its batch and its caches, from its own counters."""
+        rates = view.gauges.rates(name)
+        label = one_line(name)[: _LABEL - 1]
+        if rates is None:
+            return [self._line(label, "–", "no metrics")]
+        running, waiting = (("–" if value is None else f"{value:.0f}") for value in (rates.running, rates.waiting))
+        hits = "" if rates.prefix_hit_rate is None else f"prefix hits {rates.prefix_hit_rate:.0%}"
+        used = "–" if rates.kv_use is None else f"{rates.kv_use:.0%}"
+        return [
+            self._line(label, number(rates.generated_per_s, 0), f"{running} run, {waiting} wait"),
+            self._line("  KV cache", used, hits),
+        ]
+
+    def _memory(self, view: View) -> list[Text]:
+        state = view.state
+        gpu, rss = state.metric("peak_bytes").values, state.metric("rss_bytes").values
+        held = state.metric("allocated_bytes").values
+        total = [row.memory_bytes for row in view.rows if row.memory_bytes]
+        queue = view.gauges.last.queue if view.gauges.last else None
+        lines = [self._line("queue", "–" if queue is None else str(queue), "groups in run-api")]
+        if gpu:
+            words = f"peak, mean {bytes_text(mean(held))}" if held else "peak"
+            lines.append(self._line("GPU memory", bytes_text(max(gpu)), words))
+        words = f"peak, mean {bytes_text(mean(rss))}" if rss else ""
+        lines.append(self._line("trainer", bytes_text(max(rss, default=None)), words))
+        return [*lines, self._line("stack", bytes_text(sum(total)) if total else "–", "memory" if total else "")]

@@ -17,9 +17,12 @@ from pydantic import ValidationError
 from textual.message import Message
 
 from atropos_tui.monitor.feed import Batch, RunFeed
-from atropos_tui.monitor.plain import plain_text
+from atropos_tui.monitor.gauges import Sample
+from atropos_tui.monitor.log_buffer import Entry
+from atropos_tui.monitor.log_feed import LogFeed
 from atropos_tui.monitor.run_info import RunInfo, read_info
-from atropos_tui.monitor.tail import LogTail, newest_log
+from atropos_tui.monitor.sampler import Sampler
+from atropos_tui.monitor.tail import newest_log
 from atropos_tui.supervisor.client import NoSupervisor, Refused, StreamLost
 from trainer_core.contracts.control import Accepted, Action, CommandRequest, Recipe, RunStatus, Snapshot
 from trainer_core.contracts.records import Record, RecordError
@@ -28,7 +31,10 @@ from trainer_core.contracts.run_dir import RunDir
 STATUS_S = 1.0
 FEED_S = 0.25
 LOG_S = 0.1
+QUIET_S = 0.5
+"""Files that do not grow are looked at less and less often, but at least so often."""
 RETRY_S = 1.0
+GAUGES_S = 1.0
 ANSWER_S = 5.0
 """A supervisor that says nothing for this long is shown as silent."""
 
@@ -43,6 +49,21 @@ class Control(Protocol):
     def events(self, after: int = -1) -> AsyncIterator[Snapshot | Record]: ...
     async def command(self, request: CommandRequest) -> Accepted: ...
     async def recipe(self, action: Action, component: str | None = None) -> Recipe: ...
+
+
+class Streams(Protocol):
+    """What the screen needs of the run's records; `RunFeed` has it."""
+
+    @property
+    def bad_lines(self) -> int: ...
+    def read(self) -> Batch: ...
+
+
+class Logs(Protocol):
+    """What the screen needs of the components' logs; `LogFeed` has it."""
+
+    def path(self, name: str) -> Path | None: ...
+    def read(self, names: tuple[str, ...]) -> list[Entry]: ...
 
 
 class StatusArrived(Message):
@@ -75,32 +96,59 @@ class RecordsArrived(Message):
 
 
 class LogArrived(Message):
-    """New lines of the followed component, plain text; `path` is the log they are from."""
+    """New lines of the followed components, plain text; `path` is the log they are from, where it is one."""
 
-    def __init__(self, component: str, path: Path, lines: list[str], skipped: int) -> None:
+    def __init__(self, components: tuple[str, ...], path: Path | None, entries: list[Entry]) -> None:
         super().__init__()
-        self.component = component
+        self.components = components
         self.path = path
-        self.lines = lines
-        self.skipped = skipped
+        self.entries = entries
+
+
+class GaugesArrived(Message):
+    """Engines, run-api and the host were looked at."""
+
+    def __init__(self, sample: Sample) -> None:
+        super().__init__()
+        self.sample = sample
 
 
 class Bridge:
     """Follows one run and posts what it learns. Each `follow_*` runs for ever in its own worker."""
 
-    def __init__(self, run_dir: Path, control: Control, post: Callable[[Message], object]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        control: Control,
+        post: Callable[[Message], object],
+        look: Callable[[RunStatus | None], Sample] | None = None,
+        feed: Streams | None = None,
+        logs: Logs | None = None,
+    ) -> None:
+        """
+        Args:
+            look: reads the gauges; called in a thread, as `feed` and `logs` are (default: the run's files).
+        """
         self.run = RunDir(run_dir)
         self.control = control
+        self._feed = feed or RunFeed(self.run)
+        self._logs = logs or LogFeed(self.run)
         self._post = post
         self._feed_bell = asyncio.Event()
         self._status_bell = asyncio.Event()
         self._log_bell = asyncio.Event()
-        self._log_component = ""
+        self._look = look or Sampler().read
+        self._log_of: tuple[str, ...] = ()
+        self._status: RunStatus | None = None
 
-    def follow_log_of(self, component: str) -> None:
-        """Switch the log to `component`; its lines start anew."""
-        self._log_component = component
+    def follow_log_of(self, components: tuple[str, ...]) -> None:
+        """Switch the log to these components; their lines start anew."""
+        self._log_of = components
         self._log_bell.set()
+
+    def log_of(self, component: str) -> Path | None:
+        """The newest log of a component."""
+        return newest_log(self.run.logs / component)
 
     def refresh(self) -> None:
         """Read status and files now."""
@@ -111,8 +159,10 @@ class Bridge:
         while True:
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    self._post(StatusArrived(await self.control.status()))
+                    self._status = await self.control.status()
+                self._post(StatusArrived(self._status))
             except NoSupervisor as error:
+                self._status = None
                 self._post(SupervisorGone(str(error), ended=True))
             except (*UNANSWERED, Refused) as error:
                 self._post(SupervisorGone(f"the supervisor does not answer ({type(error).__name__})", ended=False))
@@ -129,7 +179,7 @@ class Bridge:
             await asyncio.sleep(RETRY_S)
 
     async def follow_files(self) -> None:
-        feed, info, told = RunFeed(self.run), RunInfo(), False
+        feed, info, told, pause = self._feed, RunInfo(), False, FEED_S
         while True:
             batch = await asyncio.to_thread(feed.read)
             if info.training_steps is None:
@@ -138,27 +188,23 @@ class Bridge:
                 told = not batch.behind
                 self._post(RecordsArrived(batch, feed.bad_lines, info))
             if not batch.behind:
-                await _wait(self._feed_bell, FEED_S)
+                pause = FEED_S if batch.records else min(pause * 1.5, QUIET_S)
+                await _wait(self._feed_bell, pause)
 
     async def follow_log(self) -> None:
-        component, tail = "", None
+        feed, pause = self._logs, LOG_S
         while True:
-            if component != self._log_component:
-                component, tail = self._log_component, None
-            if component:
-                tail = await self._newest_tail(component, tail)
-            if tail is not None:
-                lines, skipped = await asyncio.to_thread(_read_lines, tail)
-                if (lines or skipped) and component == self._log_component:
-                    self._post(LogArrived(component, tail.path, lines, skipped))
-            await _wait(self._log_bell, LOG_S)
+            if wanted := self._log_of:
+                entries = await asyncio.to_thread(feed.read, wanted)
+                pause = LOG_S if entries else min(pause * 1.5, QUIET_S)
+                if entries and wanted == self._log_of:
+                    self._post(LogArrived(wanted, feed.path(wanted[0]) if len(wanted) == 1 else None, entries))
+            await _wait(self._log_bell, pause)
 
-    async def _newest_tail(self, component: str, tail: LogTail | None) -> LogTail | None:
-        """The tail of the latest attempt's log; the present one as long as there is no later."""
-        path = await asyncio.to_thread(newest_log, self.run.logs / component)
-        if path is None or (tail is not None and tail.path == path):
-            return tail
-        return LogTail(path)
+    async def follow_gauges(self) -> None:
+        while True:
+            self._post(GaugesArrived(await asyncio.to_thread(self._look, self._status)))
+            await asyncio.sleep(GAUGES_S)
 
     async def recipe(self, action: Action, component: str | None) -> Recipe:
         """What a command would touch. Raises Refused, also when nobody answers."""
@@ -183,11 +229,6 @@ async def _answering() -> AsyncIterator[None]:
         raise Refused("no supervisor runs this stack", str(error)) from error
     except UNANSWERED as error:
         raise Refused(f"the supervisor does not answer ({type(error).__name__})", "try again in a moment") from error
-
-
-def _read_lines(tail: LogTail) -> tuple[list[str], int]:
-    lines, skipped = tail.read()
-    return [plain_text(line) for line in lines], skipped
 
 
 async def _wait(bell: asyncio.Event, seconds: float) -> None:

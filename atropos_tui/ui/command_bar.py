@@ -22,12 +22,13 @@ class CommandBar(Widget):
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"command--{tone}" for tone in TONES}
 
-    view: reactive[View | None] = reactive(None, layout=True)
+    view: reactive[View | None] = reactive(None)
 
     def __init__(self) -> None:
         super().__init__(id="commands")
         self._recipes: dict[str, Recipe] = {}
         self._since: dict[str, float] = {}
+        self._lines = 0
 
     def note(self, command_id: str, recipe: Recipe) -> None:
         """Remember what a command of this screen touches."""
@@ -36,8 +37,12 @@ class CommandBar(Widget):
     def show(self, view: View) -> None:
         for command in view.state.open_commands():
             self._since.setdefault(command.command_id, command.time)
-        self.display = bool(self._open(view))
-        self.view = view
+        count = len(self._open(view))
+        if count != self._lines:
+            self._lines, self.display = count, count > 0
+            self.refresh(layout=True)
+        if count:
+            self.view = view
 
     def render(self) -> RenderResult:
         if self.view is None:

@@ -11,8 +11,9 @@ from atropos_tui.monitor.plain import bytes_text, duration, one_line, seconds_te
 from atropos_tui.ui.look import RESTING, TONES, state_text, title
 from atropos_tui.ui.view import View
 from trainer_core.contracts.control import ComponentStatus, State
+from trainer_core.contracts.records import DiagnosisRecord
 
-_WIDE = 130
+_WIDE = 90
 """From this width on there is room for ports, and for GPU memory where a component has some."""
 
 _COLUMNS = (
@@ -47,10 +48,14 @@ class Components(DataTable[Text]):
         self.statuses: list[ComponentStatus] = []
         """What the rows show, top to bottom."""
         self._now = 0.0
+        self._news: dict[str | None, str] = {}
+        """What was diagnosed of healthy components since they are healthy."""
         self._stale = False
         """Nobody vouches for these states any more."""
         self._touched = False
         """A key or a click came since the cursor last moved."""
+        self.is_users = False
+        """The user has moved the cursor."""
         self.border_title = title("Components")
 
     @property
@@ -63,6 +68,7 @@ class Components(DataTable[Text]):
             return
         shape = self._shape()
         self.statuses, self._now = list(view.status.components), view.now
+        self._news = {item.component: item.title for item in view.state.diagnoses if self._is_news(item)}
         self._stale = bool(view.gone)
         dead = [row for row in self.statuses if row.state is State.FAILED]
         self.border_title = title("Components", (f"{len(dead)} failed", "error") if dead else ("", ""))
@@ -70,6 +76,11 @@ class Components(DataTable[Text]):
             self._fill()
         else:
             self._rebuild()
+
+    def _is_news(self, item: DiagnosisRecord) -> bool:
+        """Whether a diagnosis came after its component was as it is now."""
+        row = next((row for row in self.statuses if row.name == item.component), None)
+        return row is not None and row.state is State.HEALTHY and item.time > (row.since or 0)
 
     def _shape(self) -> object:
         """What the rows and columns depend on; another shape needs another table."""
@@ -80,6 +91,11 @@ class Components(DataTable[Text]):
         names = [row.name for row in self.statuses]
         if component in names and names.index(component) != self.cursor_row:
             self.move_cursor(row=names.index(component))
+
+    def step(self, by: int) -> None:
+        """Move the cursor as the user's keys do."""
+        self._touched = self.is_users = True
+        self.move_cursor(row=min(max(self.cursor_row + by, 0), max(len(self.statuses) - 1, 0)))
 
     def on_resize(self, event: events.Resize) -> None:
         if self.statuses:
@@ -93,9 +109,10 @@ class Components(DataTable[Text]):
 
     def on_key(self, event: events.Key) -> None:
         self._touched = event.key in ("up", "down", "pageup", "pagedown", "home", "end")
+        self.is_users = self.is_users or self._touched
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
-        self._touched = True
+        self._touched = self.is_users = True
 
     def _columns(self) -> list[tuple[str, int, bool]]:
         wide = self.size.width >= _WIDE
@@ -154,9 +171,15 @@ class Components(DataTable[Text]):
             "memory": (bytes_text(row.memory_bytes), ""),
             "gpu": (bytes_text(row.gpu_bytes), ""),
             "port": (str(row.port) if row.port else "–", "dim"),
-            "": (last_word(row), colours["error"] if row.state is State.FAILED else "dim"),
+            "": self._words(row),
         }
         return [self._fit(texts[name][0], width, right, texts[name][1]) for name, width, right in self._columns()]
+
+    def _words(self, row: ComponentStatus) -> tuple[str, str]:
+        """The last column, and its style."""
+        if row.name in self._news and row.state is State.HEALTHY:
+            return f"▲ {one_line(self._news[row.name])}", self.app.theme_variables["warning"]
+        return last_word(row), self.app.theme_variables["error"] if row.state is State.FAILED else "dim"
 
 
 def last_word(row: ComponentStatus) -> str:

@@ -1,20 +1,21 @@
-"""Curves over optimizer steps: reward with held-out accuracy, alignment, policy lag, step time, loss."""
+"""Curves over optimizer steps, with axes; the guides' healthy ranges are shaded. `CHARTS` has one entry per chart."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rich.text import Text
-from textual.app import RenderResult
+from rich.style import Style
 from textual.content import Content
 from textual.reactive import reactive
+from textual.strip import Strip
 from textual.widget import Widget
 
 from atropos_tui.monitor.plain import number, seconds_text
 from atropos_tui.monitor.series import Series
+from atropos_tui.monitor.thinning import thin
 from atropos_tui.ui.look import title
 from atropos_tui.ui.plot import Axes, Curve, Ink, plot
 from atropos_tui.ui.view import View
@@ -29,6 +30,18 @@ class Trace:
     colour: str
     write: Callable[[float | None], str] = number
     scatter: bool = False
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one chart shows."""
+
+    name: str
+    traces: list[Trace]
+    axes: Axes = field(default_factory=Axes)
+    short: str = ""
+    seconds: bool = False
+    """Over seconds before now, not over steps."""
 
 
 def metric(name: str) -> Callable[[View], Series]:
@@ -53,15 +66,20 @@ class Chart(Widget):
         "chart--grid",
         "chart--limit",
         "chart--bad",
+        "chart--healthy",
     }
 
     view: reactive[View | None] = reactive(None, layout=False)
 
-    def __init__(self, name: str, traces: list[Trace], axes: Axes | None = None, *, id: str, short: str = "") -> None:
-        super().__init__(id=id, classes="chart")
-        self._names = (name, short or name)
-        self._traces = traces
-        self._axes = axes or Axes()
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(classes="chart")
+        self._names = (spec.name, spec.short or spec.name)
+        self._traces = spec.traces
+        self._axes = spec.axes
+        self._seconds = spec.seconds
+        self._drawn_for: object = None
+        """View, size and theme that the strips were made for."""
+        self._strips: list[Strip] = []
 
     def on_mount(self) -> None:
         self.border_title = title(self._names[0])
@@ -70,6 +88,11 @@ class Chart(Widget):
         """Take the newest points; the last known run length spans the x axis."""
         self.view = view
         self.border_title = self._title(view)
+
+    def on_resize(self) -> None:
+        """Another title may fit now; a chart that was hidden had no width at all."""
+        if self.view is not None:
+            self.border_title = self._title(self.view)
 
     def _title(self, view: View) -> Content:
         """The fullest title that fits: all labels, then the short name, then the first trace without its label."""
@@ -93,21 +116,38 @@ class Chart(Widget):
                 break
         return found
 
-    def render(self) -> RenderResult:
+    def render_line(self, y: int) -> Strip:
+        """One line of the plot, which is drawn once for all of them."""
+        drawn_for = (self.view, self.content_size, self.app.theme)
+        if drawn_for != self._drawn_for:
+            self._drawn_for, self._strips = drawn_for, self._draw()
+        return self._strips[y] if y < len(self._strips) else Strip.blank(self.content_size.width, self.rich_style)
+
+    def _draw(self) -> list[Strip]:
         width, height = self.content_size
         if self.view is None or height < 3:
-            return Text("")
+            return []
         curves = [self._curve(trace, self.view) for trace in self._traces]
-        steps = self.view.info.training_steps
-        last = max([steps or 0, *(curve.steps[-1] for curve in curves if curve.steps)])
+        first, last = self._span(self.view, curves)
         low, high = self._bounds(curves)
-        axes = Axes(first=0, last=last or None, low=low, high=high, log=self._axes.log, limit=self._axes.limit)
+        axes = Axes(first=first, last=last, low=low, high=high, log=self._axes.log, healthy=self._axes.healthy)
         style = self.get_component_rich_style
-        ink = Ink(*(style(f"chart--{name}", partial=True) for name in ("axis", "grid", "limit", "bad")))
-        return Text("\n", end="").join(plot(curves, axes, ink, width, height))
+        inks = {name: style(f"chart--{name}", partial=True) for name in ("axis", "grid", "limit", "bad")}
+        healthy = Style(bgcolor=style("chart--healthy").bgcolor)
+        lines = plot(curves, axes, Ink(**inks, healthy=healthy), width, height)
+        base, console = self.rich_style, self.app.console
+        strips = [Strip(line.render(console, end="")) for line in lines]
+        return [strip.adjust_cell_length(width, base).apply_style(base) for strip in strips]
+
+    def _span(self, view: View, curves: list[Curve]) -> tuple[float, float | None]:
+        """First and last of the x axis: the whole run as planned, or the time that was watched."""
+        ends = [curve.steps[-1] for curve in curves if curve.steps]
+        if self._seconds:
+            return min([-60, *(curve.steps[0] for curve in curves if curve.steps)]), 0
+        return 0, max([view.info.training_steps or 0, *ends]) or None
 
     def _curve(self, trace: Trace, view: View) -> Curve:
-        series = trace.find(view)
+        series = thin(trace.find(view), 4 * self.content_size.width)
         style = self.get_component_rich_style(f"chart--{trace.colour}", partial=True)
         return Curve(series.steps, series.values, style, trace.scatter)
 
@@ -122,53 +162,77 @@ class Chart(Widget):
         return low, high
 
 
-def reward_chart() -> Chart:
-    return Chart(
+def queue_depth(view: View) -> Series:
+    """Groups that wait in run-api, over seconds of the screen's own watching; the newest is at 0."""
+    times, depths = view.gauges.queue()
+    return Series([round(time - times[-1]) for time in times], depths, times)
+
+
+CHARTS = {
+    "reward": Spec(
         "Reward",
-        [
-            Trace("mean", metric("reward_mean"), "primary"),
-            Trace("held-out", held_out, "accent", scatter=True),
-        ],
+        [Trace("mean", metric("reward_mean"), "primary"), Trace("held-out", held_out, "accent", scatter=True)],
         Axes(low=0.0, high=1.0),
-        id="reward",
-    )
-
-
-def alignment_chart() -> Chart:
-    """Trainer against engine logprobs: over rollouts (policy lag included), and the probe at the same weights."""
-    return Chart(
+    ),
+    "diff": Spec(
         "Logprob |diff|",
         [
             Trace("rollout", metric("logprob_diff_abs_mean"), "primary"),
             Trace("probe", metric("probe_diff_abs_mean"), "success"),
         ],
-        Axes(log=True, high=1.0, limit=0.1),
-        id="alignment",
+        Axes(log=True, high=1.0, healthy=(None, 0.1)),
         short="|diff|",
-    )
-
-
-def lag_chart() -> Chart:
-    return Chart(
+    ),
+    "diff-max": Spec(
+        "Logprob |diff| max",
+        [
+            Trace("rollout", metric("logprob_diff_abs_max"), "warning"),
+            Trace("probe", metric("probe_diff_abs_max"), "success"),
+        ],
+        Axes(log=True),
+        short="|diff| max",
+    ),
+    "logprobs": Spec(
+        "Mean logprob",
+        [
+            Trace("inference", metric("inference_mean"), "primary"),
+            Trace("training", metric("train_mean"), "accent"),
+        ],
+        short="logprob",
+    ),
+    "kl": Spec("KL", [Trace("k3", metric("kl_k3"), "primary")], Axes(low=0.0)),
+    "loss": Spec("Loss", [Trace("loss", metric("loss"), "primary")]),
+    "ratio": Spec(
+        "Ratio", [Trace("mean", metric("ratio_mean"), "primary")], Axes(low=0.7, high=1.3, healthy=(0.8, 1.2))
+    ),
+    "clip": Spec(
+        "Clip fraction",
+        [Trace("clipped", metric("clip_fraction"), "primary")],
+        Axes(low=0.0, high=0.4, healthy=(None, 0.3)),
+        short="Clip",
+    ),
+    "grad": Spec("Gradient norm", [Trace("norm", metric("grad_norm"), "primary")], Axes(low=0.0), short="Gradient"),
+    "lag": Spec(
         "Policy lag",
         [Trace("mean", metric("policy_lag_mean"), "primary"), Trace("max", metric("policy_lag_max"), "warning")],
-        Axes(low=0),
-        id="lag",
-    )
-
-
-def time_chart() -> Chart:
-    return Chart(
+        Axes(low=0.0),
+        short="Lag",
+    ),
+    "time": Spec(
         "Step time",
         [
             Trace("step", metric("step_s"), "primary", seconds_text),
             Trace("fetch", metric("data_wait_s"), "warning", seconds_text),
             Trace("sync", metric("sync_s"), "success", seconds_text),
         ],
-        Axes(low=0),
-        id="time",
-    )
+        Axes(low=0.0),
+    ),
+    "queue": Spec("run-api queue", [Trace("groups", queue_depth, "primary")], Axes(low=0.0), "Queue", seconds=True),
+    "tokens": Spec("Tokens/s", [Trace("trained", metric("tokens_per_s"), "primary")], Axes(low=0.0)),
+}
+"""Every chart, by name."""
 
 
-def loss_chart() -> Chart:
-    return Chart("Loss", [Trace("loss", metric("loss"), "primary")], id="loss")
+def chart(name: str) -> Chart:
+    """A chart of `CHARTS`."""
+    return Chart(CHARTS[name])

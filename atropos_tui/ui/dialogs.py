@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Button, Static
+from textual.widgets import Button, OptionList, Static
+from textual.widgets.option_list import Option
 
-from atropos_tui.monitor.plain import plain_text
+from atropos_tui.monitor.neighbours import Neighbour
+from atropos_tui.monitor.plain import one_line, plain_text
 from trainer_core.contracts.control import Recipe
 
 Leave = Literal["detach", "stop"]
@@ -106,6 +110,61 @@ class HelpDialog(_Dialog):
             box.border_title = "Keys"
             box.border_subtitle = "esc closes"
             yield Static(text, classes="dialog-text")
+
+
+class TextDialog(_Dialog):
+    """Something to read."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter,q", "cancel", "Close", show=False)]
+
+    def __init__(self, heading: str, text: Text) -> None:
+        super().__init__()
+        self._heading = heading
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="dialog", id="text") as box:
+            box.border_title = Content(self._heading)
+            box.border_subtitle = "esc closes"
+            yield Static(self._text, classes="dialog-text")
+
+
+class ChooseRunDialog(_Dialog):
+    """Which run to compare with. Dismissed with its directory, with "" for none any more, or None to leave it."""
+
+    def __init__(self, runs: Sequence[Neighbour]) -> None:
+        super().__init__()
+        self._runs = runs
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog", id="choose") as box:
+            box.border_title = "Compare with"
+            box.border_subtitle = "enter chooses, esc leaves"
+            if not self._runs:
+                yield Static("There is no other run in this folder.", classes="dialog-text")
+            options = [Option(run_line(run), id=str(at)) for at, run in enumerate(self._runs)]
+            yield OptionList(*options, Option("no comparison", id="none"))
+
+    def on_mount(self) -> None:
+        self.query_one(OptionList).focus()
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        wanted = event.option.id
+        self.dismiss("" if wanted in (None, "none") else self._runs[int(wanted)].root)
+
+
+def run_line(run: Neighbour) -> Text:
+    """A run in one line."""
+    end = (
+        "running or cut off"
+        if run.exit_code is None
+        else "done"
+        if run.exit_code == 0
+        else f"ended with {run.exit_code}"
+    )
+    about = "  ".join(one_line(word) for word in (run.mode, end) if word)
+    return Text.assemble((one_line(run.name), "bold"), f"  {about}", no_wrap=True)
 
 
 def radius_text(recipe: Recipe) -> Text:

@@ -1,107 +1,139 @@
-"""The log of one component: a window over a ring buffer of plain lines, repainted at most ten times a second."""
+"""The log of one component, or of all merged: a window over a bounded buffer, repainted at most ten times a second."""
 
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
+from textual.message import Message
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.scrollbar import ScrollTo
 from textual.strip import Strip
 
-from atropos_tui.monitor.plain import bytes_text
+from atropos_tui.monitor.log_buffer import LEVELS, Entry, Level, LogBuffer
 from atropos_tui.ui.look import title
 
 LINES_KEPT = 20_000
 REPAINT_S = 0.1
-
-_ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
-_WARNING = re.compile(r"\b(WARN|WARNING)\b")
+ALL = "all components"
+_LEVEL_WORDS = {"all": "", "warning": "warnings and errors", "error": "errors only"}
 
 
 class LogView(ScrollView, can_focus=True):
-    """Lines of the selected component. Follows the end until scrolled away from it; `f` or End follows again."""
+    """Lines of what is followed. Follows the end until scrolled away from it; `f` or End follows again."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"log--plain", "log--error", "log--warning", "log--note"}
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        f"log--{name}" for name in ("plain", "error", "warning", "note", "found", "name", "marked")
+    }
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("end,G", "follow_end", "End", show=False, tooltip="Jump to the newest line and follow"),
-        Binding("home,g", "top", "Top", show=False, tooltip="Jump to the oldest line kept"),
+        Binding("end,G", "follow_end", "End", show=False, tooltip="Log: jump to the newest line and follow"),
+        Binding("home,g", "top", "Top", show=False, tooltip="Log: jump to the oldest line kept"),
+        Binding("n", "find(1)", "Next match", show=False, tooltip="Log: next match of the search"),
+        Binding("N", "find(-1)", "Previous match", show=False, tooltip="Log: previous match of the search"),
+        Binding("e", "error(1)", "Next error", show=False, tooltip="Log: jump to the next error"),
+        Binding("E", "error(-1)", "Previous error", show=False, tooltip="Log: jump to the previous error"),
+        Binding("l", "level", "Level", show=False, tooltip="Log: all lines, warnings and errors, errors only"),
+        Binding("ampersand", "app.filter_log", "Filter", show=False, tooltip="Log: show only lines that match"),
+        Binding("w", "wrap", "Wrap", show=False, tooltip="Log: wrap long lines"),
+        Binding("y", "copy", "Copy", show=False, tooltip="Log: copy the marked line, or what is on the screen"),
+        Binding("x", "clear", "Clear", show=False, tooltip="Log: clear the screen's copy; the file keeps all"),
+        Binding("o", "app.open_log", "Open", show=False, tooltip="Log: open the file in $EDITOR"),
     ]
 
     following: reactive[bool] = reactive(True)
     """Whether new lines scroll into view by themselves."""
 
+    class Copied(Message):
+        """Text was put on the clipboard."""
+
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.count = count
+
     def __init__(self, capacity: int = LINES_KEPT) -> None:
         super().__init__(id="log")
-        self.lines: deque[tuple[str, str]] = deque(maxlen=capacity)
-        """Style name and text of each line kept."""
+        self.buffer = LogBuffer(capacity)
         self.component = ""
+        """What is followed; empty for all components."""
         self.path: Path | None = None
-        self.dropped = 0
-        """Lines that left the ring buffer since it was switched to this component."""
-        self._width = 0
-        self._stale = False
+        self.pattern: re.Pattern[str] | None = None
+        """What is searched for, highlighted."""
+        self._filter: re.Pattern[str] | None = None
+        self._level: Level = "all"
+        self._wraps = False
+        self._marked: int | None = None
+        """Number of the entry that was jumped to."""
+        self._names = 0
+        """Width of component names, where several are shown."""
+        self._begun = self._stale = False
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it was told what to show."""
+        return self._begun
 
     @property
     def text_lines(self) -> list[str]:
         """The lines kept, oldest first."""
-        return [text for _, text in self.lines]
+        return [entry.text for entry in self.buffer.entries]
 
     def on_mount(self) -> None:
         self._retitle()
         self.set_interval(REPAINT_S, self._repaint)
 
     def switch(self, component: str) -> None:
-        """Show another component from its latest lines on."""
-        if component == self.component:
-            return
-        self.component, self.path = component, None
-        self.lines.clear()
-        self.dropped = self._width = 0
-        self.following = True
-        self._stale = True
+        """Show another component, or all, from the latest lines on."""
+        self.component, self.path, self._names = component, None, 0
+        self.buffer.clear()
+        self._marked = None
+        self.following = self._begun = self._stale = True
         self._retitle()
 
-    def extend(self, path: Path, lines: list[str], skipped: int) -> None:
-        """Append plain `lines` of the log at `path`; `skipped` bytes before them were not read."""
-        if self.path is not None and path != self.path:
-            self._append("note", f"── attempt {path.stem} ──")
+    def extend(self, entries: Sequence[Entry], path: Path | None) -> None:
+        """Append lines; `path` is the log that they are from, None for several."""
         self.path = path
-        if skipped:
-            self._append("note", f"··· {bytes_text(skipped)} earlier, in {path.parent.name}/{path.name} ···")
-        for line in lines:
-            self._append("error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else "plain", line)
+        if not self.component:
+            self._names = max([self._names, *(len(entry.component) for entry in entries)])
+        gone = self.buffer.extend(entries)
+        if gone and not self.following:
+            self.scroll_target_y = max(0, self.scroll_target_y - gone)
+            self.scroll_y = max(0, self.scroll_y - gone)
         self._stale = True
 
-    def _append(self, kind: str, line: str) -> None:
-        if len(self.lines) == self.lines.maxlen:
-            self.dropped += 1
-            if not self.following:
-                self.scroll_target_y = max(0, self.scroll_target_y - 1)
-                self.scroll_y = max(0, self.scroll_y - 1)
-        self.lines.append((kind, line))
-        self._width = max(self._width, len(line) if line.isascii() else cell_len(line))
+    # Drawing.
 
     def _repaint(self) -> None:
-        if not self._stale:
+        if not self._stale or not self.is_on_screen:
             return
         self._stale = False
-        self.virtual_size = Size(self._width, len(self.lines))
+        self._arrange()
         if self.following:
             self.scroll_end(animate=False, immediate=True, x_axis=False, force=True)
-            # A scrollbar that appears only now takes its place after the layout.
-            self.call_after_refresh(self._place_scrollbar)
         self._retitle()
         self.refresh()
+
+    def _arrange(self) -> None:
+        """Fit rows and sizes to what is shown now."""
+        room = self.scrollable_content_region.width - self._margin
+        self.buffer.show(level=self._level, pattern=self._filter, wrap=room if self._wraps and room > 8 else None)
+        width = 0 if self._wraps else self.buffer.width + self._margin
+        self.virtual_size = Size(width, self.buffer.height)
+
+    @property
+    def _margin(self) -> int:
+        return self._names + 1 if self._names else 0
+
+    def watch_show_vertical_scrollbar(self) -> None:
+        """A scrollbar that appears only now takes its place after the layout."""
+        self.call_after_refresh(self._place_scrollbar)
 
     def _place_scrollbar(self) -> None:
         if self.show_vertical_scrollbar:
@@ -112,8 +144,48 @@ class LogView(ScrollView, can_focus=True):
 
     def _retitle(self) -> None:
         mode = ("following", "success") if self.following else ("scrolled back · f follows", "warning")
-        attempt = (f"attempt {self.path.stem}", "secondary") if self.path else ("", "")
-        self.border_title = title("Log", (self.component, "primary"), attempt, mode)
+        parts = [(self.component or ALL, "primary")]
+        parts.append((f"attempt {self.path.stem}" if self.path else "", "secondary"))
+        parts.append((_LEVEL_WORDS[self._level], "warning"))
+        parts.append((f"& {self._filter.pattern}" if self._filter else "", "accent"))
+        parts.append((f"/ {self.pattern.pattern}" if self.pattern else "", "accent"))
+        dropped = self.buffer.dropped
+        parts.append((f"{dropped:,} older lines in the file" if dropped else "", "secondary"))
+        self.border_title = title("Log", *parts, mode)
+
+    def render_line(self, y: int) -> Strip:
+        offset_x, offset_y = self.scroll_offset
+        width = self.scrollable_content_region.width
+        background = self.rich_style
+        found = self.buffer.row(y + offset_y)
+        if found is None:
+            return Strip.blank(width, background)
+        number, part, entry, text = found
+        style = self.get_component_rich_style(f"log--{entry.kind}")
+        if number == self._marked:
+            style += self.get_component_rich_style("log--marked", partial=True)
+        segments = self._segments(text, style)
+        if self._names:
+            name = entry.component if part == 0 else ""
+            segments.insert(0, Segment(f"{name:<{self._names}} ", self.get_component_rich_style("log--name")))
+        strip = Strip(segments).crop_extend(offset_x, offset_x + width, background)
+        return strip.apply_style(background)
+
+    def _segments(self, text: str, style: Style) -> list[Segment]:
+        """The line, with what is searched for highlighted."""
+        if self.pattern is None:
+            return [Segment(text, style)]
+        marked = style + self.get_component_rich_style("log--found", partial=True)
+        segments, at = [], 0
+        for match in self.pattern.finditer(text):
+            if match.start() > at:
+                segments.append(Segment(text[at : match.start()], style))
+            if match.group():
+                segments.append(Segment(match.group(), marked))
+            at = match.end()
+        return [*segments, Segment(text[at:], style)]
+
+    # Following.
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
@@ -146,6 +218,7 @@ class LogView(ScrollView, can_focus=True):
 
     def action_follow_end(self) -> None:
         self.following = True
+        self._marked = None
         self.scroll_end(animate=False, x_axis=False, force=True)
 
     def action_top(self) -> None:
@@ -159,13 +232,65 @@ class LogView(ScrollView, can_focus=True):
         else:
             self.action_follow_end()
 
-    def render_line(self, y: int) -> Strip:
-        offset_x, offset_y = self.scroll_offset
-        width, at = self.scrollable_content_region.width, y + offset_y
-        background = self.rich_style
-        if at >= len(self.lines):
-            return Strip.blank(width, background)
-        kind, text = self.lines[at]
-        style: Style = self.get_component_rich_style(f"log--{kind}")
-        strip = Strip([Segment(text, style)]).crop_extend(offset_x, offset_x + width, background)
-        return strip.apply_style(background + style)
+    # Searching, filtering, and what else is done to lines.
+
+    def search(self, pattern: re.Pattern[str] | None) -> str:
+        """Highlight what matches; how many lines do."""
+        self.pattern, self._stale = pattern, True
+        self.refresh()
+        self._retitle()
+        return f"{self.buffer.count(pattern)} lines" if pattern else ""
+
+    def narrow(self, pattern: re.Pattern[str] | None) -> str:
+        """Show only lines that match; how many do."""
+        self._filter, self._marked = pattern, None
+        self._arrange()
+        self._stale = True
+        return f"{self.buffer.count(pattern)} lines" if pattern else ""
+
+    def action_find(self, step: int) -> None:
+        if self.pattern is not None:
+            self._jump(self.buffer.find(self.pattern, self._start(step), step), "no match")
+
+    def action_error(self, step: int) -> None:
+        self._jump(self.buffer.find("error", self._start(step), step), "no error in the lines kept")
+
+    def _start(self, step: int) -> int:
+        """The row behind the marked entry; else the first or last one on the screen."""
+        self._arrange()
+        row = self.buffer.row_of(self._marked) if self._marked is not None else None
+        if row is not None:
+            return row + step
+        return round(self.scroll_y) if step > 0 else round(self.scroll_y) + self.scrollable_content_region.height - 1
+
+    def _jump(self, number: int | None, otherwise: str) -> None:
+        row = self.buffer.row_of(number) if number is not None else None
+        if row is None:
+            self.app.notify(otherwise, timeout=2)
+            return
+        self._hold()
+        self._marked = number
+        self.scroll_to(y=max(0, row - self.scrollable_content_region.height // 2), animate=False, force=True)
+        self.refresh()
+
+    def action_level(self) -> None:
+        self._level = LEVELS[(LEVELS.index(self._level) + 1) % len(LEVELS)]
+        self._marked, self._stale = None, True
+        self._arrange()
+        self._retitle()
+
+    def action_wrap(self) -> None:
+        self._wraps, self._stale = not self._wraps, True
+        self._arrange()
+
+    def action_clear(self) -> None:
+        self.buffer.clear()
+        self._marked, self.following, self._stale = None, True, True
+
+    def action_copy(self) -> None:
+        marked = self.buffer.row_of(self._marked) if self._marked is not None else None
+        top, height = round(self.scroll_y), self.scrollable_content_region.height
+        rows = range(top, top + height) if marked is None else range(marked, marked + 1)
+        found = {row[0]: row[2].text for y in rows if (row := self.buffer.row(y))}
+        self.app.copy_to_clipboard("\n".join(found.values()))
+        self.post_message(self.Copied(len(found)))

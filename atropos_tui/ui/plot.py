@@ -36,8 +36,8 @@ class Axes:
     low: float | None = None
     high: float | None = None
     log: bool = False
-    limit: float | None = None
-    """A healthy limit, drawn as a dashed line where it is in range."""
+    healthy: tuple[float | None, float | None] | None = None
+    """From, to; None where it is open. Shaded, with a dashed line where an end is in range."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Ink:
     grid: Style
     limit: Style
     bad: Style
+    healthy: Style = field(default_factory=Style)
+    """Laid under what stands in the healthy range."""
 
 
 @dataclass
@@ -111,11 +113,25 @@ def plot(curves: Sequence[Curve], axes: Axes, ink: Ink, width: int, height: int)
     canvas = _Canvas(columns, height - 1)
     for curve in reversed(curves):
         _draw(canvas, curve, scale, axes.first, last)
-    limit_row = None
-    if axes.limit is not None and scale.low < axes.limit < scale.high:
-        limit_row = scale.y(axes.limit) // 4
-    lines = [_row(canvas, row, labels.get(row), gutter, limit_row == row, ink) for row in range(height - 1)]
+    band, limits = _healthy_rows(scale, axes.healthy)
+    lines = [
+        _row(canvas, row, labels.get(row), gutter, ink, is_limit=row in limits, is_healthy=row in band)
+        for row in range(height - 1)
+    ]
     return [*lines, _x_axis(axes.first, last, columns, gutter, ink.axis)]
+
+
+def _healthy_rows(scale: _Scale, healthy: tuple[float | None, float | None] | None) -> tuple[range, set[int]]:
+    """Rows inside the healthy range, and those of its ends that are in view."""
+    if healthy is None:
+        return range(0), set()
+    low, high = healthy
+    if (low is not None and low > scale.high) or (high is not None and high < scale.low):
+        return range(0), set()
+    top = 0 if high is None else scale.y(high) // 4
+    bottom = (scale.rows - 1 if low is None else scale.y(low)) // 4
+    limits = {scale.y(end) // 4 for end in healthy if end is not None and scale.low < end < scale.high}
+    return range(top, bottom + 1), limits
 
 
 def y_ticks(low: float, high: float, log: bool, most: int) -> list[float]:
@@ -166,7 +182,7 @@ def _scale(curves: Sequence[Curve], axes: Axes, rows: int) -> _Scale:
 def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: float) -> None:
     width = 2 * canvas.width - 1
     before: tuple[int, int] | None = None
-    for step, value in thin(curve.steps, curve.values, 2 * width):
+    for step, value in zip(curve.steps, curve.values, strict=True):
         x = round((step - first) / (last - first) * width)
         if not math.isfinite(value):
             canvas.mark(x, 0 if value > 0 else scale.rows - 1, "×", curve.style)
@@ -182,38 +198,30 @@ def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: floa
         before = here
 
 
-def thin(steps: Sequence[float], values: Sequence[float], most: int) -> list[tuple[float, float]]:
-    """At most about `most` points that keep every bin's lowest and highest value, and every one that is not finite."""
-    count = len(values)
-    if count <= most:
-        return list(zip(steps, values, strict=True))
-    size = math.ceil(2 * count / most)
-    kept: list[tuple[float, float]] = []
-    for at in range(0, count, size):
-        chunk = range(at, min(at + size, count))
-        finite = [i for i in chunk if math.isfinite(values[i])]
-        picked = {i for i in chunk if not math.isfinite(values[i])}
-        if finite:
-            picked |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-        kept += [(steps[i], values[i]) for i in sorted(picked)]
-    return kept
-
-
-def _row(canvas: _Canvas, row: int, label: str | None, gutter: int, is_limit: bool, ink: Ink) -> Text:
-    line = Text(f"{label or '':>{gutter}} ", style=ink.axis, no_wrap=True, end="")
+def _row(
+    canvas: _Canvas, row: int, label: str | None, gutter: int, ink: Ink, *, is_limit: bool, is_healthy: bool
+) -> Text:
+    under = ink.healthy if is_healthy else Style()
+    line = Text(no_wrap=True, end="").append(f"{label or '':>{gutter}} ", ink.axis)
     line.append("┤" if label else "│", ink.axis)
+    run, run_style = "", under
     for column in range(canvas.width):
-        cell = (column, row)
-        if cell in canvas.marks:
-            glyph, style = canvas.marks[cell]
-            line.append(glyph, ink.bad if glyph == "×" else style)
-        elif cell in canvas.dots:
-            line.append(chr(0x2800 + canvas.dots[cell]), canvas.styles[cell])
-        elif is_limit:
-            line.append("╌", ink.limit)
-        else:
-            line.append("┈" if label and row < canvas.height else " ", ink.grid)
-    return line
+        glyph, style = _cell(canvas, (column, row), "╌" if is_limit else "┈" if label else " ", ink, is_limit)
+        if style is not run_style:  # cells of one style are one stretch: what draws them costs by the stretch
+            line.append(run, under + run_style)
+            run, run_style = "", style
+        run += glyph
+    return line.append(run, under + run_style)
+
+
+def _cell(canvas: _Canvas, cell: tuple[int, int], empty: str, ink: Ink, is_limit: bool) -> tuple[str, Style]:
+    """What stands in one cell, and its style."""
+    if cell in canvas.marks:
+        glyph, style = canvas.marks[cell]
+        return glyph, ink.bad if glyph == "×" else style
+    if cell in canvas.dots:
+        return chr(0x2800 + canvas.dots[cell]), canvas.styles[cell]
+    return empty, ink.limit if is_limit else ink.grid
 
 
 def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) -> Text:
@@ -227,4 +235,4 @@ def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) 
         at = min(max(at, gutter + 1), len(cells) - len(text))
         if all(cell == " " for cell in cells[max(0, at - 2) : at + len(text) + 2]):
             cells[at : at + len(text)] = text
-    return Text("".join(cells), style=style, no_wrap=True, end="")
+    return Text(no_wrap=True, end="").append("".join(cells), style)

@@ -1,53 +1,193 @@
-"""The newest rollouts: reward, advantage, prompt and completion. Their text is data: shown, never obeyed."""
+"""Rollouts by group, newest first, searched, and one against another. Their text is data: shown, never obeyed."""
 
 from __future__ import annotations
 
-from itertools import islice
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import ClassVar
 
+from rich.style import Style
 from rich.text import Text
-from textual.app import RenderResult
-from textual.reactive import reactive
-from textual.widget import Widget
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.message import Message
+from textual.widgets import Static
 
-from atropos_tui.monitor.plain import number, one_line
+from atropos_tui.monitor.plain import number, one_line, plain_text
+from atropos_tui.monitor.rollout_groups import Group, diff, earlier_twin, groups
+from atropos_tui.ui.listing import Listing
 from atropos_tui.ui.look import title
 from atropos_tui.ui.view import View
 from trainer_core.contracts.records import RolloutRecord
 
 
-class Rollouts(Widget):
-    """One line per completion, newest first."""
+@dataclass(frozen=True)
+class Row:
+    """One completion; the first of its group also speaks for the group."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"rollouts--quiet", "rollouts--good", "rollouts--bad", "rollouts--prompt"}
+    group: Group
+    at: int
 
-    view: reactive[View | None] = reactive(None)
+    @property
+    def rollout(self) -> RolloutRecord:
+        return self.group.rollouts[self.at]
+
+
+class Rollouts(Listing[Row]):
+    """One line per completion; a group's prompt stands in its first line only."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        f"rollouts--{name}" for name in ("quiet", "good", "bad", "prompt", "found")
+    }
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("m", "mark", "Mark", show=False, tooltip="Rollouts: mark this completion as the one to compare with"),
+        Binding("equals_sign,D", "diff", "Compare", show=False, tooltip="Rollouts: show what changed since the mark, "
+                "or since the same prompt in an earlier step"),
+    ]  # fmt: skip
+
+    head = 1
+
+    class Pointed(Message):
+        """Another completion is to be shown in full, perhaps against `base`."""
+
+        def __init__(self, rollout: RolloutRecord | None, base: RolloutRecord | None, words: str) -> None:
+            super().__init__()
+            self.rollout = rollout
+            self.base = base
+            self.words = words
+
+    def __init__(self) -> None:
+        super().__init__(id="rollouts")
+        self._all: list[RolloutRecord] = []
+        self._pattern: re.Pattern[str] | None = None
+        self._mark: RolloutRecord | None = None
+        self._comparing = False
+
+    def on_mount(self) -> None:
+        self._retitle()
+
+    def key_of(self, item: Row) -> Hashable:
+        return item.group.step, item.group.prompt, item.at
 
     def show(self, view: View) -> None:
-        self.view = view
-        count = len(view.state.rollouts)
-        self.border_title = title("Rollouts", (f"newest of {count}" if count else "no data", "secondary"))
+        if len(view.state.rollouts) == len(self._all) and (not self._all or view.state.rollouts[-1] is self._all[-1]):
+            return
+        self._all = list(view.state.rollouts)
+        self._fill()
 
-    def render(self) -> RenderResult:
-        if self.view is None or not self.view.state.rollouts:
-            return Text("")
-        width, height = self.content_size
+    def search(self, pattern: re.Pattern[str] | None) -> str:
+        """Show only groups and completions that match; how many do."""
+        self._pattern = pattern
+        self._fill()
+        return f"{len(self.items)} completions"
+
+    def _fill(self) -> None:
+        found = groups(self._all, self._pattern)
+        self.put([Row(group, at) for group in found for at in range(len(group.rollouts))])
+        self._retitle()
+
+    def _retitle(self) -> None:
+        note = f"{len(self.items)} of {len(self._all)}" if self._pattern else f"newest of {len(self._all)}"
+        parts = [(note if self._all else "no data", "secondary")]
+        if self._mark:
+            parts.append((f"marked: step {self._mark.step}", "accent"))
+        self.border_title = title("Rollouts", *parts)
+
+    def on_listing_moved(self) -> None:
+        self.point()
+
+    def point(self) -> None:
+        """Say which completion is to be shown in full."""
+        rollout = self.current.rollout if self.current else None
+        base, words = None, ""
+        if self._comparing and rollout:
+            base = self._mark or earlier_twin(rollout, self._all)
+            words = f"against step {base.step}" if base else "no earlier step to compare with"
+        self.post_message(self.Pointed(rollout, base, words))
+
+    def action_mark(self) -> None:
+        now = self.current.rollout if self.current else None
+        self._mark = None if now is self._mark else now
+        self._retitle()
+        self.point()
+        self.refresh()
+
+    def action_diff(self) -> None:
+        self._comparing = not self._comparing
+        self.point()
+
+    def head_line(self) -> Text:
         quiet = self.get_component_rich_style("rollouts--quiet", partial=True)
-        lines = [Text(f"{'step':>5} {'reward':>7} {'adv':>6}  prompt → completion", quiet, no_wrap=True, end="")]
-        newest = islice(reversed(self.view.state.rollouts), max(0, height - 1))
-        lines += [self._line(record) for record in newest]
-        for line in lines:
-            line.truncate(width, overflow="ellipsis")
-        return Text("\n", end="").join(lines)
+        return Text(f"{'step':>5} {'reward':>7} {'adv':>6}  prompt → completion", quiet, no_wrap=True, end="")
 
-    def _line(self, record: RolloutRecord) -> Text:
-        style = self.get_component_rich_style
+    def draw(self, item: Row, width: int) -> Text:
+        def style(name: str) -> Style:
+            return self.get_component_rich_style(f"rollouts--{name}", partial=True)
+
+        record = item.rollout
         tone = "good" if record.advantage > 0 else "bad" if record.advantage < 0 else "quiet"
+        mark = "◆" if record is self._mark else " "
         line = Text(no_wrap=True, end="")
-        line.append(f"{record.step:>5} ", style("rollouts--quiet", partial=True))
-        line.append(
-            f"{number(record.reward, 2):>7} {number(record.advantage, 2):>6}  ",
-            style(f"rollouts--{tone}", partial=True),
-        )
-        line.append(one_line(record.prompt), style("rollouts--prompt", partial=True))
-        return line.append(" → ", style("rollouts--quiet", partial=True)).append(one_line(record.completion))
+        line.append(f"{record.step:>5}{mark}" if item.at == 0 else f"{mark:>6}", style("quiet"))
+        line.append(f"{number(record.reward, 2):>7} {number(record.advantage, 2):>6}  ", style(tone))
+        line.append(one_line(record.prompt) if item.at == 0 else "↳", style("prompt"))
+        line.append(" → ", style("quiet")).append(one_line(record.completion))
+        if self._pattern:
+            line.highlight_regex(self._pattern, style("found"))
+        return line
+
+
+class RolloutDetail(VerticalScroll):
+    """One completion in full, or what changed between two."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"detail--{name}" for name in ("label", "gone", "new")}
+
+    def __init__(self) -> None:
+        super().__init__(id="rollout-detail")
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="rollout-text")
+
+    def on_mount(self) -> None:
+        self.border_title = title("Rollout")
+
+    def tell(self, message: Rollouts.Pointed) -> None:
+        """Show what the list points at."""
+        found = message.rollout
+        about = f"step {found.step} · {one_line(found.env)}" if found else "no data"
+        self.border_title = title("Rollout", (about, "secondary"), (message.words, "accent"))
+        self.query_one("#rollout-text", Static).update(self._text(found, message.base) if found else "")
+
+    def _text(self, found: RolloutRecord, base: RolloutRecord | None) -> Text:
+        label = self.get_component_rich_style("detail--label", partial=True)
+        text = Text()
+        figures = [
+            ("reward", number(found.reward, 2)),
+            ("advantage", number(found.advantage, 2)),
+            ("policy lag", number(found.policy_lag, 1)),
+        ]
+        for name, value in figures:
+            text.append(f"{name} ", label).append(f"{value}   ")
+        for name, old, new in (
+            ("prompt", base.prompt if base else None, found.prompt),
+            ("completion", base.completion if base else None, found.completion),
+        ):
+            text.append(f"\n\n{name}\n", label)
+            text.append_text(self._changes(plain(old), plain(new)) if old is not None else Text(plain(new)))
+        return text
+
+    def _changes(self, old: str, new: str) -> Text:
+        """What went is struck out, what came is underlined: to be read without colours, too."""
+        styles: dict[str, Style | str] = {
+            "same": "",
+            "gone": self.get_component_rich_style("detail--gone", partial=True),
+            "new": self.get_component_rich_style("detail--new", partial=True),
+        }
+        return Text.assemble(*((words, styles[change]) for change, words in diff(old, new)))
+
+
+def plain(text: str) -> str:
+    """Several lines of foreign text with nothing in them that a terminal would obey."""
+    return "\n".join(plain_text(line) for line in text.split("\n"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from atropos_tui.monitor.bench import RunBenchmark
+from atropos_tui.monitor.gauges import GaugeHistory
 from atropos_tui.monitor.run_info import RunInfo
 from atropos_tui.monitor.state import RunState
-from trainer_core.contracts.control import RunStatus
+from trainer_core.contracts.control import ComponentStatus, RunStatus
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +26,18 @@ class View:
     """Unix seconds."""
     bad_lines: int = 0
     """Lines in the run's streams that were no records."""
+    gauges: GaugeHistory = field(default_factory=GaugeHistory)
+    other: RunBenchmark | None = None
+    """The run that this one is compared with."""
+    selected: str = ""
+    """The component under the cursor."""
+    loaded: bool = True
+    """Whether the files were read to their end once."""
+
+    @property
+    def rows(self) -> list[ComponentStatus]:
+        """Components in start order; empty until something has told."""
+        return self.status.components if self.status else []
 
 
 class Panel(Protocol):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from atropos_tui.monitor.gauges import EngineMetrics, HostUse, Sample
 from trainer_core.contracts.control import ComponentStatus, Phase, Role, RunStatus, State
 from trainer_core.contracts.records import (
     AlignmentRecord,
@@ -177,6 +178,12 @@ def _log_lines(name: str, steps: int) -> list[str]:
             for step in range(1, steps + 1)
         ]
     return [f"INFO:     {name} line {at}\n" for at in range(200)]
+
+
+def still(status: RunStatus | None) -> Sample:
+    """The gauges of a machine on which nothing moves."""
+    engine = EngineMetrics(12, 3, 0.41, 1000, 880, 50_000, 120_000)
+    return Sample(T0 + 40, {"vllm": engine} if status else {}, 3, HostUse(37.5, 16.0, 9_300_000_000, 64_000_000_000))
 
 
 def live_status(run: RunDir, now: float, **changes: State) -> RunStatus:

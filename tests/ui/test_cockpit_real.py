@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from atropos_tui.stack.spec import StopPolicy
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui.log_view import LogView
 from tests.ui.conftest import CHILD, Supervise, child, cockpit, small_stack
@@ -106,7 +107,8 @@ async def test_a_refused_command_says_why(tmp_path: Path, supervise: Supervise) 
     slow = child(
         "slow",
         Role.OTHER,
-        "import signal, time\nsignal.signal(15, lambda *_: time.sleep(1.5))\nprint('ready')\ntime.sleep(60)",
+        "import signal, time\nsignal.signal(15, lambda *_: time.sleep(60))\nprint('ready')\ntime.sleep(60)",
+        stop=StopPolicy(grace_s=5.0),  # time enough for the keys on a busy machine
     )
     run = supervise(small_stack(tmp_path / "run", slow))
     async with cockpit(run) as screen:
@@ -168,13 +170,13 @@ async def test_the_log_follows_and_can_be_held(tmp_path: Path, supervise: Superv
         await screen.until(lambda: screen.row("run-api").state is State.HEALTHY)
         await screen.select("run-api")
         log = screen.app.query_one(LogView)
-        await screen.until(lambda: log.component == "run-api" and len(log.lines) > 30)
+        await screen.until(lambda: log.component == "run-api" and len(log.buffer) > 30)
         await screen.until(lambda: log.text_lines[-1] in screen.text())
         log.focus()
         await screen.press("pageup")
         await screen.until(lambda: not log.following)
-        top, count = log.scroll_y, len(log.lines)
-        await screen.until(lambda: len(log.lines) > count + 5)
+        top, count = log.scroll_y, len(log.buffer)
+        await screen.until(lambda: len(log.buffer) > count + 5)
         assert log.scroll_y == top
         await screen.press("f")
         await screen.until(lambda: log.following and log.text_lines[-1] in screen.text())
@@ -204,7 +206,7 @@ async def test_hostile_output_stays_text(tmp_path: Path, supervise: Supervise) -
         await screen.until(lambda: screen.row("hostile").state is State.HEALTHY)
         await screen.select("hostile")
         log = screen.app.query_one(LogView)
-        await screen.until(lambda: len(log.lines) > 3)
+        await screen.until(lambda: len(log.buffer) > 3)
         await screen.press("3")
         log.action_top()
         await screen.shows("[bold red]not markup[/] red [link=x]y")

@@ -11,10 +11,10 @@ import pytest
 from atropos_tui.supervisor.client import Refused
 from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.components import Components
-from atropos_tui.ui.log_view import LogView
+from atropos_tui.ui.layout import VIEWS
 from tests.ui.conftest import cockpit
 from tests.ui.fakes import FakeControl
-from tests.ui.run_maker import T0, live_status, make_run, write_records
+from tests.ui.run_maker import T0, live_status, make_run, still, write_records
 from trainer_core.contracts.control import Phase, RunStatus, State
 from trainer_core.contracts.records import (
     AlignmentRecord,
@@ -202,11 +202,8 @@ async def test_foreign_lines_are_counted_on_the_screen(run: RunDir) -> None:
     with run.telemetry_jsonl.open("ab") as file:
         file.write(b'\xff\x00garbage\n{"kind": "step"}\n{"kind": "hologram"}\n{"torn": ')
     async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
-        await screen.shows("bad lines")
-        assert (
-            next(line for line in screen.text().splitlines() if "bad lines" in line).split("bad lines")[1].split()[0]
-            == "2"
-        )
+        await screen.shows("bad lines: 2 in the run's streams")
+        await screen.shows("1 records are of a kind this version does not know")
 
 
 async def test_new_records_are_drawn_as_they_come(run: RunDir) -> None:
@@ -242,16 +239,29 @@ async def test_help_lists_every_binding_of_the_app(run: RunDir) -> None:
         await screen.until(lambda: "Keys" not in screen.text())
 
 
-async def test_views_give_one_subject_the_room(run: RunDir) -> None:
-    async with cockpit(run, (80, 24), FakeControl(live_status(run, NOW)), now) as screen:
+VIEW_WORDS = {
+    "1": ("Reward", "Summary"),
+    "2": ("Gradient", "Log "),
+    "3": ("Log ", "Reward"),
+    "4": ("prompt → completion", "Log "),
+    "5": ("Summary", "Rollouts"),
+    "6": ("Host  no GPU", "Reward"),
+    "7": ("Alignment  step 37", "Rollouts"),
+    "8": ("Events  10", "Reward"),
+    "9": ("--training-steps 60", "Reward"),
+}
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 50)])
+async def test_number_keys_give_one_subject_the_room(run: RunDir, size: tuple[int, int]) -> None:
+    assert len(VIEW_WORDS) == len(VIEWS)
+    async with cockpit(run, size, FakeControl(live_status(run, NOW)), now, still) as screen:
         await screen.shows("step 37/60")
-        for key, there, gone in (
-            ("2", "Policy lag", "Log "),
-            ("3", "Log ", "Reward"),
-            ("4", "prompt → completion", "Log "),
-            ("1", "Reward", "Policy lag"),
-        ):
+        for key, (there, gone) in [*VIEW_WORDS.items(), ("1", VIEW_WORDS["1"])]:
             await screen.press(key)
+            if key == "2" and size[0] < 100:
+                screen.app.query_one("#training").scroll_end(animate=False)
+                there = "Queue"
             await screen.until(lambda there=there, gone=gone: there in screen.text() and gone not in screen.text())  # type: ignore[misc]
 
 
@@ -266,16 +276,3 @@ async def test_the_user_s_choice_of_a_component_stays(run: RunDir) -> None:
         control.answer = live_status(run, NOW, vllm=State.FAILED)
         await screen.shows("✖ vllm failed")
         assert table.selected.name == "env"
-
-
-def test_a_running_stack_looks_as_it_did(run: RunDir, snap_compare) -> None:  # type: ignore[no-untyped-def]
-    app = CockpitApp(run.root, control=FakeControl(live_status(run, NOW)), clock=now)
-
-    async def settled(pilot) -> None:  # type: ignore[no-untyped-def]
-        for _ in range(100):
-            await pilot.pause(0.05)
-            if app.state.step == 37 and app.status and not app._dirty and app.query_one(LogView).lines:
-                break
-        await pilot.pause(0.4)
-
-    assert snap_compare(app, terminal_size=(120, 36), run_before=settled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -81,3 +82,39 @@ def test_signals_detach_and_give_the_terminal_back(terminal: Terminal, number: s
     terminal.until(lambda seen: b"LEFT:detach" in seen)
     assert ALTERNATE_OFF in terminal.seen
     assert terminal.process.wait(5) == 0
+
+
+def test_o_opens_the_log_in_the_editor_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text(f'#!/bin/sh\necho "EDITING $1"\necho "$1" > {tmp_path}/opened\n')
+    editor.chmod(0o755)
+    monkeypatch.setenv("EDITOR", str(editor))
+    monkeypatch.delenv("VISUAL", raising=False)
+    run = make_run(tmp_path / "run")
+    started = Terminal([sys.executable, "-c", SCRIPT, str(run.root)])
+    try:
+        started.until(lambda seen: b"37/60" in seen and b"no result" in seen)
+        started.type(b"3")
+        started.until(lambda seen: b"step  37" in seen)
+        started.seen = b""
+        started.type(b"o")
+        started.until(lambda seen: b"EDITING" in seen and ALTERNATE_ON in seen)
+        assert Path((tmp_path / "opened").read_text().strip()) == run.log("trainer", 1)
+        started.type(b"q")
+        started.until(lambda seen: b"LEFT:ended" in seen)
+    finally:
+        started.close()
+
+
+def test_no_color_writes_no_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    run = make_run(tmp_path / "run")
+    started = Terminal([sys.executable, "-c", SCRIPT, str(run.root)])
+    try:
+        started.until(lambda seen: b"37/60" in seen and b"no result" in seen)
+        started.type(b"q")
+        started.until(lambda seen: b"LEFT:ended" in seen)
+        colours = {tuple(map(int, found)) for found in re.findall(rb"[34]8;2;(\d+);(\d+);(\d+)", started.seen)}
+        assert all(max(colour) - min(colour) <= 2 for colour in colours), "only greys"
+    finally:
+        started.close()

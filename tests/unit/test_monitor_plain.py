@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_tui.monitor.plain import MAX_COLUMNS, bytes_text, duration, number, one_line, plain_text, seconds_text
+from atropos_tui.monitor.plain import (
+    MAX_COLUMNS,
+    bytes_text,
+    counted,
+    duration,
+    number,
+    one_line,
+    plain_text,
+    said,
+    seconds_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +85,15 @@ def test_numbers(value: float | None, text: str) -> None:
 def test_bytes_and_seconds() -> None:
     assert [bytes_text(v) for v in (None, 12, 512e6, 1.48e9)] == ["–", "12 B", "512 MB", "1.5 GB"]
     assert [seconds_text(v) for v in (None, 0.0042, 0.31, 0.0, math.nan)] == ["–", "4.2 ms", "0.31 s", "0.00 s", "NaN"]
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "words"),
+    [(0, "process", "0 processes"), (1, "process", "1 process"), (2, "run", "2 runs"), (1200, "box", "1,200 boxes")],
+)  # fmt: skip
+def test_counted(count: int, noun: str, words: str) -> None:
+    assert counted(count, noun) == words
+
+
+def test_said_leaves_tokens_out() -> None:
+    assert said("key hf_abcdefghijklmnopqrstuvwxyz\nnext") == "key (redacted)⏎next"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.style import Style
 
-from atropos_tui.ui.plot import Axes, Curve, Ink, nice_step, plot, thin, tick_label, y_ticks
+from atropos_tui.ui.plot import Axes, Curve, Ink, nice_step, plot, tick_label, y_ticks
 
 INK = Ink(*(Style() for _ in range(4)))
 
@@ -48,8 +48,8 @@ def test_a_logarithmic_axis_shows_seven_decades_apart() -> None:
 
 
 def test_the_limit_is_drawn_where_it_is_in_range() -> None:
-    assert any("╌" in line for line in draw([0.01, 0.02], log=True, high=1.0, limit=0.1))
-    assert not any("╌" in line for line in draw([0.01, 0.02], high=0.05, low=0.0, limit=0.1))
+    assert any("╌" in line for line in draw([0.01, 0.02], log=True, high=1.0, healthy=(None, 0.1)))
+    assert not any("╌" in line for line in draw([0.01, 0.02], high=0.05, low=0.0, healthy=(None, 0.1)))
 
 
 def test_a_constant_and_nothing_at_all_have_axes() -> None:
@@ -73,15 +73,6 @@ def test_any_values_fit_any_size(values: list[float], width: int, height: int, l
     lines = draw(values, width, height, log=log)
     assert len(lines) == height
     assert all(len(line) <= max(width, 0) for line in lines)
-
-
-def test_thinning_keeps_peaks_and_gaps() -> None:
-    values = [0.0] * 100_000
-    values[70_001], values[5_000] = 9.0, math.nan
-    kept = thin(range(100_000), values, 200)
-    assert len(kept) < 500
-    assert (70_001, 9.0) in kept
-    assert any(step == 5_000 and math.isnan(value) for step, value in kept)
 
 
 @pytest.mark.parametrize(("rough", "nice"), [(0.3, 0.5), (1.0, 1.0), (0.21, 0.25), (7, 10), (1.2e-8, 2e-8)])

@@ -77,6 +77,10 @@ class GpuStatus(Message):
     total_bytes: int
     utilization_percent: int | None = None
     """Null where the driver does not measure it (MIG)."""
+    power_w: float | None = None
+    temperature_c: int | None = None
+    held_bytes: dict[str, int] = Field(default_factory=dict)
+    """By component, where the driver tells the processes apart; the rest of `used_bytes` is anybody's."""
 
 
 class ComponentStatus(Message):
@@ -162,7 +166,7 @@ Action = Literal["start", "stop", "restart", "kill", "down"]
 class CommandRequest(Message):
     action: Action
     component: str | None = None
-    """Required but for `down`."""
+    """Required but for `down`; a `restart` without it is of every component that runs."""
     initiator: Literal["user", "trainer"] = "user"
     timeout_s: float | None = None
     """For `down`: seconds until what is left is killed."""

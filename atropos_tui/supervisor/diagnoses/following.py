@@ -98,7 +98,7 @@ class NumberWatch:
         said = []
         for rule in NUMBER_RULES:
             if isinstance(record, rule.kinds):
-                key = (rule.name, rule.kinds, series)
+                key = (rule.name, rule.title, rule.kinds, series)
                 found = self._tracks.setdefault(key, _Track(rule)).put(record)
                 if found is not None and record.time >= self._since:
                     said.append(found)

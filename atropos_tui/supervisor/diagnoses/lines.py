@@ -13,6 +13,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     machine.DAEMONIC,
     machine.FLEXIBLE_ARGUMENT_PARSER,
     machine.TRITON_BLACKWELL,
+    machine.EAGER_FALLBACK,
     machine.NO_GPU,
     machine.SHM_FULL,
     machine.DISK_FULL,

@@ -121,6 +121,15 @@ TRITON_BLACKWELL = LogRule(
         Sign("Triton compilation", r"Triton compilation (?:error|failed)"),
     ),
 )
+EAGER_FALLBACK = LogRule(
+    "eager_fallback",
+    "{0}: no CUDA graphs, since they would compute from a copy of weights",
+    "nothing is wrong, but decoding is slower than with graphs: a mode in which the engine has its own weights "
+    "(broadcast, lora_only) keeps them; enforce-eager = true under [vllm.args] spares the first start",
+    (Sign("starting again with --enforce-eager", r"vllm_server: (\S+?):? .*starting again with --enforce-eager"),),
+    roles=(Role.ENGINE,),
+    at_exit=False,
+)
 NO_GPU = LogRule(
     "gpu_unusable",
     "torch cannot use the GPU",

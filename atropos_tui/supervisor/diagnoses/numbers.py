@@ -15,6 +15,7 @@ from atropos_tui.supervisor.diagnoses import texts, trends
 from atropos_tui.supervisor.diagnoses.training import (
     ALIGNMENT_FIX,
     ALIGNMENT_MISMATCH,
+    CAUSE_FIXES,
     GRADIENT_FIX,
     LOST_GRADIENTS,
     NON_FINITE,
@@ -131,6 +132,27 @@ def _all_flat(record: StepRecord) -> bool:
 
 STEPS, ALIGNMENTS, TIMINGS = (StepRecord,), (AlignmentRecord,), (TimingRecord,)
 
+
+def _mismatch_by(cause: str) -> Judge:
+    """A judge of mismatches with this cause alone."""
+
+    def bad(record: AlignmentRecord) -> str | None:
+        return mismatch(record) if record.cause.startswith(f"{cause}:") else None
+
+    return in_a_row(bad, 1)
+
+
+def _other_mismatch(record: AlignmentRecord) -> str | None:
+    known = any(record.cause.startswith(f"{cause}:") for cause in CAUSE_FIXES)
+    return None if known else mismatch(record)
+
+
+CAUSE_RULES = tuple(
+    NumberRule(ALIGNMENT_MISMATCH.name, f"alignment MISMATCH: {cause}", fix, ALIGNMENTS, _mismatch_by(cause))
+    for cause, fix in CAUSE_FIXES.items()
+)
+"""One rule for each cause that the trainer tells apart, all under one name."""
+
 NUMBER_RULES: tuple[NumberRule, ...] = (
     NumberRule(
         NON_FINITE.name,
@@ -141,7 +163,10 @@ NUMBER_RULES: tuple[NumberRule, ...] = (
         in_a_row(not_finite, 1),
         good=15,
     ),
-    NumberRule(ALIGNMENT_MISMATCH.name, ALIGNMENT_MISMATCH.title, ALIGNMENT_FIX, ALIGNMENTS, in_a_row(mismatch, 1)),
+    *CAUSE_RULES,
+    NumberRule(
+        ALIGNMENT_MISMATCH.name, ALIGNMENT_MISMATCH.title, ALIGNMENT_FIX, ALIGNMENTS, in_a_row(_other_mismatch, 1)
+    ),
     NumberRule(
         "alignment_drift",
         "trainer and engine drift apart",

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from atropos_tui.supervisor.diagnoses.signs import LogRule, Sign
 from trainer_core.contracts.control import Role
+from trainer_core.contracts.records import (
+    BROKEN_WEIGHTS,
+    HEAD_DTYPE,
+    MISSING,
+    OTHER_WEIGHTS,
+    SAMPLING,
+    SHIFTED,
+    STALE_PREFIX,
+    STALE_WEIGHTS,
+    TEMPERATURE,
+)
 
 ALIGNMENT_FIX = (
     "a `cause` in the evidence names it. Else: was {engine} restarted behind the trainer's back? atropos-tui "
@@ -16,10 +27,49 @@ GRADIENT_FIX = (
     "(gradient_checkpointing_kwargs), or model.enable_input_require_grads(); and check that train_layer_indices "
     "([trainer]) names layers the model has"
 )
+
 NO_LOGPROBS_FIX = (
     'openai.server_type = "vllm" under [env.args] (a profile derives it), and an engine with POST /generate: python -m '
     "vllm_server, the default when `command` is left out under [vllm]"
 )
+
+CAUSE_FIXES = {
+    STALE_WEIGHTS: (
+        "the engine generates with weights that the trainer has left behind: atropos-tui restart {engine} brings both "
+        "to the same ones. If it comes back, a layer computes with a copy of its weights: enforce-eager = true under "
+        "[vllm.args], or another mode (broadcast, lora_only)"
+    ),
+    STALE_PREFIX: (
+        "keys and values of older weights are used again: atropos-tui restart {engine}. If it comes back, "
+        "enable-prefix-caching = false under [vllm.args] until it is found"
+    ),
+    TEMPERATURE: (
+        "let the environment say its sampling temperature (generation_params or group_overrides), or set [trainer] "
+        "temperature to it; and leave logprobs-mode = processed_logprobs under [vllm.args], the default here"
+    ),
+    SHIFTED: (
+        "the environment puts logprobs on the wrong tokens: inference_logprobs[i] belongs to tokens[i], prompt tokens "
+        "have 1.0. atroposlib's ManagedServer does it right"
+    ),
+    MISSING: NO_LOGPROBS_FIX,
+    HEAD_DTYPE: (
+        "give both sides the same types: dtype under [trainer] and [vllm], and no head_dtype under [vllm.args] "
+        "hf-overrides"
+    ),
+    BROKEN_WEIGHTS: (
+        "NaN or infinity in the weights: atropos-tui up PROFILE --resume RUN goes back to the last checkpoint; lower "
+        "[trainer] lr and keep clip_eps at 0.2"
+    ),
+    OTHER_WEIGHTS: (
+        "trainer and engine began with different weights or types: is `model` the same for both, and dtype? "
+        "atropos-tui restart {engine} writes the trainer's weights into it"
+    ),
+    SAMPLING: (
+        "the rollouts were not sampled by plain temperature: no top_p, top_k, min_p or penalties in the environment's "
+        "requests, no generation-config under [vllm.args], and its temperature in generation_params"
+    ),
+}
+"""Cause of an alignment record -> what to do."""
 
 ALIGNMENT_MISMATCH = LogRule(
     "alignment_mismatch",

@@ -1,0 +1,72 @@
+"""The events panel: transitions, diagnoses, commands and checkpoints as a timeline, newest first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from typing import ClassVar
+
+from rich.text import Text
+
+from atropos_tui.monitor.timeline import Event, clock, timeline
+from atropos_tui.ui.listing import Listing
+from atropos_tui.ui.look import TONES, title
+from atropos_tui.ui.view import View
+
+
+class Events(Listing[Event]):
+    """One line per event; Enter shows evidence and fix."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"events--{tone}" for tone in TONES}
+
+    def __init__(self) -> None:
+        super().__init__(id="events")
+        self._seen: tuple[int, int] = (-2, -1)
+        self._all: list[Event] = []
+        self._pattern: re.Pattern[str] | None = None
+
+    def on_mount(self) -> None:
+        self._retitle()
+
+    def key_of(self, item: Event) -> Hashable:
+        return item
+
+    def show(self, view: View) -> None:
+        last = view.state.checkpoints[-1].step if view.state.checkpoints else -1
+        seen = (view.state.supervisor_seq, last)
+        if seen != self._seen:
+            self._seen, self._all = seen, timeline(view.state)[::-1]
+            self._filter()
+
+    def search(self, pattern: re.Pattern[str] | None) -> str:
+        """Show only events that match; how many do."""
+        self._pattern = pattern
+        self._filter()
+        return f"{len(self.items)} events"
+
+    def _filter(self) -> None:
+        wanted = self._pattern
+        self.put([event for event in self._all if wanted is None or wanted.search(_words(event))])
+        self._retitle()
+
+    def _retitle(self) -> None:
+        note = (
+            f"{len(self.items)} of {len(self._all)}"
+            if self._pattern
+            else f"{len(self._all)}"
+            if self._all
+            else "none yet"
+        )
+        self.border_title = title("Events", (note, "secondary"))
+
+    def draw(self, item: Event, width: int) -> Text:
+        style = self.get_component_rich_style
+        quiet = style("events--dim", partial=True)
+        line = Text(f"{clock(item.time)} ", quiet, no_wrap=True, end="")
+        line.append(f"{item.component:<9.12} ", "bold")
+        line.append(f"{item.mark:<12} ", style(f"events--{item.tone}", partial=True))
+        return line.append(item.text, None if item.tone in ("warn", "bad") else quiet)
+
+
+def _words(event: Event) -> str:
+    return f"{event.component} {event.mark} {event.text} {event.detail}"

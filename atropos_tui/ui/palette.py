@@ -1,0 +1,54 @@
+"""What Ctrl+P offers: every action, made from the bindings, and each component's actions by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from textual.app import App, SystemCommand
+from textual.binding import Binding
+from textual.dom import DOMNode
+
+from atropos_tui.ui.look import RESTING
+from trainer_core.contracts.control import Action, ComponentStatus
+
+_NAMED = {"left_square_bracket": "left bracket", "right_square_bracket": "right bracket"}
+"""Keys whose own sign would be read as markup."""
+
+Act = Callable[[Action, str], object]
+
+
+def commands(
+    app: App[Any], panels: Iterable[DOMNode], rows: Iterable[ComponentStatus], act: Act
+) -> Iterator[SystemCommand]:
+    """Commands for the palette.
+
+    Args:
+        panels: whose keys work when they have the focus.
+        act: asks for an action on a component.
+    """
+    for owner in (app, *panels):
+        for binding in Binding.make_bindings(owner.BINDINGS):
+            if binding.tooltip and not binding.system:
+                key = _NAMED.get(binding.key) or app.get_key_display(binding)
+                yield SystemCommand(
+                    _title(binding), f"{binding.tooltip} · key {key}", partial(_run, app, binding, owner)
+                )
+    for row in rows:
+        for action in _possible(row):
+            yield SystemCommand(
+                f"{action.capitalize()} {row.name}", f"{row.name} is {row.state}", partial(act, action, row.name)
+            )
+
+
+def _title(binding: Binding) -> str:
+    return binding.description
+
+
+async def _run(app: App[Any], binding: Binding, owner: DOMNode) -> None:
+    await app.run_action(binding.action, owner)
+
+
+def _possible(row: ComponentStatus) -> tuple[Action, ...]:
+    return ("start",) if row.state in RESTING else ("restart", "stop", "kill")

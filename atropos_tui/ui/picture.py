@@ -1,0 +1,31 @@
+"""A picture of the screen as SVG, in fonts that systems have: nothing in it is fetched from the network."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+FONTS = "'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
+
+
+def own_fonts(svg: str) -> str:
+    """`svg` without fonts from elsewhere."""
+    svg = re.sub(r"@font-face\s*{[^}]*}", "", svg)
+    return re.sub(r"font-family:\s*[^;]+;", f"font-family: {FONTS};", svg)
+
+
+def save(svg: str, name: str, folder: Path) -> Path:
+    """Write a picture under a name of its own in `folder`.
+
+    Raises:
+        OSError: it cannot be written there.
+    """
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name) or "run"
+    path = folder / f"atropos-{safe}-{time.strftime('%Y%m%d-%H%M%S')}.svg"
+    for number in range(2, 1000):
+        if not path.exists():
+            break
+        path = path.with_name(f"{path.stem.rpartition('_')[0] or path.stem}_{number}.svg")
+    path.write_text(own_fonts(svg))
+    return path

@@ -1,0 +1,306 @@
+"""Every key that looks or acts, against a real supervisor with small children; the palette, the dialogs, the themes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from textual.command import CommandPalette
+from textual.widgets import Input, OptionList
+
+from atropos_tui.ui.dialogs import ChooseRunDialog, ConfirmDialog, TextDialog
+from atropos_tui.ui.layout import VIEWS
+from atropos_tui.ui.log_view import LogView
+from atropos_tui.ui.rollouts import Rollouts
+from tests.ui.conftest import Supervise, child, cockpit, small_stack
+from tests.ui.fakes import FakeControl
+from tests.ui.run_maker import T0, live_status, make_run, still, write_records
+from trainer_core.contracts.control import Role, State
+from trainer_core.contracts.records import RolloutRecord
+
+NOW = T0 + 31 + 0.33 * 37 + 0.4
+TALKS = """
+print("ready", flush=True)
+for n in range(40):
+    print(f"INFO plain line {n}")
+print("WARNING careful")
+print("ERROR: the one that matters", flush=True)
+for n in range(40, 80):
+    print(f"INFO plain line {n}, " + "long " * 60)
+import sys, time
+sys.stdout.flush()
+time.sleep(600)
+"""
+
+SLOW = """
+import signal, time
+signal.signal(15, lambda *_: time.sleep(1.5) or exit())
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+async def type_in(screen: object, words: str) -> None:
+    for char in words:
+        await screen.press({" ": "space"}.get(char, char))  # type: ignore[attr-defined]
+
+
+async def test_the_whole_stack_is_restarted_in_order(tmp_path: Path, supervise: Supervise) -> None:
+    run = supervise(small_stack(tmp_path / "run", child("slow", Role.OTHER, SLOW)))
+    names = ("run-api", "vllm", "slow", "trainer")
+    async with cockpit(run) as screen:
+        await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
+        before = {name: screen.row(name).pid for name in names}
+        await screen.press("R")
+        await screen.shows("Restart the whole stack?")
+        await screen.shows("trainer → slow → vllm → run-api")
+        await screen.shows("run-api → vllm → slow → trainer")
+        await screen.press("enter")
+        await screen.shows("◔ restart the stack")
+        await screen.until(lambda: any("restart the stack: done" in toast for toast in screen.toasts()))
+        await screen.until(lambda: all(screen.row(name).state is State.HEALTHY for name in names))
+        assert all(screen.row(name).pid not in (None, before[name]) for name in names)
+        assert all(screen.row(name).restarts == 0 for name in names)
+    records = [json.loads(line) for line in run.supervisor_jsonl.read_text().splitlines()]
+    stopped = [row["component"] for row in records if row["kind"] == "state" and row["new"] == "stopped"]
+    assert stopped == ["trainer", "slow", "vllm", "run-api"]
+
+
+async def test_the_log_s_keys(tmp_path: Path, supervise: Supervise) -> None:
+    run = supervise(small_stack(tmp_path / "run", child("talker", Role.OTHER, TALKS)))
+    async with cockpit(run, (100, 30)) as screen:
+        await screen.until(lambda: screen.row("talker").state is State.HEALTHY)
+        await screen.select("talker")
+        await screen.press("3")
+        log = screen.app.query_one(LogView)
+        await screen.until(lambda: log.component == "talker" and len(log.buffer) >= 83)
+        assert screen.app.focused is log
+        await screen.press("e")
+        await screen.shows("ERROR: the one that matters")
+        assert not log.following
+        await screen.press("slash")
+        await type_in(screen, "line 1")
+        await screen.shows("11 lines")
+        await screen.press("enter")
+        assert screen.app.focused is log
+        await screen.press("n")
+        await screen.shows("INFO plain line 1")
+        first = log._marked
+        await screen.press("N")
+        assert log._marked != first
+        await screen.press("y")
+        await screen.until(lambda: any("copied 1 lines" in toast for toast in screen.toasts()))
+        assert "plain line 1" in screen.app.clipboard
+        await screen.press("l")
+        await screen.until(lambda: log.buffer.height == 2 and "warnings and errors" in screen.text())
+        await screen.press("l")
+        await screen.until(lambda: log.buffer.height == 1 and "errors only" in screen.text())
+        await screen.press("l")
+        await screen.until(lambda: log.buffer.height >= 83)
+        rows = log.buffer.height
+        await screen.press("w")
+        await screen.until(lambda: log.buffer.height > rows)
+        await screen.press("w", "ampersand")
+        await type_in(screen, "careful")
+        await screen.press("enter")
+        await screen.until(lambda: log.buffer.height == 1 and "& careful" in screen.text())
+        await screen.press("ampersand", "escape")
+        await screen.until(lambda: log.buffer.height == rows)
+        await screen.press("x")
+        await screen.until(lambda: len(log.buffer) == 0)
+        await screen.press("f")
+        assert not log.following
+        await screen.press("o")
+        await screen.until(lambda: any("cannot be handed to an editor" in toast for toast in screen.toasts()))
+
+
+async def test_all_logs_in_one_and_the_brackets_choose(tmp_path: Path, supervise: Supervise) -> None:
+    run = supervise(small_stack(tmp_path / "run"))
+    async with cockpit(run) as screen:
+        await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
+        log = screen.app.query_one(LogView)
+        await screen.press("a")
+        await screen.shows("all components")
+        await screen.until(lambda: {entry.component for entry in log.buffer.entries} == {"run-api", "vllm", "trainer"})
+        times = [entry.time for entry in log.buffer.entries]
+        assert times == sorted(times)
+        await screen.press("a")
+        await screen.until(lambda: log.component == "trainer")
+        await screen.press("left_square_bracket")
+        await screen.until(lambda: log.component == "vllm" and any("vllm line" in line for line in log.text_lines))
+        await screen.press("right_square_bracket", "right_square_bracket")
+        await screen.until(lambda: log.component == "trainer")
+
+
+async def test_events_and_the_component_s_page(tmp_path: Path, supervise: Supervise) -> None:
+    dies = child("dies", Role.OTHER, "print('ready', flush=True); import time; time.sleep(0.5); 1/0")
+    run = supervise(small_stack(tmp_path / "run", dies))
+    async with cockpit(run) as screen:
+        await screen.until(lambda: screen.row("dies").restarts > 0)
+        await screen.select("dies")
+        await screen.press("9")
+        await screen.shows("restarts after a crash")
+        await screen.shows("command")
+        await screen.press("8")
+        await screen.shows("↻ backoff")
+        await screen.press("slash")
+        await type_in(screen, "backoff")
+        await screen.press("enter")
+        await screen.until(lambda: "● healthy" not in screen.text().partition("Events")[2])
+        await screen.press("down", "up", "enter")
+        await screen.until(lambda: isinstance(screen.app.screen, TextDialog))
+        await screen.shows("exit code 1")
+        await screen.press("escape")
+        await screen.until(lambda: not isinstance(screen.app.screen, TextDialog))
+
+
+async def test_the_palette_has_every_action_and_acts(tmp_path: Path, supervise: Supervise) -> None:
+    run = supervise(small_stack(tmp_path / "run"))
+    async with cockpit(run) as screen:
+        await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
+        offered = {command.title for command in screen.app.get_system_commands(screen.app.screen)}
+        wanted = {heading for heading, _, _ in VIEWS.values()} | {"Restart vllm", "Stop trainer", "Kill run-api"}
+        wanted |= {"Restart all", "Search", "Follow", "Compare", "Picture", "Theme", "Detach"}
+        wanted |= {"Wrap", "Next error", "Mark"}
+        assert wanted <= offered
+        await screen.press("ctrl+p")
+        await screen.until(lambda: isinstance(screen.app.screen, CommandPalette))
+        await type_in(screen, "Previous comp")
+        await screen.shows("left bracket")
+        await screen.press("ctrl+u")
+        await type_in(screen, "Kill run-api")
+        await screen.shows("run-api is healthy")
+        await screen.press("enter")
+        await screen.until(lambda: isinstance(screen.app.screen, ConfirmDialog))
+        await screen.shows("Kill run-api?")
+        await screen.press("escape")
+
+
+async def test_the_mouse_selects_and_presses(tmp_path: Path, supervise: Supervise) -> None:
+    run = supervise(small_stack(tmp_path / "run"))
+    async with cockpit(run) as screen:
+        await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
+        await screen.pilot.click("#components", offset=(5, 2))
+        await screen.until(lambda: screen.app.query_one(LogView).component == "run-api")
+        await screen.press("k")
+        await screen.shows("Kill run-api?")
+        await screen.pilot.click("#no")
+        await screen.until(lambda: "Kill run-api?" not in screen.text())
+
+
+async def test_rollouts_are_searched_and_compared(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    rows = [
+        RolloutRecord(step=1, env="arithmetic", prompt="9+8=", completion="the answer is 16", reward=0, advantage=-1),
+        RolloutRecord(step=2, env="arithmetic", prompt="9+8=", completion="the answer is 17", reward=1, advantage=1),
+        RolloutRecord(step=2, env="arithmetic", prompt="9+8=", completion="no idea", reward=0, advantage=-1),
+    ]
+    write_records(run.telemetry_jsonl, list(rows), start=1000)
+    async with cockpit(run, (140, 40), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+        await screen.press("4")
+        await screen.shows("9+8=")
+        await screen.press("slash")
+        await type_in(screen, "^9.8=")
+        await screen.press("enter")
+        listing = screen.app.query_one(Rollouts)
+        await screen.until(lambda: len(listing.items) == 3)
+        await screen.shows("↳ → no idea")
+        await screen.press("home")
+        await screen.shows("the answer is 17")
+        await screen.press("D")
+        await screen.shows("against step 1")
+        await screen.shows("the answer is 1617")
+        await screen.press("end", "m", "home")
+        await screen.shows("marked: step 1")
+        await screen.press("m")
+        await screen.shows("marked: step 2")
+        await screen.press("equals_sign", "slash", "escape")
+        await screen.until(lambda: len(listing.items) == 11)
+
+
+async def test_another_run_stands_beside_with_ratios(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "mine")
+    make_run(tmp_path / "runs" / "other", steps=20, seed=1)
+    async with cockpit(run, (180, 45), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+        await screen.shows("step 37/60")
+        await screen.press("c")
+        await screen.until(lambda: isinstance(screen.app.screen, ChooseRunDialog))
+        await screen.shows("running or cut off")
+        await screen.press("enter")
+        await screen.shows("beside other")
+        await screen.shows("(x0.54)")
+        await screen.press("c")
+        await screen.until(lambda: isinstance(screen.app.screen, ChooseRunDialog))
+        await screen.press("end", "enter")
+        await screen.shows("BENCHMARK SUMMARY")
+        assert screen.app.other is None
+
+
+async def test_a_picture_is_saved_and_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+        await screen.shows("step 37/60")
+        await screen.press("p")
+        await screen.until(lambda: any("saved" in toast for toast in screen.toasts()))
+    (picture,) = tmp_path.glob("atropos-demo-*.svg")
+    svg = picture.read_text()
+    assert "http" not in svg.replace("http://www.w3.org", "").replace("https://www.textualize.io", "")
+    assert "37/60" in svg
+
+
+async def test_themes_are_offered(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+        for theme in ("textual-light", "gruvbox", "atropos"):
+            screen.app.theme = theme
+            await screen.shows("step 37/60")
+        await screen.press("t")
+        await screen.until(lambda: isinstance(screen.app.screen, CommandPalette))
+        await screen.press("escape")
+
+
+async def test_without_colours_every_state_and_share_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    run = make_run(tmp_path / "run")
+    control = FakeControl(live_status(run, NOW, vllm=State.FAILED))
+    async with cockpit(run, (180, 45), control, lambda: NOW, still) as screen:
+        await screen.shows("✖ failed")
+        await screen.shows("Host  no GPU")
+        legend = screen.text()
+        assert {mark for mark in "█▓▒▚" if mark + " " in legend} >= {"█", "▒", "▚"}
+
+
+@pytest.mark.parametrize("size", [(20, 5), (39, 24), (80, 11)])
+async def test_a_terminal_too_small_gets_a_message(tmp_path: Path, size: tuple[int, int]) -> None:
+    run = make_run(tmp_path / "run")
+    async with cockpit(run, size, FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+        await screen.shows("the terminal is too")
+        for key in ("2", "3", "slash", "a", "escape", "4", "1"):
+            await screen.press(key)
+        await screen.pilot.resize_terminal(80, 24)
+        await screen.shows("step 37/60")
+
+
+async def test_a_newer_writer_is_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with run.telemetry_jsonl.open("a") as file:
+        file.write('{"v": 9, "kind": "hologram", "step": 38}\n')
+    async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+        await screen.shows("a newer version wrote this run (schema 9")
+
+
+async def test_a_search_line_is_closed_by_escape(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+        await screen.shows("step 37/60")
+        await screen.press("slash")
+        assert isinstance(screen.app.focused, Input)
+        await type_in(screen, "q?r")
+        await screen.press("escape")
+        assert isinstance(screen.app.focused, LogView)
+        assert len(screen.app.screen_stack) == 1
+        assert not screen.app.query(OptionList)

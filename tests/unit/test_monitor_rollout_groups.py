@@ -1,0 +1,109 @@
+"""Rollouts by group, searched, compared; the timeline; the runs beside a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atropos_tui.monitor.neighbours import neighbours
+from atropos_tui.monitor.rollout_groups import diff, earlier_twin, groups
+from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.timeline import clock, timeline
+from tests.ui.run_maker import make_run, start_records
+from trainer_core.contracts.records import CheckpointRecord, CommandRecord, DiagnosisRecord, RolloutRecord, StateRecord
+
+
+def rollout(step: int, prompt: str, completion: str = "", reward: float = 1.0, env: str = "e") -> RolloutRecord:
+    return RolloutRecord(step=step, prompt=prompt, completion=completion, reward=reward, advantage=0.0, env=env)
+
+
+def test_groups_are_newest_first_and_hold_completions_of_one_prompt() -> None:
+    rows = [rollout(1, "a"), rollout(2, "b", "x", 1.0), rollout(2, "c"), rollout(2, "b", "y", 0.0)]
+    found = groups(rows)
+    assert [(group.step, group.prompt, len(group.rollouts)) for group in found] == [
+        (2, "b", 2),
+        (2, "c", 1),
+        (1, "a", 1),
+    ]
+    assert found[0].reward_mean == 0.5
+
+
+def test_a_search_keeps_what_matches() -> None:
+    rows = [rollout(1, "apple", "1"), rollout(1, "pear", "an apple"), rollout(1, "pear", "2")]
+    found = groups(rows, re.compile("apple"))
+    assert [[r.completion for r in group.rollouts] for group in found] == [["1"], ["an apple"]]
+
+
+def test_the_twin_is_the_same_prompt_in_the_latest_earlier_step() -> None:
+    rows = [rollout(1, "a"), rollout(2, "a"), rollout(3, "b"), rollout(3, "a", env="other"), rollout(4, "a")]
+    assert earlier_twin(rows[-1], rows) is rows[1]
+    assert earlier_twin(rows[2], rows) is rows[1]
+    assert earlier_twin(rows[0], rows) is None
+
+
+def test_a_diff_in_words() -> None:
+    assert diff("the cat sat", "the dog sat") == [("same", "the "), ("gone", "cat"), ("new", "dog"), ("same", " sat")]
+    assert diff("", "") == []
+
+
+@given(st.text(max_size=200), st.text(max_size=200))
+def test_a_diff_holds_both_texts_in_full(old: str, new: str) -> None:
+    parts = diff(old, new)
+    assert "".join(text for change, text in parts if change != "new") == old
+    assert "".join(text for change, text in parts if change != "gone") == new
+
+
+def test_a_long_diff_still_holds_both_texts() -> None:
+    old, new = "a " * 5000, "b " * 5000
+    parts = diff(old, new)
+    assert "".join(text for change, text in parts if change != "gone") == new
+    assert "".join(text for change, text in parts if change != "new") == old
+
+
+def test_the_timeline_tells_everything_in_order() -> None:
+    state = RunState()
+    for record in [
+        StateRecord(seq=0, time=3, component="vllm", old="pending", new="starting", attempt=2, reason="by hand"),
+        DiagnosisRecord(seq=1, time=5, component="vllm", title="[oom]\x1b[2J", evidence="e", fix="f", rule="r"),
+        CommandRecord(seq=2, time=4, component=None, command_id="c", action="restart", status="failed", detail="d"),
+        StateRecord(seq=3, time=6, component="vllm", old="starting", new="melted", exit_code=-9),
+        CheckpointRecord(step=20, time=1, path="p", seconds=0.5, bytes=10),
+    ]:
+        state.apply(record)
+    found = timeline(state)
+    assert [event.time for event in found] == [1, 3, 4, 5, 6]
+    assert [event.mark for event in found] == ["▪ checkpoint", "◔ starting", "→ command", "▲ diagnosis", "· melted"]
+    assert found[1].text == "by hand · attempt 2"
+    assert found[2].text == "restart the stack: failed"
+    assert found[3].text == "[oom]"
+    assert "fix: f" in found[3].detail
+    assert "exit code -9" in found[4].detail
+
+
+def test_a_clock_is_a_time_of_day_whatever_it_is_given() -> None:
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", clock(1_790_000_000.0))
+    assert {clock(at) for at in (float("nan"), float("inf"), 1e300)} == {"--:--:--"}
+
+
+def test_an_ordinary_start_is_on_the_timeline() -> None:
+    state = RunState()
+    for seq, record in enumerate(start_records()):
+        state.apply(record.model_copy(update={"seq": seq}))
+    assert len(timeline(state)) == 10
+
+
+def test_neighbours_are_runs_with_records_newest_first(tmp_path: Path) -> None:
+    for at, name in enumerate(("old", "new", "mine")):
+        run = make_run(tmp_path / name, steps=1)
+        run.run_json.write_text(json.dumps({"started_at": 1000.0 + at}))
+    (tmp_path / "old" / "result.json").write_text('{"exit_code": 3}')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    found = neighbours(tmp_path / "mine")
+    assert [(run.name, run.exit_code) for run in found] == [("new", None), ("old", 3)]
+    assert found[0].mode == "shared_vllm"
+    assert neighbours(tmp_path / "no" / "such") == []
