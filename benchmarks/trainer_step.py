@@ -1,11 +1,12 @@
 """One optimizer step, ours and the peer's, on the same batch in one run; our gradient against float64 in that same run.
 
-    python benchmarks/trainer_step.py [--shape tiny|qwen3-1.7b] [--mix lognormal|short|long] [--steps 3] [--json]
+    python benchmarks/trainer_step.py [--shape demo|tiny|qwen3-1.7b] [--mix short lognormal long] [--steps 3] [--json]
 
-The peer is `example_trainer` of atroposlib 0.4.0, from its own wheel, with its own padding, gradient checkpointing and
-optimizer; ours is what `atropos-trainer` runs: read, pack, accumulate, step. Weights are random, of the named shape. On
-CUDA both are bfloat16 and MFU is of 790 TFLOP/s, what an H200 reaches in dense bfloat16 products; on a CPU both are
-float32.
+`--mix` takes one distribution of lengths or several; `arithmetic` is the demo's, for `--shape demo`. The peer is
+`example_trainer` of atroposlib 0.4.0, from its own wheel, with its own padding, gradient checkpointing and optimizer;
+ours is what `atropos-trainer` runs: read, pack, accumulate, step. Weights are random, of the named shape. On CUDA both
+are bfloat16 and MFU is of 790 TFLOP/s, what an H200 reaches in dense bfloat16 products; on a CPU both are float32 and
+have the same cores (`--threads`, all by default).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -27,17 +29,18 @@ import numpy as np
 import torch
 
 from trainer_core.config import TrainingConfig
-from trainer_core.optimizers import Stepper
+from trainer_core.optimizers import Stepper, for_device
 from trainer_core.policy.attention import register
 from trainer_core.policy.checkpointing import use_checkpointing
 from trainer_core.policy.compiled import compile_layers
 from trainer_core.policy.flops import step_flops
+from trainer_core.policy.lanes import use_cores
 from trainer_core.rollouts.batch import read_batch
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
 
 PEAK_FLOPS = 790e12
-GROUPS, GROUP = 8, 8
+GROUP = 8
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -48,8 +51,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "rope_theta": 1e6,
     },
 }  # fmt: skip
-MIXES = {"short": (5.0, 0.4, 16, 512), "lognormal": (6.2, 0.6, 32, 1920), "long": (7.6, 0.5, 512, 7800)}
-"""Completion lengths: mu and sigma of the logarithm, shortest, longest. Prompts have 128 tokens."""
+SHAPES["demo"] = SHAPES["tiny"] | {"vocab_size": 14, "rope_theta": 1e4}
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Lengths of a batch in tokens: prompts, then completions with a lognormal length."""
+
+    mu: float
+    sigma: float
+    low: int
+    high: int
+    prompt: int = 128
+    groups: int = 8
+    """Of 8 completions each."""
+
+
+MIXES = {
+    "short": Mix(5.0, 0.4, 16, 512),
+    "lognormal": Mix(6.2, 0.6, 32, 1920),
+    "long": Mix(7.6, 0.5, 512, 7800),
+    "arithmetic": Mix(0.9, 0.3, 2, 4, prompt=5, groups=16),
+}
 
 
 def model_config(shape: str) -> Any:
@@ -67,15 +90,17 @@ def build(shape: str, device: torch.device, attention: str) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(model_config(shape), dtype=dtype, attn_implementation=attention)
 
 
-def make_batch(shape: str, mix: str, *, groups: int = GROUPS, prompt: int = 128) -> list[dict[str, Any]]:
+def make_batch(shape: str, mix: str, *, groups: int | None = None, prompt: int | None = None) -> list[dict[str, Any]]:
     """Groups as run-api returns them: scores of +-1, rollout logprobs of an almost uniform policy."""
     dice = np.random.default_rng(1)
     vocabulary = SHAPES[shape]["vocab_size"]
-    mu, sigma, low, high = MIXES[mix]
+    lengths_of = MIXES[mix]
+    prompt = prompt or lengths_of.prompt
     found = []
-    for _ in range(groups):
+    for _ in range(groups or lengths_of.groups):
         start = dice.integers(1, vocabulary, prompt).tolist()
-        lengths = np.clip(dice.lognormal(mu, sigma, GROUP).astype(int), low, high)
+        lengths = dice.lognormal(lengths_of.mu, lengths_of.sigma, GROUP).astype(int)
+        lengths = np.clip(lengths, lengths_of.low, lengths_of.high)
         ends = [dice.integers(1, vocabulary, n).tolist() for n in lengths]
         found.append(
             {
@@ -101,15 +126,11 @@ class Ours:
 
     def __init__(self, shape: str, device: torch.device, **settings: Any) -> None:
         self.device = device
-        defaults = {
-            "model_name": shape, "batch_size": GROUP, "gradient_accumulation_steps": GROUPS, "seq_len": 8192,
-            "lr": 1e-6, "optimizer": "adamw", "pack_tokens": 16_384 if device.type == "cuda" else 2048,
-        }  # fmt: skip
-        self.config = TrainingConfig.model_validate(defaults | settings)
+        defaults = {"model_name": shape, "seq_len": 8192, "lr": 1e-6, "optimizer": "adamw"}
+        self.config = for_device(TrainingConfig.model_validate(defaults | settings), device)
         self.model = build(shape, device, register()).eval()
         compile_layers(self.model, self.config.compile, device)
-        if device.type == "cpu":
-            torch.set_num_threads(1)
+        self.lanes = use_cores(self.model, self.config, device)
         self.stepper = Stepper(self.model, self.config)
         use_checkpointing(
             self.model, self.config.gradient_checkpointing, device=device, optimizer=self.config.optimizer,
@@ -119,8 +140,8 @@ class Ours:
 
     def step(self, batch: list[dict[str, Any]]) -> None:
         self.taken += 1
-        rows = pack(read_batch(batch, seq_len=self.config.seq_len).rollouts, self.config.tokens_per_pass)
-        accumulate(self.model, self.stepper, rows, self.config, self.taken)
+        rows = pack(read_batch(batch, seq_len=self.config.seq_len).rollouts, self.config.tokens_per_pass, self.lanes)
+        accumulate(self.model, self.stepper, rows, self.config, self.taken, lanes=self.lanes)
         self.stepper.compute()
         self.stepper.write()
 
@@ -135,14 +156,14 @@ def peer_attention() -> str:
 class Peer:
     """`example_trainer` of atroposlib: its padding, its loss, its optimizer step."""
 
-    def __init__(self, shape: str, device: torch.device, micro_batch: int) -> None:
+    def __init__(self, shape: str, device: torch.device, micro_batch: int, sequences: int) -> None:
         from example_trainer import model as peer_model
         from example_trainer.trainers import create_optimizer
 
         self.device, self.micro_batch = device, micro_batch
         self.config = SimpleNamespace(
             device=str(device), lr=1e-6, clip_eps=0.2, warmup_steps=0, optimizer="adamw",
-            gradient_accumulation_steps=GROUPS * GROUP // micro_batch,
+            gradient_accumulation_steps=sequences // micro_batch,
         )  # fmt: skip
         self.model = build(shape, device, peer_attention())
         peer_model._setup_gradient_checkpointing(self.model, self.config)
@@ -194,7 +215,7 @@ def check_gradient(shape: str, device: torch.device) -> dict[str, float]:
     batch = make_batch(shape, "short", groups=1, prompt=16)
     ours = Ours(shape, device, max_grad_norm=0.0)
     read = read_batch(batch, seq_len=8192)
-    accumulate(ours.model, ours.stepper, pack(read.rollouts, 1024), ours.config, 1)
+    accumulate(ours.model, ours.stepper, pack(read.rollouts, 1024, ours.lanes), ours.config, 1, lanes=ours.lanes)
     mine = torch.cat([master.grad.double().flatten().cpu() for master in ours.stepper.masters])
     wide = build(shape, device, "eager").double()
     wide.load_state_dict({k: v.double() for k, v in ours.model.state_dict().items()})
@@ -216,20 +237,21 @@ def check_gradient(shape: str, device: torch.device) -> dict[str, float]:
     }
 
 
-def compare(options: argparse.Namespace) -> dict[str, Any]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    batch = make_batch(options.shape, options.mix)
+def compare(options: argparse.Namespace, mix: str, device: torch.device) -> dict[str, Any]:
+    """Peer and ours on one batch of this mix."""
+    batch = make_batch(options.shape, mix)
     flops = step_flops(model_config(options.shape), sizes(batch))
+    cores = {} if options.threads is None else {"torch_threads": options.threads}
     runs: dict[str, Callable[[], Ours | Peer]] = {
-        f"peer, micro-batch {n}": lambda n=n: Peer(options.shape, device, n) for n in options.peer
+        f"peer, micro-batch {n}": lambda n=n: Peer(options.shape, device, n, len(sizes(batch))) for n in options.peer
     }
-    runs["ours"] = lambda: Ours(options.shape, device)
+    runs["ours"] = lambda: Ours(options.shape, device, **cores)
     for text in options.also:
         settings = json.loads(text)
         runs["ours " + " ".join(f"{k}={v}" for k, v in settings.items())] = lambda s=settings: Ours(
-            options.shape, device, **s
+            options.shape, device, **(cores | s)
         )
-    threads = torch.get_num_threads()
+    threads = options.threads or torch.get_num_threads()
     rows = {}
     for name, make in runs.items():
         torch.set_num_threads(threads)
@@ -239,15 +261,16 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             rows[name] = {"step_s": None, "tokens_per_s": None, "mfu": None, "peak_gb": None}
             gc.collect()
             torch.cuda.empty_cache()
-        print(f"{name}: {rows[name]}", file=sys.stderr, flush=True)
+        print(f"{mix}, {name}: {rows[name]}", file=sys.stderr, flush=True)
+    torch.set_num_threads(threads)
     peers = [rows[name]["step_s"] for name in rows if name.startswith("peer") and rows[name]["step_s"]]
+    mine = rows["ours"]["step_s"]
     return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "torch": torch.__version__, "shape": options.shape, "mix": options.mix, "sequences": len(sizes(batch)),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {threads} threads",
+        "torch": torch.__version__, "shape": options.shape, "mix": mix, "sequences": len(sizes(batch)),
         "tokens": sum(sizes(batch)), "longest": max(sizes(batch)), "runs": rows,
-        "times_the_default_peer": peers[0] / rows["ours"]["step_s"] if peers else None,
-        "times_the_best_peer": min(peers) / rows["ours"]["step_s"] if peers else None,
-        **check_gradient(options.shape, device),
+        "times_the_default_peer": peers[0] / mine if peers and mine else None,
+        "times_the_best_peer": min(peers) / mine if peers and mine else None,
     }  # fmt: skip
 
 
@@ -268,10 +291,6 @@ def show(found: dict[str, Any]) -> str:
         lines.append(
             f"{found['times_the_default_peer']:.1f}x the peer's first, {found['times_the_best_peer']:.1f}x its best"
         )
-    lines.append(
-        f"gradient against float64: cosine {found['gradient_cosine']:.6f}, "
-        f"relative error {found['gradient_relative_error']:.1e}"
-    )
     return "\n".join(lines)
 
 
@@ -279,7 +298,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda = torch.cuda.is_available()
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b" if cuda else "tiny")
-    parser.add_argument("--mix", choices=MIXES, default="lognormal" if cuda else "short")
+    parser.add_argument("--mix", choices=MIXES, nargs="+", default=["lognormal" if cuda else "short"])
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after one that is not")
     parser.add_argument(
         "--peer", type=int, nargs="*", default=[2, 8], help="micro-batches of the peer; its default is 2"
@@ -287,10 +306,16 @@ def main() -> int:
     parser.add_argument(
         "--also", metavar="JSON", nargs="*", default=[], help="further runs of ours with these settings"
     )
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--threads", type=int, help="CPU threads for each; default: all cores")
+    parser.add_argument("--json", action="store_true", help="one object a line: each mix, then the gradient")
     options = parser.parse_args()
-    found = compare(options)
-    print(json.dumps(found) if options.json else show(found))
+    device = torch.device("cuda" if cuda else "cpu")
+    for mix in options.mix:
+        found = compare(options, mix, device)
+        print(json.dumps(found) if options.json else show(found), flush=True)
+    gradient = check_gradient(options.shape, device)
+    print(json.dumps(gradient) if options.json else "gradient against float64: cosine {gradient_cosine:.6f}, relative "
+          "error {gradient_relative_error:.1e}".format(**gradient))  # fmt: skip
     return 0
 
 

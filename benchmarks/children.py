@@ -1,0 +1,167 @@
+"""Processes of `weight_sync.py`: inference servers, and children that answer one JSON line for each line they get.
+
+A child writes `ANSWER {json}` to stdout; whatever else it prints goes to its log, whose end is part of every error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+MARK = "ANSWER "
+TOKEN = "benchmark-0123456789"
+TAIL = 1500
+
+
+class ChildError(RuntimeError):
+    """A child failed, or took too long."""
+
+
+def answer(found: Any) -> None:
+    """In a child: the answer to the line that was read."""
+    print(MARK + json.dumps(found), flush=True)
+
+
+def environment(folder: Path, gpu: int | None, extra: dict[str, str]) -> dict[str, str]:
+    """This one without the settings of another run; every process has a compile cache of its own."""
+    mine = {key: value for key, value in os.environ.items() if not key.startswith("ATROPOS_")}
+    mine |= {"ATROPOS_TOKEN": TOKEN, "VLLM_CACHE_ROOT": str(folder / "vllm-cache"), "HF_HUB_OFFLINE": "1"}
+    if gpu is None:
+        mine |= {"OMP_NUM_THREADS": "1"}
+    else:
+        mine |= {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    return mine | extra
+
+
+class Process:
+    """One process in a session of its own, its output in `folder`/log."""
+
+    def __init__(self, folder: Path, command: list[str], env: dict[str, str], *, talks: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "log"
+        self.began = time.perf_counter()
+        with self.log.open("wb") as out:
+            self.popen = subprocess.Popen(
+                [sys.executable, *command], env=env, stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if talks else out, stderr=out, start_new_session=True, text=True,
+            )  # fmt: skip
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-TAIL:]
+
+    def close(self) -> None:
+        """SIGTERM, then SIGKILL for the whole session."""
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
+
+class Child(Process):
+    """`python -m benchmarks...`, asked line by line."""
+
+    def __init__(self, folder: Path, command: list[str], env: dict[str, str]) -> None:
+        super().__init__(folder, command, env, talks=True)
+        self._answers: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def tell(self, request: Any) -> None:
+        """Send a line without waiting for its answer."""
+        assert self.popen.stdin is not None
+        try:
+            self.popen.stdin.write(json.dumps(request) + "\n")
+            self.popen.stdin.flush()
+        except OSError:
+            raise ChildError(f"{self.log} ended:\n{self.tail()}") from None
+
+    def wait(self, timeout_s: float) -> Any:
+        """The next answer.
+
+        Raises:
+            ChildError: none within `timeout_s`, the child ended, or it answered with an error.
+        """
+        try:
+            found = self._answers.get(timeout=max(timeout_s, 0.1))
+        except queue.Empty:
+            raise ChildError(f"no answer within {timeout_s:.0f} s:\n{self.tail()}") from None
+        if found is None:
+            self._answers.put(None)
+            raise ChildError(f"ended with {self.popen.wait()}:\n{self.tail()}")
+        if isinstance(found, dict) and found.get("error"):
+            raise ChildError(found["error"])
+        return found
+
+    def ask(self, request: Any, timeout_s: float) -> Any:
+        self.tell(request)
+        return self.wait(timeout_s)
+
+    def close(self) -> None:
+        """Let it end by itself, since nothing more will be asked; then as every process."""
+        assert self.popen.stdin is not None
+        with contextlib.suppress(OSError):
+            self.popen.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(10)
+        super().close()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        with self.log.open("a") as out:
+            for line in self.popen.stdout:
+                if line.startswith(MARK):
+                    self._answers.put(json.loads(line[len(MARK) :]))
+                else:
+                    out.write(line)
+                    out.flush()
+        self._answers.put(None)
+
+
+class Server(Process):
+    """An inference server; `ours` is `python -m vllm_server`, else vLLM's own API server."""
+
+    def __init__(self, folder: Path, port: int, flags: list[str], env: dict[str, str], *, ours: bool = True) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.health = "/health_generate" if ours else "/health"
+        module = "vllm_server" if ours else "vllm.entrypoints.openai.api_server"
+        address = ["--host", "127.0.0.1", "--port", str(port)]
+        self.ready_s: float | None = None
+        env = env | {"LOGDIR": str(folder / "bridge")}
+        super().__init__(folder, ["-m", module, *address, *flags], env, talks=False)
+
+    def is_ready(self) -> bool:
+        """Whether it serves now.
+
+        Raises:
+            ChildError: it has ended.
+        """
+        if self.ready_s is not None:
+            return True
+        if self.popen.poll() is not None:
+            raise ChildError(f"ended with {self.popen.returncode}:\n{self.tail()}")
+        try:
+            if httpx.get(self.url + self.health, timeout=5, trust_env=False).status_code == 200:
+                self.ready_s = time.perf_counter() - self.began
+        except httpx.TransportError:
+            pass
+        return self.ready_s is not None
+
+    def wait_ready(self, until: float) -> None:
+        """Raises ChildError when it does not serve by `until` (`time.perf_counter()` seconds)."""
+        while not self.is_ready():
+            if time.perf_counter() > until:
+                raise ChildError(f"not ready after {time.perf_counter() - self.began:.0f} s:\n{self.tail()}")
+            time.sleep(0.2)
