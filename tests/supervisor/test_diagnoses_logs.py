@@ -80,13 +80,22 @@ BACKEND = (
     "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1333, "
     "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.18.6"
 )
+BROKE = (
+    "Waiting for the inference server: the broadcast broke (phase receive): no word from http://127.0.0.1:9001; no data "
+    "for 60 s"
+)
 CUT_OFF = "2026-11-21 13:23:44 WARNING atroposlib.envs.base: Worker 6f1c-77 has timed out after 600.0731 seconds"
 SHM = "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm)."
+EAGER = (
+    "vllm_server: model.norm.weight: this model computes from a copy of these weights with CUDA graphs or compiled "
+    "code: starting again with --enforce-eager"
+)
 TORCH_SHM = "RuntimeError: unable to write to file </torch_739_144252761_4>: No space left on device (28)"
 WORDS = [
     (ENGINE, "triton_blackwell", PTXAS),  # vllm-project/vllm#16336
     (ENGINE, "triton_blackwell", "ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'"),  # vllm#29469
     (ENGINE, "triton_blackwell", "triton.runtime.errors.PTXASError: PTXAS error: Internal Triton PTX codegen error"),
+    (ENGINE, "eager_fallback", EAGER),
     (ENGINE, "out_of_memory", FREE),
     (ENGINE, "kv_cache_too_small", "ValueError: No available memory for the cache blocks. Try increasing"),
     (
@@ -94,6 +103,7 @@ WORDS = [
         "kv_cache_too_small",
         "(0.03 GiB KV cache is needed, which is larger than the available KV cache memory (0",
     ),
+    (TRAINER, "broadcast_broke", BROKE),
     (TRAINER, "nccl_failed", BACKEND),  # hkproj/pytorch-transformer-distributed#1
     (TRAINER, "shm_full", SHM),  # nianticlabs/simplerecon#3
     (TRAINER, "shm_full", TORCH_SHM),  # logicalclocks/hopsworks#1557

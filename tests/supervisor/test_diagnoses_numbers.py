@@ -12,7 +12,7 @@ from atropos_tui.supervisor.diagnoses import Diagnosis
 from atropos_tui.supervisor.diagnoses.following import NumberWatch
 from atropos_tui.supervisor.diagnoses.model import QUIET_S
 from atropos_tui.supervisor.diagnoses.numbers import NUMBER_RULES
-from trainer_core.contracts.records import EvalRecord, Record, RolloutRecord, parse_line
+from trainer_core.contracts.records import ALIGNMENT_CAUSES, EvalRecord, Record, RolloutRecord, parse_line
 
 CLEAN = Path(__file__).parent / "logs/clean"
 RUN = [parse_line(line) for line in (CLEAN / "telemetry.jsonl").read_text().splitlines()]
@@ -48,9 +48,9 @@ CASES: list[tuple[str, list[Record], str]] = [
     ("loss_too_low", changed("step", fixed(loss=-12.5), 33, 33), "step 33: loss -12.5"),
     (
         "alignment_mismatch",
-        changed("alignment", fixed(verdict="mismatch", probe_diff_abs_mean=1.4, cause="stale weights"), 7, 7),
+        changed("alignment", fixed(verdict="mismatch", probe_diff_abs_mean=1.4, cause="stale weights: still"), 7, 7),
         "step 7: verdict mismatch, mean |trainer - engine| 0.0262 (rollouts), mean |trainer - engine| 1.4 (probe at "
-        "the same weights), cause: stale weights",
+        "the same weights), cause: stale weights: still",
     ),
     ("alignment_drift", changed("alignment", fixed(verdict="drift"), 7, 10), "verdict drift"),
     ("alignment_drift", changed("alignment", fixed(logprob_diff_abs_mean=0.1), 7, 10), "0.1 (rollouts)"),
@@ -89,6 +89,29 @@ def test_one_number_that_is_wrong_is_told_once(rule: str, records: list[Record],
     assert [one.rule for one in found] in ([rule], [rule, rule])  # accuracy of two splits
     assert evidence in found[0].evidence
     assert found[0].title and found[0].fix and found[0].episode == 0
+
+
+FIXES = {
+    "stale weights": "restart vllm",
+    "stale prefix cache": "enable-prefix-caching",
+    "temperature": "generation_params",
+    "shifted logprobs": "inference_logprobs[i] belongs to tokens[i]",
+    "missing logprobs": "server_type",
+    "head dtype": "head_dtype",
+    "broken weights": "--resume",
+    "other weights": "`model`",
+    "sampling": "top_p",
+    "policy lag": "a `cause` in the evidence names it",
+}
+
+
+def test_every_cause_of_a_mismatch_has_its_own_fix() -> None:
+    assert set(FIXES) == set(ALIGNMENT_CAUSES)
+    for cause, words in FIXES.items():
+        wrong = fixed(verdict="mismatch", cause=f"{cause}: what was seen")
+        (found,) = said(changed("alignment", wrong, 7, 7))
+        assert found.rule == "alignment_mismatch" and words in found.fix.replace("{engine}", "vllm"), cause
+        assert cause in found.evidence
 
 
 def test_every_number_rule_is_shown_here() -> None:

@@ -68,15 +68,11 @@ class FakeDriver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr("atropos_tui.supervisor.core.Nvml", lambda: fake)
-    for name, value in {
-        "LIMIT_S": 0.6,
-        "BARRED_S": 0.8,
-        "SETTLE_S": 0.1,
-        "OTHERS_S": 0.3,
-        "LOOK_S": (0.01, 0.05),
-    }.items():
+    fast = {"LIMIT_S": 0.6, "BARRED_S": 0.8, "SETTLE_S": 0.1, "OTHERS_S": 0.3, "LOOK_S": (0.01, 0.05)}
+    for name, value in fast.items():
         monkeypatch.setattr(gpu_memory, name, value)
     monkeypatch.setattr("atropos_tui.supervisor.sampling.MAX_AGE_S", 0.0)
+    monkeypatch.setattr("atropos_tui.supervisor.sampling.PATIENCE_S", 10.0)
     return fake
 
 
@@ -300,23 +296,31 @@ async def test_sharing_a_card_in_single_copy(
         assert not diagnoses(running)
 
 
-async def test_who_never_touched_the_card_is_not_waited_for(launch: Any, driver: FakeDriver) -> None:
+async def test_who_never_touched_the_card_is_not_waited_for(
+    launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_memory, "LIMIT_S", 60.0)
+    monkeypatch.setattr(gpu_memory, "OTHERS_S", 60.0)
     driver.strangers = {HOST: 70.0}
     async with launch(engine()) as running:
         await running.until("engine", State.HEALTHY)
         await stop(running)
         await running.until("engine", State.STOPPED)
-        assert gap(running, "stopping", "stopped") < 0.2
+        assert gap(running, "stopping", "stopped") < 5
 
 
-async def test_without_a_driver_there_is_no_gate(launch: Any, driver: FakeDriver) -> None:
+async def test_without_a_driver_there_is_no_gate(
+    launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_memory, "LIMIT_S", 60.0)
+    monkeypatch.setattr(gpu_memory, "OTHERS_S", 60.0)
     driver.fail = _no_driver
     async with launch(engine()) as running:
         await started(running, driver)
         driver.stuck = True
         await stop(running)
         await running.until("engine", State.STOPPED)
-        assert gap(running, "stopping", "stopped") < 0.3
+        assert gap(running, "stopping", "stopped") < 5
         assert (await running.client.status()).gpus == []
         assert driver.readings == 1
 

@@ -166,7 +166,7 @@ async def nothing_left(supervisor: Background) -> None:
 async def run_case(folder: Path, case: Case) -> None:
     folder.mkdir()
     with background(folder / "run", *stack_for(case.state, folder)) as supervisor:
-        await wait_until(lambda: supervisor.run.control_sock.exists())
+        await wait_until(lambda: supervisor.run.control_sock.exists(), 60)
         client = ControlClient(supervisor.run.root)
         rows = await bring_to(case.state, client, folder)
         name = await kill(case, supervisor, rows)

@@ -19,6 +19,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     machine.DISK_FULL,
     machine.TOO_MANY_FILES,
     machine.GLOO_STUCK,
+    machine.BROADCAST_BROKE,
     machine.NCCL_FAILED,
     training.NO_LOGPROBS,
     training.GENERATE_404,

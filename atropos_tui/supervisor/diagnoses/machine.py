@@ -111,8 +111,9 @@ FLEXIBLE_ARGUMENT_PARSER = LogRule(
 TRITON_BLACKWELL = LogRule(
     "triton_blackwell",
     "Triton cannot compile for this GPU",
-    "its ptxas is older than the GPU: set TRITON_PTXAS_PATH to that of a CUDA 12.8+ toolkit under [vllm.env], or "
-    "go without compiled kernels: enforce-eager = true under [vllm.args]",
+    "with adapters set VLLM_LORA_DISABLE_PDL=1 under [vllm.env]; where its ptxas is older than the GPU, set "
+    "TRITON_PTXAS_PATH (from Triton 3.6 on TRITON_PTXAS_BLACKWELL_PATH) to that of a CUDA 12.8+ toolkit there; or go "
+    "without compiled kernels: enforce-eager = true under [vllm.args]",
     (
         Sign("is not defined for option 'gpu-name'", r"Value '(sm_\w+)' is not defined"),
         Sign("PTXASError"),
@@ -193,13 +194,21 @@ NCCL_FAILED = LogRule(
     ),
     roles=(Role.ENGINE, Role.TRAINER),
 )
+BROADCAST_BROKE = LogRule(
+    "broadcast_broke",
+    "a broadcast of weights broke off",
+    "the trainer forms the group again with every server and sends the weights anew; if that does not end, restart the "
+    "server that is named: atropos-tui restart {engine}. On a slow link raise trainer.broadcast_timeout",
+    (Sign("the broadcast broke", r"the broadcast broke \(phase (?!rendezvous)\w+\): (.*)"),),
+    roles=(Role.TRAINER,),
+)
 GLOO_STUCK = LogRule(
     "gloo_stuck",
     "the process group of trainer and engine is not complete: stuck at Gloo",
-    "{engine} must have been started with VLLM_ENABLE_SHARED_WEIGHTS=1 ([vllm.env]; a profile's mode sets what it "
-    "needs) and meet {trainer} at the same MASTER_ADDR and MASTER_PORT; atropos-tui logs {engine} --grep "
-    "'updater|ERROR' shows whether its side started",
+    "{engine} must have been started with ATROPOS_WEIGHT_UPDATES=1 (a profile's mode sets it) and reach {trainer} at "
+    "MASTER_ADDR and MASTER_PORT; atropos-tui logs {engine} --grep 'broadcast|ERROR' shows whether its side started",
     (
+        Sign("the broadcast broke (phase rendezvous)", r"the broadcast broke \(phase rendezvous\): (.*)"),
         Sign("waiting for clients", r"Timed out after \d+ seconds waiting for clients"),
         Sign(
             "reating Gloo process group", patience_s=120, cleared_by=("Gloo group created",), waits_for=(Role.ENGINE,)

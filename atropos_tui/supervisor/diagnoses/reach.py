@@ -50,8 +50,8 @@ ENGINE_UNREACHABLE = LogRule(
             waits_for=(Role.ENGINE,),
         ),
         Sign(
-            "Waiting for the inference server: the", r"does not answer", patience_s=60, cleared_by=("Attached to",),
-            waits_for=(Role.ENGINE,),
+            "Waiting for the inference server: the", r"does not answer", patience_s=60,
+            cleared_by=("Attached to", "answers with weight version"), waits_for=(Role.ENGINE,),
         ),
         Sign("Error in collect_trajectories", r"collect_trajectories: (?:Connection error|Cannot connect to host)"),
     ),
