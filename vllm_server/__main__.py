@@ -14,11 +14,13 @@ import socket
 import sys
 from pathlib import Path
 
+from trainer_core.contracts.run_dir import ENV_WAIT_FOR_GO
 from vllm_server.config import (
     DEFAULT_HOST,
     DEFAULT_PORT,
     ENV_INSTANCE_ID,
     ENV_SHM_PATH,
+    ENV_WEIGHT_UPDATES,
     ConfigError,
     ServerConfig,
     prepare_environment,
@@ -41,10 +43,12 @@ environment:
   LOGDIR=DIR                       bridge directory: manifest, version stamp, token
   VLLM_BRIDGE_CONFIG_PATH=FILE     the manifest itself, instead of LOGDIR/vllm_bridge_config.json
   VLLM_ENABLE_SHARED_WEIGHTS=1     single copy: export the weights so that a trainer can map them
+  ATROPOS_WEIGHT_UPDATES=1         take new weights while running: POST /bridge/load, or a broadcast
   ATROPOS_TOKEN=SECRET             asked for on control routes (header X-Atropos-Token); made and written if unset
   ATROPOS_HOLD_GENERATION=1        answer only requests with the token until POST /bridge/resume
   ATROPOS_SHM_NAME=NAME            name of the weight file under /dev/shm
   ATROPOS_ALLOWED_HOSTS=A,B        further names accepted in the Host header
+  ATROPOS_WAIT_FOR_GO=1            import everything, then wait for the line `go` on standard input
   OMP_NUM_THREADS=1                on a CPU: also lets the engine process start by fork, in half the time
   ATROPOS_FORK_ENGINE=0            never start it that way
 """
@@ -73,6 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     cpu = _vllm_is_for_cpu()
     if config.shared_weights and cpu:
         os.environ[ENV_SHM_PATH] = str(config.shm_path)
+    os.environ.pop(ENV_WEIGHT_UPDATES, None)
+    if config.weight_updates:
+        os.environ[ENV_WEIGHT_UPDATES] = "1"
+        # A trainer that dies would fill the log with C++ stacks from torch's store; our own line says it.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     notes = prepare_environment(os.environ, cpu=cpu)
     try:
         from vllm_server import app
@@ -99,7 +108,8 @@ def _check_arguments(argv: list[str]) -> None:
     if known.uds is None:
         if not known.port.isdecimal() or not 0 < int(known.port) < 65536:
             raise ConfigError(f"--port {known.port}: a number from 1 to 65535 is needed")
-        check_port(known.host, int(known.port))
+        if os.environ.get(ENV_WAIT_FOR_GO) != "1":  # else the port is still its predecessor's
+            check_port(known.host, int(known.port))
 
 
 def check_model(model: str) -> None:

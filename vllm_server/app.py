@@ -19,10 +19,11 @@ import uvloop
 from trainer_core.contracts.files import write_private
 from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES, Shard
 from vllm_server import bridge as bridge_routes
-from vllm_server import compat, generate, lora, processes
+from vllm_server import broadcast, compat, generate, lora, processes, reload, sampling
 from vllm_server.bridge import Bridge
-from vllm_server.config import DEFAULT_HOST, DEFAULT_PORT, ConfigError, ServerConfig
+from vllm_server.config import DEFAULT_HOST, DEFAULT_PORT, ENV_EAGER_BECAUSE, ConfigError, ServerConfig
 from vllm_server.generate import Generator
+from vllm_server.graph_check import UnsafeGraphs, stale_kinds
 from vllm_server.guard import Door, Gate, allowed_hosts
 from vllm_server.span_file import SpanFile
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 LOGPROBS_MODE = "processed_logprobs"
 SHUTDOWN_TIMEOUT_S = 2
 """Time for requests in flight at SIGTERM; with vLLM's default of 0 it kills its engine in mid-step."""
+WORKER_EXTENSION = "vllm_server.worker.AtroposWorkerExtension"
 QUIET_ROUTES = "/health,/health_generate,/metrics,/bridge/info,/bridge/versions"
 """Polled routes that would fill the access log."""
 
@@ -46,6 +48,9 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
     compat.cli_env_setup()
     try:
         args = parse_arguments(argv)
+        if not processes.wait_for_go(os.environ, compat.HEAVY_PARTS):
+            clean_up(config)
+            return 0
         check_arguments(args, config)
     except ConfigError as error:
         print(f"vllm_server: {error}", file=sys.stderr)
@@ -55,10 +60,15 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
     except (ConfigError, EngineStartError) as error:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except UnsafeGraphs as error:
+        print(f"vllm_server: {error}: starting again with --enforce-eager", file=sys.stderr, flush=True)
+        os.environ[ENV_EAGER_BECAUSE] = str(error)
     except KeyboardInterrupt:
         return 130
     finally:
         clean_up(config)
+    # The same process under the same id, so whoever supervises it sees one start that takes longer.
+    return os.execv(sys.executable, [sys.executable, "-m", "vllm_server", *argv, "--enforce-eager"])
 
 
 class Parser(compat.FlexibleArgumentParser):  # type: ignore[misc, name-defined, valid-type]
@@ -76,8 +86,9 @@ def parse_arguments(argv: list[str]) -> Namespace:
     """
     parser = compat.make_arg_parser(Parser(prog="python -m vllm_server"))
     parser.set_defaults(
-        host=DEFAULT_HOST, port=DEFAULT_PORT, logprobs_mode=LOGPROBS_MODE, shutdown_timeout=SHUTDOWN_TIMEOUT_S
-    )
+        host=DEFAULT_HOST, port=DEFAULT_PORT, logprobs_mode=LOGPROBS_MODE, shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        generation_config="vllm",
+    )  # fmt: skip
     if "--help=all" in argv:
         parser.print_help()
         raise SystemExit(0)
@@ -107,9 +118,11 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
         raise ConfigError("one API server process is needed: leave out --api-server-count, --headless and --grpc")
     if args.disable_access_log_for_endpoints is None:
         args.disable_access_log_for_endpoints = QUIET_ROUTES
-    args.middleware = [*args.middleware, "vllm_server.guard.Guard"]
+    args.middleware = [*args.middleware, "vllm_server.sampling.PlainSampling", "vllm_server.guard.Guard"]
     if config.shared_weights:
         _prepare_single_copy(args)
+    elif config.weight_updates:
+        _prepare_weight_updates(args, config)
     if compat.is_cpu() and _ranks(args) == 1:
         processes.merge_worker_into_engine(args, os.environ)
 
@@ -131,7 +144,7 @@ def _prepare_single_copy(args: Namespace) -> None:
                 f"single copy (VLLM_ENABLE_SHARED_WEIGHTS=1) does not work with {what}: the trainer maps the plain "
                 "weights of one rank. Drop the flag, or use another weight bridge mode (broadcast, lora_only)"
             )
-    args.worker_extension_cls = "vllm_server.worker.AtroposWorkerExtension"
+    args.worker_extension_cls = WORKER_EXTENSION
     if compat.is_cpu():
         if args.load_format not in ("auto", "hf", "safetensors"):
             raise ConfigError(f"single copy on the CPU loads safetensors: leave out --load-format {args.load_format}")
@@ -139,6 +152,27 @@ def _prepare_single_copy(args: Namespace) -> None:
 
         register_loader()
         args.load_format = LOAD_FORMAT
+
+
+def _prepare_weight_updates(args: Namespace, config: ServerConfig) -> None:
+    """Flags of a server that takes new weights while it runs."""
+    if args.worker_extension_cls:
+        raise ConfigError(
+            f"--worker-extension-cls {args.worker_extension_cls}: ATROPOS_WEIGHT_UPDATES=1 needs its own; drop the flag"
+        )
+    if args.weight_transfer_config is not None:
+        raise ConfigError("--weight-transfer-config: ATROPOS_WEIGHT_UPDATES=1 sets it; drop the flag")
+    from vllm_server.transfer_engine import BACKEND, register_engine
+
+    register_engine()
+    args.weight_transfer_config = {"backend": BACKEND}
+    args.worker_extension_cls = WORKER_EXTENSION
+    on_cpu = compat.is_cpu()
+    if on_cpu and args.load_format not in reload.SAFETENSORS_FORMATS:
+        raise ConfigError(
+            f"ATROPOS_WEIGHT_UPDATES=1 on the CPU loads safetensors: leave out --load-format {args.load_format}"
+        )
+    reload.prepare_start(config, args, plain=on_cpu)
 
 
 def _ranks(args: Namespace) -> int:
@@ -186,11 +220,14 @@ async def serve(config: ServerConfig, args: Namespace) -> int:
 
 def _engine_client(args: Namespace, sock: Any) -> contextlib.AbstractAsyncContextManager[Any]:
     """By fork where that is safe, else as vLLM starts it."""
-    one_process = compat.is_cpu() and args.distributed_executor_backend == "uni"
-    if not (one_process and processes.may_fork_engine(os.environ)):
+    cpu = compat.is_cpu()
+    one_process = _ranks(args) == 1 and args.distributed_executor_backend in (("uni",) if cpu else ("uni", None))
+    why_not = processes.why_not_fork(os.environ, cpu=cpu) if one_process else "it starts workers of its own"
+    if why_not:
+        logger.info("the engine process starts afresh, and imports vLLM again: %s", why_not)
         return compat.build_async_engine_client(args)
     processes.prepare_fork(sock.fileno())
-    return compat.forked_engine_client(args)
+    return compat.forked_engine_client(args, lambda: processes.why_not_fork(os.environ, cpu=cpu))
 
 
 @contextlib.asynccontextmanager
@@ -231,16 +268,40 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         await export_weights(bridge, args, address)
     # The first request with logprobs compiles or loads kernels; better now than in the first rollout.
     await generator.probe(tokens=2, logprobs=1)
+    if config.shared_weights:
+        await require_safe_graphs(engine, generator, eager=bool(args.enforce_eager))
     bridge.stamp()
 
     sleep_mode = bool(args.enable_sleep_mode) and not compat.is_cpu()
     app.include_router(generate.make_router(generator))
     app.include_router(bridge_routes.make_router(bridge, generator, app, sleep_mode=sleep_mode))
     app.include_router(lora.make_router(adapters))
+    app.include_router(reload.make_router(reload.Reloader(bridge, args)))
+    if config.weight_updates:
+        bridge.workers = compat.worker_count(engine)
+        bridge.receives = "gloo" if compat.is_cpu() else "nccl"
+        app.include_router(broadcast.make_router(broadcast.Transfers(bridge)))
+    app.state.atropos_sampling = sampling.served_defaults(engine.model_config)
     app.state.atropos_door = Door(config.token, allowed_hosts(args.host, config.allowed_hosts), gate)
     if gate.held:
         logger.info("generation is held for everyone without the token until POST /bridge/resume")
     return app
+
+
+async def require_safe_graphs(engine: Any, generator: Generator, *, eager: bool) -> None:
+    """See that every kind of layer follows a write to its weights.
+
+    Raises:
+        UnsafeGraphs: some do not, with graphs or compiled code on.
+        ConfigError: nor without.
+    """
+    stale = await stale_kinds(engine, generator)
+    if not stale:
+        return
+    what = f"{', '.join(stale)}: this model computes from a copy of these weights"
+    if not eager:
+        raise UnsafeGraphs(f"{what} with CUDA graphs or compiled code")
+    raise ConfigError(f"{what}, so it cannot run in single copy. Use another weight bridge mode (broadcast, lora_only)")
 
 
 async def export_weights(bridge: Bridge, args: Namespace, address: str) -> None:

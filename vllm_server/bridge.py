@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from trainer_core.contracts.bridge import BridgeInfo, PauseRequest, ResumeRequest, VersionsRequest, VersionsResponse
 from trainer_core.contracts.files import write_private
 from trainer_core.contracts.manifest import Manifest
+from trainer_core.contracts.transfer import TransferBackend
 from vllm_server.config import ServerConfig
 from vllm_server.generate import Generator, error_response
 from vllm_server.guard import Gate
@@ -30,6 +31,14 @@ from vllm_server.versions import BridgeState, SpanStore, VersionHistory
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
+
+
+@contextlib.contextmanager
+def timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    """Note the seconds of a phase."""
+    began = time.perf_counter()
+    yield
+    phases[name] = time.perf_counter() - began
 
 
 class Bridge:
@@ -45,7 +54,12 @@ class Bridge:
         self.spans = SpanStore()
         self.state = BridgeState(held=gate.held)
         self.manifest: Manifest | None = None
+        self.workers = 1
+        self.receives: TransferBackend | None = None
+        """Over what a trainer can broadcast weights to the workers."""
         self.sleeping = False
+        self.load_obstacle: str | None = None
+        self.started_from: str | None = None
         self.lock = asyncio.Lock()
         """Held by whoever changes what answers."""
         self._lease: asyncio.TimerHandle | None = None
@@ -63,7 +77,12 @@ class Bridge:
             shared_weights=self.manifest is not None,
             manifest=None if self.manifest is None else str(self.config.manifest_path),
             exported=0 if self.manifest is None else len(self.manifest.ranks[0].param_mappings),
+            workers=self.workers,
+            receives=self.receives,
+            load_obstacle=self.load_obstacle,
+            started_from=self.started_from,
             block_size=self.engine.vllm_config.cache_config.block_size,
+            eager_because=self.config.eager_because,
         )
 
     async def pause(self, request: PauseRequest) -> BridgeInfo:
@@ -73,13 +92,40 @@ class Bridge:
             ValueError: a lease that makes no sense.
         """
         async with self.lock:
-            was_paused = self.state.paused
-            self.state.pause(lease_s=request.lease_s, dirty=request.dirty, now=time.monotonic())
-            self.gate.refusal = None
-            self._arm_lease(request.lease_s)
-            if not was_paused:
-                await self.engine.pause_generation(mode="keep", clear_cache=True)
+            await self.freeze(request)
             return self.info()
+
+    async def freeze(self, request: PauseRequest) -> None:
+        """As `pause`; the caller holds the lock."""
+        was_paused = self.state.paused
+        self.state.pause(lease_s=request.lease_s, dirty=request.dirty, now=time.monotonic())
+        self.gate.refusal = None
+        if not was_paused:
+            await self._stop_generating(request)
+            self.state.pause(lease_s=request.lease_s, dirty=request.dirty, now=time.monotonic())
+        self._arm_lease(request.lease_s)
+
+    async def _stop_generating(self, request: PauseRequest) -> None:
+        """Return once no token is made any more."""
+        waiting = None
+        if request.in_flight == "wait":
+            waiting = asyncio.ensure_future(self.engine.pause_generation(mode="wait", clear_cache=True))
+            await asyncio.wait({waiting}, timeout=request.wait_s)
+            if waiting.done():
+                await waiting
+                return
+            logger.warning("requests in flight did not end within %g s: the rest is frozen", request.wait_s)
+        mode = "abort" if request.in_flight == "recompute" else "keep"
+        await self.engine.pause_generation(mode=mode, clear_cache=True)
+        if waiting is not None:
+            await waiting
+
+    def fail(self, fault: str) -> None:
+        """The weights are not whole: unhealthy, and no answer to anyone, until someone declares them complete."""
+        self._disarm_lease()
+        self.state.fail(fault)
+        self.gate.refusal = fault
+        logger.error("unhealthy: %s", fault)
 
     async def resume(self, request: ResumeRequest) -> BridgeInfo:
         """Declare the weights complete and go on.
@@ -92,7 +138,7 @@ class Bridge:
                 raise ValueError(f"weight_version must not be negative, not {request.weight_version}")
             if not self.state.paused:
                 await self.engine.pause_generation(mode="keep", clear_cache=True)
-            await self._reset_prefix_cache()
+            await self.reset_prefix_cache()
             # The engine makes no token between here and its resume, so this moment parts old from new exactly.
             await self.declare(request.weight_version)
             return self.info()
@@ -107,7 +153,7 @@ class Bridge:
         self.gate.release()
         self.stamp()
 
-    async def _reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self) -> None:
         """Forget every cached key and value; frozen requests are computed anew from their tokens."""
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError(
@@ -155,7 +201,7 @@ class Bridge:
             expiry = self.state.expire(time.monotonic())
             if expiry == "resume":
                 logger.warning("the pause's lease is over and no weights were touched: resuming by itself")
-                await self._reset_prefix_cache()
+                await self.reset_prefix_cache()
                 await self.engine.resume_generation()
             elif expiry == "fault":
                 logger.error("unhealthy: %s", self.state.fault)

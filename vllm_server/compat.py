@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import logging
 import os
 import signal
 from argparse import Namespace
@@ -15,6 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vllm.version import __version__ as vllm_version
+
+logger = logging.getLogger(__name__)
 
 _PLACES: dict[str, tuple[str, ...]] = {
     # name: modules to look in, newest release first
@@ -41,6 +44,12 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "FlexibleArgumentParser": ("vllm.utils.argparse_utils",),
     "EngineDeadError": ("vllm.v1.engine.exceptions",),
 }
+
+
+HEAVY_PARTS = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker")
+"""What vLLM imports only once it starts its engine. None of them touches a GPU."""
+CONNECTIONS_CLOSE_S = 1
+"""Time for open connections at the end, after vLLM has let requests in flight finish or has ended its engine."""
 
 
 class UnsupportedVllm(ImportError):
@@ -91,7 +100,8 @@ async def serve_http(app: Any, sock: Any, args: Namespace) -> Awaitable[None]:
     """Serve `app` on `sock` as vLLM's own server would, until SIGTERM; await the result after the engine's end."""
     from vllm import envs
 
-    options: dict[str, Any] = {}
+    # Requests whose engine is gone never end: without a limit the server would wait for them until it is killed.
+    options: dict[str, Any] = {"timeout_graceful_shutdown": CONNECTIONS_CLOSE_S}
     log_config = _find("get_uvicorn_log_config")(args)
     if log_config is not None:
         options["log_config"] = log_config
@@ -116,18 +126,27 @@ async def serve_http(app: Any, sock: Any, args: Namespace) -> Awaitable[None]:
     )
 
 
-def forked_engine_client(args: Namespace) -> contextlib.AbstractAsyncContextManager[Any]:
+def forked_engine_client(
+    args: Namespace, why_not: Callable[[], str | None]
+) -> contextlib.AbstractAsyncContextManager[Any]:
     """vLLM's engine client whose engine process is forked from this one instead of importing everything again.
 
     vLLM's own method where it is a library. Its CPU platform asks for `spawn` while it builds the configuration, on
     account of OpenMP's threads; the caller answers for there being none.
+
+    Args:
+        why_not: asked once more with the configuration built, just before the fork; a reason means `spawn` after all.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     class ForkingEngineArgs(AsyncEngineArgs):
         def create_engine_config(self, *args: Any, **kwargs: Any) -> Any:
             config = super().create_engine_config(*args, **kwargs)
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            reason = why_not()
+            if reason:
+                logger.info("the engine process starts afresh, and imports vLLM again: %s", reason)
+            else:
+                os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
             return config
 
     return _find("build_async_engine_client_from_engine_args")(ForkingEngineArgs.from_cli_args(args))
@@ -148,11 +167,23 @@ def engine_died(shutdown: Any, engine: Any) -> bool:
     return not processes or any(process.exitcode not in (None, 0, -signal.SIGTERM) for process in processes)
 
 
+def worker_count(engine: Any) -> int:
+    """Processes that hold the model or a part of it."""
+    parallel = engine.vllm_config.parallel_config
+    return int(parallel.world_size) * int(parallel.data_parallel_size)
+
+
 def load_adapter_request(name: str, path: str) -> Any:
     """vLLM's request to load a LoRA adapter."""
     from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
     return LoadLoRAAdapterRequest(lora_name=name, lora_path=path)
+
+
+def adapters_in_flight(engine: Any) -> set[str]:
+    """Names of the LoRA adapters that unfinished requests use, by whichever route they came."""
+    states = getattr(getattr(engine, "output_processor", None), "request_states", {})
+    return {name for state in states.values() if (name := getattr(state, "lora_name", None))}
 
 
 async def tokenizer_of(engine: Any) -> Any | None:

@@ -20,6 +20,8 @@ ENV_SHARED_WEIGHTS = "VLLM_ENABLE_SHARED_WEIGHTS"
 ENV_LOGDIR = "LOGDIR"
 ENV_BRIDGE_CONFIG_PATH = "VLLM_BRIDGE_CONFIG_PATH"
 ENV_SHM_NAME = "ATROPOS_SHM_NAME"
+ENV_WEIGHT_UPDATES = "ATROPOS_WEIGHT_UPDATES"
+"""The server passes it on to its own child processes as "1" or not at all."""
 ENV_ALLOWED_HOSTS = "ATROPOS_ALLOWED_HOSTS"
 ENV_FORK_ENGINE = "ATROPOS_FORK_ENGINE"
 """"0": never start the engine process by fork."""
@@ -27,6 +29,10 @@ ENV_INSTANCE_ID = "ATROPOS_INSTANCE_ID"
 """Set by the server for its own child processes; marks them as ours."""
 ENV_SHM_PATH = "ATROPOS_SHM_PATH"
 """Set by the server for its worker: the file into which the loader moves every parameter."""
+ENV_EAGER_BECAUSE = "ATROPOS_EAGER_BECAUSE"
+"""Set by the server for itself when it starts again without CUDA graphs: why."""
+ENV_START_WEIGHTS = "ATROPOS_START_WEIGHTS"
+"""Set by the server for its worker: the folder whose weights it starts with, instead of the model's own."""
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9001
@@ -57,6 +63,8 @@ class ServerConfig:
     """The token came from us, so it is written to `token_path` for whoever may read the bridge directory."""
     shared_weights: bool
     """Export the weights so that a trainer can map them."""
+    weight_updates: bool
+    """Be ready to take new weights while running: load them from a folder, or receive them."""
     hold_generation: bool
     """Answer only requests that carry the token until `/bridge/resume`."""
     shm_path: Path
@@ -67,6 +75,8 @@ class ServerConfig:
     """The supervised run; adapters are loaded from below it only."""
     allowed_hosts: frozenset[str] = field(default_factory=frozenset)
     """Host names accepted in the Host header besides the loopback's and the bound one."""
+    eager_because: str | None = None
+    """Why an earlier start in this process gave up CUDA graphs."""
 
     @property
     def state_path(self) -> Path:
@@ -77,6 +87,11 @@ class ServerConfig:
     def spans_path(self) -> Path:
         """Weight versions of completions, kept across restarts."""
         return self.bridge_dir / "versions.txt"
+
+    @property
+    def start_weights_path(self) -> Path:
+        """Which folder's weights the next start loads: `{"path": ..., "weight_version": ...}`."""
+        return self.bridge_dir / "start_weights.json"
 
     @property
     def token_path(self) -> Path:
@@ -115,6 +130,7 @@ class ServerConfig:
             token=token or secrets.token_urlsafe(24),
             token_generated=token is None,
             shared_weights=shared,
+            weight_updates=_flag(env, ENV_WEIGHT_UPDATES),
             hold_generation=_flag(env, ENV_HOLD_GENERATION),
             shm_path=Path("/dev/shm") / shm_name,
             private_dir=private,
@@ -122,6 +138,7 @@ class ServerConfig:
             allowed_hosts=frozenset(
                 host.strip().lower() for host in env.get(ENV_ALLOWED_HOSTS, "").split(",") if host.strip()
             ),
+            eager_because=env.get(ENV_EAGER_BECAUSE) or None,
         )
 
 
@@ -147,6 +164,9 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
     if cpu:
         # Otherwise the first request with logprobs compiles a kernel for about 12 s.
         env.setdefault("TORCHDYNAMO_DISABLE", "1")
+    else:
+        # Its threads would forbid to fork the engine process; on a GPU machine nothing here computes with them.
+        env.setdefault("OPENBLAS_NUM_THREADS", "1")
     return notes
 
 

@@ -19,11 +19,13 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+import msgspec
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from trainer_core.contracts.bridge import completion_digest
+from vllm_server import sampling
 from vllm_server.versions import Span, SpanSink, VersionHistory
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ class BrokenWeights(RuntimeError):
 class TokenPrompt(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     prompt_token_ids: list[TokenId] = Field(min_length=1)
+    cache_salt: str | None = Field(None, max_length=64)
+    """Share cached keys and values only with requests of the same salt: a new one finds none."""
 
 
 def _as_prompt(value: object) -> object:
@@ -68,6 +72,8 @@ class GenerateRequest(BaseModel):
     prompt: Annotated[str | TokenPrompt, BeforeValidator(_as_prompt)]
     model: str | None = None
     """If given, a name this server serves."""
+    for_training: bool = True
+    """False: sample as you like. The answer's weight version is not recorded, since nothing may be trained on it."""
     stream: Literal[False] = False
     """Streaming is what `/v1/completions` is for."""
     n: int = Field(1, ge=1, le=MAX_COMPLETIONS)
@@ -104,18 +110,24 @@ def parse_body(raw: bytes) -> GenerateRequest:
         RequestError: not JSON, or a field that is wrong, named.
     """
     try:
-        return GenerateRequest.model_validate(json.loads(raw))
+        request = GenerateRequest.model_validate(json.loads(raw))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "body"
         raise RequestError(f"{where}: {first['msg']}") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
+    if request.for_training and (leaking := sampling.leaks(request.model_dump(exclude_unset=True))):
+        raise RequestError(
+            f"{', '.join(leaking)}: {sampling.WHY}. Leave it out, or, for an answer that is not trained on, send "
+            '"for_training": false'
+        )
+    return request
 
 
 def sampling_options(body: GenerateRequest, index: int) -> dict[str, Any]:
     """Arguments of vLLM's `SamplingParams` for completion `index` alone."""
-    options = body.model_dump(exclude={"prompt", "model", "stream", "n"})
+    options = body.model_dump(exclude={"prompt", "model", "stream", "n", "for_training"})
     options["n"] = 1
     options["logprobs"] = body.logprobs or 0
     if body.seed is not None:
@@ -150,7 +162,28 @@ def position_logprobs(sampled: int | None, candidates: dict[int, Any]) -> dict[s
 def completion_logprobs(token_ids: Sequence[int], positions: Sequence[dict[int, Any]]) -> list[list[dict[str, float]]]:
     """All positions of one completion, each wrapped in a list as the contract has it."""
     assert len(token_ids) == len(positions), "vLLM returns one logprob entry for each token"
-    return [[position_logprobs(token, entry)] for token, entry in zip(token_ids, positions, strict=True)]
+    if isinstance(positions, list):
+        return [[position_logprobs(token, entry)] for token, entry in zip(token_ids, positions, strict=True)]
+    # vLLM's flat form: lists over all candidates of all positions, several times cheaper to fill and to read.
+    flat: Any = positions
+    names, values = [str(token) for token in flat.token_ids], [finite_logprob(value) for value in flat.logprobs]
+    spans = list(zip(flat.start_indices, flat.end_indices, strict=True))
+    assert [flat.token_ids[start] for start, _ in spans] == list(token_ids), "the sampled token comes first"
+    return [[dict(zip(names[start:end], values[start:end], strict=True))] for start, end in spans]
+
+
+def text_of(tokenizer: Any, prompt_ids: list[int], completion: Any, params: Any) -> str:
+    """The completion as text, as vLLM's own detokenizer gives it token by token, but made once at the end."""
+    from tokenizers.decoders import DecodeStream
+
+    ids = list(completion.token_ids)
+    if completion.finish_reason == "stop" and not params.include_stop_str_in_output:
+        ids.pop()
+    stream = DecodeStream(ids=prompt_ids, skip_special_tokens=params.skip_special_tokens)
+    try:
+        return "".join(stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids)
+    except Exception:  # a stream gives up on tokens that change the text before them
+        return str(tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
 
 
 class Generator:
@@ -183,6 +216,7 @@ class Generator:
         if body.model is not None and body.model not in self._model_names:
             raise RequestError(f"model: {body.model!r} is not served here; this server has {self._model_names}")
         prompt_ids = await self._prompt_ids(body.prompt)
+        self._require_known("stop_token_ids", body.stop_token_ids or [])  # vLLM looks at these only since 0.29
         with self.adapters.use() if self.adapters else contextlib.nullcontext() as adapter:
             outputs = await self._complete(prompt_ids, body, adapter and adapter[0])
         prompt = body.prompt if isinstance(body.prompt, str) else await self._decode(prompt_ids)
@@ -195,12 +229,15 @@ class Generator:
             "logprobs": [completion_logprobs(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs],
         }
         if body.prompt_logprobs is not None:
-            rows = outputs[0].prompt_logprobs or []
+            scores = outputs[0].prompt_logprobs or []
             answer["prompt_logprobs"] = [
-                row and position_logprobs(token, row) for token, row in zip(prompt_ids, rows, strict=True)
+                row and position_logprobs(token, row) for token, row in zip(prompt_ids, scores, strict=True)
             ]
         answer["cached_tokens"] = [output.num_cached_tokens for output in outputs]
-        answer["weight_versions"] = [self._record(output, adapter and adapter[1]) for output in outputs]
+        answer["weight_versions"] = [
+            self._record(output, rows, adapter and adapter[1], keep=body.for_training)
+            for output, rows in zip(outputs, answer["logprobs"], strict=True)
+        ]
         self.completions += len(outputs)
         return answer
 
@@ -216,35 +253,70 @@ class Generator:
         (output,) = await self._complete([min(2, self._vocabulary - 1)], body)
         return len(output.outputs[0].token_ids)
 
+    async def first_token(self, body: GenerateRequest) -> tuple[int, float]:
+        """The first token of an answer and its logprob in nats; nothing is recorded."""
+        assert isinstance(body.prompt, TokenPrompt)
+        (output,) = await self._complete(body.prompt.prompt_token_ids, body)
+        token = output.outputs[0].token_ids[0]
+        return token, float(output.outputs[0].logprobs[0][token].logprob)
+
     async def _complete(self, prompt_ids: list[int], body: GenerateRequest, adapter: Any = None) -> list[Any]:
         """One engine request for each completion: only so does each keep its token times, hence its versions."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        params = [
-            SamplingParams(**sampling_options(body, index), output_kind=RequestOutputKind.FINAL_ONLY)
-            for index in range(body.n)
-        ]
+        tokenizer = await self._text_at_the_end(body)
+        cheap = {
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+            "detokenize": tokenizer is None,
+            # In this form the prompt's first position, which has no logprob, could not be told from an empty one.
+            "flat_logprobs": body.prompt_logprobs is None,
+        }
+        params = [SamplingParams(**sampling_options(body, index), **cheap) for index in range(body.n)]
         name = uuid.uuid4().hex
+        prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids}
+        if isinstance(body.prompt, TokenPrompt) and body.prompt.cache_salt:
+            prompt["cache_salt"] = body.prompt.cache_salt
         tasks = [
-            asyncio.ensure_future(self._one(prompt_ids, each, f"gen-{name}-{index}", adapter))
+            asyncio.ensure_future(self._one(prompt, each, f"gen-{name}-{index}", adapter))
             for index, each in enumerate(params)
         ]
         try:
-            return list(await asyncio.gather(*tasks))
+            outputs = list(await asyncio.gather(*tasks))
         finally:
             # After an error or a disconnect the rest would go on generating for nobody.
             for task in tasks:
                 task.cancel()
+        if tokenizer is not None:
+            for output, each in zip(outputs, params, strict=True):
+                output.outputs[0].text = text_of(tokenizer, prompt_ids, output.outputs[0], each)
+        return outputs
 
-    async def _one(self, prompt_ids: list[int], params: Any, request_id: str, adapter: Any) -> Any:
-        final = None
-        prompt = {"prompt_token_ids": prompt_ids}
-        async for output in self.engine.generate(prompt, params, request_id, lora_request=adapter):
-            final = output
-        assert final is not None and final.finished, "vLLM ends every stream with a finished output"
-        return final
+    async def _text_at_the_end(self, body: GenerateRequest) -> Any | None:
+        """The tokenizer, if text can wait for the completion's end; null when vLLM must make it with each token.
 
-    def _record(self, output: Any, adapter_version: int | None) -> Span:
+        While vLLM detokenizes it also decodes every candidate of every logprob, which costs more than all of HTTP.
+        """
+        from vllm_server import compat
+
+        if body.stop or not (body.skip_special_tokens or body.spaces_between_special_tokens):
+            return None
+        tokenizer = await compat.tokenizer_of(self.engine)
+        return tokenizer if hasattr(tokenizer, "backend_tokenizer") else None
+
+    async def _one(self, prompt: dict[str, Any], params: Any, request_id: str, adapter: Any) -> Any:
+        while True:
+            final = None
+            async for output in self.engine.generate(prompt, params, request_id, lora_request=adapter):
+                final = output
+            assert final is not None and final.finished, "vLLM ends every stream with a finished output"
+            if final.outputs[0].finish_reason != "abort":
+                return final
+            # A publish with `recompute` ended it; vLLM takes it again now and runs it once the new weights are there.
+            request_id += "-again"
+
+    def _record(
+        self, output: Any, rows: list[list[dict[str, float]]], adapter_version: int | None, *, keep: bool
+    ) -> Span:
         """Remember which weights made this completion: by its adapter, else by when its tokens came."""
         completion = output.outputs[0]
         metrics = output.metrics
@@ -254,10 +326,9 @@ class Generator:
             span = self.history.span(metrics.first_token_ts, metrics.last_token_ts)
         else:
             span = (self.history.current, self.history.current)
-        sampled = [
-            finite_logprob(float(entry[token].logprob))
-            for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
-        ]
+        if not keep:
+            return span
+        sampled = [next(iter(row[0].values())) for row in rows]
         self.spans.remember(completion_digest(completion.token_ids, sampled), span)
         return span
 
@@ -268,10 +339,13 @@ class Generator:
             if not ids:
                 raise RequestError("prompt: it is empty; at least one token is needed")
             return ids
-        largest = max(prompt.prompt_token_ids)
-        if largest >= self._vocabulary:
-            raise RequestError(f"prompt_token_ids: {largest} is outside the vocabulary of {self._vocabulary} tokens")
+        self._require_known("prompt_token_ids", prompt.prompt_token_ids)
         return prompt.prompt_token_ids
+
+    def _require_known(self, name: str, ids: list[int]) -> None:
+        largest = max(ids, default=0)
+        if largest >= self._vocabulary:
+            raise RequestError(f"{name}: {largest} is outside the vocabulary of {self._vocabulary} tokens")
 
     async def _decode(self, ids: list[int]) -> str:
         from vllm_server import compat
@@ -301,9 +375,9 @@ def make_router(generator: Generator) -> APIRouter:
     bad_request = compat.request_errors()
 
     @compat.with_cancellation
-    async def run(body: GenerateRequest, raw_request: Request) -> JSONResponse:
+    async def run(body: GenerateRequest, raw_request: Request) -> Response:
         try:
-            return JSONResponse(await generator.answer(body))
+            return Response(msgspec.json.encode(await generator.answer(body)), media_type="application/json")
         except compat.EngineDeadError:
             return error_response(503, "the engine has died; see the server's log, then restart the server")
         except bad_request as error:

@@ -5,11 +5,13 @@
     GET  /lora/status                     -> AdapterInfo
 
 Each load gets a fresh name and id, so that no prefix cached under older weights is found again. A completion in flight
-ends on the adapter that it began with; that adapter leaves the engine when its last completion has.
+ends on the adapter that it began with; that adapter leaves the engine when its last completion has. Until then its
+files must stay: vLLM may read them again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -22,6 +24,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from trainer_core.contracts.bridge import AdapterInfo, LoadAdapterRequest
+from vllm_server.adapter_fit import CONFIG_NAME, Shapes, linear_shapes, misfit
 from vllm_server.bridge import Bridge
 from vllm_server.generate import error_response
 
@@ -46,9 +49,11 @@ class Adapters:
         self._users: Counter[str] = Counter()
         self._retired: dict[str, Any] = {}
         self._current: tuple[Any, int] | None = None
+        self._layers: Shapes | None = None
 
     def info(self) -> AdapterInfo:
         request, version = self._current or (None, None)
+        self._sweep()
         return AdapterInfo(
             enabled=self._config is not None,
             name=request.lora_name if request else None,
@@ -56,7 +61,12 @@ class Adapters:
             path=request.lora_path if request else None,
             max_lora_rank=self._config.max_lora_rank if self._config else None,
             retiring=len(self._retired),
+            retiring_paths=[old.lora_path for old in self._retired.values()],
         )
+
+    @property
+    def engine_is_dead(self) -> bool:
+        return bool(self._bridge.engine.errored)
 
     @contextlib.contextmanager
     def use(self) -> Iterator[tuple[Any, int] | None]:
@@ -70,17 +80,18 @@ class Adapters:
             yield request, version
         finally:
             self._users[request.lora_name] -= 1
-            if request.lora_name in self._retired and not self._users[request.lora_name]:
-                self._bridge.spawn(self._remove(request.lora_name))
+            self._sweep()
 
     async def load(self, path: str, version: int) -> AdapterInfo:
         """Serve the adapter in `path` as `version` from the next request on.
 
         Raises:
-            AdapterError: not enabled, not an adapter, outside the run, or refused by vLLM.
+            AdapterError: not enabled, not an adapter, outside the run, not of this model, or refused by vLLM. What
+                answered before goes on.
         """
         folder = self._checked(path)
         async with self._bridge.lock:
+            await self._require_fit(folder)
             began = time.perf_counter()
             request = await self._add(f"atropos-v{version}-{secrets.token_hex(4)}", folder)
             for name in self._base_names():
@@ -107,9 +118,15 @@ class Adapters:
         folder = Path(path).resolve()
         if self._root is not None and not folder.is_relative_to(self._root.resolve()):
             raise AdapterError(f"{path} lies outside {self._root}: adapters are loaded from the run's directory only")
-        if not (folder / "adapter_config.json").is_file():
-            raise AdapterError(f"{path} holds no adapter_config.json: not an adapter of peft")
+        if not (folder / CONFIG_NAME).is_file():
+            raise AdapterError(f"{path} holds no {CONFIG_NAME}: not an adapter of peft")
         return folder
+
+    async def _require_fit(self, folder: Path) -> None:
+        if self._layers is None:
+            self._layers = await asyncio.to_thread(linear_shapes, self._bridge.engine.model_config.hf_config)
+        if why := await asyncio.to_thread(misfit, folder, self._layers):
+            raise AdapterError(f"the adapter in {folder} is not one of {self._bridge.model}: {why}")
 
     async def _add(self, name: str, folder: Path) -> Any:
         from vllm_server import compat
@@ -122,16 +139,21 @@ class Adapters:
     def _replace(self, new: tuple[Any, int] | None) -> None:
         old, self._current = self._current, new
         if old is not None:
-            name = old[0].lora_name
-            self._retired[name] = old[0]
-            if not self._users[name]:
-                self._bridge.spawn(self._remove(name))
+            self._retired[old[0].lora_name] = old[0]
+        self._sweep()
 
-    async def _remove(self, name: str) -> None:
-        """Take a retired adapter out of vLLM's list and memory."""
-        request = self._retired.pop(name, None)
-        if request is None:
+    def _sweep(self) -> None:
+        """Let go of retired adapters that no completion needs any more, by whichever route it was asked for."""
+        from vllm_server import compat
+
+        if not self._retired:
             return
+        running = compat.adapters_in_flight(self._bridge.engine)
+        for name in [name for name in self._retired if not self._users[name] and name not in running]:
+            self._bridge.spawn(self._remove(name, self._retired.pop(name)))
+
+    async def _remove(self, name: str, request: Any) -> None:
+        """Take a retired adapter out of vLLM's list and memory."""
         self._users.pop(name, None)
         self._models.lora_requests.pop(name, None)
         with contextlib.suppress(Exception):  # vLLM may have evicted it by itself
@@ -151,7 +173,8 @@ def make_router(adapters: Adapters) -> APIRouter:
         try:
             return await adapters.load(request.path, request.weight_version)
         except AdapterError as error:
-            return error_response(400, str(error))
+            # vLLM hands on a dead engine's error as if it were the adapter's.
+            return error_response(503 if adapters.engine_is_dead else 400, str(error))
 
     @router.post("/lora/unload")
     async def unload() -> AdapterInfo:

@@ -1,6 +1,6 @@
 """What vLLM loads in each of its processes through the entry point group `vllm.general_plugins`.
 
-`register` makes our model loader known and ties the process's life to its parent's. Importing this module imports
+`register` makes our model loaders known and ties the process's life to its parent's. Importing this module imports
 neither vLLM nor torch.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from vllm_server.config import ENV_INSTANCE_ID, ENV_SHM_PATH
+from vllm_server.config import ENV_INSTANCE_ID, ENV_SHM_PATH, ENV_WEIGHT_UPDATES
 from vllm_server.logs import configure_logging
 from vllm_server.processes import die_with_parent
 
@@ -23,3 +23,9 @@ def register() -> None:
         from vllm_server.shared_weights import register_loader
 
         register_loader()
+    if ENV_WEIGHT_UPDATES in os.environ:
+        from vllm_server.plain_weights import register_loaders
+        from vllm_server.transfer_engine import register_engine
+
+        register_loaders()
+        register_engine()

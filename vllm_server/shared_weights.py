@@ -9,7 +9,6 @@ Runs in vLLM's worker process, except `write_manifest_for`, which runs in the AP
 from __future__ import annotations
 
 import base64
-import copy
 import json
 import logging
 import os
@@ -20,10 +19,10 @@ from typing import Any
 import psutil
 import torch
 from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from trainer_core.contracts.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
 from vllm_server.config import ENV_SHM_PATH, ServerConfig
+from vllm_server.plain_weights import PlainLoader
 
 logger = logging.getLogger(__name__)
 
@@ -48,36 +47,11 @@ def register_loader() -> None:
         _registered = True
 
 
-class SharedMemoryLoader(DefaultModelLoader):
-    """vLLM's default loader, after which every parameter lies in the file named by `ATROPOS_SHM_PATH`.
-
-    On the CPU vLLM otherwise repacks linear weights into a private copy and drops the original, which a trainer could
-    never reach. The layers here compute from the parameter itself.
-    """
-
-    def __init__(self, load_config: Any) -> None:
-        load_config = copy.copy(load_config)
-        load_config.load_format = "auto"
-        super().__init__(load_config)
-        self._weights: dict[torch.nn.Module, torch.nn.Parameter] = {}
-
-    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        super().load_weights(model, model_config)
-        for module in model.modules():
-            weight = module._parameters.get("weight")
-            if weight is not None:
-                self._weights[module] = weight
-                # vLLM's own switch (0.28 and later) for layers whose weight is read elsewhere: no repacking.
-                module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+class SharedMemoryLoader(PlainLoader):
+    """The loader of plain weights, after which every parameter lies in the file named by `ATROPOS_SHM_PATH`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         model = super().load_model(*args, **kwargs)
-        for module, weight in self._weights.items():
-            if module._parameters["weight"] is not weight:
-                module.weight = weight  # releases without the switch replaced it by an empty one
-            if hasattr(module, "cpu_linear"):
-                module.cpu_linear = torch.nn.functional.linear
-        self._weights.clear()
         move_parameters(model, Path(os.environ[ENV_SHM_PATH]))
         return model
 

@@ -150,6 +150,11 @@ class BridgeState:
         self._release()
         return "resume"
 
+    def fail(self, fault: str) -> None:
+        """A write broke off; paused and dirty stay."""
+        self.lease_until = None
+        self.fault = fault
+
     def _release(self) -> None:
         self.paused = False
         self.dirty = False

@@ -19,3 +19,27 @@ class AtroposWorkerExtension:
         on_cpu = next(model.parameters()).device.type == "cpu"
         shard = shared_weights.describe_shared_file(model) if on_cpu else shared_weights.describe_cuda(model)
         return shard.model_dump()
+
+    def atropos_parameter_kinds(self) -> list[str]:
+        """One parameter of each kind of layer, by name."""
+        from vllm_server import graph_check
+
+        return graph_check.kinds(self.get_model())  # type: ignore[attr-defined]
+
+    def atropos_nudge(self, name: str) -> None:
+        """Change this rank's parameter in place until `atropos_put_back`."""
+        from vllm_server import graph_check
+
+        graph_check.nudge(self.get_model(), name)  # type: ignore[attr-defined]
+
+    def atropos_put_back(self, name: str) -> None:
+        """Give the parameter the values it had before `atropos_nudge`."""
+        from vllm_server import graph_check
+
+        graph_check.put_back(self.get_model(), name)  # type: ignore[attr-defined]
+
+    def atropos_load_weights(self, path: str) -> dict[str, float]:
+        """Load the safetensors of a folder over this rank's parameters; returns what was read and seconds by phase."""
+        from vllm_server import reload
+
+        return reload.load_in_worker(self, path)

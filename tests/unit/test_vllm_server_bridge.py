@@ -27,9 +27,15 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.resets = True
+        self.drained = asyncio.Event()
+        """Nothing is in flight any more."""
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self.calls.append(f"pause:{mode}")
+        if mode == "wait":
+            await self.drained.wait()
+        else:
+            self.drained.set()
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")
@@ -75,6 +81,28 @@ async def test_a_publish_pauses_resets_then_resumes_and_stamps(config: ServerCon
     assert bridge.history.current == 7
     assert json.loads(config.state_path.read_text()) == {"instance_id": config.instance_id, "weight_version": 7}
     assert config.state_path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_in_flight_ends_or_begins_anew(config: ServerConfig) -> None:
+    bridge, engine = make(config)
+    pausing = asyncio.create_task(bridge.pause(PauseRequest(lease_s=5, in_flight="wait", wait_s=5)))
+    await asyncio.sleep(0.05)
+    assert bridge.state.paused and not pausing.done()
+    engine.drained.set()
+    await asyncio.wait_for(pausing, 1)
+    await bridge.resume(ResumeRequest(weight_version=1))
+    await bridge.pause(PauseRequest(lease_s=5, in_flight="recompute"))
+    assert engine.calls == ["pause:wait", "reset:True", "resume", "pause:abort"]
+
+
+async def test_waiting_ends_with_its_time_and_the_lease_begins_then(config: ServerConfig) -> None:
+    bridge, engine = make(config)
+    await bridge.pause(PauseRequest(lease_s=0.3, dirty=True, in_flight="wait", wait_s=0.2))
+    assert engine.calls == ["pause:wait", "pause:keep"]
+    await asyncio.sleep(0.2)
+    assert bridge.gate.refusal is None, "the lease counts from the frozen engine on"
+    await asyncio.sleep(0.2)
+    assert bridge.gate.refusal is not None
 
 
 async def test_a_resume_without_a_pause_pauses_first(config: ServerConfig) -> None:

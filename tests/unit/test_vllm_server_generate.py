@@ -54,9 +54,10 @@ def test_each_completion_has_its_own_seed_and_only_the_first_scores_the_prompt()
 
 
 def test_logit_bias_keys_become_ids() -> None:
-    assert sampling_options(parse_body(body(logit_bias={"5": -1.0})), 0)["logit_bias"] == {5: -1.0}
+    asked = parse_body(body(logit_bias={"5": -1.0}, for_training=False))
+    assert sampling_options(asked, 0)["logit_bias"] == {5: -1.0}
     with pytest.raises(RequestError, match="logit_bias"):
-        sampling_options(parse_body(body(logit_bias={"five": -1.0})), 0)
+        sampling_options(parse_body(body(logit_bias={"five": -1.0}, for_training=False)), 0)
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from fastapi import FastAPI
+from safetensors.torch import save_file
 
 from tests.unit.test_vllm_server_bridge import RecordingEngine
-from vllm_server import compat
+from vllm_server import compat, lora
 from vllm_server.bridge import Bridge
 from vllm_server.config import ServerConfig
 from vllm_server.guard import Gate
 from vllm_server.lora import AdapterError, Adapters, make_router
 
+SHAPES = {"model.layers.0.self_attn.q_proj": (8, 4), "model.layers.0.self_attn.v_proj": (4, 4)}
+
 
 class LoraEngine(RecordingEngine):
+    errored = False
     vllm_config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=32), lora_config=SimpleNamespace(max_lora_rank=16)
     )
@@ -27,6 +33,8 @@ class LoraEngine(RecordingEngine):
     def __init__(self) -> None:
         super().__init__()
         self.removed: list[int] = []
+        self.model_config = SimpleNamespace(hf_config=None)
+        self.output_processor = SimpleNamespace(request_states={})
 
     async def remove_lora(self, lora_id: int) -> bool:
         self.removed.append(lora_id)
@@ -55,6 +63,7 @@ class Models:
 
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Adapters, Models, LoraEngine, Bridge]:
+    monkeypatch.setattr(lora, "linear_shapes", lambda _: SHAPES)
     monkeypatch.setattr(compat, "load_adapter_request", lambda n, p: SimpleNamespace(lora_name=n, lora_path=p))
     engine, models = LoraEngine(), Models()
     config = ServerConfig.from_env({"LOGDIR": str(tmp_path / "bridge")})
@@ -63,9 +72,15 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Adapters, Mo
     return Adapters(bridge, models, tmp_path), models, engine, bridge
 
 
-def adapter(folder: Path) -> str:
+def adapter(folder: Path, rank: int = 2, **tensors: tuple[int, int]) -> str:
+    """A saved adapter of the layers in `SHAPES`; `tensors` by module replace the shape of its A."""
     folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    shapes = {f"{name}.lora_A.weight": (rank, into) for name, (_, into) in SHAPES.items()}
+    shapes |= {f"{name}.lora_B.weight": (out, rank) for name, (out, _) in SHAPES.items()}
+    shapes |= {f"model.layers.0.self_attn.{name}.lora_A.weight": shape for name, shape in tensors.items()}
+    saved = {f"base_model.model.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+    save_file(saved, folder / "adapter_model.safetensors")
     return str(folder)
 
 
@@ -78,7 +93,7 @@ async def test_the_newest_answers_under_the_base_name_and_the_old_one_leaves(par
     assert models.lora_requests["base"].lora_name == second.name
     assert set(models.lora_requests) == {"base", second.name}
     assert engine.removed == [1]
-    assert (second.weight_version, second.retiring) == (1, 1)
+    assert (second.weight_version, second.retiring) == (1, 0)
     assert adapters.info().retiring == 0
     assert bridge.state.weight_version == 1
     assert not bridge.gate.held
@@ -97,6 +112,44 @@ async def test_a_request_ends_on_the_adapter_it_began_with(parts: Any, tmp_path:
     await asyncio.sleep(0.01)
     assert engine.removed == [1]
     assert old[0].lora_name not in models.lora_requests
+
+
+async def test_requests_of_vllm_s_own_routes_keep_an_adapter_too(parts: Any, tmp_path: Path) -> None:
+    """They go to the engine without passing through here; its files must stay until they have ended."""
+    adapters, models, engine, _ = parts
+    old = await adapters.load(adapter(tmp_path / "v3"), 3)
+    engine.output_processor.request_states["cmpl-1"] = SimpleNamespace(lora_name=old.name)
+    info = await adapters.load(adapter(tmp_path / "v4"), 4)
+    assert (info.retiring, info.retiring_paths) == (1, [str(tmp_path / "v3")])
+    await asyncio.sleep(0.01)
+    assert engine.removed == [] and old.name in models.lora_requests
+    engine.output_processor.request_states.clear()
+    assert adapters.info().retiring == 0
+    await asyncio.sleep(0.01)
+    assert engine.removed == [1] and old.name not in models.lora_requests
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"q_proj": (2, 3)}, r"q_proj.lora_A.weight is \[2, 3\], the model's layer needs \[2, 4\]"),
+        ({"k_proj": (2, 4)}, "no linear layer model.layers.0.self_attn.k_proj"),
+        ({"rank": 3, "v_proj": (2, 4)}, r"needs \[3, 4\]"),
+    ],
+)
+async def test_an_adapter_of_another_model_is_refused_and_the_old_one_stays(
+    parts: Any, tmp_path: Path, change: Any, says: str
+) -> None:
+    adapters, models, engine, bridge = parts
+    good = await adapters.load(adapter(tmp_path / "good"), 7)
+    bad = adapter(tmp_path / "bad", **change)
+    with pytest.raises(AdapterError, match=says):
+        await adapters.load(bad, 8)
+    (tmp_path / "bad" / "adapter_model.safetensors").write_bytes(b"half a fi")
+    with pytest.raises(AdapterError, match="cannot be read"):
+        await adapters.load(bad, 8)
+    assert models.lora_requests["base"].lora_name == good.name == adapters.info().name
+    assert bridge.state.weight_version == 7 and engine.removed == []
 
 
 async def test_unloading_goes_back_to_the_base_model(parts: Any, tmp_path: Path) -> None:

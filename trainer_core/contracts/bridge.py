@@ -1,8 +1,9 @@
 """Messages between trainer and inference server, and the digest that ties a completion to its weight version.
 
     GET  /bridge/info                            -> BridgeInfo
-    POST /bridge/pause      PauseRequest         -> BridgeInfo   (in-flight requests freeze and are kept)
+    POST /bridge/pause      PauseRequest         -> BridgeInfo   (in-flight requests freeze, end or begin anew)
     POST /bridge/resume     ResumeRequest        -> BridgeInfo   (prefix cache reset, version set, hold released)
+    POST /bridge/load       LoadWeightsRequest   -> WeightsLoaded (pause, load, prefix cache reset, resume in one)
     POST /bridge/versions   VersionsRequest      -> VersionsResponse
     POST /lora/load         LoadAdapterRequest   -> AdapterInfo  (fresh name and id; version set, hold released)
 
@@ -14,10 +15,19 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 TOKEN_HEADER = "X-Atropos-Token"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes for --max-lora-rank."""
+FEW_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
+
+InFlight = Literal["keep", "wait", "recompute"]
+"""What a pause does to requests in flight. keep: frozen, they go on with the new weights and carry both versions. wait:
+they end with the old weights first. recompute: they begin anew with the new weights; streams of vLLM's own routes end
+with the finish reason "abort"."""
 
 
 class BridgeMessage(BaseModel):
@@ -41,8 +51,18 @@ class BridgeInfo(BridgeMessage):
     manifest: str | None = None
     exported: int = 0
     """Number of tensors in the manifest."""
+    workers: int = 1
+    """Processes that hold the model or a part of it: tensor, pipeline and data parallel ranks."""
+    receives: Literal["nccl", "gloo"] | None = None
+    """Over what a trainer can broadcast weights to it; null when it was not started for that."""
+    load_obstacle: str | None = "it was started without ATROPOS_WEIGHT_UPDATES=1"
+    """Why `/bridge/load` cannot change the weights of this server while it runs; null when it can."""
+    started_from: str | None = None
+    """The folder whose weights this server started with; null for the model's own."""
     block_size: int | None = None
     """Tokens in one block of the KV cache: a shorter prompt leaves nothing in the prefix cache."""
+    eager_because: str | None = None
+    """Why this server gave up CUDA graphs and compiled code by itself; null when it did not."""
 
 
 class PauseRequest(BridgeMessage):
@@ -50,11 +70,37 @@ class PauseRequest(BridgeMessage):
     """Without a resume in this time a clean server resumes by itself; a dirty one turns unhealthy."""
     dirty: bool = False
     """Set when weights are about to be written in place."""
+    in_flight: InFlight = "keep"
+    wait_s: float = Field(30.0, gt=0)
+    """After this time `wait` freezes what is left."""
 
 
 class ResumeRequest(BridgeMessage):
     weight_version: int
     """Optimizer steps behind the weights that are now in place; 0 is the base model."""
+
+
+class LoadWeightsRequest(BridgeMessage):
+    path: str
+    """A folder of safetensors under the names of the model's own, below the run's directory."""
+    weight_version: int = Field(ge=0)
+    lease_s: float = Field(600.0, gt=0, le=24 * 3600)
+    """A load that takes longer leaves the server unhealthy."""
+    in_flight: InFlight = "keep"
+    wait_s: float = Field(30.0, gt=0)
+    """Both as in `PauseRequest`."""
+    at_restart: bool = False
+    """Change nothing now: the next start of this server begins with these weights."""
+
+
+class WeightsLoaded(BridgeMessage):
+    instance_id: str
+    weight_version: int | None
+    """What answers now."""
+    tensors: int
+    bytes: int
+    phases: dict[str, float] = Field(default_factory=dict)
+    """Seconds of pause, load, device_sync and resume."""
 
 
 class LoadAdapterRequest(BridgeMessage):
@@ -73,6 +119,8 @@ class AdapterInfo(BridgeMessage):
     max_lora_rank: int | None = None
     retiring: int = 0
     """Older adapters that still finish completions which they began."""
+    retiring_paths: list[str] = Field(default_factory=list)
+    """Their folders, which the server may read again until then."""
 
 
 class VersionsRequest(BridgeMessage):
@@ -82,6 +130,21 @@ class VersionsRequest(BridgeMessage):
 class VersionsResponse(BridgeMessage):
     versions: list[tuple[int, int] | None]
     """Oldest and newest weight version of each completion, in the order asked; null for one not known."""
+
+
+def server_rank(rank: int) -> int | None:
+    """--max-lora-rank for adapters of `rank`; null when no server takes them."""
+    return next((known for known in LORA_RANKS if known >= rank), None)
+
+
+def few_graph_sizes(max_num_seqs: int = 1024) -> list[int]:
+    """--cudagraph-capture-sizes for an engine that is restarted often: a third of vLLM's own, up to the same limit.
+
+    vLLM captures every size up to 512 in steps of 8 and 16, which is a third of a warm start. A batch between two sizes
+    is padded to the next, which costs decoding little: it waits for the weights, not for the rows.
+    """
+    limit = min(2 * max_num_seqs, 512)
+    return [*(size for size in FEW_GRAPH_SIZES if size < limit), limit]
 
 
 def completion_digest(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:

@@ -1,0 +1,280 @@
+"""`/bridge/load`: what is refused before anything is touched, what a broken load leaves, what waits for a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from fastapi import FastAPI
+from safetensors.torch import save_file
+
+from tests.unit.test_vllm_server_bridge import RecordingEngine
+from trainer_core.contracts.bridge import LoadWeightsRequest
+from vllm_server import reload
+from vllm_server.bridge import Bridge
+from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
+from vllm_server.guard import Gate
+from vllm_server.reload import BrokenLoad, RefusedWeights, Reloader, make_router
+
+SHAPES = {"model.embed_tokens.weight": (6, 4), "model.layers.0.mlp.up_proj.weight": (8, 4), "lm_head.weight": (6, 4)}
+
+
+class LoadingEngine(RecordingEngine):
+    """Answers the load of a rank; `breaks` is raised there, `hangs` never ends."""
+
+    def __init__(self, **model: Any) -> None:
+        super().__init__()
+        hf_config = SimpleNamespace(architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False)
+        facts = {"dtype": "torch.float32", "hf_config": hf_config, "quantization": None} | model
+        self.model_config = SimpleNamespace(**facts)
+        self.breaks: Exception | None = None
+        self.hangs = False
+
+    async def collective_rpc(self, method: str, args: tuple[str]) -> list[dict[str, float]]:
+        self.calls.append(f"{method}:{Path(args[0]).name}")
+        if self.hangs:
+            await asyncio.sleep(60)
+        if self.breaks is not None:
+            raise self.breaks
+        ranks = ({"load": 0.1, "device_sync": 0.3}, {"load": 0.2, "device_sync": 0.1})
+        return [{"tensors": 3.0, "bytes": 320.0, **rank} for rank in ranks]
+
+
+def arguments(model: Path, **given: Any) -> Namespace:
+    facts: dict[str, Any] = {
+        "model": str(model), "load_format": "auto", "enable_lora": False, "data_parallel_size": 1, "revision": None,
+        "download_dir": None,
+    }  # fmt: skip
+    return Namespace(**facts | given)
+
+
+def checkpoint(folder: Path, **shapes: tuple[int, ...] | None) -> Path:
+    """A folder of weights as in `SHAPES`; `shapes` by name (dots as `__`) replaces one, null leaves it out."""
+    wanted: dict[str, Any] = SHAPES | {name.replace("__", "."): shape for name, shape in shapes.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: torch.ones(shape) for name, shape in wanted.items() if shape is not None}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+class Site:
+    """A run directory with a model, a server in it, and new weights."""
+
+    def __init__(self, root: Path) -> None:
+        self.run = root / "run"
+        self.environment = {
+            "LOGDIR": str(self.run / "bridge" / "vllm"), "ATROPOS_RUN_DIR": str(self.run),
+            "ATROPOS_WEIGHT_UPDATES": "1",
+        }  # fmt: skip
+        self.model = checkpoint(root / "model")
+        self.new = checkpoint(self.run / "weights" / "v3")
+        self.start()
+
+    def start(self, engine: LoadingEngine | None = None, **flags: Any) -> None:
+        """A new server process, in effect."""
+        self.engine = engine or LoadingEngine()
+        self.config = ServerConfig.from_env(self.environment)
+        self.config.bridge_dir.mkdir(parents=True, exist_ok=True)
+        args = arguments(self.model, **flags)
+        if self.config.weight_updates:
+            reload.prepare_start(self.config, args, plain=False)
+        self.load_format = args.load_format
+        self.gate = Gate(held=True)
+        self.bridge = Bridge(self.engine, config=self.config, gate=self.gate, model="m", vllm_version="0")
+        self.reloader = Reloader(self.bridge, args)
+
+    def load(self, path: Path | None = None, version: int = 3, **fields: Any) -> Any:
+        request = LoadWeightsRequest(path=str(path or self.new), weight_version=version, **fields)
+        return asyncio.run(self.reloader.load(request))
+
+    def post(self, **body: Any) -> httpx.Response:
+        async def ask() -> httpx.Response:
+            app = FastAPI()
+            app.include_router(make_router(self.reloader))
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                return await client.post("/bridge/load", json=body)
+
+        return asyncio.run(ask())
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    yield Site(tmp_path)
+    os.environ.pop(ENV_START_WEIGHTS, None)
+
+
+def test_a_load_pauses_writes_resets_the_cache_and_resumes_as_the_new_version(site: Site) -> None:
+    answer = site.post(path=str(site.new), weight_version=3)
+    assert answer.status_code == 200, answer.text
+    assert site.engine.calls == ["pause:keep", "atropos_load_weights:v3", "reset:True", "resume"]
+    told = answer.json()
+    assert (told["weight_version"], told["tensors"], told["bytes"]) == (3, 3, 320)
+    assert told["phases"].keys() == {"pause", "load", "device_sync", "resume"}
+    assert (told["phases"]["load"], told["phases"]["device_sync"]) == (0.2, 0.3), "the slowest rank counts"
+    info = site.bridge.info()
+    assert (info.weight_version, info.paused, info.dirty, info.held) == (3, False, False, False)
+    assert json.loads(site.config.state_path.read_text())["weight_version"] == 3
+
+
+def test_completions_in_flight_are_treated_as_asked(site: Site) -> None:
+    site.load(in_flight="recompute")
+    assert site.engine.calls[0] == "pause:abort"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        ({"lm_head__weight": None}, "lm_head.weight is missing"),
+        ({"lm_head__weight": (7, 4)}, r"lm_head.weight is \[7, 4\], not \[6, 4\]"),
+        ({"model__layers__1__mlp__up_proj__weight": (8, 4)}, "model.layers.1.mlp.up_proj.weight is not of this model"),
+    ],
+)
+def test_weights_of_another_model_are_refused_before_anything_is_touched(
+    site: Site, shapes: dict[str, Any], says: str
+) -> None:
+    site.load(version=1)
+    site.engine.calls.clear()
+    with pytest.raises(RefusedWeights, match=says):
+        site.load(checkpoint(site.run / "other", **shapes))
+    assert site.engine.calls == []
+    assert site.bridge.info().weight_version == 1, "the old weights go on serving"
+
+
+def test_half_written_missing_and_foreign_folders_are_refused(site: Site, tmp_path: Path) -> None:
+    torn = checkpoint(site.run / "torn") / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-7])
+    (site.run / "empty").mkdir()
+    cases = {
+        torn.parent: "not a whole safetensors file",
+        site.run / "empty": "no safetensors",
+        site.run / "nowhere": "not a folder",
+        tmp_path / "model": "lies outside",
+        site.run / ".." / "model": "lies outside",
+    }
+    for path, says in cases.items():
+        answer = site.post(path=str(path), weight_version=3)
+        assert answer.status_code == 409
+        assert says in answer.json()["error"]
+    assert site.engine.calls == []
+    assert not site.bridge.state.paused
+
+
+def test_a_tied_head_may_be_there_or_not(site: Site) -> None:
+    site.engine.model_config.hf_config.tie_word_embeddings = True
+    site.load(checkpoint(site.run / "without", lm_head__weight=None))
+    assert site.bridge.info().weight_version == 3
+
+
+@pytest.mark.parametrize("fault", ["breaks", "hangs"])
+def test_a_load_that_breaks_off_leaves_nobody_served_until_one_succeeds(site: Site, fault: str) -> None:
+    setattr(site.engine, fault, RuntimeError("cannot read") if fault == "breaks" else True)
+    with pytest.raises(BrokenLoad, match=r"weights are mixed: (cannot read|no end after 0.05 s)"):
+        site.load(lease_s=0.05)
+    info = site.bridge.info()
+    assert (info.paused, info.dirty, info.weight_version) == (True, True, None)
+    assert site.gate.refusal is not None
+    assert "mixed" in site.gate.refusal
+    assert "resume" not in site.engine.calls
+    site.engine.breaks, site.engine.hangs = None, False
+    site.load()
+    assert site.gate.refusal is None
+    assert not site.bridge.info().dirty
+
+
+def test_a_break_is_a_503_so_that_the_trainer_waits_for_a_whole_server(site: Site) -> None:
+    site.engine.breaks = RuntimeError("CUDA error")
+    answer = site.post(path=str(site.new), weight_version=3)
+    assert answer.status_code == 503
+    assert "CUDA error" in answer.json()["error"]
+
+
+def test_weights_noted_for_a_restart_are_what_the_next_server_begins_with(site: Site) -> None:
+    site.load(version=1)
+    site.engine.calls.clear()
+    noted = site.load(at_restart=True)
+    assert noted.weight_version == 1, "nothing changes now"
+    assert site.engine.calls == []
+
+    site.start()
+    assert os.environ[ENV_START_WEIGHTS] == str(site.new)
+    assert site.load_format == reload.FOLDER_FORMAT
+    info = site.bridge.info()
+    assert (info.started_from, info.weight_version, info.held) == (str(site.new), None, True)
+    site.load()
+    assert site.engine.calls == ["resume"], "they are in memory already: only the version is named"
+    assert site.bridge.info().weight_version == 3
+    assert not site.gate.held
+    site.load(version=4)
+    assert "atropos_load_weights:v3" in site.engine.calls, "a second load of the same folder is a load"
+
+
+def test_a_note_that_leads_nowhere_is_not_followed(site: Site) -> None:
+    site.load(at_restart=True)
+    file = site.new / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:50])
+    site.start()
+    assert ENV_START_WEIGHTS not in os.environ
+    assert site.bridge.info().started_from is None
+    site.config.start_weights_path.write_text('{"path": ')
+    site.start()
+    assert site.load_format == "auto"
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "says"),
+    [
+        ({"quantization": "fp8"}, {}, r"quantized \(fp8\)"),
+        (
+            {"hf_config": SimpleNamespace(architectures=["DeepseekV3ForCausalLM"], tie_word_embeddings=False)},
+            {},
+            "layers of DeepseekV3ForCausalLM",
+        ),
+        ({}, {"enable_lora": True}, "--enable-lora"),
+        ({}, {"cpu_offload_gb": 4}, "--cpu-offload-gb"),
+        ({}, {"data_parallel_size": 2}, "--data-parallel-size"),
+    ],
+)
+def test_what_cannot_be_loaded_in_place_says_so_and_can_still_restart(
+    site: Site, model: dict[str, Any], flags: dict[str, Any], says: str
+) -> None:
+    site.start(LoadingEngine(**model), **flags)
+    with pytest.raises(RefusedWeights, match=says):
+        site.load()
+    assert site.bridge.info().load_obstacle is not None
+    assert site.engine.calls == []
+    site.load(at_restart=True)
+    site.start(LoadingEngine(**model), **flags)
+    site.load()
+    assert site.bridge.info().weight_version == 3
+
+
+def test_a_server_that_could_not_begin_with_them_refuses_the_note(site: Site) -> None:
+    site.start(load_format="bitsandbytes")
+    with pytest.raises(RefusedWeights, match="--load-format bitsandbytes"):
+        site.load(at_restart=True)
+    del site.environment["LOGDIR"]
+    site.start()
+    with pytest.raises(RefusedWeights, match="LOGDIR"):
+        site.load(at_restart=True)
+    del site.environment["ATROPOS_WEIGHT_UPDATES"]
+    site.start()
+    for at_restart in (True, False):
+        with pytest.raises(RefusedWeights, match="ATROPOS_WEIGHT_UPDATES=1"):
+            site.load(at_restart=at_restart)
+
+
+def test_a_sleeping_engine_is_not_written_to(site: Site) -> None:
+    site.bridge.sleeping = True
+    with pytest.raises(RefusedWeights, match="wake_up"):
+        site.load()
+    assert site.engine.calls == []

@@ -1,0 +1,106 @@
+"""Before serving: does every kind of layer compute from the tensor that a trainer writes to?
+
+Compiled code and CUDA graphs bake in addresses. A layer that binds its weights anew, or computes from a copy, would go
+on with old ones for ever, and no error would say so. So one tensor of each kind is changed, one token is decoded on a
+cached prefix (the path of decode graphs), its logprob must follow, and the tensor is put back.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from vllm_server.generate import GenerateRequest, Generator, TokenPrompt
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+FOLLOWS = 1e-5
+"""Nats; an answer that moves by more has followed. A tensor changed by as much as it is large moves far more."""
+ROWS = 1024
+"""Of a larger tensor only these first rows are changed: the prompt's tokens are among them."""
+
+
+class UnsafeGraphs(RuntimeError):
+    """With CUDA graphs or compiled code some layers do not see new weights."""
+
+
+_kept: dict[str, torch.Tensor] = {}
+"""Worker process: what `nudge` changed, as it was."""
+
+
+def kinds(model: torch.nn.Module) -> list[str]:
+    """Worker: one parameter of each kind, from the middle layer where there are layers."""
+    names = [name for name, parameter in model.named_parameters() if parameter.is_floating_point()]
+    found: dict[str, list[str]] = {}
+    for name in names:
+        kind = ".".join(part for part in name.split(".") if not part.isdigit())
+        found.setdefault(kind, []).append(name)
+    return [same[len(same) // 2] for same in found.values()]
+
+
+def nudge(model: torch.nn.Module, name: str) -> None:
+    """Worker: change the parameter in place, by as much as it is large."""
+    import torch
+
+    part = _part(model, name)
+    _kept[name] = part.detach().clone()
+    generator = torch.Generator(part.device).manual_seed(len(_kept[name]))
+    noise = torch.empty(part.shape, dtype=torch.float32, device=part.device).normal_(generator=generator)
+    scale = max(float(part.float().square().mean().sqrt()), 0.1)
+    part.add_((noise * scale).to(part.dtype))
+
+
+def put_back(model: torch.nn.Module, name: str) -> None:
+    """Worker: undo `nudge`."""
+    _part(model, name).copy_(_kept.pop(name))
+
+
+def _part(model: torch.nn.Module, name: str) -> torch.Tensor:
+    parameter = model.get_parameter(name).detach()
+    return parameter[:ROWS] if parameter.ndim > 1 else parameter
+
+
+async def stale_kinds(engine: Any, generator: Generator) -> list[str]:
+    """Server: parameters whose change a decoded token does not show; [] when all is well.
+
+    Nothing else may generate meanwhile.
+    """
+    body = _request(engine)
+    await generator.first_token(body)  # fills the prefix cache
+    before, again = await generator.first_token(body), await generator.first_token(body)
+    least = max(FOLLOWS, 4 * _distance(before, again))
+    stale = []
+    (names, *_) = await engine.collective_rpc("atropos_parameter_kinds")
+    for name in names:
+        await engine.collective_rpc("atropos_nudge", args=(name,))
+        try:
+            changed = await generator.first_token(body)
+        finally:
+            await engine.collective_rpc("atropos_put_back", args=(name,))
+        if _distance(before, changed) <= least:
+            stale.append(name)
+    await engine.reset_prefix_cache()
+    logger.info("%d of %d kinds of layers compute from the weights in place", len(names) - len(stale), len(names))
+    return stale
+
+
+def _distance(one: tuple[int, float], other: tuple[int, float]) -> float:
+    """Between two answers: of their logprobs in nats; infinite for two tokens, and where one is not a number."""
+    gap = abs(one[1] - other[1])
+    return gap if one[0] == other[0] and math.isfinite(gap) else math.inf
+
+
+def _request(engine: Any) -> GenerateRequest:
+    """One token after a prompt of which all but the last token is one full block of the prefix cache."""
+    block = int(engine.vllm_config.cache_config.block_size or 16)
+    length = min(block + 1, int(engine.model_config.max_model_len) - 1)
+    tokens = min(int(engine.model_config.get_vocab_size()), 64)
+    prompt = [(2 + i * 7) % tokens for i in range(length)]
+    salted = TokenPrompt(prompt_token_ids=prompt, cache_salt=secrets.token_hex(8))
+    # Seeded: the same weights must draw the same token again.
+    return GenerateRequest(prompt=salted, max_tokens=1, ignore_eos=True, for_training=False, seed=0)

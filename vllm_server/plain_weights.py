@@ -1,0 +1,80 @@
+"""Loaders of a server whose weights change while it lives, or between two of its lives.
+
+`atropos_folder` is vLLM's default loader, which takes the weights from the folder in `ATROPOS_START_WEIGHTS` where that
+is set: a restarted server begins with what the trainer had, and everything else about the model stays as it was named.
+`atropos_plain` does the same on a CPU, and the layers there compute from the parameters themselves. vLLM otherwise
+repacks linear weights into a private copy and drops the original, so that nothing written later would reach it.
+
+Runs in vLLM's worker process.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from vllm_server.config import ENV_START_WEIGHTS
+
+FOLDER_FORMAT = "atropos_folder"
+PLAIN_FORMAT = "atropos_plain"
+
+_registered = False
+
+
+def register_loaders() -> None:
+    """Make both load formats known to vLLM in this process; once is enough."""
+    global _registered
+    if not _registered:
+        register_model_loader(FOLDER_FORMAT)(FolderLoader)
+        register_model_loader(PLAIN_FORMAT)(PlainLoader)
+        _registered = True
+
+
+class FolderLoader(DefaultModelLoader):
+    """vLLM's default loader, with the weights of another folder."""
+
+    def __init__(self, load_config: Any) -> None:
+        load_config = copy.copy(load_config)
+        load_config.load_format = "auto"
+        super().__init__(load_config)
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        if folder := os.environ.get(ENV_START_WEIGHTS):
+            model_config = copy.copy(model_config)
+            model_config.model = folder
+            model_config.revision = None
+        super().load_weights(model, model_config)
+
+
+class PlainLoader(FolderLoader):
+    """After it no layer on the CPU holds a repacked copy of its weight."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        self._weights: dict[torch.nn.Module, torch.nn.Parameter] = {}
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        super().load_weights(model, model_config)
+        if model_config.quantization is not None:
+            return  # such layers need what vLLM makes of them
+        for module in model.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None:
+                self._weights[module] = weight
+                # vLLM's own switch (0.28 and later) for layers whose weight is read elsewhere: no repacking.
+                module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+
+    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        model = super().load_model(*args, **kwargs)
+        for module, weight in self._weights.items():
+            if module._parameters["weight"] is not weight:
+                module.weight = weight  # releases without the switch replaced it by an empty one
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = torch.nn.functional.linear
+        self._weights.clear()
+        return model
