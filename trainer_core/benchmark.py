@@ -25,7 +25,7 @@ class Benchmark:
     byte_sum: int = 0
 
     def add(self, *, step_s: float, sync_s: float | None, wait_s: float, tokens: int, allocated: int | None) -> None:
-        """Count one step; `sync_s` is null when no weights were published."""
+        """Count one step; `sync_s` is null when no weights moved to a server."""
         self.steps += 1
         self.step_s += step_s
         self.wait_s += wait_s

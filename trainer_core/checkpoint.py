@@ -1,9 +1,11 @@
 """Checkpoints that plain transformers loads, with what an exact resume needs beside.
 
-    save_path/step_N/      model.safetensors, config.json, tokenizer; trainer_state.safetensors (optimizer, master
-                           weights, random generators), trainer_state.json (step, weight version, what else has no
-                           tensor)
-    save_path/final_model/ the same without optimizer state
+    save_path/step_N/          model.safetensors, config.json, tokenizer; trainer_state.safetensors (optimizer, master
+                               weights, random generators), trainer_state.json (step, weight version, what else has no
+                               tensor)
+    save_path/adapter_step_N/  where adapters are trained: adapter_model.safetensors and adapter_config.json in place of
+                               the model, for peft and vLLM; the same trainer state
+    save_path/final_model/     the one or the other without optimizer state
 
 Written aside and renamed, so a directory under its own name is complete. torch is imported only where tensors are
 touched: the starting point is looked up before it.
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 STATE_JSON = "trainer_state.json"
 STATE_TENSORS = "trainer_state.safetensors"
-_STEP = re.compile(r"step_(\d+)")
+ADAPTER_JSON = "adapter_config.json"
+_STEP = re.compile(r"(adapter_)?step_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,12 @@ class Saved:
     bytes: int
 
 
-def complete_checkpoints(save_path: Path) -> list[Path]:
-    """Complete step_N/ in `save_path`, oldest first."""
+def complete_checkpoints(save_path: Path, adapters: bool = False) -> list[Path]:
+    """Complete step_N/ in `save_path`, of adapters or of whole models, oldest first."""
     if not save_path.is_dir():
         return []
-    found = [(int(match[1]), path) for path in save_path.iterdir() if (match := _STEP.fullmatch(path.name))]
+    names = ((path, _STEP.fullmatch(path.name)) for path in save_path.iterdir())
+    found = [(int(match[2]), path) for path, match in names if match and bool(match[1]) == adapters]
     return [path for _, path in sorted(found) if (path / STATE_JSON).is_file() and (path / STATE_TENSORS).is_file()]
 
 
@@ -70,7 +74,7 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
     if config.resume == "never":
         return StartingPoint()
     if config.resume == "auto":
-        found = complete_checkpoints(Path(config.save_path))
+        found = complete_checkpoints(Path(config.save_path), config.trains_adapters)
         if not found:
             return StartingPoint()
         path = found[-1]
@@ -83,6 +87,12 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
         raise UsageError(f"--resume {path}: not a checkpoint of this trainer ({error})") from None
     if not (path / STATE_TENSORS).is_file():
         raise UsageError(f"--resume {path}: {STATE_TENSORS} is missing, so optimizer and random state are lost")
+    if (path / ADAPTER_JSON).is_file() != config.trains_adapters:
+        theirs, ours = ("a whole model", "adapters") if config.trains_adapters else ("an adapter", "the whole model")
+        raise UsageError(
+            f"--resume {path}: a checkpoint of {theirs}, and --weight-bridge-mode {config.weight_bridge_mode} trains "
+            f"{ours}"
+        )
     return point
 
 
@@ -93,7 +103,7 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
         return f"Resuming from {point.path}: step {point.step}, weight version {point.version}"
     if config.resume == "auto":
         return f"Starting from the base model {config.model_name}: no checkpoint in {save_path}"
-    old = complete_checkpoints(save_path)
+    old = complete_checkpoints(save_path, config.trains_adapters)
     ignored = f"; {len(old)} checkpoints in {save_path} are ignored (--resume auto continues)" if old else ""
     return f"Starting from the base model {config.model_name}{ignored}"
 
@@ -103,17 +113,11 @@ def save(
     stopping: dict[str, Any] | None = None,
 ) -> Saved:  # fmt: skip
     """Write a checkpoint to `target`; without `stepper` only what inference needs."""
-    from huggingface_hub import save_torch_state_dict
-
-    from trainer_core.policy.load import weights
-
     began = time.perf_counter()
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    save_torch_state_dict(weights(model), aside)
-    model.config.save_pretrained(aside)
-    _save_companions(config.model_name, aside)
+    (_write_adapter if config.trains_adapters else _write_model)(model, config, aside)
     facts = {"step": step, "weight_version": version, "model": config.model_name, "optimizer": config.optimizer}
     if stepper is not None:
         facts |= {"stopping": stopping or {}, "state": _save_state(aside / STATE_TENSORS, stepper)}
@@ -127,11 +131,11 @@ def save_step(
     model: torch.nn.Module, config: TrainingConfig, stepper: Stepper, *, step: int, version: int,
     stopping: dict[str, Any] | None = None,
 ) -> Saved:  # fmt: skip
-    """Write step_N/ and drop what `keep_checkpoints` no longer keeps."""
-    save_path, name = Path(config.save_path), f"step_{step}"
+    """Write step_N/ or adapter_step_N/, and drop what `keep_checkpoints` no longer keeps."""
+    save_path, name = Path(config.save_path), f"{'adapter_' if config.trains_adapters else ''}step_{step}"
     saved = save(model, config, save_path / name, step=step, version=version, stepper=stepper, stopping=stopping)
     if config.keep_checkpoints:
-        for old in complete_checkpoints(save_path)[: -config.keep_checkpoints]:
+        for old in complete_checkpoints(save_path, config.trains_adapters)[: -config.keep_checkpoints]:
             shutil.rmtree(old, ignore_errors=True)
     return saved
 
@@ -153,6 +157,24 @@ def restore(path: Path, stepper: Stepper) -> None:
     random.setstate(_tuples(json.loads(state["python_rng"])))
     name, keys, *rest = json.loads(state["numpy_rng"])
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
+
+def _write_model(model: torch.nn.Module, config: TrainingConfig, target: Path) -> None:
+    """A folder that serves as a model."""
+    from huggingface_hub import save_torch_state_dict
+
+    from trainer_core.policy.load import weights
+
+    save_torch_state_dict(weights(model), target)
+    model.config.save_pretrained(target)
+    _save_companions(config.model_name, target)
+
+
+def _write_adapter(model: torch.nn.Module, config: TrainingConfig, target: Path) -> None:
+    """A folder that peft and vLLM load onto the base model."""
+    from trainer_core.policy.lora import write_adapter
+
+    write_adapter(model, target)
 
 
 def _save_state(path: Path, stepper: Stepper) -> Any:

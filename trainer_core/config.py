@@ -20,8 +20,9 @@ class TrainingConfig(BaseModel):
     """A GRPO run. Unknown keys are refused."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), validate_default=True
-    )
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), validate_default=True,
+        allow_inf_nan=False,
+    )  # fmt: skip
 
     # Essential
     model_name: str = Field(min_length=1)
@@ -124,9 +125,9 @@ class TrainingConfig(BaseModel):
     lora_alpha: int = Field(32, ge=1)
     """LoRA scaling factor."""
     lora_dropout: float = Field(0.05, ge=0, lt=1)
-    """Dropout of LoRA layers while gradients are computed."""
+    """Accepted, and not applied: the importance ratio would compare two different dropout masks."""
     lora_target_modules: Words | None = None
-    """Modules that get an adapter (default: q_proj v_proj)."""
+    """Modules that get an adapter (default: q_proj v_proj); all-linear for every linear layer but the head."""
     lora_layer_indices: LayerIndices | None = None
     """Layers that get an adapter (such as 20-31); default: all that match."""
 
@@ -149,6 +150,15 @@ class TrainingConfig(BaseModel):
     """Type of the weights; auto takes the server's."""
     vllm_restart_interval: int = Field(3, ge=1)
     """Restart or reload the server every N steps (modes none and lora_restart)."""
+    engine_reload: Literal["in_place", "restart"] = "in_place"
+    """How the server gets new weights in mode none. in_place: it loads them while it runs. restart: it is restarted and
+    begins with them, which is also done where in_place cannot be (quantized weights, unknown layers)."""
+    in_flight: Literal["keep", "wait", "recompute"] = "keep"
+    """Completions in flight when new weights come. keep: they go on with them, and their policy lag counts from the
+    oldest token. wait: they end with the old ones first, for at most in_flight_timeout. recompute: they begin anew. For
+    modes that pause the server (shared_vllm, broadcast, none)."""
+    in_flight_timeout: float = Field(30.0, gt=0)
+    """Seconds that wait waits; what is left then is kept."""
     engine_timeout: float = Field(600.0, gt=0)
     """Seconds to wait for the inference server and its manifest at the start."""
     single_copy: bool = False
@@ -189,17 +199,21 @@ class TrainingConfig(BaseModel):
     """Rank of this trainer."""
     world_size: int = Field(1, ge=1)
     """Number of trainers; this version runs one."""
-    init_method: str = "env://"
-    """Rendezvous of several trainers."""
+    init_method: str = Field("env://", pattern=r"^(env://|tcp://\[?[A-Za-z0-9.:_-]+\]?:\d{1,5})$")
+    """Where a broadcast's group meets: tcp://HOST:PORT of this machine, or env:// for MASTER_ADDR and MASTER_PORT; by
+    default on the loopback and a free port."""
     num_inference_nodes: int = Field(0, ge=0)
-    """Inference servers on other machines; 0 is this machine only."""
+    """Inference servers that a broadcast must reach: another number of vllm_urls is an error. 0, or NUM_INFERENCE_NODES
+    unset: as many as there are."""
+    broadcast_timeout: float = Field(60.0, gt=0)
+    """Seconds that a broadcast may take, and that its group may take to form, before it is given up and begun anew."""
 
     # Device and speed
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto (cuda where there is one), cpu, cuda or cuda:N."""
     pack_tokens: int | None = Field(None, ge=2)
-    """Tokens of one forward pass; sequences are packed up to it. Default: batch_size x seq_len. Loss and gradient do
-    not depend on it."""
+    """Tokens of one forward pass; sequences are packed up to it. Default: batch_size x seq_len, on a CPU at most 2048.
+    Loss and gradient do not depend on it."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Compute activations anew in the backward pass (non-reentrant): about a third slower, far less memory. auto does
     so when those of one forward pass would not fit into the free memory of the GPU; on a CPU it does not."""
@@ -207,11 +221,13 @@ class TrainingConfig(BaseModel):
     """Compile the transformer layers (torch.compile): some seconds at the first step, a fifth less in each. auto does
     so on CUDA for models from 100 million parameters."""
     torch_threads: int | None = Field(None, ge=1)
-    """CPU threads of torch. Default: 1 for a model under 50 million parameters on a CPU, else torch's choice."""
+    """CPU threads. A model under 50 million parameters on a CPU trains that many rows side by side, each on one thread.
+    Default: the cores, or OMP_NUM_THREADS."""
 
     # Checkpoints
     save_path: str = Field("trained_model_checkpoints", min_length=1)
-    """Where step_N/ and final_model/ go; in a run directory the default is its checkpoints/."""
+    """Where step_N/ (of adapters: adapter_step_N/) and final_model/ go; in a run directory the default is its
+    checkpoints/."""
     resume: str = Field("never", min_length=1)
     """never, auto (newest complete checkpoint in save_path) or the path of a checkpoint; in a run directory the default
     is auto."""
@@ -275,6 +291,11 @@ class TrainingConfig(BaseModel):
     def mode(self) -> str:
         """The stack's name of the mode: shared_vllm with use_shared_memory is broadcast."""
         return "broadcast" if self.use_shared_memory else self.weight_bridge_mode
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters are trained and the model is frozen: then checkpoints hold adapters."""
+        return self.weight_bridge_mode in ("lora_only", "lora_restart")
 
     @property
     def engine_urls(self) -> list[str]:

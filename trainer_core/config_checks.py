@@ -23,6 +23,27 @@ def combinations(config: TrainingConfig) -> list[str]:
             "never fill a batch"
         )
     found += _objective(config)
+    if config.trains_adapters and config.train_layer_indices is not None:
+        found.append(
+            f"--train-layer-indices is for training the model itself; with --weight-bridge-mode "
+            f"{config.weight_bridge_mode} use --lora-layer-indices"
+        )
+    if config.weight_bridge_mode == "lora_restart" and config.vllm_urls:
+        found.append("--vllm-urls does nothing for lora_restart, which restarts the one server at --vllm-port")
+    if config.mode == "shared_vllm" and config.vllm_urls:
+        found.append("--vllm-urls does nothing in single copy: the server is the one that the manifest names")
+    if config.trains_adapters and config.in_flight != "keep":
+        found.append(f"--in-flight {config.in_flight} does nothing with adapters, which are swapped without a pause")
+    lag, every = config.max_policy_lag, config.vllm_restart_interval
+    if lag is not None and lag < every - 1 and config.weight_bridge_mode in ("none", "lora_restart"):
+        found.append(
+            f"--max-policy-lag {lag} leaves out all rollouts before the server gets new weights: it has them every "
+            f"{every} steps; set --vllm-restart-interval {lag + 1} or lower, or --max-policy-lag {every - 1} or more"
+        )
+    if config.engine_reload == "restart" and config.vllm_urls:
+        found.append("--engine-reload restart restarts the one server at --vllm-port: leave out --vllm-urls")
+    if config.engine_reload != "in_place" and config.weight_bridge_mode != "none":
+        found.append(f"--engine-reload does nothing with --weight-bridge-mode {config.weight_bridge_mode}")
     if config.world_size > 1:
         found.append(f"--world-size {config.world_size}: this version trains in one process; leave it at 1")
     if config.trainer_rank >= config.world_size:

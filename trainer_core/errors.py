@@ -19,6 +19,10 @@ class BatchError(TrainerError):
     """A batch that must not be trained on; the message names the field."""
 
 
+class MissingLogprobs(BatchError):
+    """Rollouts without logprobs, or with placeholders in their place."""
+
+
 class MemoryFullError(TrainerError):
     """Model, gradients, optimizer state and activations do not fit."""
 
@@ -29,6 +33,9 @@ class MismatchError(TrainerError):
 
 class EngineError(TrainerError):
     """The inference server answered, but refused."""
+
+    status: int | None = None
+    """HTTP status of the answer."""
 
 
 class EngineGone(TrainerError):

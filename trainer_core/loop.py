@@ -9,7 +9,6 @@ publish the new version, report, now and then a checkpoint.
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import time
@@ -25,24 +24,19 @@ from trainer_core.config import TrainingConfig
 from trainer_core.contracts.records import BenchmarkRecord, CheckpointRecord
 from trainer_core.contracts.run_dir import RunDir
 from trainer_core.errors import EngineGone, MemoryFullError, MismatchError, Stopped, UsageError
-from trainer_core.objective.alignment import Alignment, Probe, judge, thresholds
+from trainer_core.explain import explain
+from trainer_core.intake import Intake, Lags
+from trainer_core.objective.alignment import Alignment, Gate, Probe, thresholds
 from trainer_core.objective.registry import Objective
 from trainer_core.optimizers import Stepper, for_device
 from trainer_core.policy.checkpointing import use_checkpointing
 from trainer_core.policy.compiled import compile_layers
 from trainer_core.policy.flops import MfuMeter
+from trainer_core.policy.lanes import use_cores
 from trainer_core.policy.load import train_only
 from trainer_core.probe import Prober
-from trainer_core.reporting import (
-    LagMeter,
-    Lags,
-    StepReport,
-    TextReader,
-    console_line,
-    tracker_metrics,
-    write_records,
-)
-from trainer_core.rollouts.batch import Batch, read_batch
+from trainer_core.reporting import StepReport, TextReader, console_line, tracker_metrics, write_records
+from trainer_core.rollouts.batch import Batch
 from trainer_core.rollouts.client import RunApi, open_api
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import StepOutcome, accumulate
@@ -52,9 +46,6 @@ from trainer_core.trackers import Trackers
 from trainer_core.weight_sync.base import Start, SyncReport
 from trainer_core.weight_sync.factory import make_sync, require_supported
 
-SMALL_MODEL = 50_000_000
-"""Parameters below which more than one CPU thread costs more than it brings."""
-
 OUT_OF_MEMORY = """{error}
 The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
   --gradient-checkpointing on, or --pack-tokens below {tokens}: fewer activations, the same gradient
@@ -62,6 +53,9 @@ The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
   a lower --gpu-memory-utilization of the server (vllm.gpu_memory_utilization in a profile)
   --train-layer-indices for the upper layers alone, or a shorter --seq-len
   another GPU, or a smaller model"""
+
+DYING_S = 5.0
+"""In this time a server whose engine has died ends too."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ def train(config: TrainingConfig, *, api: RunApi | None = None, stop: threading.
     try:
         return _to_the_end(run, start)
     except EngineGone:
-        print(run.last_checkpoint())
+        print(run.rescue())
         raise
     except torch.OutOfMemoryError as error:
         raise MemoryFullError(OUT_OF_MEMORY.format(error=error, tokens=config.tokens_per_pass)) from None
@@ -115,7 +109,11 @@ def _to_the_end(run: Run, start: checkpoint.StartingPoint) -> TrainResult:
     try:
         run.attach(start)
         while not run.ended() and not run.stop.is_set():
-            run.one_step()
+            try:
+                run.one_step()
+            except RuntimeError:
+                run.blame_the_server()
+                raise
     except _Enough:
         return run.finish()
     except Stopped:
@@ -142,15 +140,15 @@ class Run:
         self.stopping = StopConditions(config, start.stopping)
         self.reader = TextReader(config.model_name)
         self.bench = Benchmark(self.sync.mode)
-        self.probe_was_ok = False
-        self.greeted = False
+        self.gone: EngineGone | None = None
+        """The server ended under a publish."""
 
     def attach(self, start: checkpoint.StartingPoint) -> None:
         """Get the policy with the starting weights on both sides, and an optimizer over it."""
         _seed(self.config.seed)
         self.model = self.sync.attach(Start(start.path, start.version))
         train_only(self.model, self.config.train_layer_indices)
-        _set_threads(self.model, self.config, self.device)
+        self.lanes = use_cores(self.model, self.config, self.device)
         self.stepper = Stepper(self.model, self.config)
         if start.path is not None:
             checkpoint.restore(start.path, self.stepper)
@@ -161,9 +159,13 @@ class Run:
         compile_layers(self.model, self.config.compile, self.device)
         self.mfu = MfuMeter(self.model.config, self.device)
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        self.bounds = thresholds(dtype, self.config.alignment_ok, self.config.alignment_mismatch)
+        self.gate = Gate(thresholds(dtype, self.config.alignment_ok, self.config.alignment_mismatch))
         self.prober = Prober(self.sync.engine, self.config)
-        self.lag_meter = LagMeter(self.sync.engine.versions if self.sync.engine else None)
+        self.intake = Intake(
+            self.config, self.api, self.telemetry, selection=self.objective.selection(self.model.config.vocab_size),
+            advantage_std=self.objective.advantage_std, servers=[engine.versions for engine in self.sync.engines],
+            while_waiting=self.while_waiting,
+        )  # fmt: skip
         self.bench = Benchmark(self.sync.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
 
@@ -174,14 +176,15 @@ class Run:
     def one_step(self) -> None:
         """One batch, one optimizer step, one version."""
         began = time.perf_counter()
-        batch, lags = self.next_batch()
+        batch, lags = self.intake.next_batch(self.step, self.version)
         step = self.step + 1
         self.prober.learn(batch)
-        self.prober.start(step)
+        self.prober.start(step, self.version)
         fetched = time.perf_counter()
-        rows = pack(batch.rollouts, self.config.tokens_per_pass)
-        outcome = accumulate(self.model, self.stepper, rows, self.config, step)
+        rows = pack(batch.rollouts, self.config.tokens_per_pass, self.lanes)
+        outcome = accumulate(self.model, self.stepper, rows, self.config, step, lanes=self.lanes)
         probe = self.prober.finish(self.model)
+        alignment = self.judge(outcome, probe, lags, batch)
         if outcome.finite:
             self.stepper.compute()
         trained = time.perf_counter()
@@ -189,8 +192,7 @@ class Run:
         self.step = step
         self.stopping.saw(float(batch.scores.mean()))
         if step < self.config.training_steps:
-            self.prober.start(step + 1)
-        alignment = self.judge(outcome, probe, lags)
+            self.prober.start(step + 1, self.version)
         broken = self.config.stop_on_mismatch and alignment.verdict == "mismatch"
         checkpoint_s = 0.0 if broken else self.save_if_due()
         self.report(
@@ -206,36 +208,8 @@ class Run:
                 f"--stop-on-mismatch: {alignment.cause}. The weights of this step are not saved. "
                 f"{self.last_checkpoint()}"
             )
-
-    def next_batch(self) -> tuple[Batch, Lags]:
-        """The next batch that holds something to train on, and the policy lag of each of its rollouts."""
-        while True:
-            raw = self.api.next_batch(self.step, on_idle=self.while_waiting)
-            if self.config.dump_last_batch:
-                target = Path(self.config.save_path)
-                target.mkdir(parents=True, exist_ok=True)
-                (target / "temp.json").write_text(json.dumps({"batch": raw}))
-            batch = read_batch(
-                raw, seq_len=self.config.seq_len, temperature=self.config.temperature,
-                advantage_std=self.objective.advantage_std,
-                selection=self.objective.selection(self.model.config.vocab_size),
-            )  # fmt: skip
-            lags = _leave_out_by_lag(
-                batch, self.lag_meter.measure(batch.rollouts, self.version), self.config.max_policy_lag
-            )
-            if not self.greeted and batch.sample_len:
-                self.greeted = True
-                print(f"✓ inference_logprobs found in batch (sample len: {batch.sample_len})")
-            for text in [
-                batch.logprob_warning,
-                *(f"{n} sequences left out: {why}" for why, n in batch.skipped.items()),
-            ]:
-                if text:
-                    print(f"[WARNING] {text}")
-            if batch.trained_tokens:
-                return batch, lags
-            print("[WARNING] nothing to train on in this batch; taking the next one")
-            self.while_waiting()
+        if self.gone is not None:
+            raise self.gone
 
     def while_waiting(self) -> None:
         """Is there still a server, and reason to go on?"""
@@ -243,21 +217,52 @@ class Run:
         if self.stopping.reason() is not None:
             raise _Enough
 
+    def blame_the_server(self) -> None:
+        """After an error of torch: raise `EngineGone` where the server's end explains that memory could not be read.
+
+        The process that owned it may be gone seconds before the one that is watched.
+        """
+        until = time.monotonic() + (DYING_S if self.device.type == "cuda" else 0.0)
+        self.sync.check()
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            self.sync.check()
+
     def publish(self, outcome: StepOutcome) -> SyncReport | None:
         """Write the update and let the server see it; null when the gradient is not finite and nothing changes."""
         if not outcome.finite:
             self.stepper.zero_grad()
             return None
-        report = self.sync.publish(self.version + 1, self.stepper.write)
+        began = time.perf_counter()
+        try:
+            report = self.sync.publish(self.version + 1, self.stepper.write)
+        except EngineGone as error:
+            if self.sync.let_go(self.stepper.copies()):
+                raise
+            # The update needs no server: complete it, so that the batch is not lost with one.
+            self.stepper.finish()
+            self.gone, lasted = error, time.perf_counter() - began
+            report = SyncReport(self.sync.mode, self.version + 1, lasted, {"server_gone": lasted}, moved=False)
         self.version += 1
         return report
 
-    def judge(self, outcome: StepOutcome, probe: Probe | None, lags: Lags) -> Alignment:
+    def rescue(self) -> str:
+        """After the server's end: save the present step if its weights outlived the server. What remains, in words."""
+        if not hasattr(self, "stepper"):
+            return self.last_checkpoint()
+        lost = self.sync.let_go(self.stepper.copies())
+        if lost:
+            return f"The weights of step {self.step} are lost with the server: {lost}. {self.last_checkpoint()}"
+        if self.step > self.saved_step:
+            self.save()
+        return f"✓ No step is lost: the weights of step {self.step} outlived the server. {self.last_checkpoint()}"
+
+    def judge(self, outcome: StepOutcome, probe: Probe | None, lags: Lags, batch: Batch) -> Alignment:
+        """Before weights change: what the server said, the rollouts and the policy belong together now."""
         known = [lag for lag in lags if lag is not None]
-        alignment = judge(
-            outcome.diffs, probe, self.bounds, lag_max=max(known) if known else None, probe_was_ok=self.probe_was_ok
-        )
-        self.probe_was_ok |= probe is not None and alignment.verdict == "ok"
+        lag_max = max(known) if known else None
+        found = self.gate.judge(outcome.diffs, probe, lag_max=lag_max, version=self.version)
+        alignment = explain(found, self.model, batch.rollouts, self.prober.answers, step=self.step + 1, lag_max=lag_max)
         if alignment.verdict != "ok":
             print(f"LogProb Alignment: {alignment.verdict.upper()} ({alignment.cause})")
         return alignment
@@ -267,7 +272,8 @@ class Run:
         print(console_line(report, self.config.training_steps, benchmark=self.config.benchmark))
         self.tracker.log(report.step, tracker_metrics(report))
         self.bench.add(
-            step_s=report.step_s, sync_s=report.sync.seconds if report.sync else None, wait_s=report.wait_s,
+            step_s=report.step_s, wait_s=report.wait_s,
+            sync_s=report.sync.seconds if report.sync and report.sync.moved else None,
             tokens=report.batch.tokens, allocated=memory_fields()["allocated_bytes"],
         )  # fmt: skip
 
@@ -316,7 +322,7 @@ class Run:
 
     def last_checkpoint(self) -> str:
         """What a later attempt would go on from, in words."""
-        found = checkpoint.complete_checkpoints(Path(self.config.save_path))
+        found = checkpoint.complete_checkpoints(Path(self.config.save_path), self.config.trains_adapters)
         return (
             f"Last checkpoint: {found[-1]}" if found else "There is no checkpoint: a restart begins with the base model"
         )
@@ -335,22 +341,6 @@ class Run:
         print(f"Saved {saved.path.name} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
 
 
-def _leave_out_by_lag(batch: Batch, lags: Lags, most: int | None) -> Lags:
-    """Leave out what is older than `most` versions, and what weights wrote that a return to a checkpoint gave up: no
-    update leads to those. Rollouts of unknown age stay."""
-
-    def reason(lag: int | None) -> str | None:
-        if lag is not None and lag < 0:
-            return "generated by weights that a restart gave up"
-        return f"older than --max-policy-lag {most}" if lag is not None and most is not None and lag > most else None
-
-    why = [reason(lag) for lag in lags]
-    for text in filter(None, why):
-        batch.skip(text, 1)
-    batch.rollouts = [rollout for rollout, out in zip(batch.rollouts, why, strict=True) if out is None]
-    return [lag for lag, out in zip(lags, why, strict=True) if out is None]
-
-
 def _device(config: TrainingConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -363,9 +353,3 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def _set_threads(model: torch.nn.Module, config: TrainingConfig, device: torch.device) -> None:
-    small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL
-    if config.torch_threads or (small and device.type == "cpu"):
-        torch.set_num_threads(config.torch_threads or 1)

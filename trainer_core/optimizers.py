@@ -16,6 +16,9 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.masters import Masters, make_masters
 
+CPU_PACK_TOKENS = 2048
+"""Tokens of a forward pass on a CPU: larger rows leave its caches and gain nothing."""
+
 
 class Stepper:
     """One optimizer over the trainable parameters of a model; gradients are collected in float32."""
@@ -34,6 +37,7 @@ class Stepper:
             param.register_post_accumulate_grad_hook(_collect_into(master))
         self.optimizer = _build(self.masters, config)
         self._pending = False
+        self._computed = False
 
     def set_lr(self, step: int) -> float:
         """Learning rate of optimizer step `step` (from 1)."""
@@ -41,6 +45,11 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = None if self.config.adafactor_relative_step and _is_adafactor(self.optimizer) else lr
         return lr
+
+    def take_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+        """Use `gradients` of `params`, float32, instead of what backward passes collect."""
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient to `max_grad_norm`; returns its norm before, a scalar."""
@@ -52,6 +61,7 @@ class Stepper:
 
     def compute(self) -> None:
         """The part that touches no shared memory: the whole update, unless some parameter is stepped in place."""
+        self._computed = True
         self._pending = len(self.half.masters) < len(self.params)
         if not self._pending:
             self._step()
@@ -64,11 +74,22 @@ class Stepper:
         self.half.write()
         self.zero_grad()
 
+    def finish(self) -> None:
+        """`write` what was computed, if that has not been done."""
+        if self._computed:
+            self.write()
+
+    def copies(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Parameter -> its float32 copy in the trainer's own memory, for those that have one at this moment."""
+        pairs = zip(self.params, self.masters, strict=True)
+        return {p: m.detach() for p, m in pairs if m is not p and m.untyped_storage().nbytes()}
+
     def _step(self) -> None:
         self.half.load()
         self.optimizer.step()
 
     def zero_grad(self) -> None:
+        self._computed = False
         for param, master in zip(self.params, self.masters, strict=True):
             param.grad = None
             master.grad = None
@@ -112,11 +133,16 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
 
 
 def for_device(config: TrainingConfig, device: torch.device) -> TrainingConfig:
-    """On a CPU the default 8-bit optimizer becomes adamw, with a word; one that was asked for stays."""
-    if device.type == "cpu" and config.optimizer == "adamw_8bit" and "optimizer" not in config.model_fields_set:
+    """On a CPU the default optimizer becomes adamw, with a word, and rows are small; what was asked for stays."""
+    if device.type != "cpu":
+        return config
+    update: dict[str, Any] = {}
+    if config.pack_tokens is None:
+        update["pack_tokens"] = min(config.tokens_per_pass, CPU_PACK_TOKENS)
+    if config.optimizer == "adamw_8bit" and "optimizer" not in config.model_fields_set:
         print("Optimizer: adamw (the default adamw_8bit needs a GPU)")
-        return config.model_copy(update={"optimizer": "adamw"})
-    return config
+        update["optimizer"] = "adamw"
+    return config.model_copy(update=update)
 
 
 def _build(params: list[torch.Tensor], config: TrainingConfig) -> torch.optim.Optimizer:

@@ -1,25 +1,36 @@
 """The probe: let the server decode a few tokens and compare its logprobs with ours at the same weights.
 
-Decoding, not prefilling, and once more on the then cached prefix: `prompt_logprobs` alone would miss stale CUDA graphs
-and stale KV. The server works in a background thread while the trainer waits for rollouts; the answer is collected
-before the next publish, so both sides still hold the same version.
+Decoding, not prefilling, without the prefix cache and once more with it: `prompt_logprobs` alone would miss stale
+CUDA graphs and stale KV. One more answer, the anchor, is to the same prompt with the same seed every time: a server
+with stale weights repeats itself. The server works in a background thread while the trainer waits for rollouts; the
+answer is collected before the next publish, so both sides still hold the same version.
 """
 
 from __future__ import annotations
 
+import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
 from trainer_core.config import TrainingConfig
 from trainer_core.engine.client import Completion, EngineClient
-from trainer_core.errors import EngineError
+from trainer_core.errors import EngineError, EngineGone
 from trainer_core.objective.alignment import DiffSums, Probe, diff_sums
 from trainer_core.policy.logprobs import completions_logprobs
 from trainer_core.rollouts.batch import Batch
 
 Answers = list[tuple[list[int], Completion, Completion]]
 """Prompt, decoded fresh, decoded on the cached prefix."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the server answered to one probe."""
+
+    answers: Answers
+    anchor: tuple[list[int], Completion]
 
 
 class Prober:
@@ -30,8 +41,11 @@ class Prober:
         self.config = config
         self._block = (self.engine.info().block_size if self.engine else None) or 16
         self._prompts: list[list[int]] = []
+        self._anchor: list[int] = []
+        self.answers: Answers = []
+        """Of the probe that `finish` returned last; empty when it returned none."""
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="probe")
-        self._running: Future[Answers] | None = None
+        self._running: Future[Asked | None] | None = None
 
     def learn(self, batch: Batch) -> None:
         """Take real prompts from the newest batch: different ones, with room for the answer.
@@ -43,43 +57,50 @@ class Prober:
         prompts = sorted({tuple(r.tokens[: r.prompt_length].tolist()) for r in batch.rollouts})
         fitting = [list(p) for p in prompts if needed <= len(p) <= room] or _strung(batch, needed)
         self._prompts = fitting[: self.config.probe_prompts] or self._prompts
+        if not self._anchor and self._prompts:
+            self._anchor = self._prompts[0]
 
-    def start(self, step: int) -> None:
-        """Begin the probe that belongs to `step`, unless it runs already or none is due."""
+    def start(self, step: int, version: int) -> None:
+        """Begin the probe that belongs to `step`, unless it runs already, none is due, or the server answers with
+        another weight version than `version`."""
         due = self.config.probe_interval and (step - 1) % self.config.probe_interval == 0
         if self.engine is not None and due and self._prompts and self._running is None:
-            self._running = self._pool.submit(_ask, self.engine, self._prompts, self.config.probe_tokens)
+            self._running = self._pool.submit(
+                _ask, self.engine, self._prompts, self._anchor, self.config.probe_tokens, version
+            )
 
     def finish(self, model: torch.nn.Module) -> Probe | None:
-        """The comparison; null when none was started or the server refused.
-
-        Raises:
-            EngineGone: the server died meanwhile.
-        """
+        """The comparison; null when none was started, or the server refused or is gone: the publish finds that out."""
         running, self._running = self._running, None
+        self.answers = []
         if running is None:
             return None
         try:
-            answers = running.result()
-        except EngineError as error:
+            asked = running.result()
+        except (EngineError, EngineGone) as error:
             print(f"[WARNING] no probe of this step: {error}")
             return None
-        return compare(model, answers)
+        if asked is None:
+            return None
+        self.answers = asked.answers
+        return compare(model, asked)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def compare(model: torch.nn.Module, answers: Answers) -> Probe:
-    """Sums of our logprobs against the server's, fresh and cached apart."""
-    pairs = [(prompt, c.token_ids) for prompt, *both in answers for c in both]
+def compare(model: torch.nn.Module, asked: Asked) -> Probe:
+    """Sums of our logprobs against the server's: fresh, cached and the anchor apart."""
+    answers, (prompt, again) = asked.answers, asked.anchor
+    pairs = [(prompt, again.token_ids), *((p, c.token_ids) for p, *both in answers for c in both)]
     ours = iter(completions_logprobs(model, pairs))
+    anchor = diff_sums(next(ours), again.logprobs)
     fresh, cached = DiffSums(), DiffSums()
     for _, first, second in answers:
         fresh += diff_sums(next(ours), first.logprobs)
         cached += diff_sums(next(ours), second.logprobs)
     hits = [second.cached_tokens for _, _, second in answers if second.cached_tokens is not None]
-    return Probe(fresh, cached, sum(hits) if hits else None)
+    return Probe(fresh, cached, sum(hits) if hits else None, anchor)
 
 
 def _strung(batch: Batch, length: int) -> list[list[int]]:
@@ -88,5 +109,15 @@ def _strung(batch: Batch, length: int) -> list[list[int]]:
     return [stream[at : at + length] for at in range(0, len(stream) - length + 1, length)]
 
 
-def _ask(engine: EngineClient, prompts: list[list[int]], tokens: int) -> Answers:
-    return [(p, engine.generate(p, tokens), engine.generate(p, tokens)) for p in prompts]
+def _ask(engine: EngineClient, prompts: list[list[int]], anchor: list[int], tokens: int, version: int) -> Asked | None:
+    if engine.info().weight_version != version:
+        return None
+    answers = []
+    for prompt in prompts:
+        fresh = engine.generate(prompt, tokens, salt=secrets.token_hex(8))
+        # Rollouts may have left this prefix in the cache already, from older weights even if its reset failed.
+        cached = engine.generate(prompt, tokens)
+        if cached.cached_tokens == 0:
+            cached = engine.generate(prompt, tokens)
+        answers.append((prompt, fresh, cached))
+    return Asked(answers, (anchor, engine.generate(anchor, tokens, seed=0, salt=secrets.token_hex(8))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from trainer_core.contracts.records import (
     SyncRecord,
     TimingRecord,
 )
-from trainer_core.errors import EngineError
+from trainer_core.intake import Lags
 from trainer_core.objective.alignment import Alignment, Probe
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.step import StepOutcome
@@ -27,9 +26,6 @@ from trainer_core.weight_sync.base import SyncReport
 
 TEXT_LIMIT = 4000
 """Characters of a prompt or completion that go into the stream."""
-
-Lags = list[int | None]
-"""Policy lag of each rollout in weight versions; null where the server does not know the completion."""
 
 
 @dataclass(frozen=True)
@@ -57,29 +53,6 @@ class StepReport:
     def tokens_per_s(self) -> float:
         """Every token trained on, prompts included, by the seconds of the whole step."""
         return self.batch.tokens / self.step_s if self.step_s else 0.0
-
-
-class LagMeter:
-    """Asks the server which weights wrote each completion; stops asking when it cannot tell."""
-
-    def __init__(self, versions: Callable[[list[str]], list[tuple[int, int] | None]] | None) -> None:
-        self._versions = versions
-
-    def measure(self, rollouts: list[Rollout], version: int) -> Lags:
-        """`version` (what the policy holds) minus the oldest version of each rollout."""
-        if self._versions is None:
-            return [None] * len(rollouts)
-        try:
-            found = iter(self._versions([digest for r in rollouts for digest in r.digests]))
-        except EngineError as error:
-            print(f"Policy lag unknown: {error}")
-            self._versions = None
-            return [None] * len(rollouts)
-        lags: Lags = []
-        for rollout in rollouts:
-            oldest = [pair[0] for pair in (next(found) for _ in rollout.digests) if pair is not None]
-            lags.append(version - min(oldest) if oldest else None)
-        return lags
 
 
 class TextReader:
@@ -114,7 +87,7 @@ def write_records(telemetry: Telemetry, report: StepReport, config: TrainingConf
     if report.sync is not None:
         telemetry.write(
             SyncRecord, step, mode=report.sync.mode, weight_version=report.sync.weight_version,
-            seconds=report.sync.seconds, phases=report.sync.phases,
+            seconds=report.sync.seconds, phases=report.sync.phases, moved=report.sync.moved,
         )  # fmt: skip
     for index in _spread(len(report.batch.rollouts), config.rollout_samples):
         telemetry.write(

@@ -19,6 +19,7 @@ from trainer_core.objective.correction import Correction, Sequences
 from trainer_core.objective.loss import LossSums
 from trainer_core.objective.registry import Counts, Objective, count
 from trainer_core.optimizers import Stepper
+from trainer_core.policy.lanes import LaneGradients, in_lanes
 from trainer_core.policy.logprobs import row_logprobs
 from trainer_core.rollouts.packing import PackedRow
 
@@ -63,7 +64,7 @@ class _Row:
 
 def accumulate(
     model: torch.nn.Module, stepper: Stepper, rows: Sequence[PackedRow], config: TrainingConfig, step: int,
-    *, others: Counts | None = None,
+    *, others: Counts | None = None, lanes: int = 1,
 ) -> StepOutcome:  # fmt: skip
     """Gradient of one optimizer step, clipped and ready in `stepper`; no parameter changes.
 
@@ -71,20 +72,32 @@ def accumulate(
         rows: on any device; at least one trained token in all.
         step: from 1, for the learning rate.
         others: counts of the rows that other ranks train in this step; their gradients then add up.
+        lanes: rows at a time, each in a thread of its own; for models on a CPU.
     """
     device = next(model.parameters()).device
     objective = Objective(config)
-    ready = [_on_device(model, row, objective, device) for row in rows]
+    ready = in_lanes(lambda row, _: _on_device(model, row, objective, device), rows, lanes)
     counts = count([(row.sequences, row.correction) for row in ready], device)
     denominator = objective.denominator(counts if others is None else counts + others)
     sums = _Sums(device)
     stepper.zero_grad()
-    for row in ready:
+    gradients = LaneGradients(stepper.params, lanes) if lanes > 1 else None
+
+    def train(row: _Row, lane: int) -> tuple[LossSums, torch.Tensor]:
         packed = row.packed
         logprobs = row_logprobs(model, packed)
         part = objective.sums(logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction)
-        (part.loss / denominator).backward()
-        sums.add(part, logprobs.detach(), row)
+        loss = part.loss / denominator
+        if gradients is None:
+            loss.backward()
+        else:
+            gradients.backward(loss, lane)
+        return LossSums(*(value.detach() for value in part)), logprobs.detach()
+
+    for row, (part, logprobs) in zip(ready, in_lanes(train, ready, lanes), strict=True):
+        sums.add(part, logprobs, row)
+    if gradients is not None:
+        stepper.take_gradients(gradients.total())
     lr = stepper.set_lr(step)
     return sums.outcome(denominator, stepper.clip(), lr)
 

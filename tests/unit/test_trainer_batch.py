@@ -76,6 +76,8 @@ def test_advantages_of_the_environment_and_overrides_win() -> None:
     given = [[0.0, 0.0, 0.0, 2.0, 3.0], [0.0, 0.0, 0.0, -4.0]]
     (row,) = pack(_read(_group(advantages=given)).rollouts, 64)
     assert row.advantages.tolist() == [2.0, 3.0, -4.0]
+    (row,) = pack(_read(_group(advantages=[[2.0], [-4.0]])).rollouts, 64)
+    assert row.advantages.tolist() == [2.0, 2.0, -4.0], "one value stands for the whole sequence"
     (row,) = pack(_read(_group(overrides=[{"set_advantage_to_zero": True}, {}])).rollouts, 64)
     assert row.advantages.tolist() == [0.0, 0.0, -1.0]
 
@@ -111,6 +113,11 @@ def test_missing_logprobs_are_refused_with_the_cause(missing: dict[str, Any]) ->
         ({"inference_logprobs": [[1.0, -1.0]]}, "inference_logprobs has 1"),
         ({"masks": [[-100, -100, -100, 8, 4], [-100, -100, -100, 10]]}, "masks must be -100 or the token itself"),
         ({"advantages": [[1.0, 2.0], [1.0] * 4]}, "advantages has 2 entries"),
+        ({"advantages": [[1.0] * 5]}, "advantages has 1 entries where tokens has 2"),
+        ({"advantages": [[1.0] * 5, [1.0] * 4, [1.0]]}, "advantages has 3 entries where tokens has 2"),
+        ({"overrides": [{"set_advantage_to_zero": True}]}, "overrides has 1 entries where tokens has 2"),
+        ({"overrides": "no list"}, "overrides is no list"),
+        ({"tokens": [[5, 6, -7, 8, 9], [5, 6, 7, 10]]}, "token ids not negative"),
     ],
 )
 def test_malformed_batches_name_the_field(changes: dict[str, Any], field: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from atropos_envs.tiny_model import make_tiny_model
 from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.optimizers import Stepper
@@ -19,12 +18,6 @@ from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def _switch(model: torch.nn.Module, mode: str, device: torch.device = CPU) -> bool:
@@ -38,10 +31,10 @@ def _gradient(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layers", [None, [1, 3], [2]])
-def test_gradients_are_the_same_with_it(path: Path, layers: list[int] | None) -> None:
+def test_gradients_are_the_same_with_it(base: Path, layers: list[int] | None) -> None:
     found = []
     for mode in ("off", "on"):
-        model = load_model(str(path), torch.float32, CPU)
+        model = load_model(str(base), torch.float32, CPU)
         train_only(model, layers)
         assert _switch(model, mode) is (mode == "on")
         recomputed = 0
@@ -60,8 +53,8 @@ def test_gradients_are_the_same_with_it(path: Path, layers: list[int] | None) ->
     assert layers is None or all(any(f".layers.{i}." in name for i in layers) for name in plain)
 
 
-def test_dropout_stays_off_and_frozen_layers_stay_out(path: Path) -> None:
-    model = load_model(str(path), torch.float32, CPU)
+def test_dropout_stays_off_and_frozen_layers_stay_out(base: Path) -> None:
+    model = load_model(str(base), torch.float32, CPU)
     train_only(model, [3])
     _switch(model, "on")
     inner = [m for layer in model.base_model.layers for m in layer.modules() if m is not layer]
@@ -69,25 +62,25 @@ def test_dropout_stays_off_and_frozen_layers_stay_out(path: Path) -> None:
     assert not model.get_input_embeddings()(torch.tensor([1])).requires_grad
 
 
-def test_on_a_cpu_auto_is_off(path: Path) -> None:
-    assert not _switch(load_model(str(path), torch.float32, CPU), "auto")
+def test_on_a_cpu_auto_is_off(base: Path) -> None:
+    assert not _switch(load_model(str(base), torch.float32, CPU), "auto")
 
 
 @pytest.mark.parametrize(("free", "on"), [(10**12, False), (10**6, True)])
 def test_auto_goes_by_free_memory(
-    path: Path, free: int, on: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    base: Path, free: int, on: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(checkpointing, "_free_bytes", lambda _: free)
-    model = load_model(str(path), torch.float32, CPU)
+    model = load_model(str(base), torch.float32, CPU)
     assert _switch(model, "auto", torch.device("cuda")) is on
     assert f"Gradient checkpointing {'on' if on else 'off'}: 16384 tokens need about" in capsys.readouterr().out
 
 
-def test_the_estimate_grows_with_what_it_should(path: Path) -> None:
-    model = load_model(str(path), torch.bfloat16, CPU)
+def test_the_estimate_grows_with_what_it_should(base: Path) -> None:
+    model = load_model(str(base), torch.bfloat16, CPU)
     whole = activation_bytes(model, 10_000)
     assert activation_bytes(model, 20_000) == pytest.approx(2 * whole, rel=0.01)
-    assert activation_bytes(load_model(str(path), torch.float32, CPU), 10_000) == pytest.approx(2 * whole, rel=0.01)
+    assert activation_bytes(load_model(str(base), torch.float32, CPU), 10_000) == pytest.approx(2 * whole, rel=0.01)
     train_only(model, [3])
     assert activation_bytes(model, 10_000) < 0.5 * whole, "layers below the lowest trained one keep nothing"
 

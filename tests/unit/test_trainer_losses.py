@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atropos_envs.tiny_model import make_tiny_model
 from tests.unit.trainer_rollouts import plain_logprobs, rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.correction import Bounds, Sequences, correct
@@ -28,12 +27,6 @@ CPU = torch.device("cpu")
 ALL = sorted(RECIPES)
 RATIOS = [{}, {"ratio_base": "proximal"}, {"ratio_base": "proximal", "tis_mask": "token", "tis_mask_high": 3.0},
           {"ratio_base": "proximal", "tis_mask": "sequence", "tis_mask_low": 0.2}]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def _config(**fields: object) -> TrainingConfig:
@@ -176,11 +169,11 @@ def _gradient(
 
 @pytest.mark.parametrize("ratio", RATIOS, ids=["rollout", "proximal", "token-mask", "sequence-mask"])
 @pytest.mark.parametrize("name", ALL)
-def test_gradient_against_float64(path: Path, name: str, ratio: dict[str, object]) -> None:
+def test_gradient_against_float64(base: Path, name: str, ratio: dict[str, object]) -> None:
     rollouts = rollouts_of()
     config = _config(objective=name, kl_coef=0.05, seq_len=32, **ratio)
-    outcome, gradient = _gradient(load_model(str(path), torch.float32, CPU), pack(rollouts, 60), config)
-    exact = load_model(str(path), torch.float64, CPU)
+    outcome, gradient = _gradient(load_model(str(base), torch.float32, CPU), pack(rollouts, 60), config)
+    exact = load_model(str(base), torch.float64, CPU)
     exact.base_model.rotary_emb.double()
     loss = _reference(exact, rollouts, config)
     loss.backward()
@@ -192,9 +185,9 @@ def test_gradient_against_float64(path: Path, name: str, ratio: dict[str, object
 
 @pytest.mark.parametrize("ratio", RATIOS, ids=["rollout", "proximal", "token-mask", "sequence-mask"])
 @pytest.mark.parametrize("name", ALL)
-def test_no_split_changes_anything(path: Path, name: str, ratio: dict[str, object]) -> None:
+def test_no_split_changes_anything(base: Path, name: str, ratio: dict[str, object]) -> None:
     """Rows of any size, any order, and ranks: the same loss and gradient."""
-    model = load_model(str(path), torch.float32, CPU)
+    model = load_model(str(base), torch.float32, CPU)
     rollouts = rollouts_of()
     config = _config(objective=name, **ratio)
     whole, gradient = _gradient(model, pack(rollouts, 10_000), config)
@@ -220,17 +213,17 @@ def _counts(model: torch.nn.Module, rows: list[PackedRow], config: TrainingConfi
     return count(found, CPU)
 
 
-def test_a_longer_batch_of_the_same_weighs_the_same(path: Path) -> None:
+def test_a_longer_batch_of_the_same_weighs_the_same(base: Path) -> None:
     """Denominators: twice the same sequences give the same mean, whatever it is a mean of."""
-    model = load_model(str(path), torch.float32, CPU)
+    model = load_model(str(base), torch.float32, CPU)
     rollouts = rollouts_of(6)
     for name in ALL:
         once, twice = (_gradient(model, pack(r, 64), _config(objective=name))[1] for r in (rollouts, rollouts * 2))
         torch.testing.assert_close(once, twice, atol=1e-6, rtol=1e-5)
 
 
-def test_proximal_ratio_is_one_and_the_weight_is_what_is_left(path: Path) -> None:
-    model = load_model(str(path), torch.float32, CPU)
+def test_proximal_ratio_is_one_and_the_weight_is_what_is_left(base: Path) -> None:
+    model = load_model(str(base), torch.float32, CPU)
     rollouts = rollouts_of()
     outcome, _ = _gradient(model, pack(rollouts, 64), _config(ratio_base="proximal", tis_cap=1.5))
     assert (outcome.ratio_mean, outcome.clip_fraction) == (1.0, 0.0)
@@ -239,13 +232,13 @@ def test_proximal_ratio_is_one_and_the_weight_is_what_is_left(path: Path) -> Non
     assert outcome.tis_mean == pytest.approx(gaps.exp().clamp(max=1.5).mean().item(), rel=1e-4)
     assert outcome.tis_truncated == pytest.approx((gaps.exp() > 1.5).double().mean().item())
     assert outcome.tis_masked == 0
-    plain, _ = _gradient(load_model(str(path), torch.float32, CPU), pack(rollouts, 64), _config())
+    plain, _ = _gradient(load_model(str(base), torch.float32, CPU), pack(rollouts, 64), _config())
     assert (plain.tis_mean, plain.tis_truncated, plain.tis_masked) == (None, None, None)
     assert plain.kl_k3 == pytest.approx(outcome.kl_k3, rel=1e-5), "k3 is against the rollout policy in both"
 
 
-def test_all_masked_is_no_gradient_and_no_crash(path: Path) -> None:
-    model = load_model(str(path), torch.float32, CPU)
+def test_all_masked_is_no_gradient_and_no_crash(base: Path) -> None:
+    model = load_model(str(base), torch.float32, CPU)
     config = _config(ratio_base="proximal", tis_mask="token", tis_mask_low=1e6, tis_mask_high=1e7)
     outcome, gradient = _gradient(model, pack(rollouts_of(4), 64), config)
     assert (outcome.tis_masked, outcome.loss) == (1.0, 0.0) and not gradient.any()

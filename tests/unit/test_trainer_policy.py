@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from atropos_envs.tiny_model import make_tiny_model
 from tests.unit.trainer_rollouts import plain_logprobs, rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
@@ -23,15 +22,9 @@ from trainer_core.step import StepOutcome, accumulate
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.fixture
-def model(path: Path) -> torch.nn.Module:
-    return load_model(str(path), torch.float32, CPU)
+def model(base: Path) -> torch.nn.Module:
+    return load_model(str(base), torch.float32, CPU)
 
 
 def _config(**fields: object) -> TrainingConfig:
@@ -44,11 +37,11 @@ def _gradient(model: torch.nn.Module, rows: list[PackedRow], **fields: object) -
     return outcome, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def test_packed_forward_equals_one_by_one(model: torch.nn.Module, path: Path) -> None:
+def test_packed_forward_equals_one_by_one(model: torch.nn.Module, base: Path) -> None:
     rollouts = rollouts_of()
     (row,) = pack(rollouts, 10_000)
     packed = row_logprobs(model, row)
-    plain = load_model(str(path), torch.float32, CPU)
+    plain = load_model(str(base), torch.float32, CPU)
     ordered = sorted(rollouts, key=lambda r: np.flatnonzero(r.trained)[-1], reverse=True)
     torch.testing.assert_close(packed, torch.cat([plain_logprobs(plain, r) for r in ordered]), atol=1e-6, rtol=1e-5)
     assert packed.dtype == torch.float32
@@ -113,11 +106,11 @@ def test_the_split_changes_nothing(model: torch.nn.Module, budget: int) -> None:
     assert whole.diffs.abs_max == pytest.approx(split.diffs.abs_max, abs=1e-5)
 
 
-def test_gradient_against_float64(path: Path) -> None:
+def test_gradient_against_float64(base: Path) -> None:
     rollouts = rollouts_of()
-    model = load_model(str(path), torch.float32, CPU)
+    model = load_model(str(base), torch.float32, CPU)
     _, gradient = _gradient(model, pack(rollouts, 60), kl_coef=0.05)
-    exact = load_model(str(path), torch.float64, CPU)
+    exact = load_model(str(base), torch.float64, CPU)
     exact.base_model.rotary_emb.double()
     total = torch.zeros((), dtype=torch.float64)
     tokens = sum(int(r.trained.sum()) for r in rollouts)
@@ -180,12 +173,12 @@ def test_tied_embedding_is_stepped_once(model: torch.nn.Module) -> None:
     assert len(stepper.params) == len({p.data_ptr() for p in stepper.params}) == len(list(model.parameters()))
 
 
-def test_bf16_weights_travel_with_master_weights(path: Path) -> None:
+def test_bf16_weights_travel_with_master_weights(base: Path) -> None:
     """Plain bf16 AdamW at this rate loses most updates; the float32 copy keeps them."""
     rows = pack(rollouts_of(6), 1000)
     moved = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = load_model(str(path), dtype, CPU)
+        model = load_model(str(base), dtype, CPU)
         start = torch.cat([p.detach().float().flatten() for p in model.parameters()])
         stepper = Stepper(model, _config(lr=1e-5))
         for step in range(1, 11):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atropos_envs.tiny_model import make_tiny_model
 from tests.unit.trainer_stand_ins import (
     TOKEN,
     Engine,
@@ -30,7 +32,7 @@ from tests.unit.trainer_stand_ins import (
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.manifest import ManifestError, write_manifest
-from trainer_core.contracts.records import StepRecord, parse_line
+from trainer_core.contracts.records import StepRecord, TrainerRecord, parse_line
 from trainer_core.errors import ApiError, EngineError, EngineGone, UsageError
 from trainer_core.loop import TrainResult, train
 from trainer_core.policy.load import attach_views, empty_model, load_config, load_model
@@ -39,21 +41,6 @@ from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.single_copy import SingleCopy, open_tensors
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def engine(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
-    torch.manual_seed(0)
-    made = Engine(tmp_path, plain_model(base))
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -196,6 +183,9 @@ def test_a_whole_run(
     assert kinds == {"step", "alignment", "timing", "memory", "sync", "rollout", "checkpoint", "benchmark"}
     steps = [r for r in records if isinstance(r, StepRecord)]
     assert [s.step for s in steps] == list(range(1, 13)) == [s.weight_version for s in steps]
+    described = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    own = steps[0].model_dump(exclude={*TrainerRecord.model_fields, "step"})
+    assert not [name for name in own if f"`{name}`" not in described], "docs/telemetry.md lists every field"
     assert sum(s.reward_mean for s in steps[-3:]) > sum(s.reward_mean for s in steps[:3]), "it learns"
     assert all(s.policy_lag_max is not None and 0 <= s.policy_lag_max <= 3 for s in steps)
     alignments = [r for r in records if r.kind == "alignment"]
@@ -249,6 +239,26 @@ def test_stop_saves_and_resume_goes_on(
     assert steps == list(range(1, first.step + 3))
 
 
+def test_sigterm_acts_after_the_step_and_saves(engine: Engine, api: RunApiThread, base: Path, tmp_path: Path) -> None:
+    """The trainer as a program, stopped in the middle of its run."""
+    config = run_config(engine, base, tmp_path, api.url, training_steps=100_000, engine_timeout=60, api_timeout=60)
+    env = EnvThread(api.url, engine, groups=4, size=4)
+    child = subprocess.Popen([sys.executable, "-m", "trainer_core", *config.to_args()], stdout=subprocess.PIPE)
+    try:
+        _when_version(engine, 3, lambda: child.send_signal(signal.SIGTERM))
+        out = child.communicate(timeout=60)[0].decode()
+    finally:
+        child.kill()
+        env.close()
+    assert child.returncode == 143, out
+    steps = [r.step for r in _records(tmp_path / "out" / "telemetry.jsonl") if r.kind == "step"]
+    (saved,) = checkpoint.complete_checkpoints(tmp_path / "out")
+    assert steps == list(range(1, engine.version + 1)) and saved.name == f"step_{steps[-1]}"
+    assert f"Stopped after step {steps[-1]}. Last checkpoint: {saved}" in out
+    weights = load_file(saved / "model.safetensors")
+    assert torch.equal(weights["model.norm.weight"], engine.tensors["model.norm.weight"]), "what the server has"
+
+
 def test_engine_gone_ends_the_run(
     engine: Engine, api: RunApiThread, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,7 +266,7 @@ def test_engine_gone_ends_the_run(
     config = run_config(engine, base, tmp_path, api.url, training_steps=10_000, rollout_samples=0)
     with pytest.raises(EngineGone, match="does not answer"):
         _run(config, engine, api)
-    assert "There is no checkpoint" in capsys.readouterr().out
+    assert "No step is lost" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -314,6 +324,7 @@ def test_a_broken_batch_skips_the_update(engine: Engine, base: Path, tmp_path: P
     train(run_config(engine, base, tmp_path, training_steps=2), api=Recorded([bad, good]))  # type: ignore[arg-type]
     steps = [r for r in _records(tmp_path / "out" / "telemetry.jsonl") if isinstance(r, StepRecord)]
     assert [s.weight_version for s in steps] == [0, 1]
+    assert [(s.model_extra or {})["skipped_update"] for s in steps] == [True, False]
     assert "UPDATE SKIPPED" in capsys.readouterr().out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atropos_envs.tiny_model import make_tiny_model
 from tests.unit.trainer_stand_ins import TOKEN, Engine, Recorded, group, plain_model, run_config
 from trainer_core import checkpoint
 from trainer_core.contracts.records import StepRecord, parse_line
 from trainer_core.errors import BatchError, MemoryFullError, MismatchError
 from trainer_core.loop import TrainResult, train
+from trainer_core.policy.logprobs import row_logprobs
 
 PROMPTS = [[3 + i, 12, 4, 13] for i in range(4)]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def engine(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
-    torch.manual_seed(0)
-    made = Engine(tmp_path, plain_model(base))
-    yield made
-    made.close()
 
 
 class OneBehind:
@@ -186,9 +171,34 @@ def test_stop_on_mismatch_fails_and_saves_nothing(engine: Engine, base: Path, tm
             ]
     with pytest.raises(MismatchError, match=r"--stop-on-mismatch.*not saved.*step_2"):
         _train(
-            engine, base, tmp_path, Recorded(shifted), training_steps=4, checkpoint_interval=1, stop_on_mismatch=True
-        )
+            engine, base, tmp_path, Recorded(shifted), training_steps=4, checkpoint_interval=1, stop_on_mismatch=True,
+            lr=0.0,
+        )  # fmt: skip
     assert [p.name for p in checkpoint.complete_checkpoints(tmp_path / "out")] == ["step_1", "step_2"]
+
+
+def test_a_run_on_two_cores_learns_the_same(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch_threads` = 2: rows side by side in two threads, and the weights of a run on one."""
+    monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
+    seen: dict[int, set[int]] = {1: set(), 2: set()}
+    ends, batches = [], []
+    for cores in (1, 2):
+        torch.manual_seed(0)
+        (tmp_path / str(cores)).mkdir()
+        engine = Engine(tmp_path / str(cores), plain_model(base))
+        batches = batches or _recorded(engine, 3)
+
+        def watched(*args: Any, threads: set[int] = seen[cores]) -> torch.Tensor:
+            threads.add(threading.get_ident())
+            return row_logprobs(*args)
+
+        monkeypatch.setattr("trainer_core.step.row_logprobs", watched)
+        _train(engine, base, tmp_path / str(cores), Recorded(batches), training_steps=3, torch_threads=cores)
+        ends.append(load_file(tmp_path / str(cores) / "out" / "final_model" / "model.safetensors"))
+        engine.close()
+    assert len(seen[1]) == 1 and len(seen[2]) >= 2
+    for name, one in ends[0].items():
+        torch.testing.assert_close(one, ends[1][name], atol=1e-4, rtol=1e-3)
 
 
 def test_max_policy_lag_leaves_old_rollouts_out(engine: Engine, base: Path, tmp_path: Path, capsys: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 from trainer_core.cli import parse_args
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
-from trainer_core.loop import _leave_out_by_lag
+from trainer_core.intake import leave_out_by_lag
 from trainer_core.rollouts.batch import Batch, Rollout, Selection, read_batch
 from trainer_core.stopping import StopConditions
 from trainer_core.trackers import Trackers
@@ -78,7 +78,7 @@ def _rollout() -> Rollout:
 def test_what_is_too_old_is_left_out_and_counted() -> None:
     def after(lags: list[int | None], most: int | None) -> tuple[list[int | None], dict[str, int], int]:
         batch = Batch([_rollout() for _ in lags])
-        return _leave_out_by_lag(batch, lags, most), batch.skipped, len(batch.rollouts)
+        return leave_out_by_lag(batch, lags, most), batch.skipped, len(batch.rollouts)
 
     assert after([0, 1, 2, 3, None], 1) == ([0, 1, None], {"older than --max-policy-lag 1": 2}, 3)
     assert after([0, 1, 2, 3, None], None) == ([0, 1, 2, 3, None], {}, 5)

@@ -4,11 +4,9 @@ decodes from them, atroposlib's own run-api in a thread, and an environment that
 from __future__ import annotations
 
 import base64
-import json
 import os
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,9 @@ import httpx
 import psutil
 import torch
 
+from tests.unit.json_server import JsonServer
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import TOKEN_HEADER, completion_digest
+from trainer_core.contracts.bridge import completion_digest
 from trainer_core.contracts.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -68,6 +67,14 @@ def slice_of(tensors: dict[str, torch.Tensor], name: str, param: torch.Tensor) -
     return whole[start[part] : start[part] + len(param)]
 
 
+class Refused(Exception):
+    """What an engine answers instead, with an HTTP status."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
 class Engine:
     """An inference server: `/bridge/*` and `/generate`, computing from the shared file."""
 
@@ -85,20 +92,16 @@ class Engine:
         self.lock = threading.Lock()
         self.tensors = self._share(folder / "weights", fused_tensors(model))
         self.pairs = [(p, slice_of(self.tensors, name, p)) for name, p in model.named_parameters()]
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.server.daemon_threads = True
-        self.server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that hung up
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.server = JsonServer(self._reply)
+        self.url = self.server.url
         self._write_manifest(folder / "weights")
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def die(self) -> None:
         """Hang up on every connection, as a killed process does."""
         self.dead = True
 
     def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+        self.server.close()
 
     def _share(self, path: Path, fused: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.size = 0
@@ -178,34 +181,15 @@ class Engine:
             }
         return self.info()
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        engine = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def do_GET(self) -> None:
-                self._reply({})
-
-            def do_POST(self) -> None:
-                self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def _reply(self, body: dict[str, Any]) -> None:
-                if engine.dead:
-                    self.close_connection = True
-                    return
-                trusted = self.headers.get(TOKEN_HEADER) == TOKEN
-                payload = json.dumps(engine.answer(self.path, body) if trusted else {"error": "token"}).encode()
-                self.send_response(200 if trusted else 403)
-                self.send_header("Content-Length", str(len(payload)))
-                self.end_headers()
-                self.wfile.write(payload)
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        return Handler
+    def _reply(self, path: str, body: dict[str, Any], token: str | None) -> tuple[int, Any] | None:
+        if self.dead:
+            return None
+        if token != TOKEN:
+            return 403, {"error": "token"}
+        try:
+            return 200, self.answer(path, body)
+        except Refused as refused:
+            return refused.status, {"error": str(refused)}
 
 
 class RunApiThread:

@@ -13,13 +13,17 @@ from trainer_core.contracts.bridge import (
     TOKEN_HEADER,
     AdapterInfo,
     BridgeInfo,
+    InFlight,
     LoadAdapterRequest,
+    LoadWeightsRequest,
     PauseRequest,
     ResumeRequest,
     VersionsRequest,
     VersionsResponse,
+    WeightsLoaded,
 )
 from trainer_core.contracts.run_dir import ENV_TOKEN
+from trainer_core.contracts.transfer import TransferInit, TransferReport, TransferUpdate
 from trainer_core.errors import EngineError, EngineGone
 
 
@@ -52,6 +56,7 @@ class EngineClient:
         token = os.environ.get(ENV_TOKEN, "") if token is None else token
         headers = {TOKEN_HEADER: token} if token else {}
         self.base_url = base_url.rstrip("/")
+        self._timeout_s = timeout_s
         self._http = httpx.Client(
             base_url=self.base_url, headers=headers, timeout=timeout_s, transport=transport, trust_env=False
         )
@@ -59,9 +64,12 @@ class EngineClient:
     def info(self) -> BridgeInfo:
         return _parse(BridgeInfo, self._call("GET", "/bridge/info"))
 
-    def pause(self, *, dirty: bool, lease_s: float = 60.0) -> BridgeInfo:
-        """Freeze generation; requests in flight are kept. `dirty` when weights are about to be written."""
-        return _parse(BridgeInfo, self._call("POST", "/bridge/pause", PauseRequest(lease_s=lease_s, dirty=dirty)))
+    def pause(
+        self, *, dirty: bool, lease_s: float = 60.0, in_flight: InFlight = "keep", wait_s: float = 30.0
+    ) -> BridgeInfo:
+        """Stop generation, as `PauseRequest` says; `dirty` when weights are about to be written."""
+        request = PauseRequest(lease_s=lease_s, dirty=dirty, in_flight=in_flight, wait_s=wait_s)
+        return _parse(BridgeInfo, self._call("POST", "/bridge/pause", request, more_s=wait_s))
 
     def resume(self, weight_version: int) -> BridgeInfo:
         """Go on with the weights now in place: prefix cache reset, hold released."""
@@ -72,6 +80,20 @@ class EngineClient:
         answer = self._call("POST", "/bridge/versions", VersionsRequest(digests=digests))
         return _parse(VersionsResponse, answer).versions
 
+    def join_transfer(self, request: TransferInit) -> BridgeInfo:
+        """Let every worker join the trainer's group; waits for it."""
+        return _parse(BridgeInfo, self._call("POST", "/bridge/transfer/init", request, more_s=request.timeout_s))
+
+    def receive(self, request: TransferUpdate) -> TransferReport:
+        """Take what the group broadcasts, and answer with it; waits for it."""
+        more_s = request.wait_s + request.timeout_s
+        return _parse(TransferReport, self._call("POST", "/bridge/transfer/update", request, more_s=more_s))
+
+    def load_weights(self, request: LoadWeightsRequest) -> WeightsLoaded:
+        """Answer with the weights in a folder, now or from the next start on; waits for it."""
+        more_s = request.wait_s + request.lease_s
+        return _parse(WeightsLoaded, self._call("POST", "/bridge/load", request, more_s=more_s))
+
     def load_adapter(self, path: str, weight_version: int) -> AdapterInfo:
         """Answer with the LoRA adapter in `path`, as `weight_version`, from the next request on."""
         request = LoadAdapterRequest(path=path, weight_version=weight_version)
@@ -80,10 +102,19 @@ class EngineClient:
     def adapters(self) -> AdapterInfo:
         return _parse(AdapterInfo, self._call("GET", "/lora/status"))
 
-    def generate(self, prompt: list[int], max_tokens: int, *, temperature: float = 1.0) -> Completion:
-        """Decode exactly `max_tokens` tokens after the token ids of `prompt`."""
+    def generate(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        salt: str | None = None,
+    ) -> Completion:
+        """Decode exactly `max_tokens` tokens after the token ids of `prompt`; with a new `salt`, without the cache."""
         request = {
-            "prompt": {"prompt_token_ids": prompt},
+            "prompt": {"prompt_token_ids": prompt, "cache_salt": salt},
+            "seed": seed,
             "max_tokens": max_tokens,
             "temperature": temperature,
             "logprobs": 0,
@@ -102,17 +133,19 @@ class EngineClient:
     def close(self) -> None:
         self._http.close()
 
-    def _call(self, method: str, path: str, body: Any = None) -> Any:
+    def _call(self, method: str, path: str, body: Any = None, *, more_s: float = 0.0) -> Any:
         payload = body.model_dump() if hasattr(body, "model_dump") else body
         try:
-            response = self._http.request(method, path, json=payload)
+            response = self._http.request(method, path, json=payload, timeout=self._timeout_s + more_s)
         except httpx.TransportError as error:
             detail = str(error) or type(error).__name__
             raise EngineGone(f"the inference server at {self.base_url} does not answer {path} ({detail})") from None
         if response.status_code >= 400:
-            raise EngineError(
+            refused = EngineError(
                 f"{self.base_url}{path}: HTTP {response.status_code} {response.text[:300]}{_hint(response)}"
             )
+            refused.status = response.status_code
+            raise refused
         try:
             return response.json()
         except ValueError:

@@ -11,6 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer_core.contracts.records import (
+    BROKEN_WEIGHTS,
+    OTHER_WEIGHTS,
+    POLICY_LAG,
+    SAMPLING,
+    STALE_PREFIX,
+    STALE_WEIGHTS,
+)
+
 Verdict = Literal["ok", "drift", "mismatch"]
 
 
@@ -60,6 +69,8 @@ class Probe:
     cached: DiffSums
     cached_tokens: int | None = None
     """Prompt tokens served from the prefix cache; null when the server does not say."""
+    anchor: DiffSums | None = None
+    """The same prompt and seed in every probe, fresh: stale weights answer the same for ever."""
 
     @property
     def both(self) -> DiffSums:
@@ -72,6 +83,11 @@ class Alignment:
 
     verdict: Verdict
     cause: str = ""
+    """One of `ALIGNMENT_CAUSES`, a colon, and what was seen."""
+
+    def explained(self, cause: str | None) -> Alignment:
+        """A mismatch with a cause that accounts for the difference; None leaves it as it is."""
+        return self if cause is None else Alignment("mismatch", cause)
 
 
 def diff_sums(train: Sequence[float], inference: Sequence[float]) -> DiffSums:
@@ -92,65 +108,112 @@ def thresholds(dtype: str, ok: float | None = None, mismatch: float | None = Non
     return Thresholds(ok, max(ok, default.mismatch if mismatch is None else mismatch))
 
 
-def judge(
-    rollouts: DiffSums,
-    probe: Probe | None,
-    bounds: Thresholds,
-    *,
-    lag_max: float | None = None,
-    probe_was_ok: bool = False,
-) -> Alignment:
-    """The verdict on one step.
+class Gate:
+    """The verdict on every step; remembers what trainer and server said when they last agreed."""
 
-    Args:
-        rollouts: over the tokens of the batch, policy lag included.
-        probe: null when none was taken; then only the rollouts speak, with the guides' bound of 0.1.
-        lag_max: oldest rollout in weight versions; null when unknown.
-        probe_was_ok: an earlier probe of this attempt agreed, so both sides started from the same weights.
-    """
-    if probe is not None and probe.both.tokens:
-        judged = _judge_probe(probe, bounds, probe_was_ok)
-        if judged.verdict != "ok":
-            return judged
-    return _judge_rollouts(rollouts, probe, lag_max)
+    def __init__(self, bounds: Thresholds) -> None:
+        self.bounds = bounds
+        self._agreed: DiffSums | None = None
+        """The anchor of the last probe that was ok."""
+        self._rollouts: tuple[DiffSums, float | None] | None = None
+        """The rollouts of the last step that was ok, and the version of the oldest; they speak where there is no
+        probe."""
+
+    def judge(
+        self, rollouts: DiffSums, probe: Probe | None, *, lag_max: float | None = None, version: int = 0
+    ) -> Alignment:
+        """The verdict on one step; whoever gave it may know better (`explained`).
+
+        Args:
+            rollouts: over the tokens of the batch, policy lag included.
+            probe: null when none was taken; then only the rollouts speak, with the guides' bound of 0.1.
+            lag_max: oldest rollout in weight versions; null when unknown.
+            version: of the policy's present weights.
+        """
+        oldest = None if lag_max is None else version - lag_max
+        found = self._judge_probe(probe) if probe is not None and probe.both.tokens else Alignment("ok")
+        if found.verdict == "ok" and probe is not None and probe.both.tokens:
+            self._agreed = probe.anchor or probe.both
+        if found.verdict == "ok":
+            found = self._judge_rollouts(rollouts, probe, lag_max, oldest)
+        if found.verdict == "ok":
+            self._rollouts = rollouts, oldest
+        return found
+
+    def _judge_probe(self, probe: Probe) -> Alignment:
+        fresh, cached = (_grade(sums, self.bounds) for sums in (probe.fresh, probe.cached))
+        worst: Verdict = max(fresh, cached, key=_ORDER.index)
+        if worst == "ok":
+            return Alignment("ok")
+        if not math.isfinite(probe.both.abs_diff):
+            return Alignment("mismatch", f"{BROKEN_WEIGHTS}: a logprob is not a finite number on one side")
+        if fresh == "ok":
+            return Alignment(worst, f"{STALE_PREFIX}: only answers on a cached prefix differ")
+        if self._agreed is not None:
+            return Alignment(worst, f"{STALE_WEIGHTS}: {_how_stale(self._agreed, probe.anchor or probe.both)}")
+        return Alignment(worst, f"{OTHER_WEIGHTS}: trainer and server differ from the start")
+
+    def _judge_rollouts(
+        self, rollouts: DiffSums, probe: Probe | None, lag_max: float | None, oldest: float | None
+    ) -> Alignment:
+        mean = rollouts.abs_mean
+        if mean is None:
+            return Alignment("ok", "no rollout tokens")
+        if not math.isfinite(mean):
+            return Alignment("mismatch", f"{BROKEN_WEIGHTS}: a logprob of the batch is not a finite number")
+        if lag_max == 0:  # the same weights on both sides, as in a probe
+            verdict = _grade(rollouts, self.bounds)
+            if verdict != "ok" and mean >= ROLLOUT_MISMATCH:
+                verdict = "mismatch"
+            return Alignment(verdict, "" if verdict == "ok" else _FRESH)
+        if mean < ROLLOUT_DRIFT:
+            return Alignment("ok")
+        if probe is None and (how := self._stale(rollouts, oldest)):
+            return Alignment("mismatch", f"{STALE_WEIGHTS}: {how}")
+        if lag_max is not None and lag_max <= 1 and mean >= ROLLOUT_MISMATCH:  # more than one update does
+            return Alignment("mismatch", _FRESH)
+        lag = "unknown" if lag_max is None else f"up to {lag_max:g}"
+        far: Verdict = "mismatch" if probe is None and mean >= ROLLOUT_MISMATCH else "drift"
+        return Alignment(far, f"{POLICY_LAG}: rollouts are far from the policy (lag {lag})")
+
+    def _stale(self, rollouts: DiffSums, oldest: float | None) -> str | None:
+        """How the server stood still since the rollouts last agreed, although its version has moved on."""
+        if self._rollouts is None:
+            return None
+        then, version = self._rollouts
+        if oldest is not None and version is not None and oldest <= version:
+            return None  # older versions answer the same: that is lag
+        return _how_stale(then, rollouts) if _stands_still(then, rollouts) else None
 
 
-def _judge_probe(probe: Probe, bounds: Thresholds, was_ok: bool) -> Alignment:
-    fresh, cached = (_grade(sums, bounds) for sums in (probe.fresh, probe.cached))
-    worst: Verdict = max(fresh, cached, key=_ORDER.index)
-    if worst == "ok":
-        return Alignment("ok")
-    if not math.isfinite(probe.both.abs_diff):
-        return Alignment("mismatch", "a logprob is not a finite number: the weights are broken on one side")
-    if fresh == "ok":
-        return Alignment(worst, "stale prefix cache: only answers on a cached prefix differ")
-    if was_ok:
-        return Alignment(worst, "stale weights: the server does not see the trainer's updates")
-    return Alignment(
-        worst,
-        "trainer and server differ from the start: other weights, another head dtype, or raw logprobs",
+def _moved(then: DiffSums, now: DiffSums) -> tuple[float, float]:
+    """How far the means of trainer and server have moved, in nats."""
+    train = (now.mean(now.train) or 0.0) - (then.mean(then.train) or 0.0)
+    inference = (now.mean(now.inference) or 0.0) - (then.mean(then.inference) or 0.0)
+    return abs(train), abs(inference)
+
+
+def _stands_still(then: DiffSums, now: DiffSums) -> bool:
+    train, inference = _moved(then, now)
+    return train >= ROLLOUT_DRIFT and inference <= STILL * train
+
+
+def _how_stale(then: DiffSums, now: DiffSums) -> str:
+    train, inference = _moved(then, now)
+    if inference <= STILL * train:
+        return f"the server's mean stands still while the trainer's has moved by {train:.2g}"
+    return (
+        f"the server follows only in part (means moved by {inference:.2g} there, {train:.2g} here): a tensor that is "
+        "not shared, or a graph that computes with a copy"
     )
 
 
-def _judge_rollouts(rollouts: DiffSums, probe: Probe | None, lag_max: float | None) -> Alignment:
-    mean = rollouts.abs_mean
-    if mean is None:
-        return Alignment("ok", "no rollout tokens")
-    if not math.isfinite(mean):
-        return Alignment("mismatch", "a logprob of the batch is not a finite number")
-    if mean < ROLLOUT_DRIFT:
-        return Alignment("ok")
-    if lag_max is None or lag_max > 1:
-        lag = "unknown policy lag" if lag_max is None else f"policy lag of up to {lag_max:g}"
-        verdict: Verdict = "mismatch" if probe is None and mean >= ROLLOUT_MISMATCH else "drift"
-        return Alignment(verdict, f"rollouts are far from the policy ({lag})")
-    verdict = "mismatch" if mean >= ROLLOUT_MISMATCH else "drift"
-    return Alignment(
-        verdict,
-        "fresh rollouts differ: another temperature, top-p, top-k or min-p, shifted or raw logprobs",
-    )
-
-
+STILL = 0.1
+"""A mean that moved by less than this share of the other one stands still."""
+_FRESH = (
+    f"{SAMPLING}: fresh rollouts differ: top-p, top-k, min-p or penalties, a temperature that generation_params does "
+    "not tell, or raw logprobs"
+)
 ROLLOUT_DRIFT = 0.1
 """The guides' bound on mean |difference| over rollouts."""
 ROLLOUT_MISMATCH = 1.0

@@ -58,6 +58,15 @@ def load_config(model_name: str) -> Any:
     return config
 
 
+def dtype_of(config: Any, wanted: str) -> torch.dtype:
+    """Of weights that are loaded; `auto` is the checkpoint's own type, and half precision for one in float32, as in
+    vLLM."""
+    if wanted != "auto":
+        named: torch.dtype = getattr(torch, wanted)
+        return named
+    return torch.bfloat16 if config.dtype in (None, torch.float32) else config.dtype
+
+
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Fields of `SAME_MODEL` in which two config.json differ, as text; one that a side leaves out does not count."""
     found = []

@@ -17,21 +17,31 @@ CUDA_CHUNK_ELEMENTS = 1 << 29
 """Logits held at a time; on a GPU more (1 GB in half precision), since the head's product wants many rows."""
 
 
-def row_logprobs(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
+def row_logprobs(model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None) -> torch.Tensor:
     """Logprobs of the labels of `row`, [T] float32, in nats, at each token's temperature.
 
     Args:
         model: a causal language model of transformers with the packed attention.
         row: on the model's device.
+        head_dtype: multiply with the head in this type; default: the head's own.
     """
     head = model.get_output_embeddings()
-    hidden = model.base_model(
+    hidden, weight, bias = predicting_states(model, row), head.weight, head.bias
+    if head_dtype is not None:
+        hidden, weight = hidden.to(head_dtype), weight.to(head_dtype)
+        bias = None if bias is None else bias.to(head_dtype)
+    return chunked_logprobs(hidden, weight, bias, row.labels, row.temperatures)
+
+
+def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
+    """Hidden states that predict the labels of `row`, [T, H]: what the head is multiplied with."""
+    hidden: torch.Tensor = model.base_model(
         input_ids=row.tokens[None],
         position_ids=row.positions[None],
         use_cache=False,
-        packing=layout(row.lengths, row.tokens.device, head.weight.dtype),
+        packing=layout(row.lengths, row.tokens.device, model.get_output_embeddings().weight.dtype),
     ).last_hidden_state[0]
-    return chunked_logprobs(hidden.index_select(0, row.predict), head.weight, head.bias, row.labels, row.temperatures)
+    return hidden.index_select(0, row.predict)
 
 
 @torch.no_grad()
@@ -41,8 +51,10 @@ def sequence_logprobs(model: torch.nn.Module, prompt: list[int], completion: lis
 
 
 @torch.no_grad()
-def completions_logprobs(model: torch.nn.Module, pairs: list[tuple[list[int], list[int]]]) -> list[list[float]]:
-    """The same for several (prompt, completion), packed into one row."""
+def completions_logprobs(
+    model: torch.nn.Module, pairs: list[tuple[list[int], list[int]]], *, head_dtype: torch.dtype | None = None
+) -> list[list[float]]:
+    """The same for several (prompt, completion), packed into one row; `head_dtype` as in `row_logprobs`."""
     tokens = [[*prompt, *completion] for prompt, completion in pairs]
     starts = [0, *accumulate(map(len, tokens))]
     predict = [
@@ -63,7 +75,7 @@ def completions_logprobs(model: torch.nn.Module, pairs: list[tuple[list[int], li
         advantages=nothing,
         temperatures=torch.ones(len(predict)),
     ).to(next(model.parameters()).device)
-    values = row_logprobs(model, row).tolist()
+    values = row_logprobs(model, row, head_dtype=head_dtype).tolist()
     ends = [0, *accumulate(len(completion) for _, completion in pairs)]
     return [values[a:b] for a, b in pairwise(ends)]
 

@@ -1,11 +1,12 @@
 """LoRA adapters on a transformers model: added in place, saved in peft's own format, which vLLM loads.
 
-The layers are injected without a wrapper, so the model keeps its shape for packed attention and the chunked head. It
-stays in evaluation mode: dropout is off, since a ratio of two different masks would be noise.
+The layers are injected without a wrapper, so the model keeps its shape for packed attention and the chunked head.
+Dropout is off: with it the ratio would compare two different masks.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -16,8 +17,14 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 
 TARGETS = ("q_proj", "v_proj")
-PREFIX = "base_model.model."
+ALL_LINEAR = "all-linear"
+"""Stands for every linear layer but the head."""
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
 """What peft puts before every name in a saved adapter."""
+_ADAPTER = "default"
+"""What peft calls an adapter in the model; no saved name has it."""
 
 
 def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
@@ -28,22 +35,20 @@ def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = list(config.lora_target_modules or TARGETS)
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if missing := sorted(set(targets) - names - {"all-linear"}):
-        raise UsageError(f"--lora-target-modules {' '.join(missing)}: the model has {' '.join(sorted(names))}")
+    targets = _targets(model, list(config.lora_target_modules or TARGETS))
     count = model.config.num_hidden_layers
     if wrong := [i for i in config.lora_layer_indices or [] if i >= count]:
         raise UsageError(f"--lora-layer-indices {wrong}: the model has layers 0-{count - 1}")
+    if config.lora_dropout and "lora_dropout" in config.model_fields_set:
+        print(f"--lora-dropout {config.lora_dropout} is not applied: ratios of two dropout masks would be noise")
     model.requires_grad_(False)
     settings = LoraConfig(
-        r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=targets,
         layers_to_transform=config.lora_layer_indices, task_type="CAUSAL_LM",
         base_model_name_or_path=config.model_name,
     )  # fmt: skip
-    inject_adapter_in_model(settings, model)
-    model.peft_config = {"default": settings}  # type: ignore[assignment]
+    inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+    model.peft_config = {_ADAPTER: settings}  # type: ignore[assignment]
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -51,24 +56,49 @@ def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def save_adapter(model: nn.Module, folder: Path) -> int:
-    """Write the adapter to `folder`, whole or not at all; returns its bytes."""
-    from peft import get_peft_model_state_dict
+def _targets(model: nn.Module, wanted: list[str]) -> list[str]:
+    """The modules' own names; the head is none of them, since its product is computed in chunks from its weight."""
+    head = model.get_output_embeddings()
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    names = {name.rpartition(".")[2] for name in linear}
+    if wanted == [ALL_LINEAR]:
+        return sorted(names)
+    if missing := sorted(set(wanted) - names):
+        raise UsageError(
+            f"--lora-target-modules {' '.join(missing)}: adapters go on {' '.join(sorted(names))}; {ALL_LINEAR} is all"
+        )
+    return wanted
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters by the names under which peft saves them."""
+    return {
+        _PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the adapter's two files into `folder`, in float32 or in `dtype`."""
     from safetensors.torch import save_file
 
+    tensors = {
+        name: parameter.detach().to(dtype or parameter.dtype).to("cpu").contiguous()
+        for name, parameter in adapter_parameters(model).items()
+    }
+    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    model.peft_config[_ADAPTER].save_pretrained(str(folder))  # type: ignore[index,operator]
+
+
+def save_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Make `folder` hold the adapter, whole or not at all."""
     aside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    state = get_peft_model_state_dict(model, adapter_name="default")
-    tensors = {
-        name if name.startswith(PREFIX) else PREFIX + name: value.detach().to("cpu").contiguous()
-        for name, value in state.items()
-    }
-    save_file(tensors, aside / "adapter_model.safetensors", metadata={"format": "pt"})
-    model.peft_config["default"].save_pretrained(str(aside))  # type: ignore[index,operator]
+    write_adapter(model, aside, dtype)
     shutil.rmtree(folder, ignore_errors=True)
     aside.rename(folder)
-    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 @torch.no_grad()
@@ -76,15 +106,30 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     """Overwrite the adapter's parameters with those in `folder`.
 
     Raises:
-        UsageError: an adapter of another shape.
+        UsageError: an adapter for other modules, of another shape or another scale.
     """
-    from peft import set_peft_model_state_dict
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    saved = load_file(folder / "adapter_model.safetensors")
     try:
-        result = set_peft_model_state_dict(model, {k.removeprefix(PREFIX): v for k, v in saved.items()})
-    except RuntimeError as error:
-        raise UsageError(f"{folder} holds an adapter of another shape: {str(error).splitlines()[0]}") from None
-    if result.unexpected_keys:
-        raise UsageError(f"{folder} holds an adapter for other modules: {', '.join(result.unexpected_keys[:3])}")
+        settings = json.loads((folder / CONFIG_NAME).read_text())
+        saved = load_file(folder / WEIGHTS_NAME)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(f"{folder} holds no adapter that can be read ({error})") from None
+    mine = adapter_parameters(model)
+    if odd := sorted(mine.keys() ^ saved.keys()):
+        raise UsageError(
+            f"{folder} holds an adapter for other modules ({odd[0].removeprefix(_PREFIX)}): use its "
+            f"--lora-target-modules {' '.join(sorted(settings.get('target_modules', [])))} and --lora-layer-indices"
+        )
+    for name, parameter in mine.items():
+        if saved[name].shape != parameter.shape:
+            raise UsageError(
+                f"{folder} holds an adapter of another shape: {name.removeprefix(_PREFIX)} {list(saved[name].shape)} "
+                f"there, {list(parameter.shape)} here (its --lora-r is {settings.get('r')})"
+            )
+    ours = model.peft_config[_ADAPTER].lora_alpha  # type: ignore[index]
+    if settings.get("lora_alpha") != ours:
+        raise UsageError(f"{folder} was trained with --lora-alpha {settings.get('lora_alpha')}, not {ours}")
+    for name, parameter in mine.items():
+        parameter.copy_(saved[name])

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_core.contracts.bridge import completion_digest
-from trainer_core.errors import BatchError
+from trainer_core.errors import BatchError, MissingLogprobs
 
 IGNORED = -100
 """Mask value of tokens that were not generated."""
@@ -184,7 +184,7 @@ class _Reader:
             return
         logprobs = _rows(where, group, "inference_logprobs")
         if not logprobs:
-            raise BatchError(NO_LOGPROBS.format(what=f"{where} has none"))
+            raise MissingLogprobs(NO_LOGPROBS.format(what=f"{where} has none"))
         given, overrides = _rows(where, group, "advantages"), _rows(where, group, "overrides")
         optional = {"advantages": given, "overrides": overrides}
         _same_length(where, count, inference_logprobs=logprobs, **{k: v for k, v in optional.items() if v})
@@ -258,7 +258,7 @@ class _Reader:
         if not usable.any():
             placeholders = (values[generated] == PLACEHOLDER).all()
             what = f"{spot} has only placeholders" if placeholders else f"{spot} has no real one"
-            raise BatchError(NO_LOGPROBS.format(what=what))
+            raise MissingLogprobs(NO_LOGPROBS.format(what=what))
         usable[0] = False
         return usable, np.where(usable, values, 0.0).astype(np.float32)
 

@@ -7,9 +7,10 @@ nothing from there on is needed to predict anything.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -59,22 +60,37 @@ class PackedRow:
         return PackedRow(**moved)
 
 
-def pack(rollouts: Sequence[Rollout], max_tokens: int) -> list[PackedRow]:
+def pack(rollouts: Sequence[Rollout], max_tokens: int, lanes: int = 1) -> list[PackedRow]:
     """Pack into rows of at most `max_tokens` (a longer single sequence gets a row of its own).
 
     Rows hold sequences of similar length, which bounds padding where attention cannot do without it. The order is
     deterministic; sequences without a trained token are left out.
+
+    Args:
+        lanes: rows that are computed at a time: as many rows as fill all of them, of about equal size.
     """
-    needed = [(_needed(r), r) for r in rollouts if r.trained.any()]
-    rows: list[list[tuple[int, Rollout]]] = []
-    room = 0
-    for length, rollout in sorted(needed, key=lambda pair: pair[0], reverse=True):
-        if not rows or length > room:
-            rows.append([])
-            room = max_tokens
-        rows[-1].append((length, rollout))
-        room -= length
-    return [_row(members) for members in rows]
+    needed = sorted(((_needed(r), r) for r in rollouts if r.trained.any()), key=lambda pair: pair[0], reverse=True)
+    lengths = [length for length, _ in needed]
+    room = max_tokens if lanes == 1 else _equal_room(lengths, max_tokens, lanes)
+    return [_row(needed[a:b]) for a, b in pairwise(_cuts(lengths, room))]
+
+
+def _cuts(lengths: Sequence[int], room: int) -> list[int]:
+    """Where rows of at most `room` tokens begin, then the number of sequences."""
+    starts, free = [], 0
+    for i, length in enumerate(lengths):
+        if not i or length > free:
+            starts.append(i)
+            free = room
+        free -= length
+    return [*starts, len(lengths)]
+
+
+def _equal_room(lengths: Sequence[int], max_tokens: int, lanes: int) -> int:
+    """The smallest room with which the fewest rows that fill all lanes evenly suffice; `max_tokens` at most."""
+    fewest = len(_cuts(lengths, max_tokens)) - 1
+    rows = lanes * -(-fewest // lanes)
+    return 1 + bisect_left(range(1, max_tokens), True, key=lambda room: len(_cuts(lengths, room)) - 1 <= rows)
 
 
 def _needed(rollout: Rollout) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,8 @@ class SyncReport:
     weight_version: int
     seconds: float
     phases: dict[str, float] = field(default_factory=dict)
+    moved: bool = True
+    """Whether a server got the version; else the trainer alone has it, until the next load is due."""
 
 
 class Phases:
@@ -51,7 +53,12 @@ class WeightSync(Protocol):
 
     mode: str
     engine: EngineClient | None
-    """The server that generates the rollouts; null when nothing can be asked about it."""
+    """The server that the probe asks; null when nothing can be asked about it."""
+
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """The servers that generate the rollouts."""
+        ...
 
     def attach(self, start: Start) -> torch.nn.Module:
         """Wait for the server and return the policy, with the weights of `start` on both sides."""
@@ -63,6 +70,17 @@ class WeightSync(Protocol):
 
     def check(self) -> None:
         """Raise `EngineGone` when the server has died; cheap."""
+        ...
+
+    def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
+        """The server is gone: from here on the policy has memory of its own, with the present weights.
+
+        Args:
+            copies: parameter -> float32 copy of its present weights, for those that have one.
+
+        Returns:
+            Why the present weights are lost, or nothing when they are not.
+        """
         ...
 
     def close(self) -> None:

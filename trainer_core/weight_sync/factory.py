@@ -13,7 +13,13 @@ from trainer_core.weight_sync.base import WeightSync
 if TYPE_CHECKING:
     import torch
 
-_STRATEGIES = {"shared_vllm": ("trainer_core.weight_sync.single_copy", "SingleCopy")}
+_STRATEGIES = {
+    "shared_vllm": ("trainer_core.weight_sync.single_copy", "SingleCopy"),
+    "broadcast": ("trainer_core.weight_sync.broadcast", "Broadcast"),
+    "none": ("trainer_core.weight_sync.reload", "Reload"),
+    "lora_only": ("trainer_core.weight_sync.lora_swap", "LoraSwap"),
+    "lora_restart": ("trainer_core.weight_sync.lora_restart", "LoraRestart"),
+}
 
 
 def require_supported(config: TrainingConfig) -> None:

@@ -6,6 +6,7 @@ holds its generation until it has the trainer's present adapter again, which `ch
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import threading
 from collections.abc import Callable
@@ -14,16 +15,20 @@ from pathlib import Path
 import torch
 
 from trainer_core.config import TrainingConfig
+from trainer_core.contracts.bridge import LORA_RANKS, server_rank
 from trainer_core.contracts.run_dir import RunDir
 from trainer_core.engine.client import EngineClient
-from trainer_core.errors import EngineGone, UsageError
-from trainer_core.policy.load import load_model
+from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
+from trainer_core.policy.load import dtype_of, load_config, load_model
 from trainer_core.policy.lora import add_adapter, load_adapter, save_adapter
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
 from trainer_core.weight_sync.own_weights import OwnWeights
 
 KEPT = 4
-"""Adapters left on disk: vLLM may read one again while a completion still needs it."""
+"""Newest adapters left on disk: a request may have chosen one, and not have reached the engine yet. Older ones stay
+while a server still finishes completions on them."""
+SERVER_DIES = 503
+"""How a server answers whose engine has died: it ends in a moment, and another one comes."""
 
 
 class LoraSwap(OwnWeights):
@@ -33,24 +38,28 @@ class LoraSwap(OwnWeights):
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
+        if server_rank(config.lora_r) is None:
+            raise UsageError(f"--lora-r {config.lora_r}: vLLM serves adapters up to rank {LORA_RANKS[-1]}")
         run = RunDir.from_env()
         self._folder = (run.bridge if run else Path(config.save_path)) / "adapters"
+        self._tag = secrets.token_hex(3)
+        """Of this attempt: a server may still read an adapter of an earlier one that came as far."""
 
     def attach(self, start: Start) -> torch.nn.Module:
         """Load the base model, add the adapter of `start`, and let the server answer with it.
 
         Raises:
             EngineGone: no server within `engine_timeout`.
-            UsageError: the server cannot load adapters of this rank, or has another base model.
+            UsageError: the server cannot load adapters of this rank.
+            EngineError: it refuses the adapter, which is not of its model.
         """
-        dtype = torch.float32 if self.config.dtype == "float32" else getattr(torch, self.config.dtype)
-        self.model = load_model(self.config.model_name, dtype, self.device)
+        self._dtype = dtype_of(load_config(self.config.model_name), self.config.dtype)
+        self.model = load_model(self.config.model_name, self._dtype, self.device)
         count = add_adapter(self.model, self.config)
         if start.weights is not None:
             load_adapter(self.model, start.weights)
         print(f"LoRA rank {self.config.lora_r}: {count:,} parameters are trained")
         self.version = start.version
-        save_adapter(self.model, self._path(self.version))
         self.connect()
         return self.model
 
@@ -59,28 +68,55 @@ class LoraSwap(OwnWeights):
         clock = Phases()
         with clock("write"):
             write()
-        with clock("save"):
-            save_adapter(self.model, self._path(version))
         self.version = version
+        with clock("save"):
+            self._save()
         with clock("swap"):
-            for engine in self.engines:
-                try:
-                    self._give(engine)
-                except EngineGone:
-                    self._serve_again(engine)
-        self._forget(version - KEPT)
+            self._give_all()
+        self._forget()
         return SyncReport(self.mode, version, sum(clock.seconds.values()), clock.seconds)
+
+    def _give_all(self) -> None:
+        """Every server answers with the present adapter; one that is away is waited for."""
+        for engine in self.engines:
+            try:
+                self._give(engine)
+            except EngineGone:
+                try:
+                    self._serve_again(engine)
+                except Stopped:
+                    return  # the update is complete, and nobody waits for it any more
 
     def _give(self, engine: EngineClient) -> None:
         self._require_lora(engine)
-        engine.load_adapter(str(self._path(self.version)), self.version)
+        if not self._path(self.version).is_dir():
+            self._save()
+        try:
+            engine.load_adapter(str(self._path(self.version)), self.version)
+        except EngineError as error:
+            if error.status == SERVER_DIES:
+                raise EngineGone(str(error)) from None
+            raise
+
+    def _save(self) -> None:
+        """The present adapter for the server, which computes with it in the base model's type."""
+        save_adapter(self.model, self._path(self.version), self._dtype)
 
     def _path(self, version: int) -> Path:
-        return (self._folder / f"v{version}").resolve()
+        return (self._folder / f"v{version}-{self._tag}").resolve()
 
-    def _forget(self, version: int) -> None:
-        if version >= 0:
-            shutil.rmtree(self._path(version), ignore_errors=True)
+    def _forget(self) -> None:
+        """Remove adapters that no server reads again, of earlier attempts too."""
+        newest = {self._path(version) for version in range(self.version - KEPT + 1, self.version + 1)}
+        old = {path.resolve() for path in self._folder.glob("v*")} - newest
+        try:
+            known = [engine.adapters() for engine in self.engines] if old else []
+        except EngineGone:
+            return
+        needed = {path for info in known for path in (info.path, *info.retiring_paths)}
+        for path in old:
+            if str(path) not in needed:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _require_lora(self, engine: EngineClient) -> None:
         status = engine.adapters()

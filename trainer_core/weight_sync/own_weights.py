@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -17,6 +18,37 @@ from trainer_core.weight_sync.base import Start, SyncReport
 
 LOOK_S = 1.0
 """How often `check` asks whether it is still the same server."""
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
+
+
+class Backoff:
+    """Pauses that double, between attempts that the same servers failed; a new server is tried at once."""
+
+    def __init__(self) -> None:
+        self._failed: tuple[str, ...] = ()
+        """Instances of the last attempt, if it failed."""
+        self._said = ""
+        self._pause_s = self._not_before = 0.0
+
+    @contextmanager
+    def attempt(self, *instances: str) -> Iterator[None]:
+        """Around one attempt.
+
+        Raises:
+            EngineGone: what the attempt said, or what the last one said, when it is too early for another.
+        """
+        again = instances == self._failed
+        if again and time.monotonic() < self._not_before:
+            raise EngineGone(self._said)
+        try:
+            yield
+        except EngineGone as error:
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if again else FIRST_PAUSE_S
+            self._failed, self._said = instances, str(error)
+            self._not_before = time.monotonic() + self._pause_s
+            raise
+        self._failed = ()
 
 
 class OwnWeights(ABC):
@@ -36,6 +68,7 @@ class OwnWeights(ABC):
         self._instances: dict[str, str] = {}
         """Base URL -> the server that has the present weights there."""
         self._looked = 0.0
+        self.backoff = Backoff()
 
     @property
     def engine(self) -> EngineClient | None:
@@ -64,7 +97,8 @@ class OwnWeights(ABC):
         """
         self.engines = [EngineClient(url) for url in self.config.engine_urls]
         for engine in self.engines:
-            self._serve_again(engine)
+            if engine.base_url not in self._instances:
+                self._serve_again(engine)
 
     def check(self) -> None:
         """Give a server that was restarted the present weights; it serves nobody before.
@@ -73,8 +107,8 @@ class OwnWeights(ABC):
             EngineGone: it did not come back within `engine_timeout`.
         """
         now = time.monotonic()
-        if now - self._looked < LOOK_S:
-            return
+        if now - self._looked < LOOK_S or self.stop.is_set():
+            return  # at the end nobody waits for a server: the weights are here
         self._looked = now
         for engine in self.engines:
             try:
@@ -83,6 +117,10 @@ class OwnWeights(ABC):
                 same = False
             if not same:
                 self._serve_again(engine)
+
+    def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
+        """The weights were the trainer's own all along."""
+        return ""
 
     def close(self) -> None:
         for engine in self.engines:

@@ -10,7 +10,7 @@ import base64
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -29,7 +29,7 @@ from trainer_core.contracts.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
 from trainer_core.engine.client import EngineClient
 from trainer_core.engine.waiting import wait_for_server
 from trainer_core.errors import EngineError, EngineGone, UsageError
-from trainer_core.policy.load import attach_views, copy_weights, differences, empty_model, load_config
+from trainer_core.policy.load import attach_views, copy_weights, differences, empty_model, load_config, load_model
 from trainer_core.policy.logprobs import sequence_logprobs
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
 
@@ -48,8 +48,15 @@ class SingleCopy:
         self.stop = stop
         self.path = manifest_path(config)
         self.engine: EngineClient | None = None
-        self._manifest: Manifest | None = None
         self._process: psutil.Process | None = None
+        self._model: torch.nn.Module | None = None
+        self._start = Start()
+        self._lost: str | None = None
+        """What `let_go` answered."""
+
+    @property
+    def engines(self) -> list[EngineClient]:
+        return [self.engine] if self.engine else []
 
     def attach(self, start: Start) -> torch.nn.Module:
         """Wait for the manifest, check it, map the tensors and see to it that they hold the weights of `start`.
@@ -66,8 +73,11 @@ class SingleCopy:
                 f"{self.path} belongs to server instance {manifest.instance_id}, but {manifest.base_url} is "
                 f"{info.instance_id}: remove the file and restart vLLM"
             )
+        if info.eager_because:
+            print(f"[WARNING] the server decodes without CUDA graphs, slower than it could: {info.eager_because}")
         began = time.perf_counter()
-        model = self._map(manifest)
+        self._start = start
+        self._model = model = self._map(manifest)
         print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no weight memory of its own")
         if info.held and not info.paused and not info.dirty:
             self._prove_sharing(model)
@@ -82,7 +92,9 @@ class SingleCopy:
         assert self.engine is not None, "attach first"
         clock = Phases()
         with clock("pause"):
-            self.engine.pause(dirty=True, lease_s=LEASE_S)
+            self.engine.pause(
+                dirty=True, lease_s=LEASE_S, in_flight=self.config.in_flight, wait_s=self.config.in_flight_timeout
+            )
         with clock("write"):
             write()
         with clock("device_sync"):
@@ -93,8 +105,40 @@ class SingleCopy:
 
     def check(self) -> None:
         """Raise `EngineGone` when the server's process has ended."""
-        if self._process is not None and not self._process.is_running():
+        if self._process is not None and _ended(self._process):
             raise EngineGone(f"the inference server (pid {self._process.pid}) has ended, and the weights with it")
+
+    @torch.no_grad()
+    def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
+        """Move the policy out of the server's memory.
+
+        On a CPU the mapped pages outlive the server, and only the trainer writes to them. Memory of a dead process on
+        a GPU is not read again: there the float32 copies are the weights, and what is frozen comes from disk.
+        """
+        if self._lost is None:
+            assert self._model is not None, "attach first"
+            try:
+                self._lost = self._move_out(self._model, copies)
+            except RuntimeError as error:  # one read of a dead process's memory makes every later use of the GPU fail
+                self._lost = f"the GPU does not answer any more ({str(error).splitlines()[0]})"
+        return self._lost
+
+    def _move_out(self, model: torch.nn.Module, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
+        shared = dict(model.named_parameters())
+        if self.device.type == "cpu":
+            for param in shared.values():
+                param.data = param.detach().clone()
+            return ""
+        gone = [name for name, param in shared.items() if param.requires_grad and param not in copies]
+        if gone:
+            return f"{len(gone)} trained tensors lay in its memory alone (--master-weights fp32 keeps a copy)"
+        frozen = {}
+        if len(copies) < len(shared):
+            source = self._start.weights or self.config.model_name
+            frozen = dict(load_model(source, next(iter(shared.values())).dtype, self.device).named_parameters())
+        for name, param in shared.items():
+            param.data = copies[param].to(param.dtype) if param in copies else frozen[name].detach()
+        return ""
 
     def close(self) -> None:
         if self.engine is not None:
@@ -117,7 +161,6 @@ class SingleCopy:
             probe.info()
         finally:
             probe.close()
-        self._manifest = manifest
         return manifest
 
     def _map(self, manifest: Manifest) -> torch.nn.Module:
@@ -269,10 +312,18 @@ def _one_dtype(shard: Shard, wanted: str) -> torch.dtype:
     return result
 
 
+def _ended(process: psutil.Process) -> bool:
+    """Whether it runs no more; a zombie has ended, and only waits for its parent."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
+
+
 def _live_server(manifest: Manifest, path: Path) -> psutil.Process:
     try:
         process = psutil.Process(manifest.server_pid)
-        alive = process.status() != psutil.STATUS_ZOMBIE
+        alive = not _ended(process)
         same = abs(process.create_time() - manifest.server_create_time) < 1.0
     except psutil.Error:
         alive = same = False

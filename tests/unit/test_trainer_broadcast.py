@@ -1,0 +1,396 @@
+"""Mode `broadcast` on gloo: what is sent, who gets it, and what is said when somebody is missing."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atropos_tui.stack.checks import check_profile
+from atropos_tui.stack.plan import build_stack, make_site
+from tests.unit.small_models import CONFIGS, build
+from tests.unit.test_stack_plan import profile
+from tests.unit.transfer_stand_in import Fault, Receiver
+from trainer_core.config import TrainingConfig
+from trainer_core.contracts.transfer import ALIGNMENT, SentTensor, chunks
+from trainer_core.engine.client import EngineClient
+from trainer_core.errors import EngineError, EngineGone, UsageError
+from trainer_core.intake import LagMeter
+from trainer_core.weight_sync.base import Start
+from trainer_core.weight_sync.broadcast import Broadcast, into_one_piece, require_nodes
+from trainer_core.weight_sync.broadcast_group import meeting_point
+from trainer_core.weight_sync.own_weights import FIRST_PAUSE_S, Backoff
+from vllm_server.direct_copies import named_views
+
+Make = Callable[..., Broadcast]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(1)
+    build(CONFIGS["qwen3 tied"]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def receivers() -> Iterator[list[Receiver]]:
+    """Two servers: one with two workers, one with one."""
+    made = [Receiver(2), Receiver(1)]
+    yield made
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def make(base: Path, receivers: list[Receiver]) -> Iterator[Make]:
+    made: list[Broadcast] = []
+
+    def broadcast(**fields: Any) -> Broadcast:
+        config = TrainingConfig.model_validate(
+            {
+                "model_name": str(base), "weight_bridge_mode": "shared_vllm", "use_shared_memory": True,
+                "dtype": "float32", "vllm_urls": [each.url for each in receivers], "engine_timeout": 30,
+                "broadcast_timeout": 20, **fields,
+            }
+        )  # fmt: skip
+        made.append(Broadcast(config, torch.device("cpu"), threading.Event()))
+        return made[-1]
+
+    yield broadcast
+    for each in made:
+        each.close()
+
+
+def assert_same_weights(receiver: Receiver, model: torch.nn.Module) -> None:
+    named = dict(model.named_parameters())
+    for worker in receiver.workers:
+        assert worker.tensors.keys() == named.keys()
+        for name, tensor in worker.tensors.items():
+            assert torch.equal(tensor, named[name]), name
+
+
+@torch.no_grad()
+def step(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+def test_every_worker_of_every_server_gets_every_version(make: Make, receivers: list[Receiver]) -> None:
+    sync = make()
+    model = sync.attach(Start(version=7))
+    assert [each.version for each in receivers] == [7, 7]
+    for version in (8, 9):
+        report = sync.publish(version, lambda: step(model))
+        assert report.weight_version == version and report.mode == "broadcast"
+        assert {"write", "pause", "receive", "resume", "request"} == report.phases.keys()
+        assert report.seconds == pytest.approx(sum(report.phases.values()))
+        for each in receivers:
+            assert each.version == version
+            assert_same_weights(each, model)
+    assert [each.joins for each in receivers] == [1, 1], "one group for all versions"
+
+
+def test_parameters_lie_in_one_piece_and_compute_the_same(base: Path) -> None:
+    for name in ("qwen3 tied", "llama", "qwen2"):
+        model = build(CONFIGS[name]).eval()
+        tokens = torch.tensor([[1, 2, 3]])
+        before = model(tokens).logits
+        stream, tensors = into_one_piece(model)
+        assert torch.equal(model(tokens).logits, before)
+        assert ("lm_head.weight" in {tensor.name for tensor in tensors}) == (name != "qwen3 tied")
+        model(tokens).logits.sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        (whole,) = chunks(tensors, 1 << 40)
+        for sent, view in named_views(whole, stream):
+            assert torch.equal(view, dict(model.named_parameters())[sent]), f"{sent}: a step is seen in what is sent"
+
+
+SIZES = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=20)
+
+
+@given(shapes=SIZES, limit=st.integers(1, 20_000), dtype=st.sampled_from(["float32", "bfloat16"]))
+def test_chunks_cover_the_stream_once_in_order(shapes: list[list[int]], limit: int, dtype: Any) -> None:
+    tensors = [SentTensor(name=str(i), dtype=dtype, shape=shape) for i, shape in enumerate(shapes)]
+    parts = chunks(tensors, limit)
+    assert [placed.tensor for part in parts for placed in part.tensors] == tensors
+    assert parts[0].start == 0 and all(a.end == b.start for a, b in itertools.pairwise(parts))
+    for part in parts:
+        for placed in part.tensors:
+            assert placed.start % ALIGNMENT == 0
+            assert part.start <= placed.start and placed.start + placed.tensor.nbytes <= part.end
+        last = part.tensors[-1]
+        assert len(part.tensors) == 1 or last.start + last.tensor.nbytes - part.start <= limit
+
+
+def test_a_restarted_server_gets_the_present_weights(make: Make, receivers: list[Receiver]) -> None:
+    sync = make()
+    model = sync.attach(Start())
+    sync.publish(1, lambda: step(model))
+    receivers[1].die()
+    receivers[1].restart()
+    sync._looked = 0.0
+    sync.check()
+    assert [each.version for each in receivers] == [1, 1]
+    assert_same_weights(receivers[1], model)
+    sync.publish(2, lambda: step(model))
+    assert_same_weights(receivers[0], model)
+    assert_same_weights(receivers[1], model)
+
+
+@pytest.mark.parametrize("fault", ["dies at update", "never receives", "breaks"])
+def test_a_server_lost_in_the_middle_is_named_and_waited_for(
+    fault: Fault, make: Make, receivers: list[Receiver], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sync = make()
+    model = sync.attach(Start())
+    receivers[1].fault = fault
+    if fault == "never receives":
+        sync.config = sync.config.model_copy(update={"broadcast_timeout": 1.0})
+    threading.Timer(1.5, receivers[1].restart).start()
+    began = time.monotonic()
+    report = sync.publish(1, lambda: step(model))
+    assert time.monotonic() - began > 1.0
+    assert "begun_anew" in report.phases
+    said = next(line for line in capsys.readouterr().out.splitlines() if "did not reach every server" in line)
+    assert "phase transfer" in said and receivers[1].url in said, said
+    if fault == "dies at update":
+        assert receivers[0].url not in said, "the one that died is named, not the one that noticed"
+    for each in receivers:
+        assert each.version == 1
+        assert_same_weights(each, model)
+
+
+@pytest.mark.parametrize(("fault", "phase"), [("never comes", "rendezvous"), ("dies at join", "rendezvous")])
+def test_a_group_that_does_not_form_says_who_is_missing(
+    fault: Fault, phase: str, make: Make, receivers: list[Receiver]
+) -> None:
+    receivers[0].fault = fault
+    with pytest.raises(EngineGone) as raised:
+        make(broadcast_timeout=0.5, engine_timeout=0.1).attach(Start())
+    text = str(raised.value)
+    assert f"phase {phase}" in text and receivers[0].url in text, text
+    if fault == "never comes":
+        assert f"no word from {receivers[0].url}" in text, text
+    else:
+        assert receivers[1].url not in text, "the one that died is named, not the one that noticed"
+    assert receivers[1].version is None
+
+
+def test_the_other_server_is_released_at_once(make: Make, receivers: list[Receiver]) -> None:
+    """A peer that dies must not keep the living ones until their timeout."""
+    sync = make(broadcast_timeout=30, engine_timeout=20)
+    model = sync.attach(Start())
+    receivers[1].fault = "dies at update"
+    threading.Timer(0.5, receivers[1].restart).start()
+    began = time.monotonic()
+    sync.publish(1, lambda: step(model))
+    assert time.monotonic() - began < 8
+    assert_same_weights(receivers[0], model)
+
+
+def test_a_trainer_that_dies_is_an_error_on_the_server(make: Make, receivers: list[Receiver]) -> None:
+    """The servers wait for data that nobody sends, with minutes to go until the timeout."""
+    sync = make(broadcast_timeout=300)
+    sync.attach(Start())
+    clients = [EngineClient(each.url) for each in receivers]
+    errors: list[str] = []
+
+    def receive(client: EngineClient) -> None:
+        from trainer_core.contracts.transfer import TransferUpdate
+
+        try:
+            client.receive(TransferUpdate(weight_version=1, timeout_s=300))
+        except EngineError as error:
+            errors.append(str(error))
+
+    waiting = [threading.Thread(target=receive, args=(client,)) for client in clients]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.3)
+    assert sync._meeting is not None
+    sync._meeting._server = None  # the process is gone: its store no longer answers
+    for thread in waiting:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert len(errors) == 2 and all("phase receive" in text and "trainer" in text for text in errors), errors
+
+
+def test_a_group_that_keeps_failing_is_tried_ever_more_rarely(
+    make: Make, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_core.weight_sync.broadcast.LAST_WORDS_S", 0.0)
+    receivers[1].fault = "breaks"
+    with pytest.raises(EngineGone, match="a worker broke"):
+        make(engine_timeout=4.0).attach(Start())
+    assert 2 <= receivers[0].joins <= 6, "about 0, 0.2, 0.6, 1.4 and 3.0 s after the start (fewer on a busy machine)"
+
+
+def test_only_the_same_servers_are_left_in_peace() -> None:
+    backoff = Backoff()
+
+    def attempt(*instances: str, fails: bool = True) -> str:
+        try:
+            with backoff.attempt(*instances):
+                if fails:
+                    raise EngineGone(f"{instances} failed")
+        except EngineGone as error:
+            return str(error)
+        return ""
+
+    assert attempt("a", "b") == "('a', 'b') failed"
+    assert attempt("a", "b", fails=False) == "('a', 'b') failed", "too early, and why it waits is not forgotten"
+    assert attempt("a", "c") == "('a', 'c') failed", "another server: at once"
+    time.sleep(FIRST_PAUSE_S)
+    assert attempt("a", "c", fails=False) == ""
+    assert attempt("a", "c") == "('a', 'c') failed", "a success wipes the slate"
+
+
+LEAVES = """
+import sys, threading
+import torch
+from trainer_core.config import TrainingConfig
+from trainer_core.weight_sync.base import Start
+from trainer_core.weight_sync.broadcast import Broadcast
+
+config = TrainingConfig(model_name=sys.argv[1], weight_bridge_mode="shared_vllm", use_shared_memory=True,
+                        dtype="float32", vllm_urls=sys.argv[2:])
+made = [Broadcast(config, torch.device("cpu"), threading.Event()) for _ in range(4)]
+for each in made:
+    each.attach(Start())
+for each in made:
+    each.close()
+"""
+
+
+def test_a_trainer_ends_cleanly_right_after_it_left_its_group(base: Path, receivers: list[Receiver]) -> None:
+    """A thread inside the group's end when the interpreter ends aborts the process: a failure after the last step."""
+    command = [sys.executable, "-c", LEAVES, str(base), *(each.url for each in receivers)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert child.returncode == 0, child.stderr[-2000:]
+    assert child.stdout.count("Broadcast group: the trainer and 3 workers") == 4
+
+
+def test_a_refusal_is_final(make: Make, receivers: list[Receiver]) -> None:
+    receivers[1].fault = "refuses"
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="another model"):
+        make(engine_timeout=60).attach(Start())
+    assert time.monotonic() - began < 10
+
+
+def test_servers_that_cannot_receive_are_refused(make: Make, receivers: list[Receiver]) -> None:
+    receivers[1].receives = None
+    with pytest.raises(UsageError, match="ATROPOS_WEIGHT_UPDATES=1"):
+        make().attach(Start())
+    receivers[1].receives = "nccl"
+    with pytest.raises(UsageError, match="both the CPU"):
+        make().attach(Start())
+
+
+def test_the_number_of_inference_nodes_is_checked() -> None:
+    def config(**fields: Any) -> TrainingConfig:
+        return TrainingConfig(
+            model_name="m", weight_bridge_mode="shared_vllm", use_shared_memory=True,
+            vllm_urls=["http://a", "http://b"], **fields,
+        )  # fmt: skip
+
+    require_nodes(config(), {})
+    require_nodes(config(), {"NUM_INFERENCE_NODES": "0"})
+    require_nodes(config(num_inference_nodes=2), {"NUM_INFERENCE_NODES": "5"})
+    with pytest.raises(UsageError, match=r"NUM_INFERENCE_NODES is 3, but --vllm-urls names 2: http://a http://b"):
+        require_nodes(config(), {"NUM_INFERENCE_NODES": "3"})
+    with pytest.raises(UsageError, match="--num-inference-nodes is 1"):
+        require_nodes(config(num_inference_nodes=1), {})
+    with pytest.raises(UsageError, match="NUM_INFERENCE_NODES=two"):
+        require_nodes(config(), {"NUM_INFERENCE_NODES": "two"})
+
+
+@pytest.mark.parametrize(
+    ("method", "env", "expected"),
+    [
+        ("env://", {}, ("127.0.0.1", 0)),
+        ("env://", {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}, ("localhost", 29500)),
+        ("tcp://10.0.0.1:1234", {"MASTER_ADDR": "localhost"}, ("10.0.0.1", 1234)),
+        ("tcp://[::1]:1234", {}, ("::1", 1234)),
+    ],
+)
+def test_meeting_point(method: str, env: dict[str, str], expected: tuple[str, int]) -> None:
+    assert meeting_point(TrainingConfig(model_name="m", init_method=method).init_method, env) == expected
+
+
+def test_a_meeting_point_that_cannot_be_is_refused(make: Make) -> None:
+    with pytest.raises(UsageError, match="MASTER_PORT=70000"):
+        meeting_point("env://", {"MASTER_PORT": "70000"})
+    with pytest.raises(ValueError, match="init_method"):
+        TrainingConfig(model_name="m", init_method="file:///tmp/x")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"cannot meet at 127\.0\.0\.1:{port}"):
+            make(init_method=f"tcp://127.0.0.1:{port}").attach(Start())
+
+
+def test_the_store_listens_on_the_loopback_only_and_the_port_is_kept(make: Make, receivers: list[Receiver]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    sync = make(init_method=f"tcp://127.0.0.1:{port}")
+    model = sync.attach(Start())
+    mine = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert {c.ip for c in mine} <= {"127.0.0.1", "::ffff:127.0.0.1"}, mine
+    assert port in {c.port for c in mine}
+    receivers[0].restart()
+    sync.publish(1, lambda: step(model))
+    assert_same_weights(receivers[0], model)
+
+
+def test_lag_asks_every_server(receivers: list[Receiver]) -> None:
+    receivers[0].versions, receivers[1].versions = {"a": (3, 3)}, {"b": (1, 2)}
+    meter = LagMeter([EngineClient(each.url).versions for each in receivers])
+
+    class Rolled:
+        def __init__(self, *digests: str) -> None:
+            self.digests = list(digests)
+
+    rollouts: Any = [Rolled("a"), Rolled("b"), Rolled("a", "b"), Rolled("c")]
+    assert meter.measure(rollouts, 4) == [1, 3, 3, None]
+    receivers[0].die()
+    assert meter.measure(rollouts, 4) == [None, 3, 3, None], "the other one still answers"
+
+
+def two_engines(**changes: Any) -> Any:
+    """A profile of two engines and an environment for each."""
+    engines = [{"name": "a", "port": 9001}, {"name": "b", "port": 9002}]
+    envs = [{"name": name, "module": "json", "engine": engine} for name, engine in (("x", "a"), ("y", "b"))]
+    return make_site(profile(mode="broadcast", vllm=engines, env=envs, **changes), Path("/runs/r"), run_id="r")
+
+
+def test_the_plan_feeds_every_engine_and_a_restart_takes_nobody_along() -> None:
+    site = two_engines()
+    assert check_profile(site, "p.toml") == []
+    stack = {part.name: part for part in build_stack(site.profile, Path("/runs/r"), run_id="r").components}
+    command = " ".join(stack["trainer"].command)
+    assert "--use-shared-memory" in command and "--vllm-urls http://127.0.0.1:9001,http://127.0.0.1:9002" in command
+    for name, port in (("a", 9001), ("b", 9002)):
+        assert stack[name].env["ATROPOS_WEIGHT_UPDATES"] == stack[name].env["ATROPOS_HOLD_GENERATION"] == "1"
+        assert stack[name].restart_with == []
+        assert f"http://127.0.0.1:{port}/v1" in stack["x" if name == "a" else "y"].command
+
+
+def test_the_plan_counts_inference_nodes() -> None:
+    found = check_profile(two_engines(trainer={"num_inference_nodes": 3}), "p.toml")
+    assert [(problem.key, problem.reason) for problem in found] == [
+        ("trainer.num_inference_nodes", "3 inference servers, and the trainer feeds 2 of this profile's")
+    ]
+    assert check_profile(two_engines(trainer={"num_inference_nodes": 2}), "p.toml") == []

@@ -1,0 +1,184 @@
+"""Adapter modes: a server that dies exactly inside a publish costs no step, and its successor gets that adapter."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.unit.trainer_stand_ins import TOKEN, Engine, Recorded, Refused, group, plain_model, run_config
+from trainer_core.errors import EngineError, EngineGone
+from trainer_core.loop import train
+from trainer_core.weight_sync import lora_restart
+from trainer_core.weight_sync.lora_swap import KEPT
+
+STEPS = 4
+VICTIM = 2
+"""The weight version in whose publish the server dies."""
+
+
+class AdapterEngine(Engine):
+    """Takes adapters. At the load of `victim` it dies in the way `death`, and another one takes its place."""
+
+    def __init__(self, folder: Path, base: Path, death: str | None = None, back_after_s: float | None = 0.3) -> None:
+        super().__init__(folder, plain_model(base))
+        self.death, self.back_after_s, self.life, self.falls = death, back_after_s, 1, False
+        self.serves: dict[str, Any] | None = None
+        """What it answers with: version, path, tensors."""
+        self.loads: list[tuple[int, int]] = []
+        """Life and version of each load that was taken."""
+
+    def info(self) -> dict[str, Any]:
+        return super().info() | {"instance_id": f"i-{self.life}"}
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        if not path.startswith("/lora/"):
+            return super().answer(path, body)
+        if path == "/lora/load":
+            self._load(body)
+        now = self.serves or {"path": None, "version": None}
+        return {"enabled": True, "name": "n", "weight_version": now["version"], "path": now["path"]}
+
+    def _load(self, body: dict[str, Any]) -> None:
+        death = self.death if (self.life, body["weight_version"]) == (1, VICTIM) else None
+        if death == "its engine is dead":
+            self._fall()
+            raise Refused(503, "EngineCore encountered an issue")
+        if death != "before it has read the adapter":
+            tensors = load_file(Path(body["path"]) / "adapter_model.safetensors")
+            self.serves = {"version": body["weight_version"], "path": body["path"], "tensors": tensors}
+            self.loads.append((self.life, body["weight_version"]))
+            self.held = False
+        if death is not None:
+            self.die()
+            self._fall()
+            raise ConnectionAbortedError("died")
+
+    def _fall(self) -> None:
+        if self.back_after_s is not None and not self.falls:
+            threading.Timer(self.back_after_s, self.restart).start()
+        self.falls = True
+
+    def restart(self) -> None:
+        """A new process: it holds its generation, and has no adapter."""
+        self.life, self.held, self.serves, self.dead = self.life + 1, True, None, False
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
+
+
+def run(engine: AdapterEngine, base: Path, folder: Path, **fields: Any) -> dict[str, torch.Tensor]:
+    """Train on a fixed stream of batches; returns the final adapter."""
+    torch.manual_seed(1)
+    batches = [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)] for _ in range(STEPS)]
+    settings = run_config(
+        engine, base, folder,
+        **{
+            "weight_bridge_mode": "lora_only", "training_steps": STEPS, "probe_interval": 0, "lora_r": 4,
+            "vllm_urls": [engine.url], "vllm_config_path": None, "engine_timeout": 10, **fields,
+        },
+    )  # fmt: skip
+    torch.manual_seed(3)
+    train(settings, api=Recorded(batches))  # type: ignore[arg-type]
+    return load_file(folder / "out" / "final_model" / "adapter_model.safetensors")
+
+
+@pytest.fixture
+def straight(base: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """The adapter of the same run with a server that lives."""
+    (tmp_path / "straight").mkdir()
+    return run(AdapterEngine(tmp_path / "straight", base), base, tmp_path / "straight")
+
+
+DEATHS = ["before it has read the adapter", "after it has taken it, answer lost", "its engine is dead"]
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_server_that_dies_at_the_swap_costs_no_step(
+    base: Path, tmp_path: Path, straight: dict[str, torch.Tensor], death: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = AdapterEngine(tmp_path, base, death)
+    final = run(engine, base, tmp_path)
+    assert final.keys() == straight.keys() and all(torch.equal(final[name], straight[name]) for name in final)
+    lost = [(1, VICTIM)] if death == DEATHS[1] else []
+    successor = [(2, version) for version in range(VICTIM, STEPS + 1)]
+    assert engine.loads == [(1, version) for version in range(VICTIM)] + lost + successor, "each version, in order"
+    assert engine.serves is not None and not engine.held
+    assert all(torch.equal(engine.serves["tensors"][name], final[name]) for name in final)
+    shown = capsys.readouterr().out
+    assert "Waiting for the inference server: " in shown
+    assert f"answers with weight version {VICTIM}" in shown
+    assert len(list((tmp_path / "out" / "adapters").iterdir())) <= KEPT
+
+
+def test_a_server_that_does_not_come_back_ends_the_run_with_the_step_saved(base: Path, tmp_path: Path) -> None:
+    engine = AdapterEngine(tmp_path, base, DEATHS[0], back_after_s=None)
+    with pytest.raises(EngineGone, match=r"does not answer .* \(waited 0 s\)"):
+        run(engine, base, tmp_path, engine_timeout=0.4, resume="auto", checkpoint_interval=1)
+    assert engine.loads == [(1, 0), (1, 1)]
+    saved = {path.name for path in (tmp_path / "out").glob("adapter_step_*")}
+    assert f"adapter_step_{VICTIM}" in saved, f"the update that could not be published is not lost: {saved}"
+
+
+def test_a_refused_adapter_is_no_death(base: Path, tmp_path: Path) -> None:
+    """What a living server refuses is refused again tomorrow: the run ends at once, in its words."""
+
+    class Refusing(AdapterEngine):
+        def _load(self, body: dict[str, Any]) -> None:
+            if body["weight_version"] == VICTIM:
+                raise Refused(400, "the adapter is not one of this model")
+            super()._load(body)
+
+    with pytest.raises(EngineError, match="the adapter is not one of this model") as caught:
+        run(Refusing(tmp_path, base), base, tmp_path)
+    assert not isinstance(caught.value, EngineGone)
+
+
+class Restarts:
+    """Whoever restarts the engine, and what was asked of it, in order."""
+
+    can_restart = True
+
+    def __init__(self, engine: AdapterEngine, *, fails: bool = False) -> None:
+        self.engine, self.fails, self.asked = engine, fails, []
+
+    def ensure(self) -> None:
+        self.asked.append("ensure")
+
+    def prepare(self) -> None:
+        self.asked.append("prepare")
+
+    def restart(self, reason: str) -> None:
+        self.asked.append(reason)
+        if self.fails:
+            threading.Timer(0.2, self.engine.restart).start()
+            raise EngineGone("the restart of vllm failed: overtaken by a crash")
+        self.engine.restart()
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["restarted", "overtaken by a crash"])
+def test_a_restart_every_few_steps(
+    base: Path, tmp_path: Path, straight: dict[str, torch.Tensor], fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server gets an adapter at the restarts only, each is prepared for, and training is the same."""
+    engine = AdapterEngine(tmp_path, base)
+    lifecycle = Restarts(engine, fails=fails)
+    monkeypatch.setattr(lora_restart, "make_lifecycle", lambda *_, **__: lifecycle)
+    final = run(
+        engine, base, tmp_path, weight_bridge_mode="lora_restart", vllm_restart_interval=2, vllm_urls=None,
+        vllm_port=int(engine.url.rpartition(":")[2]),
+    )  # fmt: skip
+    assert all(torch.equal(final[name], straight[name]) for name in straight)
+    assert [version for _, version in engine.loads] == [0, 2, 4]
+    asked = [each for each in lifecycle.asked if each != "ensure"]
+    restart = "adapter of version {}".format
+    assert asked == ["prepare", restart(2), "prepare", "prepare", restart(4), "prepare", "close"]
