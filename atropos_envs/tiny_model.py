@@ -42,12 +42,23 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_config(dtype: str = "float32") -> Qwen3Config:
-    """Qwen3 with 0.79 M parameters: hidden 128, 4 layers, 4 heads on 2 KV heads of 32, MLP 384, tied embeddings."""
+def tiny_config(dtype: str = "float32", vocab_rows: int = len(VOCABULARY)) -> Qwen3Config:
+    """Qwen3 with 0.79 M parameters: hidden 128, 4 layers, 4 heads on 2 KV heads of 32, MLP 384, tied embeddings.
+
+    Args:
+        dtype: torch's name of the weights' type.
+        vocab_rows: rows of the embeddings; those beyond the 14 tokens belong to none. vLLM 0.26 on a GPU allocates an
+            adapter's head for 128 rows at least, and does not start with adapters when the model has fewer.
+
+    Raises:
+        ValueError: fewer rows than tokens.
+    """
     from transformers import Qwen3Config
 
+    if vocab_rows < len(VOCABULARY):
+        raise ValueError(f"{vocab_rows} rows are too few: there are {len(VOCABULARY)} tokens")
     return Qwen3Config(
-        vocab_size=len(VOCABULARY),
+        vocab_size=vocab_rows,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=4,
@@ -63,14 +74,14 @@ def tiny_config(dtype: str = "float32") -> Qwen3Config:
     )
 
 
-def build_tiny_model(*, seed: int = 0, dtype: str = "float32") -> Qwen3ForCausalLM:
+def build_tiny_model(*, seed: int = 0, dtype: str = "float32", vocab_rows: int = len(VOCABULARY)) -> Qwen3ForCausalLM:
     """The model with random weights, in memory; the caller's random state is left as it was."""
     import torch
     from transformers import GenerationConfig, Qwen3ForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(tiny_config(dtype)).to(getattr(torch, dtype))
+        model = Qwen3ForCausalLM(tiny_config(dtype, vocab_rows)).to(getattr(torch, dtype))
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     return model
 
@@ -82,17 +93,20 @@ def save_model(model: Qwen3ForCausalLM, path: Path) -> None:
     make_tokenizer().save_pretrained(path)
 
 
-def make_tiny_model(path: str | os.PathLike[str], *, seed: int = 0, dtype: str = "float32") -> Path:
+def make_tiny_model(
+    path: str | os.PathLike[str], *, seed: int = 0, dtype: str = "float32", vocab_rows: int = len(VOCABULARY)
+) -> Path:
     """Save the tiny model with random weights.
 
     Args:
         path: directory to write; made when missing.
         seed: of the weights; the same seed gives the same bytes.
         dtype: torch's name of the weights' type, such as "float32" or "bfloat16".
+        vocab_rows: as in `tiny_config`.
 
     Returns:
         The directory.
     """
     target = Path(path)
-    save_model(build_tiny_model(seed=seed, dtype=dtype), target)
+    save_model(build_tiny_model(seed=seed, dtype=dtype, vocab_rows=vocab_rows), target)
     return target

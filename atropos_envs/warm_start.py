@@ -1,6 +1,6 @@
 """Teach the tiny model to add, badly, so that reinforcement learning has something to select.
 
-    python -m atropos_envs.warm_start --output runs/warm-start --seed 0
+    python -m atropos_envs.warm_start --output runs/warm-start --seed 0 [--vocab-rows 128]
 
 The teacher forgets the carry seven times out of ten, so the model samples the right answer on three carries out of ten
 and never says it greedily. About 22 seconds on one thread; the same seed gives the same model. The folder is written
@@ -160,8 +160,8 @@ def measure(model: Qwen3ForCausalLM, task: Task) -> dict[str, float]:
     }
 
 
-def warm_start(output: Path, *, seed: int = 0) -> dict[str, float]:
-    """Make the demo's model in `output`, which must not exist yet.
+def warm_start(output: Path, *, seed: int = 0, vocab_rows: int = len(VOCABULARY)) -> dict[str, float]:
+    """Make the demo's model in `output`, which must not exist yet, with embeddings of `vocab_rows` rows.
 
     Returns:
         Its accuracies by name, each from 0 to 1.
@@ -176,7 +176,7 @@ def warm_start(output: Path, *, seed: int = 0) -> dict[str, float]:
     shutil.rmtree(aside, ignore_errors=True)
     try:
         task = make_task(seed)
-        model = build_tiny_model(seed=seed)
+        model = build_tiny_model(seed=seed, vocab_rows=vocab_rows)
         teach(model, task)
         result = measure(model, task)
         save_model(model, aside)
@@ -194,7 +194,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, help="folder for the model; must not exist yet")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--vocab-rows", type=int, default=len(VOCABULARY),
+        help="rows of the embeddings, unused ones last; vLLM 0.26 on GPUs needs 128 for LoRA (default: %(default)s)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
+    if options.vocab_rows < len(VOCABULARY):
+        parser.error(f"--vocab-rows {options.vocab_rows}: there are {len(VOCABULARY)} tokens, each needs its row")
     import torch
 
     # The matrices are tiny: a second thread gains a third on an idle machine and loses tenfold on a busy one.
@@ -204,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     try:
-        result = warm_start(options.output, seed=options.seed)
+        result = warm_start(options.output, seed=options.seed, vocab_rows=options.vocab_rows)
     except FileExistsError as error:
         print(f"warm start: {error}", file=sys.stderr)
         return 2

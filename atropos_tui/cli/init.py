@@ -136,14 +136,9 @@ def _env(text: str, given: Given) -> Given:
 
 
 def _mode(text: str, given: Given) -> Mode:
-    for mode in get_args(Mode):
-        if text == mode and TRAITS[mode].runs:
-            return mode  # type: ignore[no-any-return]
-    raise ValueError(f"{did_you_mean(text, _modes())}choose one of: {', '.join(_modes())}")
-
-
-def _modes() -> list[str]:
-    return [mode for mode, traits in TRAITS.items() if traits.runs]
+    if text in TRAITS:
+        return text
+    raise ValueError(f"{did_you_mean(text, list(TRAITS))}choose one of: {', '.join(TRAITS)}")
 
 
 def _model(text: str, given: Given) -> str:
@@ -193,8 +188,7 @@ def _trainer_gpus(given: Given) -> str:
 QUESTIONS = (
     Question("env", "Environment: gsm8k, arithmetic, math-zero or your script.py",
              lambda given: "gsm8k" if gpu_count() else "arithmetic", _env),
-    Question("mode", f"How weights reach vLLM: {', '.join(_modes())}", lambda given: "shared_vllm", _mode,
-             lambda given: len(_modes()) > 1),
+    Question("mode", f"How weights reach vLLM: {', '.join(TRAITS)}", lambda given: "shared_vllm", _mode),
     Question("model", "Model, a directory or a hub id", lambda given: RECIPES[given["kind"]].model, _model),
     Question("name", "Name", lambda given: Path(given["script"]).stem if given["script"] else given["kind"], _name),
     Question("vllm_gpus", "GPUs of vLLM", _vllm_gpus, _gpus),

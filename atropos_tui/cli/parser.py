@@ -98,7 +98,7 @@ def _up(commands) -> None:  # type: ignore[no-untyped-def]
         "--run-dir", metavar="DIR", type=Path, help="where the run's files go (default: runs/NAME-TIME-ID)"
     )
     where.add_argument("--resume", metavar="RUN", type=Path, help="continue a run from its last checkpoint")
-    attach = _command(commands, "attach", "up:attach", "open the screen of a running stack")
+    attach = _command(commands, "attach", "attach:attach", "open the screen of a running stack")
     _run_argument(attach)
 
 

@@ -1,4 +1,4 @@
-"""`up` and `attach`: plan, check, write the run directory, then run in the foreground or hand over to a supervisor."""
+"""`up`: plan, check, write the run directory, then run in the foreground or hand over to a supervisor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from atropos_tui import __version__
 from atropos_tui.cli import resume, runs, show
-from atropos_tui.cli.control import bring_down, tell_end
+from atropos_tui.cli.attach import open_screen
+from atropos_tui.cli.control import tell_end
 from atropos_tui.cli.dead_runs import left_text, with_processes
 from atropos_tui.cli.env_files import read_env_files
 from atropos_tui.cli.printer import Printer
@@ -59,12 +60,7 @@ def up(options: argparse.Namespace) -> int:
     if options.headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return _headless(run, stack)
     spawn_supervisor(run, stack)
-    return _screen(run)
-
-
-def attach(options: argparse.Namespace) -> int:
-    """Open the screen on a live run, or on what an ended one left."""
-    return _screen(runs.pick(options.run_dir).dir)
+    return open_screen(run)
 
 
 def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, str]:
@@ -156,26 +152,3 @@ def spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
             tail = run.supervisor_log.read_text(errors="replace").splitlines()[-5:]
             raise UserError("the supervisor did not start", [Problem(line) for line in tail], code)
         time.sleep(0.02)
-
-
-def _screen(run: RunDir) -> int:
-    """Show the run; leaving either detaches (0) or stops the stack and ends with the run's code."""
-    if not sys.stdout.isatty():
-        raise UserError("no terminal", [Problem("the screen needs one", "use ps, logs and events instead")])
-    from atropos_tui.ui.app import run_cockpit
-
-    choice = run_cockpit(run.root)
-    if choice == "detach":
-        _say_if_heard(f"detached; the run goes on: {one_line(str(run.root))}\n  atropos-tui attach · ps · down")
-        return Exit.DONE
-    # The screen has said `down`, or has seen the end; either way the supervisor may need a moment to finish.
-    asyncio.run(bring_down(run.root, timeout_s=None))
-    return tell_end(run)
-
-
-def _say_if_heard(text: str) -> None:
-    """Print to a terminal that may have closed, which is why the screen was left: that is no failure."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again at exit

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from atropos_tui.errors import Problem
-from atropos_tui.stack.components import LORA_RANKS, Site, env_engine
+from atropos_tui.stack.components import Site, env_engine, fed_engines
 from atropos_tui.stack.flags import flag, gpus_needed, number, written
 from atropos_tui.stack.modes import TRAITS
 from atropos_tui.stack.plan import training_config
 from atropos_tui.stack.profile import EngineSection, Profile
 from atropos_tui.stack.sizes import VLLM_FRACTION
 from trainer_core.config import TrainingConfig
+from trainer_core.contracts.bridge import LORA_RANKS, server_rank
 
 SAFE_LOADING = ("auto", "safetensors", "pt", "hf", "mistral", "fastsafetensors")
 """Load formats that leave each weight in memory as the model has it."""
@@ -41,7 +42,7 @@ def check_engines(site: Site, file: str) -> list[Problem]:
 
 
 def _several(profile: Profile, file: str) -> Iterator[Problem]:
-    """The trainer of this version feeds one engine, the first; rollouts must come from that one."""
+    """Rollouts must come from an engine that the trainer feeds."""
     first = profile.vllm[0]
     if first.model is not None:
         yield Problem(
@@ -52,16 +53,16 @@ def _several(profile: Profile, file: str) -> Iterator[Problem]:
         )
     for index, env in enumerate(profile.env):
         key = f"env.{index}.engine"
-        if env.engine is None or env.engine == first.name:
+        if env.engine is None or env.engine in [engine.name for engine in fed_engines(profile)]:
             continue
         names = ", ".join(engine.name for engine in profile.vllm)
         if env_engine(profile, env).name != env.engine:
             yield Problem(f"no engine is called {env.engine!r}", f"use one of: {names}", file, key)
         else:
             yield Problem(
-                f"the trainer of this version feeds one engine, {first.name}: rollouts of {env.engine} would come from "
-                "weights that no update reaches",
-                f"use engine = {first.name!r}, or put {env.engine} first",
+                f"the trainer feeds {', '.join(engine.name for engine in fed_engines(profile))}: rollouts of "
+                f"{env.engine} would come from weights that no update reaches",
+                f'use engine = {first.name!r}, or mode = "broadcast" with engines of one model',
                 file,
                 key,
             )
@@ -185,9 +186,11 @@ def _single_copy_type(engine: EngineSection, settings: TrainingConfig, file: str
 
 def _other_gpus(profile: Profile, file: str) -> Iterator[Problem]:
     trainer = set(profile.trainer.gpus)
-    if not trainer or not profile.vllm[0].gpus:
-        key = "vllm.0.gpus" if trainer else "trainer.gpus"
-        yield Problem("a broadcast goes to other GPUs, so both sides must be named", "name its GPUs", file, key)
+    unnamed = [f"vllm.{index}.gpus" for index, engine in enumerate(profile.vllm) if not engine.gpus]
+    unnamed += [] if trainer else ["trainer.gpus"]
+    if len(unnamed) <= len(profile.vllm):  # none at all is a machine without GPUs
+        for key in unnamed:
+            yield Problem("a broadcast goes to other GPUs, so all of them must be named", "name its GPUs", file, key)
     for index, engine in enumerate(profile.vllm):
         if both := sorted(trainer & set(engine.gpus)):
             yield Problem(
@@ -232,7 +235,7 @@ def _adapters(engine: EngineSection, settings: TrainingConfig, file: str) -> Ite
     elif settings.lora_r > LORA_RANKS[-1]:
         yield Problem(f"vLLM serves adapters up to rank {LORA_RANKS[-1]}", "lower it", file, "trainer.lora_r")
     elif isinstance(given, int) and settings.lora_r > given:
-        fit = next(rank for rank in LORA_RANKS if rank >= settings.lora_r)
+        fit = server_rank(settings.lora_r)
         yield Problem(
             f"the trainer's adapters have rank {settings.lora_r}, and the server takes up to {given}",
             f"set it to {fit}, leave it out, or lower trainer.lora_r",

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from atropos_tui.errors import Problem
 from atropos_tui.stack.check_engines import check_engines
-from atropos_tui.stack.components import Site
+from atropos_tui.stack.components import Site, fed_engines
 from atropos_tui.stack.graph import find_faults
 from atropos_tui.stack.modes import TRAITS
 from atropos_tui.stack.plan import training_config
@@ -66,9 +66,6 @@ def check_notes(site: Site) -> list[str]:
 def _mode(profile: Profile, file: str) -> list[Problem]:
     traits = TRAITS[profile.mode]
     problems = []
-    if not traits.runs:
-        reason = f"mode {profile.mode!r} is not run by this version: it needs {traits.needs}"
-        problems.append(Problem(reason, traits.instead, file, "mode"))
     if len(profile.trainer.gpus) > 1:
         problems.append(
             Problem(
@@ -78,11 +75,13 @@ def _mode(profile: Profile, file: str) -> list[Problem]:
                 "trainer.gpus",
             )
         )
-    if profile.trainer.settings.get("num_inference_nodes"):
+    nodes, fed = profile.trainer.settings.get("num_inference_nodes"), len(fed_engines(profile))
+    if nodes and nodes != fed:
         problems.append(
             Problem(
-                "inference servers on other machines are not run by this version",
-                "leave it out, and name this machine's GPUs under [vllm]",
+                f"{nodes} inference servers, and the trainer feeds {fed} of this profile's",
+                "leave it out, or write a [[vllm]] for each one"
+                + ("" if traits.feeds_all else ' with mode = "broadcast": this mode feeds one'),
                 file,
                 "trainer.num_inference_nodes",
             )

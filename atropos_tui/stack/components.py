@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_tui.stack.extends import shipped_profiles
-from atropos_tui.stack.flags import flag
+from atropos_tui.stack.flags import flag, number
 from atropos_tui.stack.modes import TRAITS, ModeTraits
 from atropos_tui.stack.profile import (
     ApiSection,
@@ -34,14 +34,19 @@ from atropos_tui.stack.spec import (
 )
 from atropos_tui.stack.variables import expand
 from trainer_core.config import TrainingConfig
+from trainer_core.contracts.bridge import few_graph_sizes, server_rank
 from trainer_core.contracts.control import Role
 from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, RunDir
 
 PYTHON = sys.executable
 SERVES_TILL_STOPPED = RestartPolicy(policy="always")
 """For servers: an end that nobody asked for is a crash, whatever the exit code."""
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes for --max-lora-rank."""
+GRAPH_FLAGS = ("cudagraph-capture-sizes", "max-cudagraph-capture-size", "compilation-config", "enforce-eager")
+"""Whoever sets one of these has chosen the sizes of CUDA graphs."""
+MOST_SEQUENCES = 1024
+"""vLLM's own --max-num-seqs on a large GPU."""
+LORA_SLOTS = 2
+"""Adapters that an engine computes with at a time: the newest, and the one on which completions in flight end."""
 
 TRAINER_STAGES = [
     Stage(
@@ -155,8 +160,14 @@ def api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
 
 
 def is_fed(site: Site, section: EngineSection) -> bool:
-    """Whether the trainer's weights reach this engine: the first. Others serve what they were started with."""
-    return section is site.profile.vllm[0]
+    """Whether the trainer's weights reach this engine. Others serve what they were started with."""
+    return any(section is each for each in fed_engines(site.profile))
+
+
+def fed_engines(profile: Profile) -> list[EngineSection]:
+    """The first engine; in a mode that feeds all of them, each that serves the stack's model."""
+    first, *others = profile.vllm
+    return [first, *(each for each in others if TRAITS[profile.mode].feeds_all and each.model is None)]
 
 
 def engine_model(site: Site, section: EngineSection) -> str:
@@ -166,18 +177,15 @@ def engine_model(site: Site, section: EngineSection) -> str:
 
 def engine(site: Site, section: EngineSection, after: list[str], settings: TrainingConfig) -> ComponentSpec:
     fed = is_fed(site, section)
-    bridge = site.run.engine_bridge(section.name)
-    shm = f"atropos-{site.run_id}-{section.name}"
-    environment = {"LOGDIR": str(bridge)} | _gpus(section.gpus)
+    environment = {"LOGDIR": str(site.run.engine_bridge(section.name))} | _gpus(section.gpus)
     checks: list[Any] = [HttpCheck(url=f"{site.url(section.port)}/health_generate")]
     clears: list[str] = []
+    if fed:
+        environment |= _fed_environment(site, section)
     if fed and site.traits.shares_memory:
-        environment |= {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_SHM_NAME": shm}
         manifest = str(site.run.manifest(section.name))
         checks.append(FileCheck(path=manifest))
-        clears = [manifest, f"/dev/shm/{shm}"]
-    if fed and site.traits.holds_generation:
-        environment[ENV_HOLD_GENERATION] = "1"
+        clears = [manifest, f"/dev/shm/{_shm_name(site, section)}"]
     return _spec(
         site,
         section,
@@ -205,6 +213,22 @@ def engine(site: Site, section: EngineSection, after: list[str], settings: Train
     )
 
 
+def _fed_environment(site: Site, section: EngineSection) -> dict[str, str]:
+    """What the mode asks of an engine that gets the trainer's weights."""
+    environment: dict[str, str] = {}
+    if site.traits.shares_memory:
+        environment |= {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_SHM_NAME": _shm_name(site, section)}
+    if site.traits.updates_weights:
+        environment["ATROPOS_WEIGHT_UPDATES"] = "1"
+    if site.traits.holds_generation:
+        environment[ENV_HOLD_GENERATION] = "1"
+    return environment
+
+
+def _shm_name(site: Site, section: EngineSection) -> str:
+    return f"atropos-{site.run_id}-{section.name}"
+
+
 def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig) -> list[str]:
     flags: dict[str, Any] = {
         "model": engine_model(site, section),
@@ -219,7 +243,11 @@ def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig
     if site.traits.lora and is_fed(site, section):
         flags["enable-lora"] = True
         if flag(section, "max-lora-rank") is None:
-            flags["max-lora-rank"] = next((rank for rank in LORA_RANKS if rank >= settings.lora_r), None)
+            flags["max-lora-rank"] = server_rank(settings.lora_r)
+        if flag(section, "max-loras") is None:
+            flags["max-loras"] = LORA_SLOTS
+    if site.traits.restarts_engine and not any(flag(section, name) is not None for name in GRAPH_FLAGS):
+        flags["cudagraph-capture-sizes"] = few_graph_sizes(number(section, "max-num-seqs", MOST_SEQUENCES))
     flags |= section.args
     return [PYTHON, "-m", "vllm_server", *site.texts(_flags(flags))]
 

@@ -44,6 +44,8 @@ def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
         "benchmark": True,
         **dict(site.traits.trainer_settings),
     }
+    if site.traits.feeds_all:
+        derived["vllm_urls"] = [site.url(each.port) for each in components.fed_engines(profile)]
     if site.traits.shares_memory:
         derived["vllm_config_path"] = str(site.run.manifest(engine.name))
     if engine.max_model_len is not None:

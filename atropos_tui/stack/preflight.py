@@ -259,6 +259,13 @@ def _gpus(site: Site, machine: Machine, file: str) -> Iterator[Problem]:
     wanted = {f"vllm.{index}.gpus": engine.gpus for index, engine in enumerate(site.profile.vllm)}
     wanted["trainer.gpus"] = site.profile.trainer.gpus
     present = len(machine.gpus)
+    if site.traits.other_gpus and present and not any(wanted.values()):
+        yield Problem(
+            "a broadcast goes to other GPUs, and nobody has any by name",
+            'name vllm.gpus and trainer.gpus, or set trainer.device = "cpu" with a vLLM for the CPU',
+            file,
+            "trainer.gpus",
+        )
     for key, gpus in wanted.items():
         missing = ", ".join(str(gpu) for gpu in sorted(set(gpus)) if gpu >= present)
         if missing and not present:

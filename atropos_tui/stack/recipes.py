@@ -29,6 +29,8 @@ def recipe(
     order = [spec.name for spec in stack.components]
     if action == "down":
         return Recipe(action=action, stop=order[::-1], note="Stops the whole stack; the run ends.")
+    if action == "restart" and component is None:
+        return _all_restarted(order if among is None else [name for name in order if name in among])
     if component not in order:
         raise KeyError(component)
     touched = _taken_along(stack, component)
@@ -48,6 +50,11 @@ def recipe(
     return Recipe(
         action=action, component=component, stop=start[::-1], start=start, note=_why(stack, component, touched)
     )
+
+
+def _all_restarted(start: list[str]) -> Recipe:
+    note = "Everything that runs goes and comes back; the trainer saves and goes on from its checkpoint."
+    return Recipe(action="restart", stop=start[::-1], start=start, note=note)
 
 
 def _killed(stack: StackSpec, component: str, touched: list[str]) -> Recipe:

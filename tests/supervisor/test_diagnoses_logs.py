@@ -81,8 +81,8 @@ BACKEND = (
     "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.18.6"
 )
 BROKE = (
-    "Waiting for the inference server: the broadcast broke (phase receive): no word from http://127.0.0.1:9001; no data "
-    "for 60 s"
+    "Waiting for the inference server: the broadcast broke (phase receive): no word from http://127.0.0.1:9001; no "
+    "data for 60 s"
 )
 CUT_OFF = "2026-11-21 13:23:44 WARNING atroposlib.envs.base: Worker 6f1c-77 has timed out after 600.0731 seconds"
 SHM = "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm)."

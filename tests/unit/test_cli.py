@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from atropos_tui.cli import main, runs, up
 from atropos_tui.cli.parser import build_parser
 from atropos_tui.errors import Exit
 from atropos_tui.stack.plan import build_stack
+from tests.unit.cpu_time import cpu_seconds
 from trainer_core.contracts.run_dir import RunDir
 
 
@@ -50,7 +50,7 @@ def write_profile(tmp_path: Path, **top: Any) -> str:
         (["validate", "nowhere"], "unknown profile"),
         (["up", "demo", "--set", "modde=x"], "unknown key"),
         (["up", "demo", "--set", "model=/no/such/model"], "no such model directory"),
-        (["up", "demo", "--set", "mode=lora_only"], "not run by this version"),
+        (["up", "demo", "--set", "mode=lora"], "did you mean lora_only?"),
         (["up", "demo", "--set", "trainer.lr=fast"], "trainer.lr"),
     ],
 )
@@ -242,9 +242,7 @@ def test_a_closed_terminal_is_a_detach(tmp_path: Path) -> None:
 
 
 def test_help_is_quick() -> None:
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-m", "atropos_tui", "--help"], check=True, capture_output=True)
-    assert time.monotonic() - began < 1.5, "0.1 s when the machine is idle"
+    assert cpu_seconds("-m", "atropos_tui", "--help") < 0.5, "0.1 s when the machine is idle"
 
 
 def test_every_command_resolves() -> None:

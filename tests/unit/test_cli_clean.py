@@ -327,8 +327,10 @@ def test_a_supervisor_that_only_does_not_answer_is_not_called_gone(tmp_path: Pat
 
 
 def test_up_says_in_one_line_that_dead_runs_left_processes(
-    tmp_path: Path, plant: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, plant: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    everything = procfs.scan
+    monkeypatch.setattr(procfs, "scan", lambda: {p.pid: p for p in everything().values() if p.ppid == os.getpid()})
     run, run_id = make_run(tmp_path)
     wrong = ["up", "demo", "--headless", "--set", "mode=none", "--set", "model=/no/such/model"]
     assert main.run(wrong) == Exit.USAGE and "atropos-tui clean" not in capsys.readouterr().err

@@ -58,7 +58,7 @@ def offered(*words: str) -> list[str]:
         (["up", "--set", "a=1", "--se"], ["--set"]),
         (["up", "--set", ""], []),
         (["up", "demo", ""], []),
-        (["up", "dem"], ["demo", "demo-gpu"]),
+        (["up", "dem"], ["demo", "demo-gpu", "demo-lora"]),
         (["up", "min"], ["mine.toml"]),
         (["up", "my"], ["my profiles/"]),
         (["up", "my profiles/"], ["my profiles/deep.toml"]),

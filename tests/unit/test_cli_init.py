@@ -43,7 +43,7 @@ def written(file: str) -> Profile:
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])
-@pytest.mark.parametrize("mode", [mode for mode, traits in TRAITS.items() if traits.runs])
+@pytest.mark.parametrize("mode", TRAITS)
 @pytest.mark.parametrize("env", ["gsm8k", "arithmetic", "math-zero", "own.py"])
 def test_what_it_writes_is_valid(
     env: str, mode: str, gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

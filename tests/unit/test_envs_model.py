@@ -61,6 +61,24 @@ def test_the_model_loads_by_the_auto_class_with_the_weights_of_its_seed(tiny: Pa
     assert again == (tiny / "model.safetensors").read_bytes() != other
 
 
+def test_unused_rows_are_rows_of_the_model_and_no_tokens(short: None, tmp_path: Path) -> None:
+    out = tmp_path / "wide"
+    assert warm_start.main(["--output", str(out), "--vocab-rows", "128"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.vocab_size == len(model.get_input_embeddings().weight) == 128
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert len(tokenizer) == 14
+    assert tokenizer.decode([3, 100, 12]) == "1+", "a row that is no token is no text"
+    with pytest.raises(ValueError, match="13 rows are too few"):
+        make_tiny_model(tmp_path / "narrow", vocab_rows=13)
+
+
+def test_too_few_rows_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        warm_start.main(["--output", str(tmp_path / "model"), "--vocab-rows", "13"])
+    assert "--vocab-rows 13: there are 14 tokens" in capsys.readouterr().err
+
+
 def test_building_a_model_leaves_the_random_state_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)

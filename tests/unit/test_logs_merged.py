@@ -381,10 +381,8 @@ def on_a_terminal(run: RunDir, **env: str) -> str:
     """What `logs` writes to a terminal."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "atropos_tui", "logs", "--run-dir", str(run.root)]
-    base = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
-    done = subprocess.Popen(
-        command, stdout=follower, stderr=follower, stdin=follower, env=base | {"TERM": "xterm"} | env
-    )
+    values = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"} | env
+    done = subprocess.Popen(command, stdout=follower, stderr=follower, stdin=follower, env=values)
     done.wait(30)
     os.close(follower)
     return os.read(leader, 100_000).decode()

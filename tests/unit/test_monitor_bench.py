@@ -12,7 +12,7 @@ import pytest
 
 from atropos_tui.monitor.bench import benchmark_run, benchmark_runs, benchmarks_json, render_benchmarks
 from tests.ui.run_maker import make_run, step_records, write_records
-from trainer_core.contracts.records import BenchmarkRecord, StepRecord, TimingRecord, parse_line
+from trainer_core.contracts.records import BenchmarkRecord, StepRecord, SyncRecord, TimingRecord, parse_line
 
 
 def summary(**changes: object) -> BenchmarkRecord:
@@ -60,6 +60,15 @@ def test_an_unfinished_run_is_measured_from_its_records(tmp_path: Path) -> None:
     text = render_benchmarks([figures])
     assert "12 steps, 1 attempt of the trainer" in text
     assert "Peak GPU memory:       no data" in text
+
+
+def test_a_step_that_moves_nothing_to_the_engine_is_no_sync(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    extra = SyncRecord(step=3, mode="none", weight_version=4, seconds=100.0, phases={"write": 100.0}, moved=False)
+    write_records(run.telemetry_jsonl, [extra])
+    figures = benchmark_run(run.root)
+    assert figures.syncs == 3
+    assert figures.avg_sync_s is not None and figures.avg_sync_s < 10
 
 
 def test_after_a_restart_the_last_attempts_summary_does_not_stand_for_the_run(tmp_path: Path) -> None:

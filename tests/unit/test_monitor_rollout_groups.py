@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atropos_tui.monitor.neighbours import neighbours
-from atropos_tui.monitor.rollout_groups import diff, earlier_twin, groups
+from atropos_tui.monitor.rollout_groups import _stayed, diff, earlier_twin, groups
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.timeline import clock, timeline
 from tests.ui.run_maker import make_run, start_records
@@ -55,6 +56,17 @@ def test_a_diff_holds_both_texts_in_full(old: str, new: str) -> None:
     parts = diff(old, new)
     assert "".join(text for change, text in parts if change != "new") == old
     assert "".join(text for change, text in parts if change != "gone") == new
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=9), st.lists(st.sampled_from("abc"), max_size=9))
+def test_as_much_stays_as_can(old: list[str], new: list[str]) -> None:
+    longest = [[0] * (len(new) + 1) for _ in range(len(old) + 1)]
+    for i, word in enumerate(old):
+        for j, other in enumerate(new):
+            longest[i + 1][j + 1] = longest[i][j] + 1 if word == other else max(longest[i][j + 1], longest[i + 1][j])
+    found = _stayed(old, new)
+    assert len(found) == longest[-1][-1] and all(old[i] == new[j] for i, j in found)
+    assert all(a < c and b < d for (a, b), (c, d) in pairwise(found))
 
 
 def test_a_long_diff_still_holds_both_texts() -> None:

@@ -29,21 +29,18 @@ QWEN3_1_7B: dict[str, Any] = {
     "tie_word_embeddings": True, "max_position_embeddings": 40_960,
 }  # fmt: skip
 
-BROADCAST = ("mode", "sends its weights over NCCL")
 ONE_GPU = ("trainer.gpus", "the trainer of this version uses one")
 REFUSED = {
-    "broadcast": [BROADCAST],
-    "lora": [("mode", "loads each into the running engine")],
-    "lora-restart": [("mode", "has the engine restarted with them")],
-    "none": [("mode", "restarted with its checkpoints")],
-    "tp2": [BROADCAST],
     "single-copy-tp2": [ONE_GPU, ("vllm.0.tensor_parallel", "a tensor-parallel engine")],
-    "72b": [BROADCAST, ONE_GPU],
-    "nodes": [BROADCAST, ("trainer.num_inference_nodes", "on other machines")],
+    "72b": [ONE_GPU],
 }
 """Layouts that this version does not run, and every reason that it gives."""
-PLANNED = {"demo", "demo-gpu", "gsm8k", "math-zero"}
+RUNS = {"broadcast", "tp2", "nodes", "lora", "lora-restart", "none"}
+"""Layouts that this version runs."""
 LAYOUTS = {f"{env}-{layout}": reasons for env in ("gsm8k", "math-zero") for layout, reasons in REFUSED.items()}
+ON_CPU = {"demo", "demo-lora"}
+PLANNED = ON_CPU | {"demo-gpu", "gsm8k", "math-zero"} | {f"{env}-{x}" for env in ("gsm8k", "math-zero") for x in RUNS}
+EXTENDING = sorted(name for name in {*LAYOUTS, *PLANNED} if name.startswith(("gsm8k-", "math-zero-")))
 RUN_DIR = Path("/runs/r")
 
 
@@ -88,7 +85,7 @@ def test_the_gpu_layouts_fit_on_80_gib_by_their_budget(name: str) -> None:
     assert make_budget(profile, training_config(site), {"vllm": model}, smaller).warnings
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("name", EXTENDING)
 def test_a_layout_says_only_what_differs(name: str) -> None:
     """So that a change of the base reaches all of them; and each fits where GPUs are counted."""
     text = tomllib.loads(shipped_profiles()[name].read_text())
@@ -108,7 +105,7 @@ def test_the_layouts_of_the_guides_are_all_there() -> None:
     for base in ("gsm8k", "math-zero"):
         placed = {
             name.removeprefix(f"{base}-"): (p.vllm[0].gpus, p.vllm[0].tensor_parallel, p.trainer.gpus)
-            for name in LAYOUTS
+            for name in EXTENDING
             if name.startswith(f"{base}-")
             for p in [load_profile(name)[0]]
         }
@@ -117,7 +114,7 @@ def test_the_layouts_of_the_guides_are_all_there() -> None:
         assert placed["72b"] == ([0, 1, 2, 3], 4, [4, 5])
         assert placed["broadcast"] == placed["lora"] == ([0], 1, [1])
         assert placed["lora-restart"] == ([0], 1, [0])
-        modes = {load_profile(name)[0].mode for name in LAYOUTS if name.startswith(base)}
+        modes = {load_profile(name)[0].mode for name in EXTENDING if name.startswith(base)}
         assert modes | {load_profile(base)[0].mode} == {"none", "shared_vllm", "broadcast", "lora_only", "lora_restart"}
 
 
@@ -135,10 +132,10 @@ def test_plan_says_when_this_machine_cannot_run_a_layout(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(survey, "read_machine", lambda: Machine((), 400 * GIB))
-    wanted = 0 if name == "demo" else 2
+    wanted = 0 if name in ON_CPU else 2
     assert run(["plan", name]) == wanted
     shown = capsys.readouterr()
-    assert f"{name}: mode shared_vllm" in shown.out and ("vllm.gpus: GPU 0 does not exist" in shown.err) == (
+    assert f"{name}: mode {load_profile(name)[0].mode}," in shown.out and ("vllm.gpus: GPU 0" in shown.err) == (
         wanted == 2
     )
     assert run(["plan", name, "--json"]) == wanted

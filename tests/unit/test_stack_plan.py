@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -172,10 +172,8 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "key", "reason", "fix"),
     [
-        ({"mode": "lora_only"}, "mode", "not run by this version", "shared_vllm"),
-        ({"mode": "broadcast"}, "mode", "sends its weights over NCCL", "shared_vllm"),
         ({"trainer": SEVERAL | {"gpus": [0, 1]}}, "trainer.gpus", "uses one", "trainer.gpus = [0]"),
-        ({"trainer": SEVERAL | {"num_inference_nodes": 2}}, "trainer.num_inference_nodes", "other machines", "leave"),
+        ({"trainer": SEVERAL | {"num_inference_nodes": 2}}, "trainer.num_inference_nodes", "feeds 1 of", "leave"),
         # Sizes
         ({"trainer": {"batch_size": 12, "gradient_accumulation_steps": 1}}, "env.0.args.env.group_size",
          "no multiple of", "trainer.batch_size = 8"),
@@ -204,7 +202,8 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         (env(**{"openai.server_type": "openai"}), "env.0.args.openai.server_type", "no logprobs", '"vllm"'),
         # Several engines
         (engines() | {"env": {"module": "json", "engine": "c"}}, "env.0.engine", "no engine is called 'c'", "a, b"),
-        (engines() | {"env": {"module": "json", "engine": "b"}}, "env.0.engine", "no update reaches", "put b first"),
+        (engines() | {"env": {"module": "json", "engine": "b"}}, "env.0.engine", "no update reaches",
+         'mode = "broadcast"'),
         ({"vllm": {"model": "/other"}}, "vllm.0.model", "serves the stack's model", "at the top"),
         # GPUs and shares of them
         ({"vllm": {"gpus": [0, 0]}}, "vllm.0.gpus", "twice", "once"),
@@ -233,7 +232,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         # Broadcast
         ({"mode": "broadcast", "vllm": {"gpus": [0, 1], "tensor_parallel": 2}, "trainer": SEVERAL | {"gpus": [1]}},
          "vllm.0.gpus", "GPU [1] has trainer and engine", "its own"),
-        ({"mode": "broadcast", "vllm": {"gpus": [0]}}, "trainer.gpus", "both sides must be named", "name its GPUs"),
+        ({"mode": "broadcast", "vllm": {"gpus": [0]}}, "trainer.gpus", "all of them must be named", "name its GPUs"),
         # Lengths
         ({"vllm": {"max_model_len": 1024}, "trainer": SEVERAL | {"seq_len": 2048}}, "trainer.seq_len",
          "cannot come from an engine with max_model_len = 1024", "trainer.seq_len = 1024"),
@@ -310,8 +309,32 @@ def test_adapter_modes_derive_the_server_s_flags(rank: int, derived: str) -> Non
     chosen = profile(mode="lora_only", trainer={"lora_r": rank, "batch_size": 16})
     command = next(part.command for part in stack(chosen).components if part.role == "engine")
     assert "--enable-lora" in command and flags(command)["max-lora-rank"] == derived
+    assert flags(command)["max-loras"] == "2", "one for completions in flight, one for the newest"
     plain = next(part.command for part in stack(profile()).components if part.role == "engine")
     assert "--enable-lora" not in plain and "--max-lora-rank" not in plain
+
+
+def graph_sizes(**engine: Any) -> list[int]:
+    """Sizes that the plan of `lora_restart` gives to vLLM; none: vLLM's own."""
+    chosen = profile(mode="lora_restart", vllm={"port": 9001, **engine})
+    command = next(part.command for part in stack(chosen).components if part.role == "engine")
+    if "--cudagraph-capture-sizes" not in command:
+        return []
+    after = command[command.index("--cudagraph-capture-sizes") + 1 :]
+    return [int(value) for value in takewhile(str.isdecimal, after)]
+
+
+def test_an_engine_that_is_restarted_often_captures_fewer_graphs() -> None:
+    usual = graph_sizes()
+    assert usual[0] == 1 and usual[-1] == 512 and len(usual) == 15 and usual == sorted(set(usual))
+    assert all(after <= 2 * before for before, after in pairwise(usual)), "padding at most doubles a batch"
+    assert graph_sizes(args={"max-num-seqs": 20})[-3:] == [24, 32, 40], "up to vLLM's own limit, and that itself"
+    assert graph_sizes(args={"max-num-seqs": 1}) == [1, 2]
+    for chosen in ({"enforce-eager": True}, {"max_cudagraph_capture_size": 64}, {"compilation-config": "{}"}):
+        assert graph_sizes(args=chosen) == [], "whoever chose has chosen"
+    assert graph_sizes(args={"cudagraph-capture-sizes": 8}) == [8]
+    other = next(part.command for part in stack(profile(mode="lora_only")).components if part.role == "engine")
+    assert "--cudagraph-capture-sizes" not in other, "one start is not worth it"
 
 
 def test_stages_match_what_the_programs_print() -> None:

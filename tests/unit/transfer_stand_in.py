@@ -1,0 +1,144 @@
+"""Inference servers for tests of the broadcast: real HTTP, real gloo groups, a dictionary of tensors for a model."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Literal
+
+import torch
+
+from tests.unit.json_server import JsonServer
+from trainer_core.contracts.transfer import Chunk, TransferInit, chunks
+from vllm_server import links
+from vllm_server.direct_copies import named_views
+
+Fault = Literal["dies at join", "never comes", "dies at update", "never receives", "refuses", "breaks"]
+
+
+class Worker:
+    """One rank of a server."""
+
+    def __init__(self) -> None:
+        self.link: links.Link | None = None
+        self.parts: list[Chunk] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def join(self, init: TransferInit, rank: int) -> None:
+        self.leave()
+        self.parts = chunks(init.tensors, init.chunk_bytes)
+        self.link = links.join(init, rank, torch.device("cpu"))
+
+    def receive(self) -> None:
+        if self.link is None:
+            raise links.LinkError("in no group")
+        try:
+            for part in self.parts:
+                buffer = torch.empty(part.nbytes, dtype=torch.uint8)
+                self.link.receive(buffer, 0)
+                self.tensors |= {name: view.clone() for name, view in named_views(part, buffer)}
+            self.link.finish()
+        except links.LinkError:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+
+class Receiver:
+    """A server with `workers` ranks that takes broadcasts, or fails in the way of `fault`."""
+
+    def __init__(self, workers: int = 1, *, receives: str | None = "gloo", instance: str = "a") -> None:
+        self.workers = [Worker() for _ in range(workers)]
+        self.receives, self.instance = receives, instance
+        self.fault: Fault | None = None
+        self.version: int | None = None
+        self.dead = False
+        self.errors: list[str] = []
+        """What the workers said."""
+        self.joins = 0
+        self.versions: dict[str, tuple[int, int]] = {}
+        self.server = JsonServer(self._reply)
+        self.url = self.server.url
+
+    def die(self) -> None:
+        """As a killed process: its connections are cut, its groups are left."""
+        self.dead = True
+        for worker in self.workers:
+            worker.leave()
+
+    def restart(self) -> None:
+        self.dead, self.fault, self.version = False, None, None
+        self.workers = [Worker() for _ in self.workers]
+        self.instance += "+"
+
+    def close(self) -> None:
+        self.server.close()
+        for worker in self.workers:
+            worker.leave()
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "instance_id": self.instance, "model": "m", "vllm_version": "0", "weight_version": self.version,
+            "workers": len(self.workers), "receives": self.receives,
+        }  # fmt: skip
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/bridge/transfer/init":
+            return self._init(TransferInit.model_validate(body))
+        if path == "/bridge/transfer/update":
+            return self._update(int(body["weight_version"]))
+        if path == "/bridge/versions":
+            return 200, {"versions": [self.versions.get(digest) for digest in body["digests"]]}
+        return 200, self.info()
+
+    def _init(self, init: TransferInit) -> tuple[int, Any]:
+        self.joins += 1
+        if self.fault == "dies at join":
+            self.die()
+        elif self.fault == "refuses":
+            return 409, {"error": "refused: this is another model"}
+        elif self.fault == "never comes":
+            threading.Event().wait(3)
+        else:
+            return self._all([(worker.join, (init, init.first_rank + i)) for i, worker in enumerate(self.workers)])
+        return 503, {}
+
+    def _update(self, version: int) -> tuple[int, Any]:
+        if self.fault == "dies at update":
+            self.die()
+        elif self.fault == "never receives":
+            threading.Event().wait(3)
+        elif self.fault == "breaks":
+            return 503, {"error": "a worker broke"}
+        else:
+            status, answer = self._all([(worker.receive, ()) for worker in self.workers])
+            if status == 200:
+                self.version = version
+                answer = {"weight_version": version, "phases": {"pause": 0.0, "receive": 0.001, "resume": 0.0}}
+            return status, answer
+        return 503, {}
+
+    def _all(self, work: list[tuple[Any, tuple[Any, ...]]]) -> tuple[int, Any]:
+        """Every rank at the same time, as vLLM's workers."""
+        errors: list[str] = []
+
+        def run(call: Any, args: tuple[Any, ...]) -> None:
+            try:
+                call(*args)
+            except links.LinkError as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=run, args=each, daemon=True) for each in work]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.errors += errors
+        return (503, {"error": errors[0]}) if errors else (200, self.info())
+
+    def _reply(self, path: str, body: dict[str, Any], _: str | None) -> tuple[int, Any] | None:
+        answer = None if self.dead else self.answer(path, body)
+        return None if self.dead else answer
