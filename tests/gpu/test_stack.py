@@ -1,6 +1,6 @@
-"""The whole stack on one GPU: single copy over CUDA IPC with CUDA graphs and prefix cache on.
+"""The whole stack on one GPU, in each mode that needs no more, with CUDA graphs and prefix cache on.
 
-python -m pytest -m gpu tests/gpu
+python -m pytest -m gpu tests/gpu -s
 """
 
 from __future__ import annotations
@@ -30,6 +30,34 @@ def test_single_copy_learns_on_the_gpu(stack: Start) -> None:
     assert mean(probes) < 0.03 and max(probes) < 0.1, probes
     assert {record.verdict for record in alignment} == {"ok"}
     assert max(step.policy_lag_max for step in run.steps()) <= 1
-    log = (run.run.logs / "vllm" / "1.log").read_text()
-    assert "Graph capturing finished" in log, "CUDA graphs were on"
+    assert_graphs_on(run)
     run.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("mode", "interval"),
+    [("lora_only", None), ("none", 4), ("lora_restart", 6)],
+)
+def test_the_other_modes_run_the_whole_stack(stack: Start, mode: str, interval: int | None) -> None:
+    steps = 12
+    sets = {"trainer__vllm_restart_interval": interval} if interval else {}
+    run = stack(profile="demo-gpu", mode=mode, trainer__training_steps=steps, **sets)
+    code, output = run.wait(timeout=500)
+    assert code == 0, output[-6000:]
+    assert [step.step for step in run.steps()] == list(range(1, steps + 1))
+    (bench,) = run.telemetry("benchmark")
+    print(f"\n{mode}: {bench.model_dump()}\n  {run.telemetry('sync')[-1].model_dump()}")
+    assert bench.mode == mode and bench.steps == steps and bench.total_sync_s > 0
+    alignment = run.telemetry("alignment")
+    probes = [record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None]
+    assert probes and mean(probes) < 0.03 and max(probes) < 0.1, probes
+    assert "mismatch" not in {record.verdict for record in alignment}
+    restarts = {record.attempt for record in run.states("vllm")}
+    assert len(restarts) == (1 + steps // interval if mode == "lora_restart" and interval else 1), restarts
+    assert_graphs_on(run)
+    run.assert_nothing_left()
+
+
+def assert_graphs_on(run: LiveStack) -> None:
+    for log in (run.run.logs / "vllm").glob("*.log"):
+        assert "Graph capturing finished" in log.read_text(), f"CUDA graphs were on: {log}"
