@@ -88,6 +88,8 @@ def parse_arguments(argv: list[str]) -> Namespace:
     parser.set_defaults(
         host=DEFAULT_HOST, port=DEFAULT_PORT, logprobs_mode=LOGPROBS_MODE, shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         generation_config="vllm",
+        # `prepare_environment` turns Dynamo off on a CPU, and without it vLLM cannot compile.
+        enforce_eager=compat.is_cpu() and os.environ.get("TORCHDYNAMO_DISABLE") == "1",
     )  # fmt: skip
     if "--help=all" in argv:
         parser.print_help()

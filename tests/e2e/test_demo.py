@@ -6,11 +6,13 @@ python -m pytest -m e2e tests/e2e/test_demo.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from tests.e2e.live_stack import LiveStack
+from tests.e2e.vllm_server_live import end_of, largest_gap, start_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 Start = Callable[..., LiveStack]
@@ -77,3 +79,24 @@ def test_without_learning_rate_it_does_not_learn(stack: Start) -> None:
         assert_learned(run)
     rewards = [step.reward_mean for step in run.steps()]
     assert abs(mean(rewards[-15:]) - mean(rewards[:15])) < 0.15, "the same model all the way"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["step_1", "final_model"])
+def test_checkpoints_are_models_for_vllm_and_transformers(stack: Start, tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = stack(trainer__training_steps=2, trainer__checkpoint_interval=1, trainer__lr=1e-3, trainer__warmup_steps=0)
+    assert run.wait(timeout=200)[0] == 0
+    saved = run.run.checkpoints / name
+    server = start_server(tmp_path, saved, VLLM_ENABLE_SHARED_WEIGHTS="0")
+    try:
+        answer = server.generate(prompt={"prompt_token_ids": [1, 5, 11, 7, 12]}, max_tokens=16, n=4, ignore_eos=True)
+        gaps = [
+            largest_gap(AutoModelForCausalLM.from_pretrained(folder), answer)
+            for folder in (saved, run.run.checkpoints / "step_2")
+        ]
+        assert gaps[0] < 1e-4
+        assert (gaps[1] < 1e-4) == (name == "final_model"), "each is served with its own weights"
+    finally:
+        end_of(server.process)

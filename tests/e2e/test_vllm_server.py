@@ -32,7 +32,7 @@ from tests.e2e.vllm_server_live import (
     still_running,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 PROMPT = [3, 12, 4, 13]
 LONG_PROMPT = [2 + i * 7 % 12 for i in range(75)]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import http.server
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atropos_tui.monitor.gauges import EngineMetrics, GaugeHistory, HostUse, Sample, parse_metrics, parse_queue
-from atropos_tui.monitor.sampler import Sampler, host_use
+from atropos_tui.monitor.sampler import Sampler
 from atropos_tui.monitor.shares import Share, Split, cells, split_cpu, split_gpu, split_memory
 from trainer_core.contracts.control import ComponentStatus, GpuStatus, Phase, Role, RunStatus, State
 
@@ -205,10 +207,22 @@ def test_the_sampler_reads_who_answers_and_leaves_out_who_does_not(port: int) ->
 def test_without_a_run_there_is_still_a_host() -> None:
     found = Sampler().read(None)
     assert (found.engines, found.queue) == ({}, None)
-    host = host_use()
+    host = found.host
     assert host.memory_used
     assert host.memory_total
     assert host.memory_used <= host.memory_total
+
+
+def test_the_cpu_s_work_is_seen_from_any_thread() -> None:
+    sampler = Sampler()
+    for _ in range(2):
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
+        with ThreadPoolExecutor(1) as pool:
+            cpu = pool.submit(sampler.read, None).result().host.cpu_percent
+        assert cpu is not None
+        assert 0 < cpu <= 100
 
 
 def test_cards_of_one_moment_are_remembered_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ class Restarter:
 
     def restart(self, reason: str) -> None:
         self.reasons.append(reason)
+        time.sleep(0.1)
         self.engine.restart()
 
     def close(self) -> None:
@@ -260,6 +262,7 @@ def test_a_restart_begins_with_the_new_weights(make: Any, engine: LoadingEngine,
     assert ("engine_reload is restart" if why == "asked" else "quantized (fp8)") in restarter.reasons[0]
     assert (len(restarter.reasons), engine.life, engine.version) == (2, 3, 4)
     assert reports[1].phases.keys() == {"write", "save", "restart"}
+    assert reports[1].phases["restart"] >= 0.1, "the restart itself is counted"
     assert engine.holds(model)
     # It crashes later: what it starts from is old by then.
     sync.publish(5, nudge(model))

@@ -16,7 +16,7 @@ import torch
 from vllm_server import processes
 from vllm_server.config import prepare_environment
 
-ONE = {"OMP_NUM_THREADS": "1"}
+ONE = {"OMP_NUM_THREADS": "1", "ATROPOS_FORK_ENGINE": "1"}
 
 
 @pytest.fixture
@@ -30,7 +30,8 @@ def task_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_one_thread_and_an_untouched_gpu_may_fork(task_folder: Path) -> None:
     assert processes.why_not_fork(ONE, cpu=True) is None
-    assert processes.why_not_fork({}, cpu=False) is None, "on a GPU machine OpenMP has no say"
+    asked = {"ATROPOS_FORK_ENGINE": "1"}
+    assert processes.why_not_fork(asked, cpu=False) is None, "on a GPU machine OpenMP has no say"
 
 
 def test_openmp_on_the_cpu_may_not(task_folder: Path) -> None:
@@ -65,7 +66,13 @@ def test_a_touched_gpu_may_not(task_folder: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("cpu", [True, False])
 def test_the_user_may_forbid_it(task_folder: Path, cpu: bool) -> None:
-    assert processes.why_not_fork(ONE | {"ATROPOS_FORK_ENGINE": "0"}, cpu=cpu) == "ATROPOS_FORK_ENGINE=0"
+    assert processes.why_not_fork(ONE | {"ATROPOS_FORK_ENGINE": "0"}, cpu=cpu) == "ATROPOS_FORK_ENGINE is not 1"
+
+
+def test_on_a_gpu_it_has_to_be_asked_for(task_folder: Path) -> None:
+    unset = {name: value for name, value in ONE.items() if name != "ATROPOS_FORK_ENGINE"}
+    assert processes.why_not_fork(unset, cpu=True) is None
+    assert processes.why_not_fork(unset, cpu=False) == "ATROPOS_FORK_ENGINE is not 1"
 
 
 def test_on_a_gpu_machine_openblas_starts_no_threads_that_would_forbid_it() -> None:

@@ -1,0 +1,31 @@
+"""Faults planted into a real server by vLLM's own flags. Tests name them; nothing else does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class StalePrefix:
+    """`--middleware tests.e2e.planted.StalePrefix`: a publish forgets to reset the prefix cache."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from vllm_server.bridge import Bridge
+
+        self.app = app
+        true = AsyncLLM.pause_generation
+
+        async def pause(engine: Any, *, mode: str = "abort", clear_cache: bool = True) -> None:
+            await true(engine, mode=mode, clear_cache=False)
+
+        async def no_reset(bridge: Bridge) -> None:
+            pass
+
+        AsyncLLM.pause_generation = pause  # type: ignore[method-assign, assignment]
+        Bridge.reset_prefix_cache = no_reset  # type: ignore[method-assign]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)

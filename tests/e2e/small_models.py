@@ -1,0 +1,62 @@
+"""Small random models of every architecture that single copy supports, with the tiny model's tokenizer.
+
+Weights are larger than transformers' own start, biases and norms included, so that a tensor put in the wrong place or a
+rotary frequency that is off shows in every logprob.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from atropos_envs.tiny_model import EOS_ID, PAD_ID, VOCABULARY, make_tokenizer
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY), "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None,
+    "eos_token_id": EOS_ID, "pad_token_id": PAD_ID,
+}  # fmt: skip
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+            },
+            "head_dim": 32,
+        },
+    ),
+    "llama3-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 32, "num_key_value_heads": 1}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "hidden_size": 128}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "hidden_size": 128, "num_key_value_heads": 4}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3-tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+}  # fmt: skip
+"""Name -> transformers' prefix and what differs from the common shape."""
+
+
+def make_model(name: str, path: Path, *, seed: int = 5, generation: dict[str, Any] | None = None) -> Path:
+    """Save a random float32 model of `ARCHITECTURES`; `generation` goes into its generation_config.json."""
+    import torch
+    import transformers
+
+    prefix, changes = ARCHITECTURES[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, "dtype": "float32", **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{prefix}ForCausalLM")(config).float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+                else:
+                    parameter.copy_(torch.randn_like(parameter) * 1.2 / parameter.shape[1] ** 0.5)
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    asked = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, **(generation or {})}
+    (path / "generation_config.json").write_text(json.dumps(asked))
+    return path
