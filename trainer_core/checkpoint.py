@@ -1,8 +1,9 @@
 """Checkpoints that plain transformers loads, with what an exact resume needs beside.
 
-    save_path/step_N/          model.safetensors, config.json, tokenizer; trainer_state.safetensors (optimizer, master
-                               weights, random generators), trainer_state.json (step, weight version, what else has no
-                               tensor)
+    save_path/step_N/          model.safetensors, config.json, tokenizer; trainer_state/tensors.safetensors (optimizer,
+                               master weights, random generators; in a folder, since vLLM takes every *.safetensors
+                               beside config.json for weights), trainer_state.json (step, weight version, what else
+                               has no tensor)
     save_path/adapter_step_N/  where adapters are trained: adapter_model.safetensors and adapter_config.json in place of
                                the model, for peft and vLLM; the same trainer state
     save_path/final_model/     the one or the other without optimizer state
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from trainer_core.optimizers import Stepper
 
 STATE_JSON = "trainer_state.json"
-STATE_TENSORS = "trainer_state.safetensors"
+STATE_TENSORS = "trainer_state/tensors.safetensors"
 ADAPTER_JSON = "adapter_config.json"
 _STEP = re.compile(r"(adapter_)?step_(\d+)")
 
@@ -123,7 +124,7 @@ def save(
         facts |= {"stopping": stopping or {}, "state": _save_state(aside / STATE_TENSORS, stepper)}
     (aside / STATE_JSON).write_text(json.dumps(facts, indent=1) + "\n")
     _replace(target, aside)
-    size = sum(file.stat().st_size for file in target.iterdir())
+    size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     return Saved(target, time.perf_counter() - began, size)
 
 
@@ -185,6 +186,7 @@ def _save_state(path: Path, stepper: Stepper) -> Any:
 
     from trainer_core.tensor_tree import split_tensors
 
+    path.parent.mkdir()
     name, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "stepper": stepper.state_dict(),
