@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from trainer_core.contracts.records import RolloutRecord
 
 Change = Literal["same", "gone", "new"]
 _WORDS = re.compile(r"\w+|\s+|[^\w\s]")
-DIFF_WORDS = 2000
-"""Of each side; what comes after is compared no more, since the cost grows with the square."""
+DIFF_WORDS = 4000
+"""Of each side, and more than a record holds; what comes after is compared no more."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,44 @@ def diff(old: str, new: str) -> list[tuple[Change, str]]:
     rest = "".join(before[DIFF_WORDS:]), "".join(after[DIFF_WORDS:])
     before, after = before[:DIFF_WORDS], after[:DIFF_WORDS]
     parts: list[tuple[Change, str]] = []
-    for kind, i1, i2, j1, j2 in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
-        if kind == "equal":
-            parts.append(("same", "".join(before[i1:i2])))
-            continue
-        parts += _replaced("".join(before[i1:i2]), "".join(after[j1:j2]))
+    i = j = 0
+    for here, there in [*_stayed(before, after), (len(before), len(after))]:
+        parts += _replaced("".join(before[i:here]), "".join(after[j:there]))
+        if parts and parts[-1][0] == "same":
+            parts[-1] = "same", parts[-1][1] + "".join(before[here : here + 1])
+        elif here < len(before):
+            parts.append(("same", before[here]))
+        i, j = here + 1, there + 1
     return parts + _replaced(*rest)
+
+
+def _stayed(before: list[str], after: list[str]) -> list[tuple[int, int]]:
+    """The longest common subsequence, as pairs of indices in order.
+
+    By rows of bits (Hyyrö 2004), so that the cost does not depend on the texts: `difflib` takes minutes for those that
+    repeat themselves, as a policy that collapses does.
+    """
+    places: dict[str, int] = {}
+    for at, word in enumerate(after):
+        places[word] = places.get(word, 0) | 1 << at
+    everywhere = row = (1 << len(after)) - 1
+    rows = []
+    for word in before:
+        met = row & places.get(word, 0)
+        row = (row + met | row - met) & everywhere
+        rows.append(row)
+    # Bit j of row i is 0 where `after[j]` makes the subsequence of `before[: i + 1]` and `after[: j + 1]` longer.
+    found = []
+    i, j = len(before) - 1, len(after) - 1
+    while i >= 0 and j >= 0:
+        if before[i] == after[j]:
+            found.append((i, j))
+            i, j = i - 1, j - 1
+        elif rows[i] >> j & 1:
+            j -= 1
+        else:
+            i -= 1
+    return found[::-1]
 
 
 def _replaced(before: str, after: str) -> list[tuple[Change, str]]:

@@ -29,6 +29,7 @@ class Sampler:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._http = httpx.Client(timeout=ANSWER_S, trust_env=False)
+        self._cpu = _cpu_seconds()
 
     def read(self, status: RunStatus | None) -> Sample:
         """Look at every engine and at run-api, all at once, and at the host."""
@@ -42,11 +43,18 @@ class Sampler:
             time=self._clock(),
             engines={name: parse_metrics(text) for name, text in metrics.items() if text is not None},
             queue=next((depth for depth in queues if depth is not None), None),
-            host=host_use(),
+            host=self._host(),
         )
 
     def close(self) -> None:
         self._http.close()
+
+    def _host(self) -> HostUse:
+        """CPU since the last call and memory, of the container where it has a limit, else of the machine."""
+        before, self._cpu = self._cpu, _cpu_seconds()
+        busy, whole = (now - then for now, then in zip(self._cpu, before, strict=True))
+        used, total = _memory()
+        return HostUse(100 * busy / whole if whole > 0 else None, float(psutil.cpu_count() or 1), used, total)
 
     def _ask(self, routes: list[tuple[ComponentStatus, str]]) -> list[str | None]:
         if not routes:
@@ -69,14 +77,24 @@ class Sampler:
             return None
 
 
-def host_use() -> HostUse:
-    """CPU since the last call and memory, of the container where it has a limit, else of the machine."""
+def _cpu_seconds() -> tuple[float, float]:
+    """Seconds of all cores that were spent working, and all of them.
+
+    psutil's own percentages are since the last call of the same thread, and each look here may be in another one.
+    """
+    times = psutil.cpu_times()
+    whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # these are in user and nice
+    return whole - times.idle - getattr(times, "iowait", 0.0), whole
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes used, and bytes there are."""
     memory = psutil.virtual_memory()
     used, total = memory.total - memory.available, memory.total
     limit, held = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
     if limit is not None and held is not None and limit < total:
-        used, total = max(0, held - _reclaimable()), limit
-    return HostUse(psutil.cpu_percent(None), float(psutil.cpu_count() or 1), used, total)
+        return max(0, held - _reclaimable()), limit
+    return used, total
 
 
 def _cgroup_bytes(name: str) -> int | None:

@@ -116,12 +116,17 @@ class RunState:
     def _apply_trainer(self, record: TrainerRecord) -> None:
         if record.rank != 0:
             return
-        if isinstance(record, _MARKS_A_STEP) and record.attempt not in self.attempt_steps:
+        if record.attempt not in self.attempt_steps and isinstance(record, _MARKS_A_STEP):
             self._begin_attempt(record)
-        if self._superseded(record):
+        if len(self.attempt_steps) > 1 and self._superseded(record):
             return
-        self.attempt = max(self.attempt, record.attempt)
-        self.trainer_time = max(record.time, self.trainer_time or record.time)
+        if record.attempt > self.attempt:
+            self.attempt = record.attempt
+        if self.trainer_time is None or record.time > self.trainer_time:
+            self.trainer_time = record.time
+        if isinstance(record, RolloutRecord):  # first, for it is most of a long history
+            self.rollouts.append(record)
+            return
         for name in METRICS.get(type(record), ()):
             value = getattr(record, name)
             if value is not None:
@@ -133,8 +138,6 @@ class RunState:
             self.step = max(self.step, record.step)
         elif isinstance(record, AlignmentRecord):
             self.alignment = record
-        elif isinstance(record, RolloutRecord):
-            self.rollouts.append(record)
         elif isinstance(record, CheckpointRecord):
             self.checkpoints.append(record)
         elif isinstance(record, SyncRecord):
@@ -164,8 +167,6 @@ class RunState:
             self.benchmark = None
 
     def _superseded(self, record: TrainerRecord) -> bool:
-        if len(self.attempt_steps) < 2:
-            return False
         return any(later > record.attempt and record.step >= first for later, first in self.attempt_steps.items())
 
     def _apply_eval(self, record: EvalRecord) -> None:

@@ -167,7 +167,7 @@ class CockpitApp(ActingApp):
         self.info, self._bad_lines = message.info, message.bad_lines
         self.loaded = self.loaded or not message.behind
         self._dirty = self._fresh_records = True
-        if self.is_over and self.gone:
+        if self.is_over and self.gone and self.loaded:
             self.status = status_from_files(self.bridge.run, self.info, self.state)
 
     def on_log_arrived(self, message: LogArrived) -> None:

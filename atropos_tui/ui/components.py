@@ -184,9 +184,9 @@ class Components(DataTable[Text]):
 
 def last_word(row: ComponentStatus) -> str:
     """What to know about a component now: a diagnosis, what it waits for, or why it is where it is."""
-    if row.state is State.HEALTHY:
+    if row.state in (State.HEALTHY, State.COMPLETED):
         return ""  # calm: what is well needs no words
-    if row.diagnosis and row.state is not State.COMPLETED:
+    if row.diagnosis:
         return one_line(row.diagnosis)
     if row.waiting_for and row.state in (State.PENDING, State.STARTING, State.BACKOFF):
         return one_line(f"waits for {row.waiting_for}" if "wait" not in row.waiting_for else row.waiting_for)

@@ -226,6 +226,7 @@ CHARTS = {
             Trace("sync", metric("sync_s"), "success", seconds_text),
         ],
         Axes(low=0.0),
+        short="Step",
     ),
     "queue": Spec("run-api queue", [Trace("groups", queue_depth, "primary")], Axes(low=0.0), "Queue", seconds=True),
     "tokens": Spec("Tokens/s", [Trace("trained", metric("tokens_per_s"), "primary")], Axes(low=0.0)),

@@ -13,6 +13,9 @@ from atropos_tui.ui.listing import Listing
 from atropos_tui.ui.look import TONES, title
 from atropos_tui.ui.view import View
 
+NAME_CELLS = 12
+"""A longer name of a component is cut."""
+
 
 class Events(Listing[Event]):
     """One line per event; Enter shows evidence and fix."""
@@ -63,7 +66,8 @@ class Events(Listing[Event]):
         style = self.get_component_rich_style
         quiet = style("events--dim", partial=True)
         line = Text(f"{clock(item.time)} ", quiet, no_wrap=True, end="")
-        line.append(f"{item.component:<9.12} ", "bold")
+        names = min(max((len(event.component) for event in self._all), default=0), NAME_CELLS)
+        line.append(f"{item.component:<{names}.{NAME_CELLS}} ", "bold")
         line.append(f"{item.mark:<12} ", style(f"events--{item.tone}", partial=True))
         return line.append(item.text, None if item.tone in ("warn", "bad") else quiet)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from textual.app import ComposeResult
-from textual.containers import Grid, Horizontal
+from textual.containers import Horizontal, ScrollableContainer
 from textual.widget import Widget
 from textual.widgets import Footer, Static
 
@@ -74,7 +74,7 @@ def panels() -> ComposeResult:
         yield Rollouts()
         yield RolloutDetail()
         yield Events()
-    with Grid(id="training"):
+    with ScrollableContainer(id="training", classes="charts"):
         for name in TRAINING:
             yield chart(name)
     with Horizontal(id="compare"):
@@ -83,7 +83,7 @@ def panels() -> ComposeResult:
     yield Machine(id="machine-large")
     with Horizontal(id="agreement"):
         yield Alignment(id="alignment-large")
-        with Grid(id="agreement-charts"):
+        with ScrollableContainer(id="agreement-charts", classes="charts"):
             for name in ("diff", "diff-max", "logprobs", "kl"):
                 yield chart(name)
     yield Details()

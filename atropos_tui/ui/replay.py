@@ -27,6 +27,8 @@ from trainer_core.contracts.records import Record
 TICK_S = 0.25
 FASTER = 2.0
 TIME_KEYS = ("pause", "faster", "seek")
+REFUSED = (("r", "act('restart')", "Restart"), ("s", "stop_or_start", "Stop/start"), ("k", "act('kill')", "Kill"))
+"""Keys that only say why they do nothing here, so the footer does not offer them."""
 
 
 class ReplayBar(Widget):
@@ -95,6 +97,7 @@ class ReplayApp(CockpitApp):
         Binding("left", "seek(-1)", "Back", priority=True, show=False, tooltip="Replay: back by a fiftieth"),
         Binding("right", "seek(1)", "Ahead", priority=True, show=False, tooltip="Replay: ahead by a fiftieth"),
         Binding("d,q", "ask_quit", "Leave", tooltip="Leave the replay"),
+        *(Binding(*keys, show=False, tooltip="Refused: the run is over") for keys in REFUSED),
     ]
 
     def __init__(self, replay: Replay) -> None:

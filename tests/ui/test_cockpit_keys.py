@@ -166,10 +166,10 @@ async def test_the_palette_has_every_action_and_acts(tmp_path: Path, supervise: 
         assert wanted <= offered
         await screen.press("ctrl+p")
         await screen.until(lambda: isinstance(screen.app.screen, CommandPalette))
-        await type_in(screen, "Previous comp")
+        await type_in(screen, "Prev")
         await screen.shows("left bracket")
         await screen.press("ctrl+u")
-        await type_in(screen, "Kill run-api")
+        await type_in(screen, "Kill run")
         await screen.shows("run-api is healthy")
         await screen.press("enter")
         await screen.until(lambda: isinstance(screen.app.screen, ConfirmDialog))

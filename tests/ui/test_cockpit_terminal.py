@@ -2,62 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import select
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.ui.run_maker import make_run
+from tests.ui.terminal import ALTERNATE_OFF, ALTERNATE_ON, Terminal
 
 SCRIPT = (
     "import sys; from pathlib import Path; from atropos_tui.ui.app import run_cockpit; "
     "print('LEFT:' + run_cockpit(Path(sys.argv[1])))"
 )
-ALTERNATE_ON, ALTERNATE_OFF = b"\x1b[?1049h", b"\x1b[?1049l"
-
-
-class Terminal:
-    """A program on a pseudo terminal of 100 x 30."""
-
-    def __init__(self, command: list[str]) -> None:
-        self._fd, inner = pty.openpty()
-        self.process = subprocess.Popen(
-            command,
-            stdin=inner,
-            stdout=inner,
-            stderr=inner,
-            env=os.environ | {"COLUMNS": "100", "LINES": "30", "TERM": "xterm-256color"},
-        )
-        os.close(inner)
-        self.seen = b""
-
-    def until(self, true: Callable[[bytes], bool], timeout_s: float = 20.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not true(self.seen):
-            assert time.monotonic() < deadline, self.seen[-2000:]
-            if select.select([self._fd], [], [], 0.1)[0]:
-                try:
-                    self.seen += os.read(self._fd, 65536)
-                except OSError:
-                    break
-        assert true(self.seen), self.seen[-2000:]
-
-    def type(self, keys: bytes) -> None:
-        os.write(self._fd, keys)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(5)
-        os.close(self._fd)
 
 
 @pytest.fixture
