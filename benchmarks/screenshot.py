@@ -38,6 +38,8 @@ async def capture(run_dir: Path, size: tuple[int, int], keys: list[str], timeout
                 await pilot.pause(0.05)
             while app.state.step and not app.query_one(LogView).buffer:
                 await pilot.pause(0.05)
+            while not app.gone and any(row.pid and row.cpu_percent is None for row in app.status.components):
+                await pilot.pause(0.05)
         for key in keys:
             await pilot.press(key)
         await pilot.pause(1.2)

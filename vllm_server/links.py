@@ -101,7 +101,11 @@ class Lifeline:
         try:
             return question()
         except RuntimeError as error:
-            raise LinkError(f"the trainer at {self._where} died (phase {phase}: {first_line(error)})") from None
+            raise self.died(phase, error) from None
+
+    def died(self, phase: str, error: Exception) -> LinkError:
+        """What a connection to the trainer that breaks off means."""
+        return LinkError(f"the trainer at {self._where} died (phase {phase}: {first_line(error)})")
 
 
 def join(init: TransferInit, rank: int, device: torch.device) -> Link:
@@ -139,7 +143,7 @@ class GlooLink:
         except LinkError:
             raise
         except RuntimeError as error:
-            raise LinkError(f"the broadcast broke off (phase receive: {first_line(error)})") from None
+            raise self._lifeline.died("receive", error) from None
 
     def emptied(self, slot: int) -> None:
         """Copies on the CPU are over when they return."""

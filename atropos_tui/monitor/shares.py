@@ -68,10 +68,12 @@ def split_memory(rows: Iterable[ComponentStatus], host: HostUse) -> Split | None
     return Split([*parts, *_rest(OTHER, rest)], host.memory_total)
 
 
-def split_cpu(rows: Iterable[ComponentStatus], host: HostUse) -> Split | None:
+def split_cpu(rows: Sequence[ComponentStatus], host: HostUse) -> Split | None:
     """CPU by component, in percent of one core; the total is all cores."""
     if host.cpu_percent is None or not host.cores:
         return None
+    if any(row.pid for row in rows) and all(row.cpu_percent is None for row in rows):
+        return None  # the supervisor has just begun to measure: whose work it is, is not known
     parts = [Share(row.name, row.cpu_percent) for row in rows if row.cpu_percent]
     rest = max(0.0, host.cpu_percent * host.cores - sum(part.amount for part in parts))
     return Split([*parts, *_rest(OTHER, rest)], 100 * host.cores)

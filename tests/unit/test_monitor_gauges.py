@@ -232,3 +232,12 @@ def test_cards_of_one_moment_are_remembered_once() -> None:
         history.add_cards([card], now)
     history.add_cards([], 3.0)
     assert list(history.cards) == [{1: (0.5, 0.25)}] * 2
+
+
+def test_cpu_of_nobody_is_not_taken_for_that_of_others() -> None:
+    rows = [ComponentStatus(name="vllm", role=Role.ENGINE, state=State.HEALTHY, pid=7)]
+    host = HostUse(cpu_percent=50.0, cores=2.0)
+    assert split_cpu(rows, host) is None
+    measured = split_cpu([rows[0].model_copy(update={"cpu_percent": 60.0})], host)
+    assert measured
+    assert [(part.label, part.amount) for part in measured.parts] == [("vllm", 60.0), ("other", 40.0)]
