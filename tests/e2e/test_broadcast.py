@@ -133,6 +133,7 @@ def test_a_server_that_takes_no_broadcast_of_this_model(server: Server, tmp_path
     trainer.sync.close()
 
 
+@pytest.mark.slow
 def test_four_processes_and_a_killed_server(stack: Start_) -> None:
     """vLLM alone comes back; the same trainer gives it the present weights and goes on."""
     run = stack(mode="broadcast", trainer__training_steps=30, trainer__checkpoint_interval=0)

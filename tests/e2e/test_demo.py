@@ -68,6 +68,7 @@ def test_demo_learns_and_leaves_nothing(stack: Start) -> None:
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_without_learning_rate_it_does_not_learn(stack: Start) -> None:
     """The proof that the test above can fail."""
     run = stack(trainer__lr=0.0)

@@ -285,6 +285,7 @@ def assert_trained(run: LiveStack, steps: int) -> None:
     assert (final / "adapter_config.json").is_file() and not (final / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_lora_only_survives_its_engine(stack: Start_) -> None:
     """The whole stack; vLLM is killed in the middle: its successor holds until it has the adapter; no step is lost."""
     run = stack(mode="lora_only", trainer__training_steps=8, trainer__checkpoint_interval=4)

@@ -290,6 +290,7 @@ def assert_trained(run: LiveStack, steps: int) -> None:
     assert {record.verdict for record in alignment} == {"ok"}
 
 
+@pytest.mark.slow
 def test_the_whole_stack_survives_its_engine(stack: Start_) -> None:
     """vLLM is killed in the middle: its successor holds until it has the weights; no step is lost."""
     run = stack(mode="none", trainer__training_steps=8, trainer__vllm_restart_interval=2)
