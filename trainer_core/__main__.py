@@ -50,9 +50,6 @@ def _run(config: TrainingConfig) -> int:
     try:
         from trainer_core.checkpoint import starting_point
         from trainer_core.rollouts.client import open_api
-        from trainer_core.weight_sync.factory import require_supported
-
-        require_supported(config)
 
         # Before torch: environments register and warm up while the rest is imported and loaded.
         api = open_api(config, starting_point(config).step, stop)

@@ -44,7 +44,7 @@ from trainer_core.stopping import StopConditions
 from trainer_core.telemetry import open_telemetry
 from trainer_core.trackers import Trackers
 from trainer_core.weight_sync.base import Start, SyncReport
-from trainer_core.weight_sync.factory import make_sync, require_supported
+from trainer_core.weight_sync.factory import make_sync
 
 OUT_OF_MEMORY = """{error}
 The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
@@ -89,7 +89,6 @@ def train(config: TrainingConfig, *, api: RunApi | None = None, stop: threading.
     """
     stop = stop or threading.Event()
     config = config.in_run_dir(RunDir.from_env())
-    require_supported(config)
     start = checkpoint.starting_point(config)
     print(checkpoint.describe(start, config))
     run = Run(config, start, api or open_api(config, start.step, stop), stop)

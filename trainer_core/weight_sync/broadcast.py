@@ -24,7 +24,6 @@ from trainer_core.contracts.bridge import BridgeInfo
 from trainer_core.contracts.transfer import SentTensor, TransferInit, TransferReport, TransferUpdate, chunks, place
 from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
-from trainer_core.policy.load import dtype_of, load_config, load_model
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
 from trainer_core.weight_sync.broadcast_group import Group, Meeting, connect, meeting_point
 from trainer_core.weight_sync.own_weights import OwnWeights
@@ -62,8 +61,7 @@ class Broadcast(OwnWeights):
             UsageError: a server was not started to receive weights, or is of another kind of device.
             EngineError: a server refuses: another model, or one that cannot be written in place.
         """
-        dtype = dtype_of(load_config(self.config.model_name), self.config.dtype)
-        self.model = load_model(start.weights or self.config.model_name, dtype, self.device)
+        self.model = self.load(start.weights)
         self._stream, self._tensors = into_one_piece(self.model)
         self._parts = chunks(self._tensors, CHUNK_BYTES)
         self.version = start.version

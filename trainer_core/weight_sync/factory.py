@@ -1,4 +1,4 @@
-"""The strategy of a mode. Torch-free until one is made, so that a mode that does not run is refused at once."""
+"""The strategy of a mode; only that one is imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import UsageError
 from trainer_core.weight_sync.base import WeightSync
 
 if TYPE_CHECKING:
@@ -22,22 +21,8 @@ _STRATEGIES = {
 }
 
 
-def require_supported(config: TrainingConfig) -> None:
-    """Refuse a mode that this version does not run yet.
-
-    Raises:
-        UsageError: with the modes that it runs.
-    """
-    if config.mode not in _STRATEGIES:
-        raise UsageError(
-            f"--weight-bridge-mode {config.weight_bridge_mode}{' --use-shared-memory' * config.use_shared_memory} "
-            f"({config.mode}): this version does not run this mode yet; it runs: {', '.join(_STRATEGIES)}"
-        )
-
-
 def make_sync(config: TrainingConfig, device: torch.device, stop: threading.Event) -> WeightSync:
     """The strategy for `config.mode`."""
-    require_supported(config)
     module, name = _STRATEGIES[config.mode]
     made: WeightSync = getattr(import_module(module), name)(config, device, stop)
     return made

@@ -19,7 +19,6 @@ from trainer_core.contracts.bridge import LORA_RANKS, server_rank
 from trainer_core.contracts.run_dir import RunDir
 from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
-from trainer_core.policy.load import dtype_of, load_config, load_model
 from trainer_core.policy.lora import add_adapter, load_adapter, save_adapter
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
 from trainer_core.weight_sync.own_weights import OwnWeights
@@ -53,8 +52,8 @@ class LoraSwap(OwnWeights):
             UsageError: the server cannot load adapters of this rank.
             EngineError: it refuses the adapter, which is not of its model.
         """
-        self._dtype = dtype_of(load_config(self.config.model_name), self.config.dtype)
-        self.model = load_model(self.config.model_name, self._dtype, self.device)
+        self.model = self.load(None)
+        self._dtype = next(self.model.parameters()).dtype
         count = add_adapter(self.model, self.config)
         if start.weights is not None:
             load_adapter(self.model, start.weights)

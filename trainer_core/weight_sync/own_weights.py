@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.engine.client import EngineClient
 from trainer_core.engine.waiting import wait_for_server
 from trainer_core.errors import EngineGone
+from trainer_core.policy.load import dtype_of, load_config, load_model
 from trainer_core.weight_sync.base import Start, SyncReport
 
 LOOK_S = 1.0
@@ -88,6 +90,11 @@ class OwnWeights(ABC):
         Raises:
             EngineGone: it does not answer; tried again.
         """
+
+    def load(self, weights: Path | None) -> torch.nn.Module:
+        """The model on the trainer's device and in its type, with `weights`, else the base model's."""
+        dtype = dtype_of(load_config(self.config.model_name), self.config.dtype)
+        return load_model(weights or self.config.model_name, dtype, self.device)
 
     def connect(self) -> None:
         """Find every server and give it the present weights.

@@ -26,7 +26,7 @@ from trainer_core.contracts.run_dir import RunDir
 from trainer_core.engine.client import EngineClient
 from trainer_core.engine.lifecycle import Lifecycle, make_lifecycle
 from trainer_core.errors import EngineError, EngineGone, Stopped, TrainerError, UsageError
-from trainer_core.policy.load import dtype_of, load_config, load_model, weights
+from trainer_core.policy.load import weights
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
 from trainer_core.weight_sync.own_weights import OwnWeights
 
@@ -60,8 +60,7 @@ class Reload(OwnWeights):
             UsageError: the server takes no weights, and cannot be restarted from here.
             EngineError: it refuses them: it serves another model.
         """
-        dtype = dtype_of(load_config(self.config.model_name), self.config.dtype)
-        self.model = load_model(start.weights or self.config.model_name, dtype, self.device)
+        self.model = self.load(start.weights)
         self._base = start.weights is None
         self.version = start.version
         if self.lifecycle is not None:
