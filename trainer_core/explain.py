@@ -21,6 +21,8 @@ LEFT = 0.3
 """A cause accounts for a difference of which at most this share is left under it."""
 NOISE = 0.05
 """Nats by which two computations of a logprob may differ in half precision."""
+NEAREST_TEMPERATURE = 0.04
+"""Share by which a temperature has to differ before it is called the cause."""
 SEQUENCES = 6
 FEWEST_TOKENS = 8
 LAG_INTERVAL = 10
@@ -95,13 +97,13 @@ def _shifted(scored: _Scored) -> str | None:
 
 
 def _temperature(scored: _Scored) -> str | None:
-    """Is there a temperature at which both agree?"""
+    """Is there a temperature at which both agree? One too close to ours is not told from an update that sharpened."""
     before = scored.left(1.0)
     best, width = 1.0, 2.0
     for _ in range(5):
         best = min((best * width ** (i / 3) for i in range(-6, 7)), key=scored.left)
         width **= 1 / 3
-    if scored.left(best) > LEFT * before:
+    if scored.left(best) > LEFT * before or abs(best - 1.0) < NEAREST_TEMPERATURE:
         return None
     assumed = float(scored.row.temperatures.median())
     raw = ": raw logprobs, or that temperature" if abs(best * assumed - 1.0) < 0.02 else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -255,6 +256,11 @@ def _shift(group: dict[str, Any]) -> None:
         row[70:] = row[-1:] + row[70:-1]
 
 
+def _reward_by_luck(group: dict[str, Any]) -> None:
+    """Nothing to learn, so weights never come to rest: a fault that grows with their way has to show."""
+    group["scores"] = [random.random() for _ in group["scores"]]
+
+
 def _copies(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch, chosen: Callable[[str], bool]) -> None:
     """Plant: the trainer works on copies of some of the server's tensors, which hold the base weights at first."""
     clean = single_copy.SingleCopy(_config(server, folder), torch.device("cpu"), threading.Event())
@@ -272,7 +278,7 @@ def _copies(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch, chose
 def _named(server: Server, folder: Path, cause: str, api: Live | None = None, **fields: Any) -> AlignmentRecord:
     """Train under load until the gate stops the run; the record that did."""
     with Streams(server.url, TOKEN, with_token=True), pytest.raises(MismatchError, match=cause):
-        _train(server, folder, api, training_steps=12, lr=2e-2, stop_on_mismatch=True, **fields)
+        _train(server, folder, api or Live(server, _reward_by_luck), training_steps=40, lr=5e-3, stop_on_mismatch=True, **fields)
     stream = (folder / "out" / "telemetry.jsonl").read_text().splitlines()
     last = _alignments([parse_line(line) for line in stream])[-1]
     assert last.verdict == "mismatch" and last.cause.startswith(f"{cause}: "), last
@@ -283,7 +289,7 @@ def test_one_unmapped_tensor_is_stale_weights(server: Server, tmp_path: Path, mo
     """The same to see from outside: a graph of the server that computes with a copy of one tensor."""
     _copies(server, tmp_path, monkeypatch, lambda name: name == "model.layers.1.mlp.gate_up_proj.weight")
     found = _named(server, tmp_path, "stale weights")
-    assert "only in part" in found.cause and found.probe_diff_abs_mean > 0.05
+    assert "only in part" in found.cause and found.probe_diff_abs_mean > 0.03
 
 
 def test_a_server_that_sees_no_update_stands_still(

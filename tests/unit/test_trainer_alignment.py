@@ -80,6 +80,13 @@ def test_old_rollouts_that_stand_still_are_lag_and_nothing_else(lag: int) -> Non
     assert found == Alignment("drift", f"policy lag: rollouts are far from the policy (lag up to {lag})")
 
 
+def test_what_the_probe_sees_too_was_not_the_sampling() -> None:
+    gate = Gate(BOUNDS)
+    found = gate.judge(_off(0.02), _probe(0.0095, 0.0), lag_max=0)
+    assert found.verdict == "drift" and found.cause.startswith("other weights: fresh rollouts differ by 0.02")
+    assert gate.judge(_off(0.02), _probe(0.001, 0.0), lag_max=0).cause.startswith("sampling")
+
+
 def test_rollouts_tell_lag_from_temperature() -> None:
     good = _probe(0.0, 0.0)
     gate = Gate(BOUNDS)
@@ -148,6 +155,12 @@ def test_a_wrong_temperature_is_named(
 ) -> None:
     found = _first(engine, base, tmp_path, _rescored(engine, temperature, say=say))
     assert found.verdict == "mismatch" and words in found.cause
+
+
+def test_a_temperature_next_to_ours_is_not_taken_for_the_cause(engine: Engine, base: Path, tmp_path: Path) -> None:
+    """Weights that sharpened fit one as well."""
+    found = _first(engine, base, tmp_path, _rescored(engine, 0.97))
+    assert found.verdict == "drift" and found.cause.startswith("sampling: fresh rollouts differ")
 
 
 @pytest.mark.parametrize(("by", "words"), [(1, "the token before"), (-1, "the next token")])

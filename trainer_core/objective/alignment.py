@@ -165,7 +165,7 @@ class Gate:
             verdict = _grade(rollouts, self.bounds)
             if verdict != "ok" and mean >= ROLLOUT_MISMATCH:
                 verdict = "mismatch"
-            return Alignment(verdict, "" if verdict == "ok" else _FRESH)
+            return Alignment(verdict, "" if verdict == "ok" else _fresh_cause(mean, probe))
         if mean < ROLLOUT_DRIFT:
             return Alignment("ok")
         if probe is None and (how := self._stale(rollouts, oldest)):
@@ -184,6 +184,14 @@ class Gate:
         if oldest is not None and version is not None and oldest <= version:
             return None  # older versions answer the same: that is lag
         return _how_stale(then, rollouts) if _stands_still(then, rollouts) else None
+
+
+def _fresh_cause(mean: float, probe: Probe | None) -> str:
+    """Sampling or weights? The probe is asked without sampling options: what it sees too, they did not do."""
+    seen = probe.fresh.abs_mean if probe is not None else None
+    if seen is None or seen <= ALIKE * mean:
+        return _FRESH
+    return f"{OTHER_WEIGHTS}: fresh rollouts differ by {mean:.2g}, and so does the probe, by {seen:.2g}"
 
 
 def _moved(then: DiffSums, now: DiffSums) -> tuple[float, float]:
@@ -210,6 +218,8 @@ def _how_stale(then: DiffSums, now: DiffSums) -> str:
 
 STILL = 0.1
 """A mean that moved by less than this share of the other one stands still."""
+ALIKE = 0.3
+"""A probe that differs by more than this share of what the rollouts differ by sees the same fault."""
 _FRESH = (
     f"{SAMPLING}: fresh rollouts differ: top-p, top-k, min-p or penalties, a temperature that generation_params does "
     "not tell, or raw logprobs"
