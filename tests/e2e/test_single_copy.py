@@ -277,8 +277,9 @@ def _copies(server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch, chose
 
 def _named(server: Server, folder: Path, cause: str, api: Live | None = None, **fields: Any) -> AlignmentRecord:
     """Train under load until the gate stops the run; the record that did."""
+    api = api or Live(server, _reward_by_luck)
     with Streams(server.url, TOKEN, with_token=True), pytest.raises(MismatchError, match=cause):
-        _train(server, folder, api or Live(server, _reward_by_luck), training_steps=40, lr=5e-3, stop_on_mismatch=True, **fields)
+        _train(server, folder, api, training_steps=40, lr=5e-3, stop_on_mismatch=True, **fields)
     stream = (folder / "out" / "telemetry.jsonl").read_text().splitlines()
     last = _alignments([parse_line(line) for line in stream])[-1]
     assert last.verdict == "mismatch" and last.cause.startswith(f"{cause}: "), last
