@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atropos_tui.monitor.run_info import RunInfo, read_info
-from atropos_tui.monitor.state import RunState
-from atropos_tui.supervisor.record_tail import RecordTail
+from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
+from atropos_tui.supervisor.record_tail import RecordTail, nth_from_end
 from trainer_core.contracts.records import Record
 from trainer_core.contracts.run_dir import RunDir
+
+_ROLLOUT = b'"kind":"rollout"'
+"""As the trainer writes it; inside a text its quotation marks would be escaped."""
 
 
 @dataclass
@@ -42,12 +45,17 @@ class RunFeed:
     def read(self) -> Batch:
         """One bounded chunk of every stream."""
         for path in (self.run.supervisor_jsonl, self.run.telemetry_jsonl, *self.run.root.glob("eval.*.jsonl")):
-            self._tails.setdefault(path, RecordTail(path))
+            if path not in self._tails:
+                self._tails[path] = self._tail(path)
         records = [record for tail in self._tails.values() for record in tail.read()]
         restarts = sum(tail.restarts for tail in self._tails.values())
         if restarts != self._restarts:
             return self._start_over()
         return Batch(records, any(tail.behind for tail in self._tails.values()), False)
+
+    def _tail(self, path: Path) -> RecordTail:
+        """From the file's start, without the rollouts that a state would have forgotten again at its end."""
+        return RecordTail(path, unread=_ROLLOUT, unread_before=nth_from_end(path, _ROLLOUT, ROLLOUTS_KEPT))
 
     def _start_over(self) -> Batch:
         """Read every stream from its start, so that one fresh state holds all of them."""

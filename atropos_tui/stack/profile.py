@@ -26,10 +26,11 @@ from pydantic import (
 from atropos_tui.errors import Problem
 from atropos_tui.stack.extends import Origins, check_nesting, find_profile, read_merged, shipped_profiles
 from atropos_tui.stack.impossible import impossible
+from atropos_tui.stack.notify_policy import NotifyPolicy
 from atropos_tui.stack.overrides import apply_sets
 from atropos_tui.stack.schema import Schema, build_schema
 from atropos_tui.stack.shown import key_text, shown
-from atropos_tui.stack.spec import LogPolicy, NotifyPolicy, Probe, RestartPolicy, StopPolicy
+from atropos_tui.stack.spec import LogPolicy, Probe, RestartPolicy, StopPolicy
 from atropos_tui.stack.values import Argv, EnvName, Module, Name, PathText, check_probe, check_webhook
 from atropos_tui.stack.wording import mistake, problems_of, refused
 from trainer_core.config import TrainingConfig

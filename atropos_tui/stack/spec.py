@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from atropos_tui.stack.notify_policy import NotifyPolicy
+from atropos_tui.stack.spec_base import Spec
 from trainer_core.contracts.control import Role
-
-
-class Spec(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class HttpCheck(Spec):
@@ -127,16 +125,6 @@ class Stage(Spec):
     pattern: str
     usually: str = ""
     """What usually keeps it from being reached, and the way out."""
-
-
-class NotifyPolicy(Spec):
-    """Tell someone who is not looking."""
-
-    bell: bool = False
-    """Ring the terminal that shows the run."""
-    webhook: str | None = None
-    """POST a JSON object here; `${VAR}` keeps a secret address out of files."""
-    on: tuple[Literal["failed", "mismatch", "done"], ...] = ("failed", "mismatch", "done")
 
 
 class ComponentSpec(Spec):

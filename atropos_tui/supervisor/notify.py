@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeGuard
+from typing import Any
 
 import httpx
 
@@ -25,10 +25,9 @@ from atropos_tui.stack.spec import StackSpec
 from atropos_tui.supervisor.environment import LaunchError, resolve
 from atropos_tui.supervisor.events import SubscriberDroppedError
 from atropos_tui.supervisor.ledger import Ledger
+from atropos_tui.supervisor.occasions import Event, event_of_exit, is_mismatch
 from atropos_tui.supervisor.result import RunResult
-from trainer_core.contracts.records import DiagnosisRecord, Record
-
-Event = Literal["failed", "mismatch", "done"]
+from trainer_core.contracts.records import DiagnosisRecord
 
 TRIES = 3
 TRY_S = 3.0
@@ -41,7 +40,6 @@ DELIVERY_S = TRIES * 3 * TRY_S + sum(PAUSES_S)
 """Nothing takes longer, however the other side drips its answer."""
 QUIET_S = 600.0
 """A mismatch that goes on is told again only after so long."""
-MISMATCH = "alignment_mismatch"
 MOST_TEXT = 1500
 """Discord refuses more than 2,000 characters."""
 
@@ -50,18 +48,6 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it would log the
 
 class DeliveryError(Exception):
     """The other side did not take it; the message names neither address nor token."""
-
-
-def is_mismatch(record: Record) -> TypeGuard[DiagnosisRecord]:
-    """Whether `record` diagnoses that trainer and engine disagree about the same weights."""
-    return isinstance(record, DiagnosisRecord) and record.rule == MISMATCH
-
-
-def event_of_exit(code: int | None) -> Event | None:
-    """What an exit code of a run means; None for one that was stopped by hand, or still runs."""
-    if code is None or code == 130:
-        return None
-    return "failed" if code else "done"
 
 
 def payload(stack: StackSpec, event: Event, reason: str, component: str | None, code: int | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ missing, cut or replaced; callers poll them from a thread (`asyncio.to_thread`) 
 
 from __future__ import annotations
 
+import mmap
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,20 @@ class FileSource:
         return data, max(0, info.st_size - self.offset), anew
 
 
+def nth_from_end(path: Path, words: bytes, count: int) -> int:
+    """Byte at which the `count`-th last occurrence of `words` in a file begins; 0 where there are fewer, or no file."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            at = len(data)
+            for _ in range(count):
+                at = data.rfind(words, 0, at)
+                if at < 0:
+                    return 0
+            return at
+    except (OSError, ValueError):  # an empty file cannot be mapped
+        return 0
+
+
 @dataclass
 class RecordTail:
     """Records of one JSONL file, in order, each once. Reads up to the last newline; the torn rest waits."""
@@ -58,6 +73,10 @@ class RecordTail:
     """Bytes known to be unread after the last call."""
     from_end: bool = False
     """Leave out what the file holds already."""
+    unread: bytes = b""
+    """Lines that hold this are left out, up to `unread_before`: they are many, and nobody looks that far back."""
+    unread_before: int = 0
+    """Byte in the file; a chunk that reaches beyond it is read whole."""
     _partial: bytes = b""
     _skipping: bool = False
     _source: FileSource = field(init=False)
@@ -76,7 +95,7 @@ class RecordTail:
         """Records completed since the last call, from at most `limit` new bytes; call again while `behind`."""
         data, self.behind, anew = self._source.read(limit)
         if anew:
-            self._partial, self._skipping = b"", False
+            self._partial, self._skipping, self.unread_before = b"", False, 0
         if not data:
             return []
         *lines, self._partial = (self._partial + data).split(b"\n")
@@ -88,6 +107,8 @@ class RecordTail:
         elif len(self._partial) > MAX_LINE_BYTES:
             self.bad_lines += 1
             self._partial, self._skipping = b"", True
+        if self._source.offset <= self.unread_before:
+            lines = [line for line in lines if self.unread not in line]
         return self._parse(lines)
 
     def _parse(self, lines: list[bytes]) -> list[Record]:

@@ -20,11 +20,13 @@ from typing import Any
 
 import pytest
 
+from atropos_tui.stack.notify_policy import NotifyPolicy
 from atropos_tui.stack.plan import redacted
-from atropos_tui.stack.spec import ComponentSpec, NotifyPolicy, StackSpec
+from atropos_tui.stack.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import notify
 from atropos_tui.supervisor.journal import Journal
 from atropos_tui.supervisor.ledger import Ledger
+from atropos_tui.supervisor.occasions import MISMATCH
 from atropos_tui.supervisor.result import RunResult
 from atropos_tui.ui.bell import Bell
 from tests.supervisor.harness import Running, check_history, part, python
@@ -224,7 +226,7 @@ async def test_an_address_that_cannot_be_used_is_said_at_the_start(tmp_path: Pat
 
 def mismatch() -> DiagnosisRecord:
     return DiagnosisRecord.model_validate(
-        {"component": "trainer", "title": "LogProb Alignment: MISMATCH", "evidence": "0.9", "rule": notify.MISMATCH}
+        {"component": "trainer", "title": "LogProb Alignment: MISMATCH", "evidence": "0.9", "rule": MISMATCH}
     )
 
 

@@ -13,6 +13,7 @@ from atropos_tui.monitor.feed import RunFeed, load_run
 from atropos_tui.monitor.pace import pace
 from atropos_tui.monitor.run_info import flag, read_info, status_from_files
 from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
+from atropos_tui.supervisor.record_tail import RecordTail
 from tests.ui.run_maker import RUN_ID, T0, make_run, step_records, write_records
 from trainer_core.contracts.control import Phase, Role, State
 from trainer_core.contracts.records import (
@@ -215,6 +216,25 @@ def test_the_feed_starts_over_when_a_stream_is_replaced(tmp_path: Path) -> None:
     again = fed(*feed.read().records)
     assert again.step == 2
     assert len(again.transitions) == 10
+
+
+def test_the_feed_leaves_out_what_a_state_would_forget(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2000)
+    feed, tail, all_of_it, read = RunFeed(run), RecordTail(run.telemetry_jsonl), RunState(), 0
+    while records := tail.read():
+        for record in records:
+            all_of_it.apply(record)
+    state = RunState()
+    while True:
+        batch = feed.read()
+        read += len(batch.records)
+        for record in batch.records:
+            state.apply(record)
+        if not batch.behind:
+            break
+    assert list(state.rollouts) == list(all_of_it.rollouts) and len(state.rollouts) == ROLLOUTS_KEPT
+    assert state.series == all_of_it.series
+    assert read < 2000 * 5 + 2 * ROLLOUTS_KEPT < 2000 * 9, "most rollouts were not even parsed"
 
 
 def test_what_a_run_is_comes_from_its_plan(tmp_path: Path) -> None:

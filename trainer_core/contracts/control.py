@@ -56,7 +56,7 @@ class Phase(StrEnum):
 class Message(BaseModel):
     """Base of all messages: unknown fields of a newer peer are ignored."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
 
 class StageStatus(Message):

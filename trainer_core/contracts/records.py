@@ -44,7 +44,7 @@ Number = Annotated[
 class Record(BaseModel):
     """Fields of every line. Subclasses add the fields of their kind."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
     KIND: ClassVar[str] = ""
 
     v: int = SCHEMA_VERSION
