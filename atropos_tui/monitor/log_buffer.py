@@ -20,8 +20,6 @@ LEVELS: tuple[Level, ...] = ("all", "warning", "error")
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
 _WARNING = re.compile(r"\b(WARN|WARNING)\b")
 _MAYBE = ("ERROR", "CRITICAL", "FATAL", "Traceback", "Error", "Exception", "WARN")
-_SLACK = 1.25
-"""Cutting a list is linear: it happens once the buffer is over its bound by this factor."""
 
 
 class Entry(NamedTuple):
@@ -62,7 +60,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 class LogBuffer:
-    """At most about `capacity` entries; the oldest go first."""
+    """At most `capacity` entries; the oldest go first, so that a full one keeps its height: no layout at every line."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -100,7 +98,7 @@ class LogBuffer:
             self.width = max(self.width, len(text) if text.isascii() else cell_len(text))
             if self._rows is not None:
                 self._rows.extend(self._rows_of(number))
-        return self._trim() if len(self._entries) > self.capacity * _SLACK else 0
+        return self._trim() if len(self._entries) > self.capacity else 0
 
     def _trim(self) -> int:
         surplus = len(self._entries) - self.capacity

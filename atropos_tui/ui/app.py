@@ -12,6 +12,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -165,7 +166,9 @@ class CockpitApp(ActingApp):
         if self.rings.at_records(message.records, self.clock()):
             self.bell()
         self.info, self._bad_lines = message.info, message.bad_lines
-        self.loaded = self.loaded or not message.behind
+        if not self.loaded and not message.behind:
+            self.loaded = True
+            settle()
         self._dirty = self._fresh_records = True
         if self.is_over and self.gone and self.loaded:
             self.status = status_from_files(self.bridge.run, self.info, self.state)
@@ -190,9 +193,10 @@ class CockpitApp(ActingApp):
     # Drawing.
 
     def _refresh_panels(self) -> None:
-        """Draw what changed, and the clocks once a second."""
+        """Draw what changed, and the clocks once a second; beneath a dialog nothing more often."""
         now = time.monotonic()
-        if self.main and (now - self._drawn_at >= 1.0 or (self._dirty and self.loaded)):
+        at_once = self._dirty and self.loaded and self.main is self.screen
+        if self.main and (now - self._drawn_at >= 1.0 or at_once):
             curves = self._fresh_records and self.loaded and now - self._curves_at >= CURVES_S
             self._draw(curves)
 
@@ -207,11 +211,14 @@ class CockpitApp(ActingApp):
         self._dirty = False
         if curves:
             self._curves_at, self._fresh_records = self._drawn_at, False
+        self._show(visible(self.main) if self.main else (), curves)
+        self._choose_component()
+
+    def _show(self, widgets: Iterable[Widget], curves: bool) -> None:
         view = self._view()
-        for widget in visible(self.main) if self.main else ():
+        for widget in widgets:
             if isinstance(widget, PANELS) and (curves or not isinstance(widget, RECORD_PANELS)):
                 cast(Panel, widget).show(view)
-        self._choose_component()
 
     def _view(self) -> View:
         table = self.find(Components)
@@ -277,11 +284,13 @@ class CockpitApp(ActingApp):
 
     def action_view(self, name: str) -> None:
         if main := self.main:
+            before = set(visible(main))
             arrange(main, name)
             if name == "rollouts":
                 main.query_one(Rollouts).point()
             main.query_one(VIEWS[name][2]).focus()
-            self._draw(self.loaded)
+            main.refresh(layout=True)  # at once, else what was there is painted a last time before the layout
+            self._show([widget for widget in visible(main) if widget not in before], self.loaded)
 
     def action_select(self, by: int) -> None:
         if table := self.find(Components):
@@ -365,6 +374,12 @@ def standing(status: RunStatus) -> object:
     return status.phase, status.exit_code, rows
 
 
+def settle() -> None:
+    """Collect garbage in small bites from now on, and never look at what is there already: a key would wait for it."""
+    gc.freeze()
+    gc.set_threshold(2_000, 10, 50)
+
+
 LEAVE_S = 3.0
 """How long the screen may take to close once it was told to go."""
 
@@ -386,6 +401,8 @@ def run_app(app: CockpitApp) -> Outcome:
 
     # A long history is half a million objects that stay: looking for cycles among them costs a fifth of reading it.
     gc.set_threshold(50_000, 20, 100)
+    # Threads parse records and logs: a key need not wait for the usual five milliseconds of each of them.
+    sys.setswitchinterval(0.0005)
 
     async def attended() -> Outcome | None:
         loop = asyncio.get_running_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -23,6 +24,8 @@ from atropos_tui.ui.look import title
 
 LINES_KEPT = 20_000
 REPAINT_S = 0.1
+BENEATH_S = 1.0
+"""Under a dialog, which is drawn over the whole screen anew at every change of what is beneath it."""
 ALL = "all components"
 _LEVEL_WORDS = {"all": "", "warning": "warnings and errors", "error": "errors only"}
 
@@ -74,6 +77,7 @@ class LogView(ScrollView, can_focus=True):
         self._names = 0
         """Width of component names, where several are shown."""
         self._begun = self._stale = False
+        self._painted = 0.0
 
     @property
     def is_begun(self) -> bool:
@@ -113,7 +117,10 @@ class LogView(ScrollView, can_focus=True):
     def _repaint(self) -> None:
         if not self._stale or not self.is_on_screen:
             return
-        self._stale = False
+        now = time.monotonic()
+        if not self.screen.is_active and now - self._painted < BENEATH_S:
+            return
+        self._stale, self._painted = False, now
         self._arrange()
         if self.following:
             self.scroll_end(animate=False, immediate=True, x_axis=False, force=True)

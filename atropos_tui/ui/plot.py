@@ -58,27 +58,31 @@ class _Canvas:
 
     width: int
     height: int
-    dots: dict[tuple[int, int], int] = field(default_factory=dict)
-    marks: dict[tuple[int, int], tuple[str, Style]] = field(default_factory=dict)
-    styles: dict[tuple[int, int], Style] = field(default_factory=dict)
+    dots: dict[int, int] = field(default_factory=dict)
+    """Braille bits by cell, counted row by row, as are the others."""
+    marks: dict[int, tuple[str, Style]] = field(default_factory=dict)
+    styles: dict[int, Style] = field(default_factory=dict)
 
     def dot(self, x: int, y: int, style: Style) -> None:
         if 0 <= x < 2 * self.width and 0 <= y < 4 * self.height:
-            cell = (x // 2, y // 4)
-            self.dots[cell] = self.dots.get(cell, 0) | _DOTS[y % 4][x % 2]
+            cell = (y >> 2) * self.width + (x >> 1)
+            self.dots[cell] = self.dots.get(cell, 0) | _DOTS[y & 3][x & 1]
             self.styles[cell] = style
 
     def line(self, start: tuple[int, int], end: tuple[int, int], style: Style) -> None:
-        steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
-        for at in range(steps + 1):
-            share = at / steps
-            x, y = round(start[0] + share * (end[0] - start[0])), round(start[1] + share * (end[1] - start[1]))
-            self.dot(x, y, style)
-            self.dot(x, y + 1 if y + 1 < 4 * self.height else y - 1, style)
+        """Two dots thick."""
+        (x, y), lowest = start, 4 * self.height - 1
+        across, down = end[0] - x, end[1] - y
+        steps = max(abs(across), abs(down), 1)
+        half = steps // 2
+        for at in range(steps + 1):  # in whole numbers: this is most of what a chart costs
+            here_x, here_y = x + (at * across + half) // steps, y + (at * down + half) // steps
+            self.dot(here_x, here_y, style)
+            self.dot(here_x, here_y + 1 if here_y < lowest else here_y - 1, style)
 
     def mark(self, x: int, y: int, glyph: str, style: Style) -> None:
-        cell = (min(max(x // 2, 0), self.width - 1), min(max(y // 4, 0), self.height - 1))
-        self.marks[cell] = (glyph, style)
+        column, row = min(max(x // 2, 0), self.width - 1), min(max(y // 4, 0), self.height - 1)
+        self.marks[row * self.width + column] = (glyph, style)
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,7 @@ def _row(
     line.append("┤" if label else "│", ink.axis)
     run, run_style = "", under
     for column in range(canvas.width):
-        glyph, style = _cell(canvas, (column, row), "╌" if is_limit else "┈" if label else " ", ink, is_limit)
+        glyph, style = _cell(canvas, row * canvas.width + column, "╌" if is_limit else "┈" if label else " ", ink, is_limit)
         if style is not run_style:  # cells of one style are one stretch: what draws them costs by the stretch
             line.append(run, under + run_style)
             run, run_style = "", style
@@ -214,7 +218,7 @@ def _row(
     return line.append(run, under + run_style)
 
 
-def _cell(canvas: _Canvas, cell: tuple[int, int], empty: str, ink: Ink, is_limit: bool) -> tuple[str, Style]:
+def _cell(canvas: _Canvas, cell: int, empty: str, ink: Ink, is_limit: bool) -> tuple[str, Style]:
     """What stands in one cell, and its style."""
     if cell in canvas.marks:
         glyph, style = canvas.marks[cell]
