@@ -62,6 +62,8 @@ from trainer_core.contracts.records import CommandRecord
 
 REFRESH_S = 0.25
 CURVES_S = 1.0
+COLLECT_S = 60.0
+"""Between two full collections of garbage: each stops the screen for a quarter of a second."""
 RECORD_PANELS = (Chart, Rollouts, Events)
 """What only records change: drawn at most every `CURVES_S`."""
 
@@ -168,10 +170,16 @@ class CockpitApp(ActingApp):
         self.info, self._bad_lines = message.info, message.bad_lines
         if not self.loaded and not message.behind:
             self.loaded = True
-            settle()
+            self._settle()
         self._dirty = self._fresh_records = True
         if self.is_over and self.gone and self.loaded:
             self.status = status_from_files(self.bridge.run, self.info, self.state)
+
+    def _settle(self) -> None:
+        """Collect garbage in small bites from now on, and never look at what is there already: a key would wait."""
+        gc.freeze()
+        gc.set_threshold(2_000, 5, 1_000_000)
+        self.set_interval(COLLECT_S, gc.collect)
 
     def on_log_arrived(self, message: LogArrived) -> None:
         log = self.find(LogView)
@@ -372,12 +380,6 @@ def standing(status: RunStatus) -> object:
     """How a run stands, without the figures that are never twice the same."""
     rows = [(row.name, row.state, row.pid, row.attempt, row.healthy, row.waiting_for) for row in status.components]
     return status.phase, status.exit_code, rows
-
-
-def settle() -> None:
-    """Collect garbage in small bites from now on, and never look at what is there already: a key would wait for it."""
-    gc.freeze()
-    gc.set_threshold(2_000, 10, 50)
 
 
 LEAVE_S = 3.0

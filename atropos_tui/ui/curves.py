@@ -135,8 +135,7 @@ class Chart(Widget):
         inks = {name: style(f"chart--{name}", partial=True) for name in ("axis", "grid", "limit", "bad")}
         healthy = Style(bgcolor=style("chart--healthy").bgcolor)
         lines = plot(curves, axes, Ink(**inks, healthy=healthy), width, height)
-        base, console = self.rich_style, self.app.console
-        strips = [Strip(line.render(console, end="")) for line in lines]
+        base, strips = self.rich_style, [Strip(line) for line in lines]
         return [strip.adjust_cell_length(width, base).apply_style(base) for strip in strips]
 
     def _span(self, view: View, curves: list[Curve]) -> tuple[float, float | None]:

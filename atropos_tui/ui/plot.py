@@ -1,4 +1,4 @@
-"""Curves with axes in block characters: pure functions from points to lines of styled text, no Textual.
+"""Curves with axes in block characters: pure functions from points to lines of Rich segments, no Textual.
 
 A cell holds 2 x 4 Braille dots. A value that is not finite breaks its line and leaves a `×` at its step: shown, never
 joined over. Logarithmic axes draw values at or below the floor on the floor.
@@ -10,9 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rich.segment import Segment
 from rich.style import Style
-from rich.text import Text
 
+Line = list[Segment]
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Braille bit by row and column inside a cell."""
 
@@ -103,7 +104,7 @@ class _Scale:
         return round((1 - min(max(share, 0.0), 1.0)) * (self.rows - 1))
 
 
-def plot(curves: Sequence[Curve], axes: Axes, ink: Ink, width: int, height: int) -> list[Text]:
+def plot(curves: Sequence[Curve], axes: Axes, ink: Ink, width: int, height: int) -> list[Line]:
     """Draw `curves`, the first on top, into `height` lines of `width` cells; blank lines where there is no room."""
     scale = _scale(curves, axes, 4 * (height - 1))
     ticks = y_ticks(scale.low, scale.high, scale.log, max(2, (height - 1) // 2))
@@ -111,7 +112,7 @@ def plot(curves: Sequence[Curve], axes: Axes, ink: Ink, width: int, height: int)
     gutter = max((len(label) for label in labels.values()), default=0)
     columns = width - gutter - 2
     if columns < 4 or height < 3:
-        return [Text("")] * height
+        return [[]] * height
     last = axes.last if axes.last is not None else max((c.steps[-1] for c in curves if c.steps), default=1)
     last = max(last, axes.first + 1)
     canvas = _Canvas(columns, height - 1)
@@ -204,31 +205,34 @@ def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: floa
 
 def _row(
     canvas: _Canvas, row: int, label: str | None, gutter: int, ink: Ink, *, is_limit: bool, is_healthy: bool
-) -> Text:
+) -> Line:
     under = ink.healthy if is_healthy else Style()
-    line = Text(no_wrap=True, end="").append(f"{label or '':>{gutter}} ", ink.axis)
-    line.append("┤" if label else "│", ink.axis)
-    run, run_style = "", under
-    for column in range(canvas.width):
-        glyph, style = _cell(canvas, row * canvas.width + column, "╌" if is_limit else "┈" if label else " ", ink, is_limit)
-        if style is not run_style:  # cells of one style are one stretch: what draws them costs by the stretch
-            line.append(run, under + run_style)
-            run, run_style = "", style
-        run += glyph
-    return line.append(run, under + run_style)
+    line = [Segment(f"{label or '':>{gutter}} {'┤' if label else '│'}", ink.axis)]
+    glyph, style = "╌" if is_limit else "┈" if label else " ", ink.limit if is_limit else ink.grid
+    first, end = row * canvas.width, (row + 1) * canvas.width
+    run, run_style = "", style
+    for cell in range(first, end):
+        here, its = _cell(canvas, cell, ink) or (glyph, style)
+        if its is not run_style:  # cells of one style are one stretch: what draws them costs by the stretch
+            if run:
+                line.append(Segment(run, under + run_style))
+            run, run_style = "", its
+        run += here
+    line.append(Segment(run, under + run_style))
+    return line
 
 
-def _cell(canvas: _Canvas, cell: int, empty: str, ink: Ink, is_limit: bool) -> tuple[str, Style]:
-    """What stands in one cell, and its style."""
+def _cell(canvas: _Canvas, cell: int, ink: Ink) -> tuple[str, Style] | None:
+    """What was drawn in one cell, and its style."""
     if cell in canvas.marks:
         glyph, style = canvas.marks[cell]
         return glyph, ink.bad if glyph == "×" else style
     if cell in canvas.dots:
         return chr(0x2800 + canvas.dots[cell]), canvas.styles[cell]
-    return empty, ink.limit if is_limit else ink.grid
+    return None
 
 
-def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) -> Text:
+def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) -> Line:
     """Step numbers under the plot, each centred below its place, the last flush right."""
     cells = [" "] * (gutter + 2 + columns)
     step = nice_step(max((last - first) / max(1, columns // 12), 1))
@@ -239,4 +243,4 @@ def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) 
         at = min(max(at, gutter + 1), len(cells) - len(text))
         if all(cell == " " for cell in cells[max(0, at - 2) : at + len(text) + 2]):
             cells[at : at + len(text)] = text
-    return Text(no_wrap=True, end="").append("".join(cells), style)
+    return [Segment("".join(cells), style)]
