@@ -10,10 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -55,6 +51,7 @@ from atropos_tui.ui.log_view import LogView
 from atropos_tui.ui.look import THEME
 from atropos_tui.ui.palette import commands
 from atropos_tui.ui.rollouts import RolloutDetail, Rollouts
+from atropos_tui.ui.running import run_app
 from atropos_tui.ui.search_bar import Apply, SearchBar
 from atropos_tui.ui.view import Panel, View
 from trainer_core.contracts.control import Phase, RunStatus, State
@@ -382,34 +379,6 @@ def standing(status: RunStatus) -> object:
     return status.phase, status.exit_code, rows
 
 
-LEAVE_S = 3.0
-"""How long the screen may take to close once it was told to go."""
-
-
 def run_cockpit(run_dir: Path) -> Outcome:
     """Show the screen of `run_dir` until it is left."""
     return run_app(CockpitApp(run_dir))
-
-
-def run_app(app: CockpitApp) -> Outcome:
-    """Show `app` until it is left. TERM and HUP detach, as the driver itself would not."""
-
-    def leave() -> None:
-        app.exit("detach")
-        # The driver's writer can block for ever on a terminal that is gone; the screen owns nothing, so it may just go.
-        last_resort = threading.Timer(LEAVE_S, os._exit, (0,))
-        last_resort.daemon = True
-        last_resort.start()
-
-    # A long history is half a million objects that stay: looking for cycles among them costs a fifth of reading it.
-    gc.set_threshold(50_000, 20, 100)
-    # Threads parse records and logs: a key need not wait for the usual five milliseconds of each of them.
-    sys.setswitchinterval(0.0005)
-
-    async def attended() -> Outcome | None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, leave)
-        return await app.run_async()
-
-    return asyncio.run(attended()) or "detach"

@@ -17,10 +17,11 @@ from textual.widgets import Input
 
 from atropos_tui.monitor.plain import duration
 from atropos_tui.monitor.replay import Replay, ReplayClock
-from atropos_tui.ui.app import CockpitApp, run_app
+from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.bell import Bell
 from atropos_tui.ui.bridge import Bridge
 from atropos_tui.ui.log_view import LogView
+from atropos_tui.ui.running import run_app
 from trainer_core.contracts.control import RunStatus
 from trainer_core.contracts.records import Record
 

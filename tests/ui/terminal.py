@@ -117,8 +117,14 @@ class Terminal:
     def type(self, keys: bytes) -> None:
         os.write(self._fd, keys)
 
+    def vanish(self) -> None:
+        """Close the other side. The program is told by no signal, for it does not own this terminal."""
+        os.close(self._fd)
+        self._fd = -1
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(5)
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)

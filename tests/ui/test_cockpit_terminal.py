@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from atropos_tui.ui.running import LEAVE_S
 from tests.ui.run_maker import make_run
 from tests.ui.terminal import ALTERNATE_OFF, ALTERNATE_ON, Terminal
 
@@ -41,6 +42,12 @@ def test_signals_detach_and_give_the_terminal_back(terminal: Terminal, number: s
     terminal.until(lambda seen: b"LEFT:detach" in seen)
     assert ALTERNATE_OFF in terminal.seen
     assert terminal.process.wait(5) == 0
+
+
+def test_a_terminal_that_vanishes_takes_the_screen_along(terminal: Terminal) -> None:
+    terminal.until(lambda seen: b"37/60" in seen)
+    terminal.vanish()
+    terminal.process.wait(LEAVE_S + 3)  # else it would read the end of its input for ever, with a whole core
 
 
 def test_o_opens_the_log_in_the_editor_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
