@@ -113,6 +113,8 @@ class Screen:
         return float(times.user + times.system)
 
     def memory_mb(self) -> float:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the screen is gone; its last words: {bytes(self._seen[-2000:])!r}")
         return float(self.process.memory_info().rss / 1e6)
 
     def close(self) -> None:

@@ -25,9 +25,10 @@ def open_screen(run: RunDir) -> int:
     from atropos_tui.ui.app import run_cockpit
 
     choice = run_cockpit(run.root)
-    if choice == "detach":
-        _say_if_heard(f"detached; the run goes on: {one_line(str(run.root))}\n  atropos-tui attach · ps · down")
-        return Exit.DONE
+    if choice in ("detach", "failed"):
+        why = "detached" if choice == "detach" else "the screen failed, which is a fault of ours"
+        _say_if_heard(f"{why}; the run goes on: {one_line(str(run.root))}\n  atropos-tui attach · ps · down")
+        return Exit.DONE if choice == "detach" else Exit.FAULT
     from atropos_tui.cli.control import bring_down, tell_end
 
     # The screen has said `down`, or has seen the end; either way the supervisor may need a moment to finish.

@@ -18,7 +18,7 @@ from atropos_tui.ui.look import RESTING
 from trainer_core.contracts.control import Action, CommandRequest
 from trainer_core.contracts.records import CommandRecord
 
-Outcome = Literal["detach", "stop", "ended"]
+Outcome = Literal["detach", "stop", "ended", "failed"]
 """How the screen was left: the run goes on, was stopped from here, or was over."""
 
 Kind = TypeVar("Kind", bound=Widget)

@@ -176,7 +176,10 @@ class CockpitApp(ActingApp):
         """Collect garbage in small bites from now on, and never look at what is there already: a key would wait."""
         gc.freeze()
         gc.set_threshold(2_000, 5, 1_000_000)
-        self.set_interval(COLLECT_S, gc.collect)
+        self.set_interval(COLLECT_S, self._collect)
+
+    def _collect(self) -> None:
+        gc.collect()
 
     def on_log_arrived(self, message: LogArrived) -> None:
         log = self.find(LogView)

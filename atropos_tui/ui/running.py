@@ -42,7 +42,7 @@ def run_app(app: ActingApp) -> Outcome:
         finally:
             left.set()
 
-    return asyncio.run(attended()) or "detach"
+    return asyncio.run(attended()) or ("failed" if app.return_code else "detach")
 
 
 def _leave_in_any_case() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from atropos_tui.supervisor.client import Refused
+from atropos_tui.ui import app
 from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.components import Components
 from atropos_tui.ui.layout import VIEWS
@@ -42,6 +44,15 @@ def changed(status: RunStatus, name: str, **fields: object) -> RunStatus:
     """`status` with some fields of one component replaced."""
     rows = [row.model_copy(update=fields) if row.name == name else row for row in status.components]
     return status.model_copy(update={"components": rows})
+
+
+async def test_garbage_is_collected_while_it_is_looked_at(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "COLLECT_S", 0.05)
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    async with cockpit(run, (80, 24), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.shows("step 37/60")
+        await screen.until(lambda: len(collected) > 2)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (160, 45), (200, 50)])

@@ -50,6 +50,18 @@ def test_a_terminal_that_vanishes_takes_the_screen_along(terminal: Terminal) -> 
     terminal.process.wait(LEAVE_S + 3)  # else it would read the end of its input for ever, with a whole core
 
 
+def test_a_fault_of_the_screen_is_no_detaching(tmp_path: Path) -> None:
+    fault = SCRIPT.replace(
+        "import sys; ", "import sys; from atropos_tui.ui import app; app.CockpitApp._refresh_panels = lambda s: 1 / 0; "
+    )
+    started = Terminal([sys.executable, "-c", fault, str(make_run(tmp_path / "run").root)])
+    try:
+        started.until(lambda seen: b"LEFT:failed" in seen)
+        assert b"ZeroDivisionError" in started.seen and ALTERNATE_OFF in started.seen
+    finally:
+        started.close()
+
+
 def test_o_opens_the_log_in_the_editor_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     editor = tmp_path / "editor"
     editor.write_text(f'#!/bin/sh\necho "EDITING $1"\necho "$1" > {tmp_path}/opened\n')
