@@ -48,7 +48,7 @@ from atropos_tui.ui.events import Events
 from atropos_tui.ui.layout import PANELS, VIEWS, arrange, panels, visible
 from atropos_tui.ui.listing import Listing
 from atropos_tui.ui.log_view import LogView
-from atropos_tui.ui.look import THEME
+from atropos_tui.ui.look import RESTING, THEME
 from atropos_tui.ui.palette import commands
 from atropos_tui.ui.rollouts import RolloutDetail, Rollouts
 from atropos_tui.ui.running import run_app
@@ -59,6 +59,10 @@ from trainer_core.contracts.records import CommandRecord
 
 REFRESH_S = 0.25
 CURVES_S = 1.0
+CLOCKS_S, QUIET_CLOCKS_S = 1.0, 2.0
+"""How often figures that always change are drawn: uptimes, ages, use of the machine; and so where nothing else has
+happened for `QUIET_S`."""
+QUIET_S = 5.0
 COLLECT_S = 60.0
 """Between two full collections of garbage: each stops the screen for a quarter of a second."""
 RECORD_PANELS = (Chart, Rollouts, Events)
@@ -122,7 +126,7 @@ class CockpitApp(ActingApp):
         self._bad_lines = 0
         self._dirty = self._fresh_records = True
         """What is not drawn yet: anything; records of the streams, which alone move the curves."""
-        self._drawn_at = self._curves_at = float("-inf")
+        self._drawn_at = self._curves_at = self._news_at = float("-inf")
         self._log_of_all = False
         self.register_theme(THEME)
         self.theme = THEME.name
@@ -201,12 +205,19 @@ class CockpitApp(ActingApp):
     # Drawing.
 
     def _refresh_panels(self) -> None:
-        """Draw what changed, and the clocks once a second; beneath a dialog nothing more often."""
+        """Draw what changed, and the clocks from time to time; beneath a dialog nothing more often."""
         now = time.monotonic()
         at_once = self._dirty and self.loaded and self.main is self.screen
-        if self.main and (now - self._drawn_at >= 1.0 or at_once):
+        if self._dirty or not self._stands():
+            self._news_at = now
+        clocks = CLOCKS_S if now - self._news_at < QUIET_S else QUIET_CLOCKS_S
+        if self.main and (now - self._drawn_at >= clocks or at_once):
             curves = self._fresh_records and self.loaded and now - self._curves_at >= CURVES_S
             self._draw(curves)
+
+    def _stands(self) -> bool:
+        """Whether every component is up or at rest: nobody counts the seconds until it is."""
+        return self.status is not None and all(row.state in (State.HEALTHY, *RESTING) for row in self.status.components)
 
     @property
     def has_news(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.text import Text
 from textual import events
 from textual.message import Message
@@ -16,7 +18,8 @@ from trainer_core.contracts.records import DiagnosisRecord
 _WIDE = 90
 """From this width on there is room for ports, and for GPU memory where a component has some."""
 
-_COLUMNS = (
+Column = tuple[str, int, bool]
+_COLUMNS: tuple[Column, ...] = (
     ("component", 9, False),
     ("state", 11, False),
     ("probe", 7, True),
@@ -114,7 +117,7 @@ class Components(DataTable[Text]):
     def on_mouse_down(self, event: events.MouseDown) -> None:
         self._touched = self.is_users = True
 
-    def _columns(self) -> list[tuple[str, int, bool]]:
+    def _columns(self) -> list[Column]:
         wide = self.size.width >= _WIDE
         hidden = set() if wide else {"gpu", "port"}
         if not any(row.gpu_bytes for row in self.statuses):
@@ -140,19 +143,21 @@ class Components(DataTable[Text]):
     def _rebuild(self) -> None:
         row = self.cursor_row
         self.clear(columns=True)
-        for name, width, right in self._columns():
+        columns = self._columns()
+        for name, width, right in columns:
             self.add_column(self._fit(name, width, right, ""), key=name or "last", width=width + self._gap)
         for item in self.statuses:
-            self.add_row(*self._cells(item), key=item.name)
+            self.add_row(*self._cells(item, columns), key=item.name)
         self.move_cursor(row=min(max(row, 0), max(len(self.statuses) - 1, 0)))
 
     def _fill(self) -> None:
+        columns = self._columns()
         for item in self.statuses:
-            for (name, _, _), cell in zip(self._columns(), self._cells(item), strict=True):
+            for (name, _, _), cell in zip(columns, self._cells(item, columns), strict=True):
                 if self.get_cell(item.name, name or "last") != cell:
                     self.update_cell(item.name, name or "last", cell)
 
-    def _cells(self, row: ComponentStatus) -> list[Text]:
+    def _cells(self, row: ComponentStatus, columns: Sequence[Column]) -> list[Text]:
         words, tone = state_text(row.state)
         if self._stale and row.state not in RESTING:
             words, tone = f"? {row.state.value}", "dim"
@@ -173,7 +178,7 @@ class Components(DataTable[Text]):
             "port": (str(row.port) if row.port else "–", "dim"),
             "": self._words(row),
         }
-        return [self._fit(texts[name][0], width, right, texts[name][1]) for name, width, right in self._columns()]
+        return [self._fit(texts[name][0], width, right, texts[name][1]) for name, width, right in columns]
 
     def _words(self, row: ComponentStatus) -> tuple[str, str]:
         """The last column, and its style."""
