@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 
-@dataclass
 class Series:
-    """Values by step, ascending. NaN and infinities are kept; a value that does not exist has no point."""
+    """Values by step, ascending. NaN and infinities are kept; a value that does not exist has no point.
 
-    steps: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    """Unix seconds of each point."""
+    Values and times are packed, for a long run has a hundred thousand of them.
+    """
+
+    def __init__(self, steps: Iterable[int] = (), values: Iterable[float] = (), times: Iterable[float] = ()) -> None:
+        self.steps = list(steps)
+        self.values = array("d", values)
+        self.times = array("d", times)
+        """Unix seconds of each point."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Series):
+            return NotImplemented
+        return (self.steps, self.values, self.times) == (other.steps, other.values, other.times)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Series({self.steps}, {list(self.values)}, {list(self.times)})"
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -45,9 +59,9 @@ class Series:
 
     def tail(self, count: int) -> list[float]:
         """The newest `count` values, oldest first."""
-        return self.values[-count:] if count > 0 else []
+        return list(self.values[-count:]) if count > 0 else []
 
 
-def mean(values: list[float]) -> float | None:
+def mean(values: Sequence[float]) -> float | None:
     """Arithmetic mean; NaN if one value is NaN, None for no values."""
     return sum(values) / len(values) if values else None

@@ -63,7 +63,7 @@ def test_values_equal_those_in_the_records() -> None:
     records = steps(range(1, 6))
     state = fed(*records)
     rewards = [record.reward_mean for record in records if record.kind == "step"]  # type: ignore[attr-defined]
-    assert state.metric("reward_mean").values == rewards
+    assert list(state.metric("reward_mean").values) == rewards
     assert state.metric("reward_mean").steps == [1, 2, 3, 4, 5]
     assert state.step == 5
 
@@ -83,7 +83,7 @@ def test_a_later_attempt_takes_over_from_its_first_step() -> None:
     state = fed(*first, *second)
     rewards = {r.step: r.reward_mean for r in first + second if r.kind == "step"}  # type: ignore[attr-defined]
     assert state.metric("reward_mean").steps == list(range(1, 9))
-    assert state.metric("reward_mean").values == [rewards[step] for step in range(1, 9)]
+    assert list(state.metric("reward_mean").values) == [rewards[step] for step in range(1, 9)]
     assert state.step == 8
     assert {(r.attempt, r.step) for r in state.rollouts} == {(1, s) for s in range(1, 7)} | {(2, 7), (2, 8)}
 
@@ -93,7 +93,7 @@ def test_records_of_an_earlier_attempt_that_come_late_are_dropped() -> None:
     state = fed(*steps(range(1, 3)), *steps(range(4, 6), attempt=2), *late)
     own = {r.step: r.reward_mean for r in steps(range(4, 6), attempt=2) if r.kind == "step"}  # type: ignore[attr-defined]
     assert state.metric("reward_mean").steps == [1, 2, 3, 4, 5]
-    assert state.metric("reward_mean").values[3:] == [own[4], own[5]]
+    assert list(state.metric("reward_mean").values[3:]) == [own[4], own[5]]
     assert state.alignment is not None
     assert state.alignment.step in (3, 5)
 
@@ -128,7 +128,7 @@ def test_the_summary_and_checkpoints_of_a_superseded_attempt_are_gone() -> None:
 
 def test_other_ranks_do_not_draw() -> None:
     state = fed(MemoryRecord(step=1, rss_bytes=10), MemoryRecord(step=1, rank=1, rss_bytes=99))
-    assert state.metric("rss_bytes").values == [10]
+    assert list(state.metric("rss_bytes").values) == [10]
 
 
 def test_text_is_bounded() -> None:
