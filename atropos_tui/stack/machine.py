@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from atropos_tui.stack.nvml import Nvml
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -30,14 +32,7 @@ def read_machine() -> Machine:
 
 def _gpus() -> tuple[Gpu, ...]:
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(
-            Gpu(str(pynvml.nvmlDeviceGetName(handle)), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
-            for handle in handles
-        )
+        return tuple(Gpu(card.name, card.total) for card in Nvml().read())
     except Exception:  # NVML has an error class per cause, and none of them matters here
         return ()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from atropos_tui.stack.nvml import Nvml
 from atropos_tui.stack.recipes import recipe
 from atropos_tui.supervisor import procfs, states
 from atropos_tui.supervisor.adoption import Estate
@@ -49,7 +50,7 @@ from atropos_tui.supervisor.messages import (
     Verdict,
     Wake,
 )
-from atropos_tui.supervisor.nvml import Nvml, Reader
+from atropos_tui.supervisor.nvml import Reader
 from atropos_tui.supervisor.operations import Operation, RefusedError, refusal
 from atropos_tui.supervisor.result import RunResult
 from atropos_tui.supervisor.sampling import Sampler

@@ -32,8 +32,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from atropos_tui.stack.nvml import Card
 from atropos_tui.supervisor.diagnoses import Diagnosis
-from atropos_tui.supervisor.nvml import Card, Reader
+from atropos_tui.supervisor.nvml import Reader
 
 GIB = 1024**3
 SLACK = 256 * 1024**2

@@ -74,6 +74,8 @@ def test_the_stack_is_watched_and_driven_from_the_screen(cockpit: Cockpit) -> No
     cockpit.until_step(3)
     assert all("● healthy" in cockpit.row(name) for name in COMPONENTS[1:]), terminal.cells.text
 
+    _curves_follow_within(cockpit, 2.0)
+
     cockpit.select("vllm")
     old = _pid(cockpit, "vllm")
     cockpit.press(b"r")
@@ -107,6 +109,23 @@ def _pid(cockpit: Cockpit, component: str) -> int:
     found = re.search(rf"{component} +● healthy +[\d.]+ m?s +(\d+) ", cockpit.row(component))
     assert found, cockpit.terminal.cells.text
     return int(found[1])
+
+
+def _curves_follow_within(cockpit: Cockpit, seconds: float) -> None:
+    """Three times: the reward that the newest point of the curve has is that of a step which came a moment ago."""
+    for _ in range(3):
+        before = cockpit.terminal.cells.text
+        seen = cockpit.terminal.shows(lambda text, before=before: _reward(text) not in ("", _reward(before)))  # type: ignore[misc]
+        shown = _reward(cockpit.terminal.cells.text)
+        times = [s.time for s in cockpit.files.telemetry("step") if f"{s.reward_mean:.3f}" == shown and s.time <= seen]
+        assert times and seen - max(times) < seconds, (
+            f"reward {shown} was drawn {seen - max(times, default=0):.2f} s late"
+        )
+
+
+def _reward(text: str) -> str:
+    found = re.search(r"Reward .*?mean ([\d.]+)", text)
+    return found[1] if found else ""
 
 
 def _shows_what_the_file_says(cockpit: Cockpit) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from atropos_tui.stack.nvml import Card, NoDriverError, Nvml
 from atropos_tui.supervisor import gpu_memory, nvml
 from atropos_tui.supervisor.gpu_memory import GIB, GpuMemory, excess_of
-from atropos_tui.supervisor.nvml import Card, NoDriverError, Reader
+from atropos_tui.supervisor.nvml import Reader
 from tests.supervisor.harness import QUICK, Running, alive, part, ready, wait_until
 from trainer_core.contracts.control import CommandRequest, ComponentStatus, Role, State
 from trainer_core.contracts.records import DiagnosisRecord
@@ -376,7 +377,7 @@ async def test_a_second_interrupt_waits_for_no_memory(
 
 
 async def test_a_machine_without_nvml_says_so_once() -> None:
-    reader = Reader(nvml.Nvml())
+    reader = Reader(Nvml())
     cards = await reader.cards()
     assert (cards is None) == reader.absent
 
