@@ -17,7 +17,11 @@ import platformdirs
 
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.stack.listening import listens
+from trainer_core.contracts.files import read_regular
 from trainer_core.contracts.run_dir import RunDir
+
+_LATEST = 1e11
+"""A later time is foreign."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,12 @@ class RunEntry:
 
     @property
     def started_at(self) -> float:
-        return float(self.info.get("started_at", 0.0))
+        return _seconds(self.info.get("started_at"))
 
     @property
     def used_at(self) -> float:
         """When it was last started or resumed."""
-        return float(self.info.get("resumed_at") or self.started_at)
+        return _seconds(self.info.get("resumed_at")) or self.started_at
 
     @property
     def is_live(self) -> bool:
@@ -43,6 +47,11 @@ class RunEntry:
             return listens(os.readlink(self.dir.control_sock))  # noqa: PTH115  (its own path may be too long to connect to)
         except OSError:
             return False
+
+
+def _seconds(value: object) -> float:
+    """Unix seconds; 0 for what is no such time."""
+    return float(value) if isinstance(value, int | float) and 0 <= value <= _LATEST else 0.0
 
 
 def new_run_id(name: str) -> str:
@@ -93,8 +102,8 @@ def _links() -> list[Path]:
 def read_run(root: Path) -> RunEntry | None:
     """The run in `root`, or None when it holds no readable run.json."""
     try:
-        info = json.loads((root / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        info = json.loads(read_regular(root / "run.json"))
+    except (OSError, ValueError, RecursionError):
         return None
     return RunEntry(RunDir(root), info) if isinstance(info, dict) else None
 
@@ -140,12 +149,13 @@ def _by_id(run_id: str) -> RunEntry | None:
 
 
 def read_result(run: RunDir) -> dict[str, Any] | None:
-    """result.json of an ended run."""
+    """result.json of an ended run; None where it is not there, or not one that a supervisor wrote."""
     try:
-        data = json.loads(run.result_json.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = json.loads(read_regular(run.result_json))
+    except (OSError, ValueError, RecursionError):
         return None
-    return data if isinstance(data, dict) else None
+    code = data.get("exit_code") if isinstance(data, dict) else None
+    return data if type(code) is int and 0 <= code < 256 else None
 
 
 def is_used(root: Path) -> bool:

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer_core.contracts.files import open_regular
 from trainer_core.contracts.records import Record, RecordError, parse_line
 
 CHUNK_BYTES = 256 * 1024
@@ -32,7 +33,7 @@ class FileSource:
     def read(self, limit: int) -> tuple[bytes, int, bool]:
         """Next bytes, the bytes left behind them, and whether the file began anew since the last call."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 info = os.fstat(file.fileno())
                 identity = (info.st_dev, info.st_ino)
                 anew = self.identity is not None and (identity != self.identity or info.st_size < self.offset)
@@ -51,7 +52,7 @@ class FileSource:
 def nth_from_end(path: Path, words: bytes, count: int) -> int:
     """Byte at which the `count`-th last occurrence of `words` in a file begins; 0 where there are fewer, or no file."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             at = len(data)
             for _ in range(count):
                 at = data.rfind(words, 0, at)

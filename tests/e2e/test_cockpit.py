@@ -112,15 +112,17 @@ def _pid(cockpit: Cockpit, component: str) -> int:
 
 
 def _curves_follow_within(cockpit: Cockpit, seconds: float) -> None:
-    """Three times: the reward that the newest point of the curve has is that of a step which came a moment ago."""
+    """Three times: the newest point of the reward curve is of a step that came a moment ago."""
+    since = time.time()
     for _ in range(3):
-        before = cockpit.terminal.cells.text
-        seen = cockpit.terminal.shows(lambda text, before=before: _reward(text) not in ("", _reward(before)))  # type: ignore[misc]
+        before = _reward(cockpit.terminal.cells.text)
+        seen = cockpit.terminal.shows(lambda text, before=before: _reward(text) not in ("", before))  # type: ignore[misc]
         shown = _reward(cockpit.terminal.cells.text)
-        times = [s.time for s in cockpit.files.telemetry("step") if f"{s.reward_mean:.3f}" == shown and s.time <= seen]
-        assert times and seen - max(times) < seconds, (
-            f"reward {shown} was drawn {seen - max(times, default=0):.2f} s late"
-        )
+        steps = cockpit.files.telemetry("step")
+        times = [s.time for s in steps if f"{s.reward_mean:.3f}" == shown and since - 1 < s.time <= seen]
+        assert times, f"no step of the last second has the reward {shown}"
+        assert seen - min(times) < seconds, f"reward {shown} was drawn {seen - min(times):.2f} s late"
+        since = seen
 
 
 def _reward(text: str) -> str:
@@ -129,7 +131,8 @@ def _reward(text: str) -> str:
 
 
 def _shows_what_the_file_says(cockpit: Cockpit) -> None:
-    """Without vLLM no step comes: the screen and the newest records are at rest, and equal."""
+    """Without vLLM no step comes: two seconds after the last one, screen and newest records are at rest, and equal."""
+    cockpit.files.until(lambda: time.time() - cockpit.files.telemetry("step")[-1].time > 0.7, 20, "an end of steps")
     step, aligned = cockpit.files.telemetry("step")[-1], cockpit.files.telemetry("alignment")
     probed = [record.probe_diff_abs_mean for record in aligned if record.probe_diff_abs_mean is not None]
     for words in (
@@ -138,4 +141,4 @@ def _shows_what_the_file_says(cockpit: Cockpit) -> None:
         f"rollout {aligned[-1].logprob_diff_abs_mean:.3f}",
         f"probe {probed[-1]:.1e}",
     ):
-        cockpit.terminal.shows(lambda text, words=words: words in text, 10)  # type: ignore[misc]
+        cockpit.terminal.shows(lambda text, words=words: words in text, 1.5)  # type: ignore[misc]

@@ -224,6 +224,11 @@ def test_an_adapter_that_does_not_fit(server: Server, tmp_path: Path, alone: Non
     trainer.sync.close()
 
 
+def own_servers() -> set[psutil.Process]:
+    """vLLM servers that this process has started, those of fixtures among them."""
+    return {child for child in psutil.Process().children() if "vllm_server" in " ".join(child.cmdline())}
+
+
 @pytest.mark.slow
 def test_restarts_as_an_own_child(tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone the trainer starts the server, restarts it when due, starts a dead one again, and takes it along."""
@@ -234,6 +239,7 @@ def test_restarts_as_an_own_child(tmp_path: Path, alone: None, monkeypatch: pyte
         make_tiny_model(tmp_path / "model"), tmp_path, weight_bridge_mode="lora_restart", vllm_port=port,
         vllm_restart_interval=2, max_model_len=256, gpu_memory_utilization=0.05, log_dir=str(tmp_path / "logs"),
     )  # fmt: skip
+    others = own_servers()
     trainer = Trainer(LoraRestart, settings)
     try:
         engine = trainer.sync.engines[0]
@@ -271,7 +277,7 @@ def test_restarts_as_an_own_child(tmp_path: Path, alone: None, monkeypatch: pyte
         assert trainer.gap(ask(url, None), 3) < EXACT  # type: ignore[arg-type]
     finally:
         trainer.sync.close()
-    assert [p for p in psutil.Process().children() if "vllm_server" in " ".join(p.cmdline())] == []
+    assert own_servers() == others
 
 
 def assert_trained(run: LiveStack, steps: int) -> None:

@@ -2,8 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """`path`, to be read.
+
+    Raises:
+        OSError: it is not there, or no file: opening a pipe would wait for a writer for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_regular(path: Path) -> str:
+    """The text of `path`, UTF-8.
+
+    Raises:
+        OSError: it is not there, or no file.
+        UnicodeDecodeError: it holds no text.
+    """
+    with open_regular(path) as file:
+        return file.read().decode("utf-8")
 
 
 def write_private(path: Path, text: str, *, durable: bool = False) -> None:
