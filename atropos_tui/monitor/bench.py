@@ -21,7 +21,7 @@ from atropos_tui.monitor.feed import load_run
 from atropos_tui.monitor.pace import tokens_per_second
 from atropos_tui.monitor.plain import bytes_text, counted, number, one_line
 from atropos_tui.monitor.run_info import read_json
-from atropos_tui.monitor.series import Series, mean
+from atropos_tui.monitor.series import Series, mean, real
 from atropos_tui.monitor.state import RunState
 from trainer_core.contracts.run_dir import RunDir
 
@@ -97,10 +97,11 @@ def benchmark_state(state: RunState, *, run: str, mode: str) -> RunBenchmark:
         "checkpoint_bytes": state.checkpoints[-1].bytes if state.checkpoints else None,
     }
     record = state.benchmark
+    mode = one_line((record.mode if record else "") or mode)
     if record is None or len(state.attempt_steps) > 1:
         return _possible(RunBenchmark(mode=mode, source="records", **common, **_computed(state)))  # type: ignore[arg-type]
     figures = record.model_dump(include=set(RunBenchmark.__dataclass_fields__) - {"mode"})
-    return _possible(RunBenchmark(mode=record.mode or mode, source="trainer", **common, **figures))  # type: ignore[arg-type]
+    return _possible(RunBenchmark(mode=mode, source="trainer", **common, **figures))  # type: ignore[arg-type]
 
 
 def _computed(state: RunState) -> dict[str, float | int | None]:
@@ -268,9 +269,9 @@ def _comparison(runs: Sequence[RunBenchmark]) -> str:
 
 def ratio(value: float | None, base: float | None) -> float | None:
     """`value` over `base`; None where that says nothing."""
-    if value is None or not base or not math.isfinite(value) or not math.isfinite(base):
+    if value is None or not base or not math.isfinite(real(value)) or not math.isfinite(real(base)):
         return None
-    return value / base
+    return real(value) / real(base)
 
 
 def _seconds(value: float | None) -> str:

@@ -59,7 +59,7 @@ class RunFeed:
 
     def _start_over(self) -> Batch:
         """Read every stream from its start, so that one fresh state holds all of them."""
-        self._tails = {path: RecordTail(path, bad_lines=tail.bad_lines) for path, tail in self._tails.items()}
+        self._tails = {path: RecordTail(path) for path in self._tails}
         self._restarts = 0
         return Batch([], True, True)
 

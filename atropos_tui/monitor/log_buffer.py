@@ -1,21 +1,30 @@
 """Log lines in memory, for a screen: a bounded buffer, filtered, wrapped and searched. Pure.
 
 Entries have numbers that never change. What a screen shows are *rows*: an entry each, or several where long lines are
-wrapped; with a filter, only those that match it.
+wrapped; with a filter, only those that match it. Matching
+the user's pattern raises `TooSlow` where it takes too long.
 """
 
 from __future__ import annotations
 
 import re
+import signal
+import warnings
 from bisect import bisect_left
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Literal, NamedTuple, TypeVar
 
 from rich.cells import cell_len, chop_cells
 
 Kind = Literal["plain", "warning", "error", "note"]
 Level = Literal["all", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("all", "warning", "error")
+SEARCH_S = 0.2
+"""Of our CPU time, for one search of all that is kept."""
+TOO_SLOW = "given up: this pattern takes too long"
+
+Result = TypeVar("Result")
 
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
 _WARNING = re.compile(r"\b(WARN|WARNING)\b")
@@ -51,12 +60,47 @@ class Classifier:
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """`pattern` as a regular expression, case-insensitive unless it has capitals; what is none is taken literally."""
+    """`pattern` as a regular expression, case-insensitive unless it has capitals; what is none is taken literally.
+
+    So is what is too large or too deep for one. Half-typed ones draw warnings, which would be written over the screen.
+    """
     flags = re.NOFLAG if pattern != pattern.lower() else re.IGNORECASE
     try:
-        return re.compile(pattern, flags)
-    except re.error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return re.compile(pattern, flags)
+    except (re.error, OverflowError, RecursionError):
         return re.compile(re.escape(pattern), flags)
+
+
+class TooSlow(Exception):
+    """A search was given up."""
+
+
+_timed = False
+"""Whether a search is under way: a signal that comes late hits nobody else."""
+
+
+def in_time(search: Callable[[], Result]) -> Result:
+    """What `search` gives; TooSlow after `SEARCH_S`.
+
+    Some patterns take for ever on one line, and the interpreter with them: only a signal ends that, and only in the
+    main thread. So nothing but matching belongs into `search`, which may end anywhere. Does not nest.
+    """
+    global _timed
+    signal.signal(signal.SIGPROF, _give_up)
+    try:
+        _timed = True
+        signal.setitimer(signal.ITIMER_PROF, SEARCH_S)
+        return search()
+    finally:
+        _timed = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _give_up(number: int, frame: FrameType | None) -> None:
+    if _timed:
+        raise TooSlow
 
 
 class LogBuffer:
@@ -91,13 +135,12 @@ class LogBuffer:
 
     def extend(self, entries: Iterable[Entry]) -> int:
         """Append; how many rows left at the top."""
-        first = self._base + len(self._entries)
+        known = len(self._entries)
         self._entries.extend(entries)
-        for number in range(first, self._base + len(self._entries)):
-            text = self._entries[number - self._base].text
+        for _, text, *_ in self._entries[known:]:
             self.width = max(self.width, len(text) if text.isascii() else cell_len(text))
-            if self._rows is not None:
-                self._rows.extend(self._rows_of(number))
+        if self._rows is not None:
+            self._rows.extend(self._rows_from(self._base + known))
         return self._trim() if len(self._entries) > self.capacity else 0
 
     def _trim(self) -> int:
@@ -125,13 +168,20 @@ class LogBuffer:
         if level == "all" and pattern is None and wrap is None:
             self._rows = None
         else:
-            end = self._base + len(self._entries)
-            self._rows = [row for number in range(self._base, end) for row in self._rows_of(number)]
+            self._rows = self._rows_from(self._base)
+
+    def _rows_from(self, first: int) -> list[tuple[int, int]]:
+        """The rows of what is shown, from an entry on; only the matching is timed."""
+
+        def shown() -> list[int]:
+            entries = enumerate(self._entries[first - self._base :], first)
+            return [number for number, entry in entries if self._passes(entry)]
+
+        numbers = in_time(shown) if self.pattern else shown()
+        return [row for number in numbers for row in self._rows_of(number)]
 
     def _rows_of(self, number: int) -> list[tuple[int, int]]:
         entry = self._entries[number - self._base]
-        if not self._passes(entry):
-            return []
         if self._wrap is None:
             return [(number, 0)]
         return [(number, part) for part in range(len(self._parts(entry.text)))]
@@ -169,17 +219,25 @@ class LogBuffer:
         at = bisect_left(self._rows, (number, 0))
         return at if at < len(self._rows) and self._rows[at][0] == number else None
 
+    def next_row(self, number: int, step: int) -> int | None:
+        """The row behind the last one of an entry, or before its first; None when it is gone or not shown."""
+        first = self.row_of(number)
+        if first is None:
+            return None
+        if step < 0:
+            return first - 1
+        return first + 1 if self._rows is None else bisect_left(self._rows, (number + 1, 0))
+
     def find(self, wanted: re.Pattern[str] | Kind, start: int, step: int) -> int | None:
         """The number of the next shown entry that matches, from row `start` on, in direction `step`, around the end."""
         height = self.height
         seen = -1
         for count in range(height):
-            found = self.row((start + step * count) % height)
-            assert found is not None
-            number, _, entry, _ = found
+            row = (start + step * count) % height
+            number = self._base + row if self._rows is None else self._rows[row][0]
             if number == seen:
                 continue
-            seen = number
+            seen, entry = number, self._entries[number - self._base]
             if entry.kind == wanted if isinstance(wanted, str) else wanted.search(entry.text):
                 return number
         return None

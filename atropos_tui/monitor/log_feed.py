@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from atropos_tui.monitor.log_buffer import Classifier, Entry
+from atropos_tui.monitor.merged import due
 from atropos_tui.monitor.plain import bytes_text, plain_text
 from atropos_tui.monitor.tail import LogTail, newest_log
 from atropos_tui.supervisor.log_times import LogTimes
@@ -20,8 +21,6 @@ FLOOD_BYTES = 32 * 1024
 """Read at once while more comes than can be shown: some hundred lines, each of which costs the screen time."""
 CALM_READS = 20
 """So many reads without a jump end a flood."""
-HOLD_S = 0.15
-"""A line may reach its file a moment after a later one of another component: merged lines wait for this long."""
 CHUNKS_AT_END = 16
 """Read of an attempt that is over before its successor is shown."""
 
@@ -106,7 +105,8 @@ class LogFeed:
         self._run = run
         self._following: tuple[str, ...] = ()
         self._components: dict[str, _Component] = {}
-        self._held: list[Entry] = []
+        self._held: list[tuple[Entry, float]] = []
+        """Lines whose turn has not come, and when each was read, by the monotonic clock."""
 
     def path(self, name: str) -> Path | None:
         """The log of `name` that is being read."""
@@ -121,9 +121,10 @@ class LogFeed:
             self._components = {name: _Component(self._run.logs / name) for name in names}
         if len(names) == 1:
             return self._components[names[0]].read(timed=False)
-        held = [*self._held, *(entry for part in self._components.values() for entry in part.read(timed=True))]
-        held.sort(key=lambda entry: entry.time)
-        limit = time.time() - HOLD_S
-        ready = [entry for entry in held if entry.time <= limit]
+        limit, now = due((entry.time, read_at) for entry, read_at in self._held), time.monotonic()
+        new = (entry for part in self._components.values() for entry in part.read(timed=True))
+        held = [*self._held, *((entry, now) for entry in new)]
+        held.sort(key=lambda item: item[0].time)
+        ready = [entry for entry, _ in held if entry.time <= limit]
         self._held = held[len(ready) :]
         return ready

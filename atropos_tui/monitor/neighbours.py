@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from atropos_tui.monitor.run_info import read_info, read_json
+from atropos_tui.monitor.run_info import moment, read_info, read_json
 from trainer_core.contracts.run_dir import RunDir
 
 MOST = 100
@@ -27,14 +27,22 @@ class Neighbour:
 def neighbours(root: Path) -> list[Neighbour]:
     """The newest runs beside `root` that have records of a trainer, newest first."""
     found = []
-    for path in root.parent.iterdir() if root.parent.is_dir() else ():
-        run = RunDir(path)
-        if path.name == root.name or not run.telemetry_jsonl.is_file():
+    for path in _beside(root):
+        try:
+            if path.name != root.name and (run := RunDir(path)).telemetry_jsonl.is_file():
+                started = moment(read_json(run.run_json).get("started_at"))
+                found.append((path.stat().st_mtime if started is None else started, run))
+        except OSError:  # another user's, or gone by now
             continue
-        started = read_json(run.run_json).get("started_at")
-        found.append((float(started) if isinstance(started, int | float) else path.stat().st_mtime, run))
     found.sort(key=lambda item: item[0], reverse=True)
     return [_described(run, at) for at, run in found[:MOST]]
+
+
+def _beside(root: Path) -> list[Path]:
+    try:
+        return list(root.parent.iterdir())
+    except OSError:
+        return []
 
 
 def _described(run: RunDir, started_at: float) -> Neighbour:

@@ -2,6 +2,7 @@
 
 Programs and models may print anything. `plain_text` keeps what can be read and drops what a terminal would obey:
 escape sequences (CSI, OSC with clipboard writes, DCS and the like), control characters, bidirectional overrides.
+Half a surrogate pair, which neither a terminal nor a file can be given, becomes a question mark.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 
+from atropos_tui.monitor.series import real
 from atropos_tui.stack.redact import mask
 from trainer_core.contracts.control import State
 
@@ -25,6 +27,7 @@ _ESCAPES = re.compile(
     re.VERBOSE,
 )
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+_HALVES = re.compile("[\ud800-\udfff]")
 
 
 _GLYPHS = {
@@ -52,13 +55,18 @@ def plain_text(line: str) -> str:
     if not line.isprintable():
         line = _ESCAPES.sub("", line)
         line = line.rstrip("\r").rpartition("\r")[2]
-        line = _CONTROL.sub("", line.expandtabs(8))
+        line = _HALVES.sub("?", _CONTROL.sub("", line.expandtabs(8)))
     return line if len(line) <= MAX_COLUMNS else line[: MAX_COLUMNS - 1] + "…"
 
 
 def one_line(text: str) -> str:
     """Text of several lines as one: line breaks are shown as `⏎`, the rest is made plain."""
     return plain_text(text[: 4 * MAX_COLUMNS].replace("\r\n", "\n").replace("\n", "⏎"))
+
+
+def plain_lines(text: str) -> str:
+    """Text of several lines, each made plain by itself: what one of them does not end never hides the next."""
+    return "\n".join(map(plain_text, text.split("\n")))
 
 
 def said(text: str) -> str:
@@ -100,6 +108,7 @@ def bytes_text(value: float | None) -> str:
     """`512 MB`, `1.5 GB`; powers of ten."""
     if value is None:
         return "–"
+    value = real(value)
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(value) >= scale:
             return f"{value / scale:.{1 if unit == 'GB' else 0}f} {unit}"
@@ -110,6 +119,7 @@ def number(value: float | None, digits: int = 3) -> str:
     """Few characters for any magnitude: `0.912`, `4.1e-07`, `12,300`, `NaN`; `–` where there is none."""
     if value is None:
         return "–"
+    value = real(value)
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
     size = abs(value)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from atropos_tui.monitor.pace import PARTS
 from atropos_tui.monitor.plain import bytes_text, number, said, seconds_text
-from atropos_tui.monitor.series import Series
+from atropos_tui.monitor.series import MOST_STEPS, Series, on_scale
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.thinning import averaged, thin
 
@@ -16,8 +16,6 @@ POINTS = 1_000
 """Of one curve on the page; a longer one is thinned."""
 STACKED = 250
 """Columns of the split of a step; more steps are averaged."""
-MOST_STEPS, LARGEST = 2**53, 1e300
-"""Beyond these a plot has no scale any more: foreign figures, left out and counted with those that are not finite."""
 Write = Callable[[float | None], str]
 _WRITERS: dict[str, Write] = {"": number, "s": seconds_text, "bytes": bytes_text}
 
@@ -177,7 +175,7 @@ def _line(
     for step, value, time in zip(series.steps, series.values, series.times, strict=True):
         if 0 <= step <= MOST_STEPS:
             clean.steps.append(step)
-            clean.values.append(value if abs(value) < LARGEST else math.nan)
+            clean.values.append(on_scale(value) if math.isfinite(value) else math.nan)
             clean.times.append(time)
     finite = [value for value in clean.values if math.isfinite(value)]
     return Line(

@@ -1,7 +1,7 @@
 """What the files of a run say about it: what it is (`read_info`) and how it stands or ended (`status_from_files`).
 
 Used where no supervisor answers. Every file may be missing, half-written or of another version: what cannot be read
-is left out, nothing raises.
+is left out, nothing raises. That goes for figures that no run can have, too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from atropos_tui.monitor.plain import one_line
+from atropos_tui.monitor.series import MOST_STEPS, real
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.without_result import without_result
 from trainer_core.contracts.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
+from trainer_core.contracts.files import read_regular
 from trainer_core.contracts.records import StateRecord
 from trainer_core.contracts.run_dir import RunDir
 
+LAST_MOMENT = 2e11
+"""Unix seconds, in the year 8307: what is later is no time of this world, and a calendar may refuse it."""
 E = TypeVar("E", bound=StrEnum)
 
 
@@ -66,7 +71,7 @@ def read_info(run: RunDir) -> RunInfo:
         name=_text(plan.get("name")) or _text(profile.get("name")) or run.root.name,
         mode=_text(plan.get("mode")) or _text(profile.get("mode")),
         model=flag(command, "--model-name") or _text(profile.get("model")),
-        training_steps=int(steps) if steps.isdecimal() else None,
+        training_steps=_step_count(steps),
         components=[_planned(item) for item in _dicts(plan.get("components")) if _text(item.get("name"))],
     )
 
@@ -78,7 +83,7 @@ def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
     and what is left of the components.
     """
     result = read_json(run.result_json)
-    started = read_json(run.run_json).get("started_at")
+    started = moment(read_json(run.run_json).get("started_at"))
     code = _whole(result.get("exit_code"))
     first = state.transitions[0].time if state.transitions else 0.0
     status = RunStatus(
@@ -87,7 +92,7 @@ def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
         mode=info.mode,
         run_dir=str(run.root),
         phase=Phase.ENDED,
-        started_at=float(started) if isinstance(started, int | float) else first,
+        started_at=first if started is None else started,
         seq=state.supervisor_seq,
         exit_code=code,
         reason=_text(result.get("reason")),
@@ -116,9 +121,15 @@ def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`, empty when there is none."""
     try:
-        return _dict(json.loads(path.read_text(encoding="utf-8")))
+        return _dict(json.loads(read_regular(path)))
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+def moment(value: object) -> float | None:
+    """A time in Unix seconds, or None where `value` is none."""
+    seconds = _number(value)
+    return seconds if seconds is not None and 0 <= seconds <= LAST_MOMENT else None
 
 
 def flag(command: list[Any], name: str) -> str:
@@ -133,7 +144,7 @@ def flag(command: list[Any], name: str) -> str:
 
 def _moved(row: ComponentStatus | None, record: StateRecord) -> ComponentStatus:
     role = _member(Role, record.role) or (row.role if row else Role.OTHER)
-    before = row or ComponentStatus(name=record.component or "", role=role, state=State.PENDING)
+    before = row or ComponentStatus(name=one_line(record.component or ""), role=role, state=State.PENDING)
     new = State(record.new)
     return before.model_copy(
         update={
@@ -182,7 +193,7 @@ def _member(kind: type[E], value: object) -> E | None:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return {}
 
@@ -192,15 +203,22 @@ def _list(value: object) -> list[Any]:
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+    """Plain: a name of a foreign file must not reach a terminal as it is."""
+    return one_line(value) if isinstance(value, str) else ""
 
 
 def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int) and abs(value) <= MOST_STEPS else None
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    return real(value) if isinstance(value, int | float) else None
+
+
+def _step_count(words: str) -> int | None:
+    """Python itself refuses to read numbers of more than some thousand digits."""
+    short = words.isdecimal() and len(words) <= len(str(MOST_STEPS))
+    return _whole(int(words)) if short else None
 
 
 def _dict(value: object) -> dict[str, Any]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+
+MOST_STEPS = 2**53
+LARGEST, SMALLEST = 1e300, 1e-300
+"""Beyond these a plot has no scale any more: figures of foreign records, which must not end what draws them."""
 
 
 class Series:
@@ -60,6 +65,21 @@ class Series:
     def tail(self, count: int) -> list[float]:
         """The newest `count` values, oldest first."""
         return list(self.values[-count:]) if count > 0 else []
+
+
+def on_scale(value: float) -> float:
+    """`value` as a plot can place it: NaN where it is beyond `LARGEST`, 0 where it is nearer to 0 than `SMALLEST`."""
+    if SMALLEST <= abs(value) < LARGEST or math.isinf(value):
+        return value
+    return 0.0 if abs(value) < SMALLEST else math.nan
+
+
+def real(value: float) -> float:
+    """`value` as a float; a whole number beyond any float, in a foreign record, is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def mean(values: Sequence[float]) -> float | None:

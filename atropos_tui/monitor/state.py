@@ -6,11 +6,10 @@ back to its checkpoint, and what it had done beyond that no longer belongs to th
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from atropos_tui.monitor.series import Series
+from atropos_tui.monitor.series import MOST_STEPS, Series, real
 from trainer_core.contracts.records import (
     SCHEMA_VERSION,
     AlignmentRecord,
@@ -21,7 +20,6 @@ from trainer_core.contracts.records import (
     DiagnosisRecord,
     EvalRecord,
     MemoryRecord,
-    ProbeRecord,
     Record,
     RolloutRecord,
     StageRecord,
@@ -71,7 +69,6 @@ class RunState:
     trainer_time: float | None = None
     """Time of the newest trainer record; tells how long the trainer has been silent."""
     alignment: AlignmentRecord | None = None
-    sync: SyncRecord | None = None
     benchmark: BenchmarkRecord | None = None
     rollouts: deque[RolloutRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
     checkpoints: deque[CheckpointRecord] = field(default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT))
@@ -79,8 +76,6 @@ class RunState:
     """Attempt, weight version and seconds of every publish."""
     transitions: deque[StateRecord] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_KEPT))
     diagnoses: deque[DiagnosisRecord] = field(default_factory=lambda: deque(maxlen=DIAGNOSES_KEPT))
-    probes: dict[str, ProbeRecord] = field(default_factory=dict)
-    """Last changed probe verdict by component."""
     stages: dict[str, list[StageRecord]] = field(default_factory=dict)
     """What each component reached in its newest attempt, oldest first."""
     commands: dict[str, CommandRecord] = field(default_factory=dict)
@@ -114,7 +109,7 @@ class RunState:
         return [record for record in self.commands.values() if record.status in ("accepted", "running")]
 
     def _apply_trainer(self, record: TrainerRecord) -> None:
-        if record.rank != 0:
+        if record.rank != 0 or record.step > MOST_STEPS:
             return
         if record.attempt not in self.attempt_steps and isinstance(record, _MARKS_A_STEP):
             self._begin_attempt(record)
@@ -133,7 +128,7 @@ class RunState:
                 series = self.series.get(name)
                 if series is None:
                     series = self.series[name] = Series()
-                series.put(record.step, _real(value), record.time)
+                series.put(record.step, real(value), record.time)
         if isinstance(record, StepRecord):
             self.step = max(self.step, record.step)
         elif isinstance(record, AlignmentRecord):
@@ -141,7 +136,6 @@ class RunState:
         elif isinstance(record, CheckpointRecord):
             self.checkpoints.append(record)
         elif isinstance(record, SyncRecord):
-            self.sync = record
             if record.moved:
                 self.syncs.append((record.attempt, record.weight_version, record.seconds))
         elif isinstance(record, BenchmarkRecord):
@@ -183,8 +177,6 @@ class RunState:
             self.transitions.append(record)
         elif isinstance(record, DiagnosisRecord):
             self.diagnoses.append(record)
-        elif isinstance(record, ProbeRecord) and record.component:
-            self.probes[record.component] = record
         elif isinstance(record, StageRecord) and record.component:
             earlier = self.stages.get(record.component, [])
             same = [old for old in earlier if old.attempt == record.attempt and old.stage != record.stage]
@@ -193,11 +185,3 @@ class RunState:
             self.commands[record.command_id] = record
             while len(self.commands) > COMMANDS_KEPT:
                 del self.commands[next(iter(self.commands))]
-
-
-def _real(value: float) -> float:
-    """A whole number beyond any float, in a foreign record, is infinite."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf

@@ -1,4 +1,4 @@
-"""What happened in a run, as one list: transitions, diagnoses, commands, checkpoints, attempts of the trainer. Pure."""
+"""What happened in a run, as one list: transitions, diagnoses, commands, checkpoints. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from atropos_tui.monitor.plain import bytes_text, glyph_and_word, one_line, seconds_text
+from atropos_tui.monitor.plain import bytes_text, glyph_and_word, one_line, plain_lines, seconds_text
 from atropos_tui.monitor.state import RunState
 from trainer_core.contracts.control import State
 from trainer_core.contracts.records import CheckpointRecord, CommandRecord, DiagnosisRecord, StateRecord
@@ -79,7 +79,7 @@ def _moved(record: StateRecord) -> Event:
 
 def _diagnosed(record: DiagnosisRecord) -> Event:
     parts = [("evidence", record.evidence), ("fix", record.fix), ("rule", record.rule)]
-    detail = "\n".join(f"{name}: {text}" for name, text in parts if text)
+    detail = "\n".join(f"{name}: {plain_lines(text)}" for name, text in parts if text)
     return Event(record.time, one_line(record.component or ""), "▲ diagnosis", one_line(record.title), "warn", detail)
 
 

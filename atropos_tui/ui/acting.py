@@ -38,6 +38,8 @@ class ActingApp(App[Outcome]):
         self.is_leaving = False
         """The run was told to stop from here, and its end is waited for."""
         self._seen_commands: set[str] = set()
+        self._is_asking = self._asks_to_leave = False
+        """A question, or what comes before and after it, is under way: impatient keys ask no second one."""
 
     @property
     def main(self) -> Screen[object] | None:
@@ -48,10 +50,12 @@ class ActingApp(App[Outcome]):
         """The panel of this kind, whatever dialog is above it."""
         return next(iter(self.main.query(kind)), None) if self.main else None
 
-    def tell_command(self, record: CommandRecord) -> None:
-        """Say how a command ended, once, whoever gave it."""
+    def tell_command(self, record: CommandRecord, *, silently: bool = False) -> None:
+        """Say how a command ended, once, whoever gave it; `silently`: it is history, also if it comes again."""
         if record.status in ("done", "failed") and record.command_id not in self._seen_commands:
             self._seen_commands.add(record.command_id)
+            if silently:
+                return
             words = f"{record.action} {record.component or 'the stack'}: {record.status}"
             detail = f" · {one_line(record.detail)}" if record.detail else ""
             self.notify(words + detail, severity="error" if record.status == "failed" else "information", markup=False)
@@ -67,9 +71,16 @@ class ActingApp(App[Outcome]):
         self.act(action, row.name)
 
     def act(self, action: Action, component: str | None) -> None:
-        """Ask for `action` on a component, or on the whole stack."""
-        self.user_selects = True
-        self.run_worker(self._ask_and_send(action, component), group="commands")
+        """Ask for `action` on a component, or on the whole stack, unless something is being asked."""
+        if not (self._is_asking or self._asks_to_leave):
+            self.user_selects = self._is_asking = True
+            self.run_worker(self._act(action, component), group="commands")
+
+    async def _act(self, action: Action, component: str | None) -> None:
+        try:
+            await self._ask_and_send(action, component)
+        finally:
+            self._is_asking = False
 
     def action_restart_all(self) -> None:
         self.act("restart", None)
@@ -107,11 +118,15 @@ class ActingApp(App[Outcome]):
         """Over: leave. Running: ask. Asked again while the run stops: leave without waiting."""
         if self.is_over or self.is_leaving:
             self.exit("ended" if self.is_over and not self.is_leaving else "stop")
-        elif not isinstance(self.screen, QuitDialog):
+        elif not self._asks_to_leave:
+            self._asks_to_leave = True
             self.run_worker(self._ask_quit(), group="commands")
 
     async def _ask_quit(self) -> None:
-        choice = await self.push_screen_wait(QuitDialog())
+        try:
+            choice = await self.push_screen_wait(QuitDialog())
+        finally:
+            self._asks_to_leave = False
         if choice == "detach":
             self.exit("detach")
         elif choice == "stop" and await self._ask_and_send("down", None, ask=False):

@@ -66,7 +66,7 @@ QUIET_S = 5.0
 COLLECT_S = 60.0
 """Between two full collections of garbage: each stops the screen for a quarter of a second."""
 RECORD_PANELS = (Chart, Rollouts, Events)
-"""What only records change: drawn at most every `CURVES_S`."""
+"""What only records change, but for curves over seconds: drawn at most every `CURVES_S`."""
 
 
 class CockpitApp(ActingApp):
@@ -155,17 +155,21 @@ class CockpitApp(ActingApp):
 
     def on_supervisor_gone(self, message: SupervisorGone) -> None:
         self.gone, self.is_over = one_line(message.reason) or "no supervisor", message.ended
-        if message.ended and self.loaded:
-            self.status = status_from_files(self.bridge.run, self.info, self.state)
+        self._ask_the_files()
         self._after_status(True)
+
+    def _ask_the_files(self) -> None:
+        """They have the last word on a run that nobody owns any more, and the first where the supervisor is silent."""
+        if self.gone and self.loaded and (self.is_over or self.status is None):
+            self.status = status_from_files(self.bridge.run, self.info, self.state)
 
     def on_records_arrived(self, message: RecordsArrived) -> None:
         if message.anew:
             self.state = RunState()
         for record in message.records:
             self.state.apply(record)
-            if isinstance(record, CommandRecord) and self.loaded:
-                self.tell_command(record)
+            if isinstance(record, CommandRecord):
+                self.tell_command(record, silently=not self.loaded)
         if self.rings.at_records(message.records, self.clock()):
             self.bell()
         self.info, self._bad_lines = message.info, message.bad_lines
@@ -173,8 +177,7 @@ class CockpitApp(ActingApp):
             self.loaded = True
             self._settle()
         self._dirty = self._fresh_records = True
-        if self.is_over and self.gone and self.loaded:
-            self.status = status_from_files(self.bridge.run, self.info, self.state)
+        self._ask_the_files()
 
     def _settle(self) -> None:
         """Collect garbage in small bites from now on, and never look at what is there already: a key would wait."""
@@ -194,11 +197,13 @@ class CockpitApp(ActingApp):
         self.gauges.add(message.sample)
 
     def _after_status(self, news: bool) -> None:
-        """What is no news is drawn with the clocks, once a second."""
+        """What is no news is drawn with the clocks."""
         self._dirty = self._dirty or news
         self.gauges.add_cards(self.status.gpus if self.status and not self.gone else [], self.clock())
         if self.rings.at_status(self.status):
             self.bell()
+        if self._log_of_all:
+            self.bridge.follow_log_of(self._log_names())
         if self.is_leaving and self.is_over:
             self.exit("stop")
 
@@ -236,7 +241,7 @@ class CockpitApp(ActingApp):
     def _show(self, widgets: Iterable[Widget], curves: bool) -> None:
         view = self._view()
         for widget in widgets:
-            if isinstance(widget, PANELS) and (curves or not isinstance(widget, RECORD_PANELS)):
+            if isinstance(widget, PANELS) and (curves or not _waits_for_records(widget)):
                 cast(Panel, widget).show(view)
 
     def _view(self) -> View:
@@ -245,7 +250,7 @@ class CockpitApp(ActingApp):
             info=self.info,
             state=self.state,
             status=self.status,
-            gone=self.gone if self.is_over or self.gone else "",
+            gone=self.gone,
             now=self.clock(),
             bad_lines=self._bad_lines,
             gauges=self.gauges,
@@ -261,9 +266,9 @@ class CockpitApp(ActingApp):
             rows = self.status.components
             for wanted in (State.FAILED, State.BACKOFF, State.STARTING):
                 if found := [row for row in rows if row.state is wanted]:
-                    return table.select(found[0].name)
+                    table.select(found[0].name)
+                    return
             table.select(next((row.name for row in rows if row.role == "trainer"), rows[-1].name))
-        return None
 
     def on_components_selected(self, message: Components.Selected) -> None:
         self.user_selects = self.user_selects or message.by_user
@@ -383,8 +388,12 @@ class CockpitApp(ActingApp):
         self.push_screen(HelpDialog([(key, words) for key, (_, words) in ours_first]))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        panels_with_keys = [widget for kind in (LogView, Rollouts) if (widget := self.find(kind))]
+        panels_with_keys = [widget for kind in (LogView, Rollouts, Events) if (widget := self.find(kind))]
         return commands(self, panels_with_keys, self.status.components if self.status else (), self.act)
+
+
+def _waits_for_records(widget: Widget) -> bool:
+    return isinstance(widget, RECORD_PANELS) and not (isinstance(widget, Chart) and widget.is_over_seconds)
 
 
 def standing(status: RunStatus) -> object:

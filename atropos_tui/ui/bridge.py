@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Protocol
@@ -35,6 +37,8 @@ QUIET_S = 0.5
 """Files that do not grow are looked at less and less often, but at least so often."""
 RETRY_S = 1.0
 GAUGES_S = 1.0
+INFO_S = 1.0
+"""At most so often is it looked whether a run was planned anew."""
 ANSWER_S = 5.0
 """A supervisor that says nothing for this long is shown as silent."""
 
@@ -143,8 +147,9 @@ class Bridge:
 
     def follow_log_of(self, components: tuple[str, ...]) -> None:
         """Switch the log to these components; their lines start anew."""
-        self._log_of = components
-        self._log_bell.set()
+        if components != self._log_of:
+            self._log_of = components
+            self._log_bell.set()
 
     def log_of(self, component: str) -> Path | None:
         """The newest log of a component."""
@@ -179,13 +184,12 @@ class Bridge:
             await asyncio.sleep(RETRY_S)
 
     async def follow_files(self) -> None:
-        feed, info, told, pause = self._feed, RunInfo(), False, FEED_S
+        feed, about, told, pause = self._feed, _Info(self.run), None, FEED_S
         while True:
-            batch = await asyncio.to_thread(feed.read)
-            if info.training_steps is None:
-                info = await asyncio.to_thread(read_info, self.run)
-            if batch.records or batch.anew or not told:
-                told = not batch.behind
+            batch, info = await asyncio.to_thread(lambda: (feed.read(), about.read()))
+            news = (batch.behind, feed.bad_lines, info)
+            if batch.records or batch.anew or news != told:
+                told = news
                 self._post(RecordsArrived(batch, feed.bad_lines, info))
             if not batch.behind:
                 pause = FEED_S if batch.records else min(pause * 1.5, QUIET_S)
@@ -217,6 +221,31 @@ class Bridge:
             accepted = await self.control.command(request)
         self.refresh()
         return accepted
+
+
+class _Info:
+    """What a run is, read again when its files are written again: resumed, it may have more steps."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._info = RunInfo()
+        self._written: tuple[int, ...] = ()
+        self._looked = -math.inf
+
+    def read(self) -> RunInfo:
+        if time.monotonic() - self._looked >= INFO_S:
+            self._looked = time.monotonic()
+            files = (self._run.plan_json, self._run.run_json, self._run.profile_toml)
+            if (written := tuple(map(_written_at, files))) != self._written:
+                self._info, self._written = read_info(self._run), written
+        return self._info
+
+
+def _written_at(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 @contextlib.asynccontextmanager

@@ -35,7 +35,7 @@ class CommandBar(Widget):
         self._recipes[command_id] = recipe
 
     def show(self, view: View) -> None:
-        for command in view.state.open_commands():
+        for command in self._open(view):
             self._since.setdefault(command.command_id, command.time)
         count = len(self._open(view))
         if count != self._lines:
@@ -50,7 +50,9 @@ class CommandBar(Widget):
         return Text("\n").join(self._line(self.view, command) for command in self._open(self.view))
 
     def _open(self, view: View) -> list[CommandRecord]:
-        return [] if view.gone else view.state.open_commands()
+        """What the present supervisor was told; one that is dead left its own open for ever."""
+        since = view.status.started_at or 0.0 if view.status else 0.0
+        return [] if view.gone else [command for command in view.state.open_commands() if command.time >= since]
 
     def _style(self, tone: str) -> Style:
         return self.get_component_rich_style(f"command--{tone}", partial=True)

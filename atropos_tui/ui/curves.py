@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -14,7 +13,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from atropos_tui.monitor.plain import number, seconds_text
-from atropos_tui.monitor.series import Series
+from atropos_tui.monitor.series import LARGEST, MOST_STEPS, Series
 from atropos_tui.monitor.thinning import thin
 from atropos_tui.ui.look import title
 from atropos_tui.ui.plot import Axes, Curve, Ink, plot
@@ -81,6 +80,11 @@ class Chart(Widget):
         """View, size and theme that the strips were made for."""
         self._strips: list[Strip] = []
 
+    @property
+    def is_over_seconds(self) -> bool:
+        """Whether its points come with the clock, not with the run's records."""
+        return self._seconds
+
     def on_mount(self) -> None:
         self.border_title = title(self._names[0])
 
@@ -140,10 +144,10 @@ class Chart(Widget):
 
     def _span(self, view: View, curves: list[Curve]) -> tuple[float, float | None]:
         """First and last of the x axis: the whole run as planned, or the time that was watched."""
-        ends = [curve.steps[-1] for curve in curves if curve.steps]
         if self._seconds:
             return min([-60, *(curve.steps[0] for curve in curves if curve.steps)]), 0
-        return 0, max([view.info.training_steps or 0, *ends]) or None
+        ends = (next((step for step in reversed(curve.steps) if step <= MOST_STEPS), 0) for curve in curves)
+        return 0, max(view.info.training_steps or 0, *ends) or None
 
     def _curve(self, trace: Trace, view: View) -> Curve:
         series = thin(trace.find(view), 4 * self.content_size.width)
@@ -153,7 +157,7 @@ class Chart(Widget):
     def _bounds(self, curves: list[Curve]) -> tuple[float | None, float | None]:
         """The axis' own ends, each unless a value lies beyond it."""
         low, high = self._axes.low, self._axes.high
-        values = [value for curve in curves for value in curve.values if math.isfinite(value)]
+        values = [value for curve in curves for value in curve.values if abs(value) < LARGEST]
         if values and low is not None and min(values) < low:
             low = None
         if values and high is not None and max(values) > high:

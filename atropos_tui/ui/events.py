@@ -7,7 +7,9 @@ from collections.abc import Hashable
 from typing import ClassVar
 
 from rich.text import Text
+from textual.binding import Binding, BindingType
 
+from atropos_tui.monitor.log_buffer import TOO_SLOW, TooSlow, in_time
 from atropos_tui.monitor.timeline import Event, clock, timeline
 from atropos_tui.ui.listing import Listing
 from atropos_tui.ui.look import TONES, title
@@ -21,12 +23,17 @@ class Events(Listing[Event]):
     """One line per event; Enter shows evidence and fix."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"events--{tone}" for tone in TONES}
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "choose", "Open", show=False, tooltip="Events: show evidence and fix of the one at the cursor")
+    ]
 
     def __init__(self) -> None:
         super().__init__(id="events")
         self._seen: tuple[int, int] = (-2, -1)
         self._all: list[Event] = []
         self._pattern: re.Pattern[str] | None = None
+        self._names = 0
+        """Width of the components' names."""
 
     def on_mount(self) -> None:
         self._retitle()
@@ -45,12 +52,20 @@ class Events(Listing[Event]):
         """Show only events that match; how many do."""
         self._pattern = pattern
         self._filter()
-        return f"{len(self.items)} events"
+        return f"{len(self.items)} events" if self._pattern is pattern else TOO_SLOW
 
     def _filter(self) -> None:
-        wanted = self._pattern
-        self.put([event for event in self._all if wanted is None or wanted.search(_words(event))])
+        self._names = min(max((len(event.component) for event in self._all), default=0), NAME_CELLS)
+        try:
+            self.put(in_time(self._found) if self._pattern else self._all)
+        except TooSlow:
+            self._pattern = None
+            self.put(self._all)
         self._retitle()
+
+    def _found(self) -> list[Event]:
+        wanted = self._pattern
+        return [event for event in self._all if wanted is None or wanted.search(_words(event))]
 
     def _retitle(self) -> None:
         note = (
@@ -66,8 +81,7 @@ class Events(Listing[Event]):
         style = self.get_component_rich_style
         quiet = style("events--dim", partial=True)
         line = Text(f"{clock(item.time)} ", quiet, no_wrap=True, end="")
-        names = min(max((len(event.component) for event in self._all), default=0), NAME_CELLS)
-        line.append(f"{item.component:<{names}.{NAME_CELLS}} ", "bold")
+        line.append(f"{item.component:<{self._names}.{NAME_CELLS}} ", "bold")
         line.append(f"{item.mark:<12} ", style(f"events--{item.tone}", partial=True))
         return line.append(item.text, None if item.tone in ("warn", "bad") else quiet)
 

@@ -31,7 +31,7 @@ class Listing(ScrollView, Generic[Item], can_focus=True):
         Binding("pagedown", "page(1)", "Page down", show=False),
         Binding("home,g", "jump(0)", "First", show=False),
         Binding("end,G", "jump(-1)", "Last", show=False),
-        Binding("enter", "choose", "Open", show=False, tooltip="Open the item under the cursor"),
+        Binding("enter", "choose", "Open", show=False),
     ]
 
     cursor: reactive[int] = reactive(0)
@@ -72,7 +72,7 @@ class Listing(ScrollView, Generic[Item], can_focus=True):
         """Show other items."""
         before = self.current
         self.items = items
-        self.virtual_size = Size(self.size.width, len(items))
+        self.virtual_size = Size(self.size.width, self.head + len(items))
         if self.cursor and before is not None:
             wanted = self.key_of(before)
             self.cursor = next((at for at, item in enumerate(items) if self.key_of(item) == wanted), 0)

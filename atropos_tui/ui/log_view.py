@@ -19,7 +19,7 @@ from textual.scroll_view import ScrollView
 from textual.scrollbar import ScrollTo
 from textual.strip import Strip
 
-from atropos_tui.monitor.log_buffer import LEVELS, Entry, Level, LogBuffer
+from atropos_tui.monitor.log_buffer import LEVELS, TOO_SLOW, Entry, Kind, Level, LogBuffer, TooSlow, in_time
 from atropos_tui.ui.look import title
 
 LINES_KEPT = 20_000
@@ -106,7 +106,11 @@ class LogView(ScrollView, can_focus=True):
         self.path = path
         if not self.component:
             self._names = max([self._names, *(len(entry.component) for entry in entries)])
-        gone = self.buffer.extend(entries)
+        try:
+            gone = self.buffer.extend(entries)
+        except TooSlow:
+            gone = 0
+            self._drop_filter()
         if gone and not self.following:
             self.scroll_target_y = max(0, self.scroll_target_y - gone)
             self.scroll_y = max(0, self.scroll_y - gone)
@@ -130,7 +134,12 @@ class LogView(ScrollView, can_focus=True):
     def _arrange(self) -> None:
         """Fit rows and sizes to what is shown now."""
         room = self.scrollable_content_region.width - self._margin
-        self.buffer.show(level=self._level, pattern=self._filter, wrap=room if self._wraps and room > 8 else None)
+        wrap = room if self._wraps and room > 8 else None
+        try:
+            self.buffer.show(level=self._level, pattern=self._filter, wrap=wrap)
+        except TooSlow:
+            self._filter = None
+            self.buffer.show(level=self._level, pattern=None, wrap=wrap)
         width = 0 if self._wraps else self.buffer.width + self._margin
         self.virtual_size = Size(width, self.buffer.height)
 
@@ -184,13 +193,21 @@ class LogView(ScrollView, can_focus=True):
             return [Segment(text, style)]
         marked = style + self.get_component_rich_style("log--found", partial=True)
         segments, at = [], 0
-        for match in self.pattern.finditer(text):
+        for match in self._matches(self.pattern, text):
             if match.start() > at:
                 segments.append(Segment(text[at : match.start()], style))
             if match.group():
                 segments.append(Segment(match.group(), marked))
             at = match.end()
         return [*segments, Segment(text[at:], style)]
+
+    def _matches(self, pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+        try:
+            return in_time(lambda: list(pattern.finditer(text)))
+        except TooSlow:
+            self.pattern = None
+            self.call_later(self._tell_too_slow)
+            return []
 
     # Following.
 
@@ -243,31 +260,60 @@ class LogView(ScrollView, can_focus=True):
 
     def search(self, pattern: re.Pattern[str] | None) -> str:
         """Highlight what matches; how many lines do."""
-        self.pattern, self._stale = pattern, True
+        found = self._count(pattern)
+        self.pattern, self._stale = pattern if found is not None else None, True
         self.refresh()
         self._retitle()
-        return f"{self.buffer.count(pattern)} lines" if pattern else ""
+        return TOO_SLOW if found is None else f"{found} lines"
 
     def narrow(self, pattern: re.Pattern[str] | None) -> str:
         """Show only lines that match; how many do."""
-        self._filter, self._marked = pattern, None
+        self._filter, self._marked, self._stale = pattern, None, True
         self._arrange()
-        self._stale = True
-        return f"{self.buffer.count(pattern)} lines" if pattern else ""
+        found = self._count(pattern) if self._filter is pattern else None
+        if found is None:
+            self._filter = None
+            self._arrange()
+        return TOO_SLOW if found is None else f"{found} lines"
+
+    def _count(self, pattern: re.Pattern[str] | None) -> int | None:
+        """How many lines shown match; None where that takes too long."""
+        try:
+            return in_time(lambda: self.buffer.count(pattern)) if pattern else 0
+        except TooSlow:
+            return None
+
+    def _drop_filter(self) -> None:
+        """A line has come with which it takes too long."""
+        self._filter = None
+        self._arrange()
+        self._tell_too_slow()
+
+    def _tell_too_slow(self) -> None:
+        self._retitle()
+        self.app.notify(TOO_SLOW, severity="warning", timeout=4)
 
     def action_find(self, step: int) -> None:
         if self.pattern is not None:
-            self._jump(self.buffer.find(self.pattern, self._start(step), step), "no match")
+            self._find(self.pattern, step, "no match")
 
     def action_error(self, step: int) -> None:
-        self._jump(self.buffer.find("error", self._start(step), step), "no error in the lines kept")
+        self._find("error", step, "no error in the lines kept")
+
+    def _find(self, wanted: re.Pattern[str] | Kind, step: int, otherwise: str) -> None:
+        start = self._start(step)
+        try:
+            self._jump(in_time(lambda: self.buffer.find(wanted, start, step)), otherwise)
+        except TooSlow:
+            self.pattern = None
+            self._tell_too_slow()
 
     def _start(self, step: int) -> int:
-        """The row behind the marked entry; else the first or last one on the screen."""
+        """The row next to the marked entry's; else the first or last one on the screen."""
         self._arrange()
-        row = self.buffer.row_of(self._marked) if self._marked is not None else None
+        row = self.buffer.next_row(self._marked, step) if self._marked is not None else None
         if row is not None:
-            return row + step
+            return row
         return round(self.scroll_y) if step > 0 else round(self.scroll_y) + self.scrollable_content_region.height - 1
 
     def _jump(self, number: int | None, otherwise: str) -> None:

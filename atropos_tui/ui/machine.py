@@ -25,6 +25,15 @@ _COLOURS = ("primary", "accent", "success", "warning", "error")
 _LABEL = 8
 
 
+def _note(view: View, gpus: list[GpuStatus]) -> str:
+    """Which cards these are, or why there are none."""
+    if gpus:
+        return f"{len(gpus)} × {one_line(gpus[0].name)}" if gpus[0].name else ""
+    if view.status is None or view.gone:
+        return "no figures of GPUs" if any(part.gpus for part in view.info.components) else ""
+    return "no GPU"
+
+
 class Machine(Widget):
     """GPUs, or the host; as many lines each as there is room for."""
 
@@ -35,8 +44,7 @@ class Machine(Widget):
     def show(self, view: View) -> None:
         self.view = view
         gpus = view.status.gpus if view.status else []
-        note = f"{len(gpus)} × {one_line(gpus[0].name)}" if gpus and gpus[0].name else ""
-        self.border_title = title("GPUs" if gpus else "Host", (note if gpus else "no GPU", "secondary"))
+        self.border_title = title("GPUs" if gpus else "Host", (_note(view, gpus), "secondary"))
 
     def render(self) -> RenderResult:
         if self.view is None:
@@ -46,8 +54,12 @@ class Machine(Widget):
         if not gpus:
             lines = self._host(self.view, width)
         else:
+            shown = gpus if len(gpus) <= height else gpus[: max(0, height - 1)]
             each = max(1, height // len(gpus))
-            lines = [line for gpu in gpus for line in self._gpu(self.view, gpu, width)[:each]]
+            lines = [line for gpu in shown for line in self._gpu(self.view, gpu, width)[:each]]
+            if len(shown) < len(gpus):
+                words = f"{len(gpus) - len(shown)} more: 6 shows them"
+                lines.append(Text(" " * _LABEL + words, self._style("label"), no_wrap=True, end=""))
         for line in lines:
             line.truncate(width, overflow="ellipsis")
         return Text("\n", end="").join(lines[:height])

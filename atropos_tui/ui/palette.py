@@ -29,11 +29,11 @@ def commands(
         act: asks for an action on a component.
     """
     for owner in (app, *panels):
-        for binding in Binding.make_bindings(owner.BINDINGS):
+        for binding in _bindings(owner):
             if binding.tooltip and not binding.system:
                 key = _NAMED.get(binding.key) or app.get_key_display(binding)
                 yield SystemCommand(
-                    _title(binding), f"{binding.tooltip} · key {key}", partial(_run, app, binding, owner)
+                    binding.description, f"{binding.tooltip} · key {key}", partial(_run, app, binding, owner)
                 )
     for row in rows:
         for action in _possible(row):
@@ -42,8 +42,16 @@ def commands(
             )
 
 
-def _title(binding: Binding) -> str:
-    return binding.description
+def _bindings(owner: DOMNode) -> list[Binding]:
+    """One for each action, its first key; a class's own stand before, and instead of, those it inherits."""
+    by_key: dict[str, Binding] = {}
+    for kind in type(owner).__mro__:
+        for binding in Binding.make_bindings(vars(kind).get("BINDINGS", ())):
+            by_key.setdefault(binding.key, binding)
+    by_action: dict[str, Binding] = {}
+    for binding in by_key.values():
+        by_action.setdefault(binding.action, binding)
+    return list(by_action.values())
 
 
 async def _run(app: App[Any], binding: Binding, owner: DOMNode) -> None:

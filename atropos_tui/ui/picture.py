@@ -22,10 +22,10 @@ def save(svg: str, name: str, folder: Path) -> Path:
         OSError: it cannot be written there.
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name) or "run"
-    path = folder / f"atropos-{safe}-{time.strftime('%Y%m%d-%H%M%S')}.svg"
-    for number in range(2, 1000):
-        if not path.exists():
-            break
-        path = path.with_name(f"{path.stem.rpartition('_')[0] or path.stem}_{number}.svg")
-    path.write_text(own_fonts(svg))
+    stem = f"atropos-{safe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = folder / f"{stem}.svg", 1
+    while path.exists():
+        number += 1
+        path = folder / f"{stem}_{number}.svg"
+    path.write_text(own_fonts(svg), encoding="utf-8", errors="replace")
     return path

@@ -1,17 +1,20 @@
 """Curves with axes in block characters: pure functions from points to lines of Rich segments, no Textual.
 
 A cell holds 2 x 4 Braille dots. A value that is not finite breaks its line and leaves a `×` at its step: shown, never
-joined over. Logarithmic axes draw values at or below the floor on the floor.
+joined over. Logarithmic axes draw values at or below the floor on the floor. Figures that no scale can hold
+count as not finite, and points outside the axes are left out: no foreign record can end what draws it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.segment import Segment
 from rich.style import Style
+
+from atropos_tui.monitor.series import MOST_STEPS, on_scale
 
 Line = list[Segment]
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -106,6 +109,9 @@ class _Scale:
 
 def plot(curves: Sequence[Curve], axes: Axes, ink: Ink, width: int, height: int) -> list[Line]:
     """Draw `curves`, the first on top, into `height` lines of `width` cells; blank lines where there is no room."""
+    ends = [step for curve in curves for step in curve.steps if abs(step) <= MOST_STEPS]
+    last = max(max(ends, default=1) if axes.last is None else axes.last, axes.first + 1)
+    curves = [_in_view(curve, axes.first, last) for curve in curves]
     scale = _scale(curves, axes, 4 * (height - 1))
     ticks = y_ticks(scale.low, scale.high, scale.log, max(2, (height - 1) // 2))
     labels = {scale.y(value) // 4: tick_label(value, scale.log, ticks) for value in ticks}
@@ -113,8 +119,6 @@ def plot(curves: Sequence[Curve], axes: Axes, ink: Ink, width: int, height: int)
     columns = width - gutter - 2
     if columns < 4 or height < 3:
         return [[]] * height
-    last = axes.last if axes.last is not None else max((c.steps[-1] for c in curves if c.steps), default=1)
-    last = max(last, axes.first + 1)
     canvas = _Canvas(columns, height - 1)
     for curve in reversed(curves):
         _draw(canvas, curve, scale, axes.first, last)
@@ -124,6 +128,12 @@ def plot(curves: Sequence[Curve], axes: Axes, ink: Ink, width: int, height: int)
         for row in range(height - 1)
     ]
     return [*lines, _x_axis(axes.first, last, columns, gutter, ink.axis)]
+
+
+def _in_view(curve: Curve, first: float, last: float) -> Curve:
+    points = [(step, on_scale(value)) for step, value in zip(curve.steps, curve.values, strict=True)
+              if first <= step <= last]  # fmt: skip
+    return replace(curve, steps=[step for step, _ in points], values=[value for _, value in points])
 
 
 def _healthy_rows(scale: _Scale, healthy: tuple[float | None, float | None] | None) -> tuple[range, set[int]]:
@@ -241,6 +251,6 @@ def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) 
         text = f"{value:,.0f}"
         at = gutter + 2 + round((value - first) / (last - first) * (columns - 1)) - len(text) // 2
         at = min(max(at, gutter + 1), len(cells) - len(text))
-        if all(cell == " " for cell in cells[max(0, at - 2) : at + len(text) + 2]):
+        if at >= 0 and all(cell == " " for cell in cells[max(0, at - 2) : at + len(text) + 2]):
             cells[at : at + len(text)] = text
     return [Segment("".join(cells), style)]

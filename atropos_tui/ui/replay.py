@@ -15,6 +15,7 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import Input
 
+from atropos_tui.monitor.gauges import Sample
 from atropos_tui.monitor.plain import duration
 from atropos_tui.monitor.replay import Replay, ReplayClock
 from atropos_tui.ui.app import CockpitApp
@@ -78,6 +79,11 @@ class ReplayBridge(Bridge):
         return
 
 
+def _nothing(status: RunStatus | None) -> Sample:
+    """Stands in for the reader of the gauges, which would open connections."""
+    return Sample(time=0.0)
+
+
 class _Silent(Bell):
     """What rings has happened long ago."""
 
@@ -103,9 +109,11 @@ class ReplayApp(CockpitApp):
 
     def __init__(self, replay: Replay) -> None:
         run = replay.recording.run
-        super().__init__(run.root, control=replay.control, clock=replay.clock.now)
+        super().__init__(run.root, control=replay.control, clock=replay.clock.now, look=_nothing)
         self.replay = replay
-        self.bridge = ReplayBridge(run.root, replay.control, self.post_message, feed=replay.feed, logs=replay.logs)
+        self.bridge = ReplayBridge(
+            run.root, replay.control, self.post_message, look=_nothing, feed=replay.feed, logs=replay.logs
+        )
         self.rings = _Silent(run)
 
     def compose(self) -> ComposeResult:

@@ -15,6 +15,7 @@ from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.widgets import Static
 
+from atropos_tui.monitor.log_buffer import TOO_SLOW, TooSlow, in_time
 from atropos_tui.monitor.plain import number, one_line, plain_text
 from atropos_tui.monitor.rollout_groups import Group, diff, earlier_twin, groups
 from atropos_tui.ui.listing import Listing
@@ -42,6 +43,7 @@ class Rollouts(Listing[Row]):
         f"rollouts--{name}" for name in ("quiet", "good", "bad", "prompt", "found")
     }
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "choose", "Open", show=False, tooltip="Rollouts: open the completion under the cursor"),
         Binding("m", "mark", "Mark", show=False, tooltip="Rollouts: mark this completion as the one to compare with"),
         Binding("equals_sign,D", "diff", "Compare", show=False, tooltip="Rollouts: show what changed since the mark, "
                 "or since the same prompt in an earlier step"),
@@ -81,10 +83,14 @@ class Rollouts(Listing[Row]):
         """Show only groups and completions that match; how many do."""
         self._pattern = pattern
         self._fill()
-        return f"{len(self.items)} completions"
+        return f"{len(self.items)} completions" if self._pattern is pattern else TOO_SLOW
 
     def _fill(self) -> None:
-        found = groups(self._all, self._pattern)
+        try:
+            found = in_time(lambda: groups(self._all, self._pattern)) if self._pattern else groups(self._all)
+        except TooSlow:
+            self._pattern = None
+            found = groups(self._all)
         self.put([Row(group, at) for group in found for at in range(len(group.rollouts))])
         self._retitle()
 
@@ -135,8 +141,15 @@ class Rollouts(Listing[Row]):
         line.append(one_line(record.prompt) if item.at == 0 else "↳", style("prompt"))
         line.append(" → ", style("quiet")).append(one_line(record.completion))
         if self._pattern:
-            line.highlight_regex(self._pattern, style("found"))
+            self._highlight(line, self._pattern, style("found"))
         return line
+
+    def _highlight(self, line: Text, pattern: re.Pattern[str], style: Style) -> None:
+        try:
+            in_time(lambda: line.highlight_regex(pattern, style))
+        except TooSlow:
+            self._pattern = None
+            self.call_later(self._fill)
 
 
 class RolloutDetail(VerticalScroll):

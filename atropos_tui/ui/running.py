@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import select
@@ -25,13 +26,17 @@ def run_app(app: ActingApp) -> Outcome:
     sys.setswitchinterval(0.0005)
 
     left = threading.Event()
+    # The driver's writer can block for ever on a terminal that is gone; the screen owns nothing, so it may just go.
+    last_resort = threading.Timer(LEAVE_S, os._exit, (0,))
+    last_resort.daemon = True
 
     async def attended() -> Outcome | None:
         loop = asyncio.get_running_loop()
 
         def leave() -> None:
             if not left.is_set():
-                _leave_in_any_case()
+                with contextlib.suppress(RuntimeError):  # told twice
+                    last_resort.start()
                 loop.call_soon_threadsafe(app.exit, "detach")
 
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -41,15 +46,9 @@ def run_app(app: ActingApp) -> Outcome:
             return await app.run_async()
         finally:
             left.set()
+            last_resort.cancel()
 
     return asyncio.run(attended()) or ("failed" if app.return_code else "detach")
-
-
-def _leave_in_any_case() -> None:
-    """The driver's writer can block for ever on a terminal that is gone; the screen owns nothing, so it may just go."""
-    last_resort = threading.Timer(LEAVE_S, os._exit, (0,))
-    last_resort.daemon = True
-    last_resort.start()
 
 
 def _watch_terminal(gone: Callable[[], None]) -> None:

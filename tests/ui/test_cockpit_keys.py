@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from textual.command import CommandPalette
 from textual.widgets import Input, OptionList
 
-from atropos_tui.ui.dialogs import ChooseRunDialog, ConfirmDialog, TextDialog
+from atropos_tui.monitor.log_buffer import Entry, compiled
+from atropos_tui.ui.dialogs import ChooseRunDialog, ConfirmDialog, QuitDialog, TextDialog
+from atropos_tui.ui.events import Events
 from atropos_tui.ui.layout import VIEWS
 from atropos_tui.ui.log_view import LogView
 from atropos_tui.ui.rollouts import Rollouts
-from tests.ui.conftest import Supervise, child, cockpit, small_stack
+from tests.ui.conftest import Screen, Supervise, child, cockpit, small_stack
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, still, write_records
-from trainer_core.contracts.control import Role, State
-from trainer_core.contracts.records import RolloutRecord
+from trainer_core.contracts.control import Action, Recipe, Role, State
+from trainer_core.contracts.records import DiagnosisRecord, RolloutRecord
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 TALKS = """
@@ -164,6 +170,8 @@ async def test_the_palette_has_every_action_and_acts(tmp_path: Path, supervise: 
         wanted |= {"Restart all", "Search", "Follow", "Compare", "Picture", "Theme", "Detach"}
         wanted |= {"Wrap", "Next error", "Mark"}
         assert wanted <= offered
+        about = [command.help for command in screen.app.get_system_commands(screen.app.screen)]
+        assert sum("key enter" in words or "key ⏎" in words for words in about) == 2, "rollouts and events"
         await screen.press("ctrl+p")
         await screen.until(lambda: isinstance(screen.app.screen, CommandPalette))
         await type_in(screen, "Prev")
@@ -304,3 +312,170 @@ async def test_a_search_line_is_closed_by_escape(tmp_path: Path) -> None:
         assert isinstance(screen.app.focused, LogView)
         assert len(screen.app.screen_stack) == 1
         assert not screen.app.query(OptionList)
+
+
+LINES = [Entry("error" if at in (5, 30, 55) else "plain", f"line {at} " + "word " * 60) for at in range(60)]
+
+
+@asynccontextmanager
+async def the_log(tmp_path: Path, size: tuple[int, int] = (100, 30)) -> AsyncIterator[tuple[Screen, LogView]]:
+    """View 3 with `LINES` and nothing that writes."""
+    run = make_run(tmp_path / "run")
+    async with cockpit(run, size, FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+        await screen.shows("step 37/60")
+        await screen.press("3")
+        log = screen.app.query_one(LogView)
+        screen.app.bridge.follow_log_of(())
+        await screen.until(lambda: log.component == "trainer" and len(log.buffer) > 0)
+        log.buffer.clear()
+        log.extend(LINES, None)
+        await screen.until(lambda: log.max_scroll_y > 0 and "line 59" in screen.text())
+        yield screen, log
+
+
+async def test_the_log_s_keys_that_jump(tmp_path: Path) -> None:
+    async with the_log(tmp_path) as (screen, log):
+        await screen.press("g")
+        await screen.shows("line 0 ")
+        assert not log.following
+        page = log.scrollable_content_region.height
+        await screen.press("pagedown")
+        await screen.until(lambda: log.scroll_y == page)
+        await screen.press("G")
+        await screen.shows("line 59 ")
+        assert log.following
+        found = []
+        for _ in range(3):
+            await screen.press("E")
+            found.append(log._marked)
+        assert found[0] is not None and log.buffer.row_of(found[0]) == 55
+        assert [number - found[0] for number in found if number is not None] == [0, -25, -50]
+
+
+@pytest.mark.parametrize(("key", "steps"), [("e", [5, 30, 55, 5]), ("E", [55, 30, 5, 55]), ("n", [5, 30, 55, 5])])
+async def test_wrapped_lines_hold_no_search(tmp_path: Path, key: str, steps: list[int]) -> None:
+    async with the_log(tmp_path) as (screen, log):
+        await screen.press("w", "g" if key != "E" else "G")
+        log.pattern = compiled("line (5|30|55) ")
+        found = []
+        for _ in steps:
+            await screen.press(key)
+            row = log.buffer.row_of(log._marked) if log._marked is not None else None
+            seen = log.buffer.row(row) if row is not None else None
+            found.append(LINES.index(seen[2]) if seen else None)
+        assert found == steps
+
+
+@pytest.mark.parametrize("key", ["slash", "ampersand"])
+async def test_a_pattern_that_takes_for_ever_holds_up_no_key(tmp_path: Path, key: str) -> None:
+    async with the_log(tmp_path) as (screen, log):
+        log.extend([Entry("plain", "a" * 40 + "b")] * 50, None)
+        await screen.press(key)
+        await type_in(screen, "aab")
+        await screen.shows("50 lines")
+        began = time.process_time()
+        screen.app.query_one(Input).value = "(a+)+$"
+        await screen.shows("takes too long")
+        assert time.process_time() - began < 2.0, "one search and some drawing"
+        assert (log.pattern, log._filter) == (None, None)
+        assert log.buffer.height == len(log.buffer)
+
+
+async def test_a_line_with_which_a_pattern_takes_for_ever_ends_search_and_filter(tmp_path: Path) -> None:
+    async with the_log(tmp_path) as (screen, log):
+        assert log.search(compiled("(a+)+$")) == "0 lines"
+        log.extend([Entry("plain", "a" * 40 + "b")], None)
+        await screen.until(lambda: any("takes too long" in toast for toast in screen.toasts()))
+        assert log.pattern is None
+        log.buffer.clear()
+        log.extend(LINES, None)
+        log.narrow(compiled("(a+)+$"))
+        assert log.buffer.height == 0
+        log.extend([Entry("plain", "a" * 40 + "b")], None)
+        assert log._filter is None
+        assert log.buffer.height == 61
+
+
+@pytest.mark.parametrize(("view", "kind"), [("4", Rollouts), ("8", Events)])
+async def test_lists_give_up_such_a_pattern_too(tmp_path: Path, view: str, kind: type[Rollouts | Events]) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    evil = "a" * 40 + "b"
+    rollout = RolloutRecord(step=2, env="e", prompt=evil, completion="c", reward=0, advantage=0)
+    write_records(run.telemetry_jsonl, [rollout], start=1000)
+    write_records(run.supervisor_jsonl, [DiagnosisRecord(time=T0, component="vllm", title=evil)], start=1000)
+    async with cockpit(run, (140, 40), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+        await screen.shows("5/5 up")
+        await screen.press(view)
+        listing = screen.app.query_one(kind)
+        await screen.until(lambda: len(listing.items) > 1)
+        count = len(listing.items)
+        await screen.press("slash")
+        screen.app.query_one(Input).value = "(a+)+$"
+        await screen.shows("takes too long")
+        assert len(listing.items) == count
+
+
+async def test_the_last_rollout_can_be_seen(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+        await screen.shows("step 37/60")
+        await screen.press("4", "end")
+        listing = screen.app.query_one(Rollouts)
+        await screen.until(lambda: listing.cursor == len(listing.items) - 1 > 100)
+        rows = listing.scrollable_content_region.height - listing.head
+        await screen.until(lambda: listing.scroll_offset.y + rows == len(listing.items))
+        await screen.press("g", "pagedown")
+        assert listing.cursor == rows - 1
+        await screen.press("G")
+        assert listing.cursor == len(listing.items) - 1
+
+
+async def test_ctrl_c_asks_as_q_does(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+        await screen.shows("step 37/60")
+        await screen.press("ctrl+c")
+        await screen.until(lambda: isinstance(screen.app.screen, QuitDialog))
+
+
+async def test_an_editor_that_cannot_be_read_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VISUAL", "vim -c 'set")
+    async with the_log(tmp_path) as (screen, _):
+        await screen.press("o")
+        await screen.until(lambda: any("cannot be read: No closing quotation" in toast for toast in screen.toasts()))
+
+
+class SlowControl(FakeControl):
+    """Takes its time to tell what a command would touch."""
+
+    async def recipe(self, action: Action, component: str | None = None) -> Recipe:
+        await asyncio.sleep(0.3)
+        return await super().recipe(action, component)
+
+
+async def test_impatient_keys_ask_once_and_send_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    control = SlowControl(live_status(run, NOW))
+    async with cockpit(run, (100, 30), control, lambda: NOW, still) as screen:
+        await screen.shows("step 37/60")
+        await screen.press("r", "r", "k")
+        await screen.until(lambda: isinstance(screen.app.screen, ConfirmDialog))
+        await asyncio.sleep(0.5)
+        assert len(screen.app.screen_stack) == 2
+        await screen.press("enter", "enter", "enter")
+        await screen.until(lambda: any("accepted" in toast for toast in screen.toasts()))
+        assert [request.action for request in control.commands] == ["restart"]
+        await screen.press("k")
+        await screen.until(lambda: isinstance(screen.app.screen, ConfirmDialog))
+        await screen.press("escape")
+        await screen.until(lambda: len(screen.app.screen_stack) == 1)
+        screen.app.action_ask_quit()
+        screen.app.action_ask_quit()
+        screen.app.act("kill", "vllm")
+        await screen.until(lambda: isinstance(screen.app.screen, QuitDialog))
+        await asyncio.sleep(0.5)
+        assert len(screen.app.screen_stack) == 2
+        await screen.press("escape", "q")
+        await screen.until(lambda: isinstance(screen.app.screen, QuitDialog))

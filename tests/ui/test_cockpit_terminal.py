@@ -84,6 +84,30 @@ def test_o_opens_the_log_in_the_editor_and_comes_back(tmp_path: Path, monkeypatc
         started.close()
 
 
+def test_ctrl_c_in_the_editor_is_the_editor_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text("#!/bin/sh\ntrap 'echo INTERRUPTED; exit' INT\necho EDITING\nsleep 20 & wait $!\n")
+    editor.chmod(0o755)
+    monkeypatch.setenv("EDITOR", str(editor))
+    monkeypatch.delenv("VISUAL", raising=False)
+    owns = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "  # so that its keys become signals
+    started = Terminal([sys.executable, "-c", owns + SCRIPT, str(make_run(tmp_path / "run").root)])
+    try:
+        started.until(lambda seen: b"37/60" in seen and b"no result" in seen)
+        started.type(b"3")
+        started.until(lambda seen: b"step  37" in seen)
+        started.seen = b""
+        started.type(b"o")
+        started.until(lambda seen: b"EDITING" in seen)
+        started.type(b"\x03")
+        started.until(lambda seen: b"INTERRUPTED" in seen and ALTERNATE_ON in seen)
+        started.type(b"q")
+        started.until(lambda seen: b"LEFT:ended" in seen)
+        assert b"Traceback" not in started.seen
+    finally:
+        started.close()
+
+
 def test_no_color_writes_no_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     run = make_run(tmp_path / "run")

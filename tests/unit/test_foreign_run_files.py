@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from atropos_tui.cli import runs
-from atropos_tui.monitor.feed import RunFeed
-from tests.ui.run_maker import make_run
+from atropos_tui.monitor.feed import RunFeed, load_run
+from atropos_tui.monitor.run_info import status_from_files
+from tests.ui.run_maker import make_run, write_records
 from trainer_core.contracts.files import open_regular, read_regular
+from trainer_core.contracts.records import StateRecord
 from trainer_core.contracts.run_dir import RunDir
 
 pytestmark = pytest.mark.timeout(20)
@@ -33,6 +35,21 @@ def test_a_pipe_is_no_file(run: RunDir) -> None:
         read_regular(run.root.parent)
     assert not [record for record in RunFeed(run).read().records if record.kind == "step"]
     assert runs.read_run(run.root) is None and runs.read_result(run) is None
+
+
+def test_names_are_plain_before_they_reach_a_terminal(run: RunDir) -> None:
+    evil = "\x1b]52;c;UFdORUQ=\x07v\ud800"
+    for path in (run.profile_toml, run.result_json):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    plan = {"run_id": evil, "name": evil, "mode": evil, "components": [{"name": evil, "role": "trainer"}]}
+    run.plan_json.write_text(json.dumps(plan))
+    write_records(run.supervisor_jsonl, [StateRecord(component="\x1b]52;c;UFdO\x07", old="pending", new="failed", seq=99)], 99)
+    info, state, _ = load_run(run.root)
+    status = status_from_files(run, info, state)
+    shown = [info.run_id, info.name, info.mode, *(row.name for row in status.components)]
+    assert not [text for text in shown if "\x1b" in text or "\ud800" in text or "\x07" in text]
+    assert len(status.components) > 1
 
 
 @pytest.mark.parametrize(

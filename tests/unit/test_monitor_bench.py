@@ -151,3 +151,12 @@ def test_json_is_strict(tmp_path: Path) -> None:
     data = json.loads(benchmarks_json([benchmark_run(run.root)]), parse_constant=lambda name: pytest.fail(name))
     assert data["runs"][0]["avg_step_s"] == "NaN"
     assert data["runs"][0]["run"] == "run"
+
+
+def test_a_mode_that_would_command_the_terminal_is_made_plain(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    write_records(run.telemetry_jsonl, [summary(mode="\x1b]52;c;eA==\x07shared\nvllm\x1b[2J", peak_bytes=10**400)])
+    figures = [benchmark_run(run.root)] * 2
+    for text in (render_benchmarks(figures[:1]), render_benchmarks(figures)):
+        assert "\x1b" not in text and "(shared⏎vllm)" in text
+    assert "Peak GPU memory:       ∞" in render_benchmarks(figures[:1])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
+import warnings
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atropos_tui.monitor.log_buffer import Classifier, Entry, LogBuffer, compiled
+from atropos_tui.monitor.log_buffer import Classifier, Entry, LogBuffer, TooSlow, compiled, in_time
 from atropos_tui.monitor.log_feed import LogFeed
 from trainer_core.contracts.run_dir import RunDir
 
@@ -74,6 +76,34 @@ def test_a_pattern_is_case_sensitive_only_with_capitals_and_never_an_error() -> 
     assert compiled("error").search("ERROR")
     assert not compiled("Error").search("error")
     assert compiled("[oops").search("x [oops")
+
+
+@pytest.mark.parametrize("pattern", ["a{4294967296}", "(" * 3000 + ")" * 3000, "[[a"])
+def test_a_pattern_too_large_too_deep_or_half_typed_raises_and_warns_of_nothing(pattern: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiled(pattern).search(f"x {pattern}") or pattern == "[[a"
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*$", "(?:.*,)*x"])
+def test_a_pattern_that_takes_for_ever_is_given_up(pattern: str) -> None:
+    buffer = filled(*["a" * 40 + "b" + "," * 40] * 100)
+    began = time.process_time()
+    with pytest.raises(TooSlow):
+        in_time(lambda: buffer.count(compiled(pattern)))
+    assert time.process_time() - began < 0.5
+    assert in_time(lambda: buffer.count(compiled("a,|b"))) == 100
+
+
+def test_a_wrapped_entry_is_left_behind_whole() -> None:
+    buffer = filled("ERROR: " + "x" * 30, "fine", "ERROR: again", "end")
+    for wrap in (None, 10):
+        buffer.show(level="all", pattern=None, wrap=wrap)
+        for step in (1, -1):
+            start = buffer.next_row(0, step)
+            assert start is not None
+            assert buffer.find("error", start, step) == 2
+    assert buffer.next_row(9, 1) is None
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,6 +15,7 @@ from atropos_tui.monitor.plain import (
     duration,
     number,
     one_line,
+    plain_lines,
     plain_text,
     said,
     seconds_text,
@@ -39,6 +40,7 @@ from atropos_tui.monitor.plain import (
         ("bell\x07 null\x00 back\x08", "bell null back"),
         ("safe \u202egnp.exe", "safe gnp.exe"),
         ("[bold red]markup[/] stays", "[bold red]markup[/] stays"),
+        ("half \ud800 a pair \udfff", "half ? a pair ?"),
         ("</script>", "</script>"),
         ("größe 大きい 😀", "größe 大きい 😀"),
     ],
@@ -52,6 +54,20 @@ def test_nothing_that_controls_a_terminal_is_left(text: str) -> None:
     for shown in (plain_text(text), one_line(text)):
         assert not any(ord(char) < 32 or 127 <= ord(char) < 160 for char in shown)
         assert len(shown) <= MAX_COLUMNS
+
+
+@given(st.text(st.characters()))
+def test_what_is_shown_can_be_written(text: str) -> None:
+    for shown in (plain_text(text), one_line(text), plain_lines(text)):
+        shown.encode()
+
+
+def test_several_lines_stay_and_none_hides_the_next() -> None:
+    assert plain_lines("a\x1b]52;c;eA==\nb\x1b[2J\r\n10%\r20%") == "a\nb\n20%"
+
+
+def test_whole_numbers_beyond_any_float_are_infinite() -> None:
+    assert (number(10**400), number(-(10**400)), bytes_text(10**400)) == ("∞", "-∞", "inf GB")
 
 
 def test_a_very_long_line_is_cut_with_a_mark() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atropos_tui.monitor.neighbours import neighbours
+from atropos_tui.monitor.plain import plain_text
 from atropos_tui.monitor.rollout_groups import _stayed, diff, earlier_twin, groups
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.timeline import clock, timeline
@@ -96,6 +100,24 @@ def test_the_timeline_tells_everything_in_order() -> None:
     assert "exit code -9" in found[4].detail
 
 
+EVIL = "\x1b]52;c;ZXZpbA==\x07 \x1b[2J \x9b5A \ud800"
+
+
+def test_every_text_of_an_event_is_plain() -> None:
+    state = RunState()
+    for record in [
+        StateRecord(seq=0, component=EVIL, old=EVIL, new=EVIL, reason=EVIL),
+        DiagnosisRecord(seq=1, component=EVIL, title=EVIL, evidence=f"one{EVIL}\ntwo", fix=EVIL, rule=EVIL),
+        CommandRecord(seq=2, component=EVIL, command_id=EVIL, action=EVIL, status="done", initiator=EVIL, detail=EVIL),
+        CheckpointRecord(step=1, path=EVIL, seconds=0.5, bytes=10**400),
+    ]:
+        state.apply(record)
+    for event in timeline(state):
+        for text in (event.component, event.mark, event.text, *event.detail.split("\n")):
+            assert plain_text(text) == text
+    assert any("two\n" in event.detail for event in timeline(state)), "lines of evidence stay apart"
+
+
 def test_a_clock_is_a_time_of_day_whatever_it_is_given() -> None:
     assert re.fullmatch(r"\d\d:\d\d:\d\d", clock(1_790_000_000.0))
     assert {clock(at) for at in (float("nan"), float("inf"), 1e300)} == {"--:--:--"}
@@ -119,3 +141,31 @@ def test_neighbours_are_runs_with_records_newest_first(tmp_path: Path) -> None:
     assert [(run.name, run.exit_code) for run in found] == [("new", None), ("old", 3)]
     assert found[0].mode == "shared_vllm"
     assert neighbours(tmp_path / "no" / "such") == []
+
+
+def test_a_neighbour_that_cannot_be_read_or_began_at_no_time_of_this_world_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("far", "forbidden", "good", "mine"):
+        make_run(tmp_path / name, steps=1)
+    (tmp_path / "far" / "run.json").write_text(f'{{"started_at": 1{"0" * 400}}}')
+    (tmp_path / "good" / "run.json").write_text('{"started_at": 5}')
+    is_file = Path.is_file
+
+    def refused(path: Path) -> bool:
+        if "forbidden" in path.parts:
+            raise PermissionError(path)
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    far, good = neighbours(tmp_path / "mine")
+    assert (far.name, good.name, good.started_at) == ("far", "good", 5.0)
+    assert far.started_at == pytest.approx(time.time(), abs=600), "by its directory"
+
+
+def test_a_folder_that_cannot_be_listed_has_no_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> Iterator[Path]:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    assert neighbours(tmp_path / "mine") == []

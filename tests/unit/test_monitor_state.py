@@ -11,7 +11,7 @@ import pytest
 
 from atropos_tui.monitor.feed import RunFeed, load_run
 from atropos_tui.monitor.pace import pace
-from atropos_tui.monitor.run_info import flag, read_info, status_from_files
+from atropos_tui.monitor.run_info import RunInfo, flag, read_info, status_from_files
 from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
 from atropos_tui.supervisor.record_tail import RecordTail
 from tests.ui.run_maker import RUN_ID, T0, make_run, step_records, write_records
@@ -198,6 +198,12 @@ def test_a_restart_is_not_a_slow_step() -> None:
     assert pace(state, 23).eta_s == 10.0
 
 
+def test_a_step_that_no_run_reaches_is_left_out() -> None:
+    state = fed(timing(1), timing(2**53 + 1), timing(10**400))
+    assert state.metric("step_s").steps == [1]
+    assert list(state.attempt_steps.values()) == [1]
+
+
 def test_pace_shows_nan() -> None:
     state = fed(timing(1), timing(2, step_s=math.nan))
     assert math.isnan(pace(state, None).step_s or 0.0)
@@ -216,6 +222,18 @@ def test_the_feed_starts_over_when_a_stream_is_replaced(tmp_path: Path) -> None:
     again = fed(*feed.read().records)
     assert again.step == 2
     assert len(again.transitions) == 10
+
+
+def test_bad_lines_count_once_though_the_feed_starts_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    with run.supervisor_jsonl.open("a") as file:
+        file.write("garbage\n")
+    feed = RunFeed(run)
+    feed.read()
+    run.telemetry_jsonl.write_text("garbage\n" * 3)
+    while feed.read().behind:
+        pass
+    assert feed.bad_lines == 4
 
 
 def test_the_feed_leaves_out_what_a_state_would_forget(tmp_path: Path) -> None:
@@ -247,6 +265,23 @@ def test_what_a_run_is_comes_from_its_plan(tmp_path: Path) -> None:
     run.plan_json.write_text('{"components": [3, {"name": 4}, {"name": "x", "role": "wizard"}]}')
     assert [(part.name, part.role) for part in read_info(run).components] == [("x", Role.OTHER)]
     assert read_info(RunDir(tmp_path / "nowhere")).name == "nowhere"
+
+
+@pytest.mark.parametrize("steps", ["9" * 5000, "9" * 400, "9" * 16, "-3", "x", ""])
+def test_a_number_of_steps_that_no_run_has_is_none(tmp_path: Path, steps: str) -> None:
+    run = RunDir(tmp_path)
+    parts = [{"name": "t", "role": "trainer", "command": ["--training-steps", steps], "port": 10**400,
+              "start_timeout_s": 10**400}]  # fmt: skip
+    run.plan_json.write_text(json.dumps({"components": parts}))
+    info = read_info(run)
+    assert (info.training_steps, info.components[0].port) == (None, None)
+
+
+@pytest.mark.parametrize("started", [10**400, 1e300, -1, float("nan"), "x"])
+def test_a_run_that_began_at_no_time_of_this_world_has_no_start(tmp_path: Path, started: object) -> None:
+    run = RunDir(tmp_path)
+    run.run_json.write_text(json.dumps({"started_at": started}))
+    assert status_from_files(run, RunInfo(), RunState()).started_at == 0.0
 
 
 def test_flags_are_found_in_either_spelling() -> None:

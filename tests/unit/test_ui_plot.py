@@ -79,6 +79,41 @@ def test_any_values_fit_any_size(values: list[float], width: int, height: int, l
     assert all(len(line) <= max(width, 0) for line in lines)
 
 
+any_float = st.floats() | st.sampled_from([5e-324, 1e-300, 1e300, 1.7e308, -1.7e308])
+any_step = st.integers() | st.floats() | st.sampled_from([-(10**400), -(2**53), 2**53, 10**300, 10**400])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(any_step, any_float), max_size=40),
+    st.sampled_from([None, 0, 60, 2**53]),
+    st.sampled_from([None, 0.0]),
+    st.sampled_from([None, 1.0]),
+    st.booleans(),
+)
+def test_no_record_ends_what_draws_it(
+    points: list[tuple[float, float]], last: float | None, low: float | None, high: float | None, log: bool
+) -> None:
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    if not log and low is not None and min(filter(math.isfinite, values), default=0) < low:
+        low = None  # a chart lets go of its ends where a value lies beyond them
+    if not log and high is not None and max(filter(math.isfinite, values), default=0) > high:
+        high = None
+    curve, axes = Curve(steps, values, Style()), Axes(last=last, low=low, high=high, log=log, healthy=(None, 0.1))
+    lines = [_text(line) for line in plot([curve], axes, INK, 40, 10)]
+    assert len(lines) == 10
+    assert all(len(line) <= 40 for line in lines)
+
+
+def test_figures_beyond_any_scale_leave_the_others_their_room() -> None:
+    steps = [-(10**400), -5, 1, 2, 3, 4, 10**400]
+    curve = Curve(steps, [9.0, 9.0, 0.0, 1.7e308, 5e-324, 1.0, 9.0], Style())
+    lines = [_text(line) for line in plot([curve], Axes(), INK, 40, 10)]
+    assert "1.0 ┤" in lines[0]
+    assert sum(line.count("×") for line in lines) == 1
+    assert lines[-1].endswith("4")
+
+
 @pytest.mark.parametrize(("rough", "nice"), [(0.3, 0.5), (1.0, 1.0), (0.21, 0.25), (7, 10), (1.2e-8, 2e-8)])
 def test_steps_are_round(rough: float, nice: float) -> None:
     assert nice_step(rough) == pytest.approx(nice)

@@ -1,0 +1,92 @@
+"""The screen at the edges: a supervisor that is silent, gone or another one; more cards than lines; a stall."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ui.conftest import cockpit
+from tests.ui.fakes import FakeControl
+from tests.ui.run_maker import T0, live_status, make_run, still, write_records
+from trainer_core.contracts.control import GpuStatus, RunStatus
+from trainer_core.contracts.records import CommandRecord
+from trainer_core.contracts.run_dir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "run")
+
+
+class Silent(FakeControl):
+    """It is there and does not answer."""
+
+    async def status(self) -> RunStatus:
+        raise TimeoutError
+
+
+def _command(seq: int, when: float, status: str) -> CommandRecord:
+    return CommandRecord(
+        seq=seq, time=when, command_id=f"c{seq}", action="restart", component="vllm", status=status, initiator="user"
+    )  # type: ignore[arg-type]
+
+
+async def test_a_silent_supervisor_leaves_the_word_to_the_files(run: RunDir) -> None:
+    async with cockpit(run, control=Silent()) as screen:
+        await screen.until(lambda: screen.row("trainer"))
+
+
+async def test_gone_with_the_supervisor_are_the_figures_not_the_cards(run: RunDir) -> None:
+    control = FakeControl(
+        live_status(run, T0).model_copy(update={"gpus": [GpuStatus(index=0, name="H200", used_bytes=1, total_bytes=2)]})
+    )
+    async with cockpit(run, (160, 45), control) as screen:
+        await screen.shows("1 × H200")
+        control.answer = None
+        await screen.shows("supervisor gone")
+        await screen.until(lambda: "H200" not in screen.text())
+        assert "no GPU" not in screen.text()
+
+
+async def test_cards_without_a_line_are_counted(run: RunDir) -> None:
+    cards = [GpuStatus(index=at, name="H200", used_bytes=1, total_bytes=2) for at in range(16)]
+    control = FakeControl(live_status(run, T0).model_copy(update={"gpus": cards}))
+    async with cockpit(run, (160, 45), control) as screen:
+        await screen.shows("more: 6 shows them")
+        await screen.press("6")
+        await screen.shows("GPU 15")
+
+
+async def test_a_queue_that_grows_while_the_trainer_stalls_is_drawn(run: RunDir) -> None:
+    depth = [13]
+
+    def look(_: RunStatus | None) -> object:
+        return dataclasses.replace(still(None), time=time.time(), queue=depth[0])
+
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, T0)), look=look) as screen:  # type: ignore[arg-type]
+        await screen.press("2")
+        await screen.shows("groups 13")
+        depth[0] = 83
+        await screen.shows("groups 83")
+
+
+async def test_what_another_supervisor_left_undone_is_not_under_way(run: RunDir) -> None:
+    write_records(run.supervisor_jsonl, [_command(100, T0 - 50, "running"), _command(101, T0 + 5, "running")], 100)
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, T0 + 40)), lambda: T0 + 40) as screen:
+        await screen.shows("◔ restart vllm  35 s")
+        assert screen.text().count("◔ restart vllm") == 1
+
+
+async def test_a_replaced_file_tells_no_old_news(run: RunDir) -> None:
+    write_records(run.supervisor_jsonl, [_command(100, T0, "done")], 100)
+    async with cockpit(run, control=FakeControl(live_status(run, T0))) as screen:
+        await screen.until(lambda: screen.app.loaded)
+        text = run.supervisor_jsonl.read_text()
+        run.supervisor_jsonl.unlink()
+        run.supervisor_jsonl.write_text(text)
+        write_records(run.supervisor_jsonl, [_command(101, T0, "failed")], 101)
+        await screen.until(screen.toasts)
+        assert [toast for toast in screen.toasts() if "vllm" in toast] == [" restart vllm: failed"]
