@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tests.e2e.live_stack import LiveStack, free_ports
 from tests.e2e.test_demo import assert_aligned, assert_learned
@@ -78,6 +79,7 @@ def test_broadcasts_under_streams(server: Server) -> None:
 STUCK_TRAINER = """
 import sys, threading, time
 import torch
+from transformers import AutoConfig
 from tests.e2e.test_broadcast import config
 from trainer_core.contracts.transfer import TransferUpdate
 from trainer_core.weight_sync.base import Start
@@ -124,7 +126,8 @@ def test_a_trainer_killed_in_the_middle(server: Server) -> None:
 
 def test_a_server_that_takes_no_broadcast_of_this_model(server: Server, tmp_path: Path) -> None:
     """A final refusal; nobody is served until a trainer has given whole weights."""
-    other = make_model("qwen2" if "tiny" in str(server.model.name) else "llama tied", tmp_path / "other")
+    theirs = "llama tied" if AutoConfig.from_pretrained(server.model).model_type == "qwen2" else "qwen2"
+    other = make_model(theirs, tmp_path / "other")
     with pytest.raises(EngineError, match="Is it the same model on both sides"):
         Whole(Broadcast, config(other, server.url, engine_timeout=5))  # type: ignore[arg-type]
     assert server.get("/health").status_code == 503

@@ -44,7 +44,8 @@ def test_names_are_plain_before_they_reach_a_terminal(run: RunDir) -> None:
         os.mkfifo(path)
     plan = {"run_id": evil, "name": evil, "mode": evil, "components": [{"name": evil, "role": "trainer"}]}
     run.plan_json.write_text(json.dumps(plan))
-    write_records(run.supervisor_jsonl, [StateRecord(component="\x1b]52;c;UFdO\x07", old="pending", new="failed", seq=99)], 99)
+    failed = StateRecord(component="\x1b]52;c;UFdO\x07", old="pending", new="failed")
+    write_records(run.supervisor_jsonl, [failed], 99)
     info, state, _ = load_run(run.root)
     status = status_from_files(run, info, state)
     shown = [info.run_id, info.name, info.mode, *(row.name for row in status.components)]
