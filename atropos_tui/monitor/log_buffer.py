@@ -1,30 +1,24 @@
-"""Log lines in memory, for a screen: a bounded buffer, filtered, wrapped and searched. Pure.
+"""Log lines in memory, for a screen: a bounded buffer, filtered, wrapped and searched.
 
 Entries have numbers that never change. What a screen shows are *rows*: an entry each, or several where long lines are
-wrapped; with a filter, only those that match it. Matching
-the user's pattern raises `TooSlow` where it takes too long.
+wrapped; with a filter, only those that match it. Showing and extending raise `patterns.TooSlow` where that takes
+too long.
 """
 
 from __future__ import annotations
 
 import re
-import signal
-import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from types import FrameType
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 from rich.cells import cell_len, chop_cells
+
+from atropos_tui.monitor.patterns import in_time
 
 Kind = Literal["plain", "warning", "error", "note"]
 Level = Literal["all", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("all", "warning", "error")
-SEARCH_S = 0.2
-"""Of our CPU time, for one search of all that is kept."""
-TOO_SLOW = "given up: this pattern takes too long"
-
-Result = TypeVar("Result")
 
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
 _WARNING = re.compile(r"\b(WARN|WARNING)\b")
@@ -57,50 +51,6 @@ class Classifier:
             self._in_traceback = "Traceback" in line
             return "error"
         return "warning" if _WARNING.search(line) else "plain"
-
-
-def compiled(pattern: str) -> re.Pattern[str]:
-    """`pattern` as a regular expression, case-insensitive unless it has capitals; what is none is taken literally.
-
-    So is what is too large or too deep for one. Half-typed ones draw warnings, which would be written over the screen.
-    """
-    flags = re.NOFLAG if pattern != pattern.lower() else re.IGNORECASE
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return re.compile(pattern, flags)
-    except (re.error, OverflowError, RecursionError):
-        return re.compile(re.escape(pattern), flags)
-
-
-class TooSlow(Exception):
-    """A search was given up."""
-
-
-_timed = False
-"""Whether a search is under way: a signal that comes late hits nobody else."""
-
-
-def in_time(search: Callable[[], Result]) -> Result:
-    """What `search` gives; TooSlow after `SEARCH_S`.
-
-    Some patterns take for ever on one line, and the interpreter with them: only a signal ends that, and only in the
-    main thread. So nothing but matching belongs into `search`, which may end anywhere. Does not nest.
-    """
-    global _timed
-    signal.signal(signal.SIGPROF, _give_up)
-    try:
-        _timed = True
-        signal.setitimer(signal.ITIMER_PROF, SEARCH_S)
-        return search()
-    finally:
-        _timed = False
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _give_up(number: int, frame: FrameType | None) -> None:
-    if _timed:
-        raise TooSlow
 
 
 class LogBuffer:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from rich.text import Text
 from textual.binding import Binding, BindingType
 
-from atropos_tui.monitor.log_buffer import TOO_SLOW, TooSlow, in_time
+from atropos_tui.monitor.patterns import TOO_SLOW, TooSlow, in_time
 from atropos_tui.monitor.timeline import Event, clock, timeline
 from atropos_tui.ui.listing import Listing
 from atropos_tui.ui.look import TONES, title

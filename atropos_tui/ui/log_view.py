@@ -19,7 +19,8 @@ from textual.scroll_view import ScrollView
 from textual.scrollbar import ScrollTo
 from textual.strip import Strip
 
-from atropos_tui.monitor.log_buffer import LEVELS, TOO_SLOW, Entry, Kind, Level, LogBuffer, TooSlow, in_time
+from atropos_tui.monitor.log_buffer import LEVELS, Entry, Kind, Level, LogBuffer
+from atropos_tui.monitor.patterns import TOO_SLOW, TooSlow, in_time
 from atropos_tui.ui.look import title
 
 LINES_KEPT = 20_000

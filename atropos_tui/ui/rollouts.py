@@ -15,7 +15,7 @@ from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.widgets import Static
 
-from atropos_tui.monitor.log_buffer import TOO_SLOW, TooSlow, in_time
+from atropos_tui.monitor.patterns import TOO_SLOW, TooSlow, in_time
 from atropos_tui.monitor.plain import number, one_line, plain_text
 from atropos_tui.monitor.rollout_groups import Group, diff, earlier_twin, groups
 from atropos_tui.ui.listing import Listing

@@ -10,7 +10,7 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Input, Label
 
-from atropos_tui.monitor.log_buffer import compiled
+from atropos_tui.monitor.patterns import compiled
 
 Apply = Callable[[re.Pattern[str] | None], str]
 """Takes what is looked for, or None; says in words how much was found."""

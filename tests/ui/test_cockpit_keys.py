@@ -13,7 +13,8 @@ import pytest
 from textual.command import CommandPalette
 from textual.widgets import Input, OptionList
 
-from atropos_tui.monitor.log_buffer import Entry, compiled
+from atropos_tui.monitor.log_buffer import Entry
+from atropos_tui.monitor.patterns import compiled
 from atropos_tui.ui.dialogs import ChooseRunDialog, ConfirmDialog, QuitDialog, TextDialog
 from atropos_tui.ui.events import Events
 from atropos_tui.ui.layout import VIEWS

@@ -62,20 +62,29 @@ def test_a_fault_of_the_screen_is_no_detaching(tmp_path: Path) -> None:
         started.close()
 
 
-def test_o_opens_the_log_in_the_editor_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    editor = tmp_path / "editor"
-    editor.write_text(f'#!/bin/sh\necho "EDITING $1"\necho "$1" > {tmp_path}/opened\n')
+def _use_editor(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+    editor = folder / "editor"
+    editor.write_text(f"#!/bin/sh\n{script}\n")
     editor.chmod(0o755)
     monkeypatch.setenv("EDITOR", str(editor))
     monkeypatch.delenv("VISUAL", raising=False)
+
+
+def _open_log(started: Terminal) -> None:
+    """Press `o` once the log is there."""
+    started.until(lambda seen: b"37/60" in seen and b"no result" in seen)
+    started.type(b"3")
+    started.until(lambda seen: b"step  37" in seen)
+    started.seen = b""
+    started.type(b"o")
+
+
+def test_o_opens_the_log_in_the_editor_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use_editor(monkeypatch, tmp_path, f'echo "EDITING $1"\necho "$1" > {tmp_path}/opened')
     run = make_run(tmp_path / "run")
     started = Terminal([sys.executable, "-c", SCRIPT, str(run.root)])
     try:
-        started.until(lambda seen: b"37/60" in seen and b"no result" in seen)
-        started.type(b"3")
-        started.until(lambda seen: b"step  37" in seen)
-        started.seen = b""
-        started.type(b"o")
+        _open_log(started)
         started.until(lambda seen: b"EDITING" in seen and ALTERNATE_ON in seen)
         assert Path((tmp_path / "opened").read_text().strip()) == run.log("trainer", 1)
         started.type(b"q")
@@ -85,19 +94,11 @@ def test_o_opens_the_log_in_the_editor_and_comes_back(tmp_path: Path, monkeypatc
 
 
 def test_ctrl_c_in_the_editor_is_the_editor_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    editor = tmp_path / "editor"
-    editor.write_text("#!/bin/sh\ntrap 'echo INTERRUPTED; exit' INT\necho EDITING\nsleep 20 & wait $!\n")
-    editor.chmod(0o755)
-    monkeypatch.setenv("EDITOR", str(editor))
-    monkeypatch.delenv("VISUAL", raising=False)
+    _use_editor(monkeypatch, tmp_path, "trap 'echo INTERRUPTED; exit' INT\necho EDITING\nsleep 20 & wait $!")
     owns = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "  # so that its keys become signals
     started = Terminal([sys.executable, "-c", owns + SCRIPT, str(make_run(tmp_path / "run").root)])
     try:
-        started.until(lambda seen: b"37/60" in seen and b"no result" in seen)
-        started.type(b"3")
-        started.until(lambda seen: b"step  37" in seen)
-        started.seen = b""
-        started.type(b"o")
+        _open_log(started)
         started.until(lambda seen: b"EDITING" in seen)
         started.type(b"\x03")
         started.until(lambda seen: b"INTERRUPTED" in seen and ALTERNATE_ON in seen)

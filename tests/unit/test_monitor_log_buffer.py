@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atropos_tui.monitor.log_buffer import Classifier, Entry, LogBuffer, TooSlow, compiled, in_time
+from atropos_tui.monitor.log_buffer import Classifier, Entry, LogBuffer
 from atropos_tui.monitor.log_feed import LogFeed
+from atropos_tui.monitor.patterns import TooSlow, compiled, in_time
 from trainer_core.contracts.run_dir import RunDir
 
 
