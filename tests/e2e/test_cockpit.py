@@ -99,8 +99,7 @@ def test_the_stack_is_watched_and_driven_from_the_screen(cockpit: Cockpit) -> No
     cockpit.press(b"q")
     terminal.shows(lambda text: "Leave the cockpit?" in text)
     cockpit.press(b"s")
-    terminal.until(lambda _: not terminal.read() and terminal.process.poll() is not None, 120)
-    assert terminal.process.wait(30) == 130
+    assert terminal.ends(150) == 130
     files.assert_nothing_left()
 
 

@@ -114,6 +114,16 @@ class Terminal:
             assert open_ and time.monotonic() < deadline, f"it never was; the screen:\n{self.cells.text}"
             open_ = self.read()
 
+    def ends(self, timeout_s: float = 20.0) -> int:
+        """Read on until the program has left the terminal and ended; its exit code.
+
+        The terminal closes a moment before the process can be reaped, so neither stands for the other.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.read():
+            assert time.monotonic() < deadline, f"it went on; the screen:\n{self.cells.text}"
+        return self.process.wait(max(1.0, deadline - time.monotonic()))
+
     def type(self, keys: bytes) -> None:
         os.write(self._fd, keys)
 
