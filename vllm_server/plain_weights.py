@@ -11,7 +11,9 @@ Runs in vLLM's worker process.
 from __future__ import annotations
 
 import copy
+import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from vllm_server.config import ENV_START_WEIGHTS
+from vllm_server.direct_copies import Named, Recorder
+
+logger = logging.getLogger(__name__)
 
 FOLDER_FORMAT = "atropos_folder"
 PLAIN_FORMAT = "atropos_plain"
@@ -42,13 +47,31 @@ class FolderLoader(DefaultModelLoader):
         load_config = copy.copy(load_config)
         load_config.load_format = "auto"
         super().__init__(load_config)
+        self._recorder: Recorder | None = None
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Load, and say which tensors the model has no place for.
+
+        Raises:
+            ValueError: so it is for a trainer's weights: what it trains would not be what answers.
+        """
         if folder := os.environ.get(ENV_START_WEIGHTS):
             model_config = copy.copy(model_config)
             model_config.model = folder
             model_config.revision = None
-        super().load_weights(model, model_config)
+        self._recorder = Recorder(model)
+        with self._recorder:
+            super().load_weights(model, model_config)
+        reason = self._recorder.without_place() if model_config.quantization is None else None
+        self._recorder = None
+        if reason and folder:
+            raise ValueError(reason)
+        if reason:
+            logger.warning("%s", reason)
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[Named]:
+        weights = super().get_all_weights(model_config, model)
+        return self._recorder.one_by_one(weights) if self._recorder else weights
 
 
 class PlainLoader(FolderLoader):

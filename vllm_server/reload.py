@@ -28,6 +28,7 @@ from trainer_core.contracts.files import write_private
 from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
 from vllm_server.bridge import Bridge, timed
 from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
+from vllm_server.direct_copies import NO_WEIGHT, TIED_HEAD, Recorder
 from vllm_server.generate import error_response
 from vllm_server.plain_weights import FOLDER_FORMAT, PLAIN_FORMAT, register_loaders
 
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 Shapes = dict[str, tuple[int, ...]]
 """Tensor name -> shape, of a whole checkpoint."""
 
-TIED_HEAD = "lm_head.weight"
 SAFETENSORS_FORMATS = ("auto", "hf", "safetensors")
 """Values of --load-format that read what a trainer writes."""
 
@@ -127,7 +127,7 @@ def require_same(new: Shapes, own: Shapes, *, tied: bool) -> None:
         RefusedWeights: names the first tensors that differ.
     """
     passed = {TIED_HEAD} if tied else set()
-    own = {name: shape for name, shape in own.items() if not name.endswith("rotary_emb.inv_freq")}
+    own = {name: shape for name, shape in own.items() if not name.endswith(NO_WEIGHT)}
     odd = [f"{name} is missing" for name in sorted(own.keys() - new.keys() - passed)]
     odd += [f"{name} is not of this model" for name in sorted(new.keys() - own.keys() - passed)]
     odd += [
@@ -170,7 +170,8 @@ class Reloader:
         """Answer with the weights in `path`, as `weight_version`.
 
         Raises:
-            RefusedWeights: nothing was touched.
+            RefusedWeights: nothing was touched; or it was, the model has no place for a part of them, and nobody is
+                served.
             BrokenLoad: the server is unhealthy now, and serves nobody.
         """
         folder = checked_folder(request.path, self.bridge.config.run_dir)
@@ -206,6 +207,9 @@ class Reloader:
             fault = f"the load of {folder} broke off, so weights are mixed: {' '.join(what.split())[:300]}"
             self.bridge.fail(fault)
             raise BrokenLoad(fault) from error
+        if reason := next((rank["without_place"] for rank in found if rank["without_place"]), None):
+            self.bridge.fail(reason)
+            raise RefusedWeights(reason)
         # The slowest rank is what the engine waited for.
         phases |= {name: max(rank[name] for rank in found) for name in ("load", "device_sync")}
         with timed(phases, "resume"):
@@ -282,8 +286,10 @@ def _downloaded(args: Namespace) -> Path:
         raise RefusedWeights(f"the files of {args.model} are not in the cache, to compare with: {error}") from None
 
 
-def load_in_worker(worker: Any, path: str) -> dict[str, float]:
+def load_in_worker(worker: Any, path: str) -> dict[str, Any]:
     """Write the safetensors of `path` over the parameters of this worker's model.
+
+    Returns what was read, seconds by phase, and under `without_place` what to say of tensors that were passed over.
 
     Raises:
         RuntimeError: a parameter was left out.
@@ -305,15 +311,17 @@ def load_in_worker(worker: Any, path: str) -> dict[str, float]:
                     yield name, tensor
 
     began = time.perf_counter()
-    with set_current_vllm_config(worker.vllm_config):
-        written = model.load_weights(tensors())
+    recorder = Recorder(model)
+    with recorder, set_current_vllm_config(worker.vllm_config):
+        written = model.load_weights(recorder.one_by_one(tensors()))
     left = {name for name, _ in model.named_parameters()} - written
     if left:
         raise RuntimeError(f"{len(left)} parameters were not written, such as {', '.join(sorted(left)[:3])}")
     loaded = time.perf_counter()
     if first.is_cuda:
         torch.cuda.synchronize(first.device)
-    return {**sizes, "load": loaded - began, "device_sync": time.perf_counter() - loaded}
+    phases = {"load": loaded - began, "device_sync": time.perf_counter() - loaded}
+    return {**sizes, **phases, "without_place": recorder.without_place()}
 
 
 def make_router(reloader: Reloader) -> APIRouter:

@@ -119,7 +119,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
 
     def _load(self, link: links.Link) -> list[Copies] | None:
         """Receive through the model's own loader; returns its copies, or None where they are not the whole story."""
-        recorder = Recorder(self._buffers, self.model)
+        recorder = Recorder(self.model)
         copies: list[Copies] = []
         for index, chunk in enumerate(self._chunks):
             slot = index % SLOTS
@@ -127,19 +127,21 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             link.receive(buffer, slot)
             try:
                 with recorder:
-                    self.model.load_weights(named_views(chunk, buffer))
+                    self.model.load_weights(recorder.give(named_views(chunk, buffer)))
             except Exception as error:
                 raise TransferRefused(
-                    f"the model's loader does not take what the trainer sends ({type(error).__name__} {error}). Is it "
-                    "the same model on both sides?"
+                    f"is it the same model on both sides? This one's loader does not take what the trainer sends "
+                    f"({type(error).__name__} {error})"
                 ) from error
             copies.append(recorder.take())
             link.emptied(slot)
         if gaps := recorder.gaps():
             raise TransferRefused(
-                f"what the trainer sends does not fill {len(gaps)} parameters: {'; '.join(gaps[:5])}. "
-                "Is it the same model on both sides?"
+                f"is it the same model on both sides? What the trainer sends does not fill {len(gaps)} parameters: "
+                f"{'; '.join(gaps[:5])}"
             )
+        if reason := recorder.without_place():
+            raise TransferRefused(reason)
         if not recorder.whole:
             logger.info("This model's loader does more than copy: every update runs through it")
             return None

@@ -109,6 +109,12 @@ WORDS = [
     (TRAINER, "shm_full", TORCH_SHM),  # logicalclocks/hopsworks#1557
     (ENGINE, "lora_not_enabled", "RuntimeError: LoRA is not enabled. Use --enable-lora to enable LoRA."),
     (ENGINE, "lora_not_enabled", 'INFO:     127.0.0.1:4 - "POST /v1/load_lora_adapter HTTP/1.1" 404 Not Found'),
+    (
+        TRAINER,
+        "served_in_part",
+        "error: http://[::1]/bridge/load: HTTP 409 vLLM's Qwen3ForCausalLM has no place for 3 of the tensors, such as "
+        "model.layers.0.self_attn.o_proj.bias, and would answer without them.",
+    ),
     (TRAINER, "manifest_stale", "error: /r/vllm_bridge_config.json: its server (pid 42) is gone; start vLLM again"),
     (TRAINER, "manifest_empty", "[Setup] Single-copy mode not available (single_copy_enabled=False)"),
     (

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import torch
 
 from trainer_core.contracts.transfer import SentTensor, chunks
@@ -19,6 +23,8 @@ class Fused(torch.nn.Module):
 
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
+            if name == "bias":
+                continue
             if name == "embed":
                 self.embed.data[:5].copy_(tensor)
                 self.embed.data[5:].fill_(0)
@@ -38,9 +44,9 @@ def loaded(model: Fused, sent: list[SentTensor]) -> tuple[Recorder, torch.Tensor
     buffer = torch.empty(whole.nbytes, dtype=torch.uint8)
     for _, view in named_views(whole, buffer):
         view.normal_()
-    recorder = Recorder([buffer], model)
+    recorder = Recorder(model)
     with recorder, torch.no_grad():
-        model.load_weights(named_views(whole, buffer))
+        model.load_weights(recorder.give(named_views(whole, buffer)))
     return recorder, buffer
 
 
@@ -69,3 +75,67 @@ def test_a_loader_that_computes_is_not_taken_for_copies() -> None:
 def test_a_tensor_that_does_not_come_is_a_gap() -> None:
     recorder, _ = loaded(Fused(), SENT[:2])
     assert recorder.gaps() == ["both (16 of 24 elements)"]
+
+
+BIAS = SentTensor(name="bias", dtype="float32", shape=[4])
+
+
+def test_a_tensor_without_a_place_is_named() -> None:
+    recorder, _ = loaded(Fused(), SENT)
+    assert recorder.without_place() is None
+    recorder, _ = loaded(Fused(), [*SENT[:1], BIAS, *SENT[1:]])
+    assert not recorder.gaps() and recorder.passed_over() == ["bias"]
+    assert str(recorder.without_place()).startswith(
+        "vLLM's Fused has no place for 1 of the tensors, such as bias, and "
+    )
+    computing, _ = loaded(Fused(scales=True), [*SENT, BIAS])
+    assert computing.passed_over() == [], "what it computed from cannot be told"
+
+
+def test_a_tied_head_and_another_rank_s_layers_are_no_such_tensors() -> None:
+    head = SentTensor(name="lm_head.weight", dtype="float32", shape=[4])
+    frequencies = SentTensor(name="layers.0.rotary_emb.inv_freq", dtype="float32", shape=[4])
+
+    class PassingOver(Fused):
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights([pair for pair in weights if pair[0] in ("embed", "first", "second")])
+
+    model = PassingOver()
+    model.config = SimpleNamespace(tie_word_embeddings=True)  # type: ignore[assignment]
+    assert loaded(model, [*SENT, head, frequencies])[0].passed_over() == []
+    model.config.tie_word_embeddings = False
+    assert loaded(model, [*SENT, head, frequencies])[0].passed_over() == ["lm_head.weight"]
+    model.add_module("other", type("PPMissingLayer", (torch.nn.Identity,), {})())
+    assert loaded(model, [*SENT, head])[0].passed_over() == []
+
+
+def test_one_by_one_holds_no_tensor_and_names_the_same() -> None:
+    model = Fused()
+    recorder = Recorder(model)
+    freed: list[weakref.ref[torch.Tensor]] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for sent in (*SENT, BIAS):
+            assert all(each() is None for each in freed), "the last one is gone"
+            tensor = torch.ones(sent.shape)
+            freed.append(weakref.ref(tensor))
+            pair = sent.name, tensor
+            del tensor
+            yield pair
+            del pair
+
+    with recorder, torch.no_grad():
+        for one in recorder.one_by_one(tensors()):
+            model.load_weights([one])
+            del one
+    assert recorder.passed_over() == ["bias"] and not recorder.gaps()
+
+
+def test_an_empty_share_of_a_tensor_is_a_place() -> None:
+    """As a rank of a tiny vocabulary has it: the rows begin where the tensor ends."""
+    model, embed = Fused(), torch.ones(5, 4)
+    recorder = Recorder(model)
+    with recorder, torch.no_grad():
+        recorder.give([("embed", embed)])
+        model.embed.data[:0].copy_(embed.narrow(0, 5, 0))
+    assert recorder.passed_over() == [] and recorder.whole

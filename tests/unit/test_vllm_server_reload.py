@@ -38,15 +38,16 @@ class LoadingEngine(RecordingEngine):
         self.model_config = SimpleNamespace(**facts)
         self.breaks: Exception | None = None
         self.hangs = False
+        self.without_place: str | None = None
 
-    async def collective_rpc(self, method: str, args: tuple[str]) -> list[dict[str, float]]:
+    async def collective_rpc(self, method: str, args: tuple[str]) -> list[dict[str, Any]]:
         self.calls.append(f"{method}:{Path(args[0]).name}")
         if self.hangs:
             await asyncio.sleep(60)
         if self.breaks is not None:
             raise self.breaks
         ranks = ({"load": 0.1, "device_sync": 0.3}, {"load": 0.2, "device_sync": 0.1})
-        return [{"tensors": 3.0, "bytes": 320.0, **rank} for rank in ranks]
+        return [{"tensors": 3.0, "bytes": 320.0, "without_place": self.without_place, **rank} for rank in ranks]
 
 
 def arguments(model: Path, **given: Any) -> Namespace:
@@ -189,6 +190,14 @@ def test_a_load_that_breaks_off_leaves_nobody_served_until_one_succeeds(site: Si
     site.load()
     assert site.gate.refusal is None
     assert not site.bridge.info().dirty
+
+
+def test_a_model_without_a_place_for_a_tensor_is_a_final_refusal_and_serves_nobody(site: Site) -> None:
+    site.engine.without_place = "vLLM's Fused has no place for 1 of the tensors"
+    answer = site.post(path=str(site.new), weight_version=3)
+    assert (answer.status_code, answer.json()["error"]) == (409, site.engine.without_place)
+    assert site.gate.refusal == site.engine.without_place
+    assert site.bridge.info().dirty
 
 
 def test_a_break_is_a_503_so_that_the_trainer_waits_for_a_whole_server(site: Site) -> None:

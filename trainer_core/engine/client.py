@@ -142,7 +142,7 @@ class EngineClient:
             raise EngineGone(f"the inference server at {self.base_url} does not answer {path} ({detail})") from None
         if response.status_code >= 400:
             refused = EngineError(
-                f"{self.base_url}{path}: HTTP {response.status_code} {response.text[:300]}{_hint(response)}"
+                f"{self.base_url}{path}: HTTP {response.status_code} {_said(response)}{_hint(response)}"
             )
             refused.status = response.status_code
             raise refused
@@ -150,6 +150,15 @@ class EngineClient:
             return response.json()
         except ValueError:
             raise EngineError(f"{self.base_url}{path} does not answer JSON: is it python -m vllm_server?") from None
+
+
+def _said(response: httpx.Response) -> str:
+    """What our servers put under `error`, or the start of what another one answers."""
+    try:
+        error = response.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        error = None
+    return error[:900] if isinstance(error, str) else response.text[:300]
 
 
 def _hint(response: httpx.Response) -> str:

@@ -29,6 +29,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     reach.MANIFEST_MISSING,
     reach.MANIFEST_EMPTY,
     reach.MANIFEST_STALE,
+    reach.SERVED_IN_PART,
     training.TOKENIZER_MISSING,
     training.DATASET_UNREACHABLE,
     training.WANDB,

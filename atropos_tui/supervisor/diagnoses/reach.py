@@ -123,6 +123,14 @@ MANIFEST_STALE = LogRule(
     ),
     roles=(Role.TRAINER,),
 )
+SERVED_IN_PART = LogRule(
+    "served_in_part",
+    "vLLM has no place for a part of the model's weights, and would answer without them",
+    "two different models? `model` at the top of a profile names one for both sides. One and the same: this release of "
+    "vLLM does not serve it whole (a Qwen3 with attention_bias is such a model): train another, or try another vLLM",
+    (Sign("of the tensors, such as", r"vLLM's (\S+) has no place for \d+ of the tensors"),),
+    roles=(Role.ENGINE, Role.TRAINER),
+)
 LORA_NOT_ENABLED = LogRule(
     "lora_not_enabled",
     "vLLM runs without --enable-lora",
