@@ -18,10 +18,7 @@ import platformdirs
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.stack.listening import listens
 from trainer_core.contracts.files import read_regular
-from trainer_core.contracts.run_dir import RunDir
-
-_LATEST = 1e11
-"""A later time is foreign."""
+from trainer_core.contracts.run_dir import LATEST_TIME, RunDir
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class RunEntry:
 
 def _seconds(value: object) -> float:
     """Unix seconds; 0 for what is no such time."""
-    return float(value) if isinstance(value, int | float) and 0 <= value <= _LATEST else 0.0
+    return float(value) if isinstance(value, int | float) and 0 <= value <= LATEST_TIME else 0.0
 
 
 def new_run_id(name: str) -> str:

@@ -26,7 +26,7 @@ from atropos_tui.supervisor.client import Refused
 from atropos_tui.supervisor.record_tail import RecordTail
 from trainer_core.contracts.control import Accepted, Action, CommandRequest, Phase, Recipe, RunStatus, Snapshot, State
 from trainer_core.contracts.records import ComponentRecord, Record, StepRecord
-from trainer_core.contracts.run_dir import RunDir
+from trainer_core.contracts.run_dir import LATEST_TIME, RunDir
 
 RECORDS_AT_ONCE = 1_000
 """A read hands over so many at most, so that a jump does not hold up the screen."""
@@ -36,8 +36,6 @@ LOOKBACK_S = 60.0
 SLOWEST, FASTEST = 1 / 16, 4096.0
 SEEKS = 50
 """The arrow keys move by one of so many parts of the whole."""
-LATEST_TIME = 253_402_300_799.0
-"""The year 9999: a later time is foreign."""
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,12 @@ from atropos_tui.monitor.without_result import is_crashed
 from atropos_tui.stack.redact import mask
 from trainer_core.contracts.control import Phase, RunStatus, State
 from trainer_core.contracts.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecord
-from trainer_core.contracts.run_dir import RunDir
+from trainer_core.contracts.run_dir import LATEST_TIME, RunDir
 
 SAMPLES = 24
 """Rollouts on the page, the newest."""
 TEXT_CHARS, PROFILE_CHARS = 2_000, 100_000
 """A longer prompt, completion or profile is cut; the run's files have the rest."""
-LATEST_TIME = 253_402_300_799.0
-"""The year 9999: a later time is foreign, and no clock shows it."""
 
 
 @dataclass

@@ -20,10 +20,8 @@ from atropos_tui.monitor.without_result import without_result
 from trainer_core.contracts.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
 from trainer_core.contracts.files import read_regular
 from trainer_core.contracts.records import StateRecord
-from trainer_core.contracts.run_dir import RunDir
+from trainer_core.contracts.run_dir import LATEST_TIME, RunDir
 
-LAST_MOMENT = 2e11
-"""Unix seconds, in the year 8307: what is later is no time of this world, and a calendar may refuse it."""
 E = TypeVar("E", bound=StrEnum)
 
 
@@ -129,7 +127,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def moment(value: object) -> float | None:
     """A time in Unix seconds, or None where `value` is none."""
     seconds = _number(value)
-    return seconds if seconds is not None and 0 <= seconds <= LAST_MOMENT else None
+    return seconds if seconds is not None and 0 <= seconds <= LATEST_TIME else None
 
 
 def flag(command: list[Any], name: str) -> str:

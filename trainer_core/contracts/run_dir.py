@@ -29,6 +29,8 @@ ENV_WAIT_FOR_GO = "ATROPOS_WAIT_FOR_GO"
 The end of that input ends it."""
 
 MANIFEST_NAME = "vllm_bridge_config.json"
+LATEST_TIME = 253_402_300_799.0
+"""Unix seconds, the year 9999: a later time in a run's files is foreign, and a calendar may refuse it."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
