@@ -69,6 +69,26 @@ ROWS = [
 ]  # fmt: skip
 
 
+COSTS = [
+    ("mode", 14), ("attach (s)", 12), ("own weights (GB)", 18), ("masters, states (GB)", 22), ("step (s)", 10),
+    ("checkpoint (GB)", 17), ("probe max", 11),
+]  # fmt: skip
+"""What each mode costs the trainer, with widths. A step is forward, backward, optimizer and publish (the
+batch is made up); a checkpoint is what inference needs: the model, or the adapter."""
+
+
+def _costs(mode: str, row: dict[str, Any]) -> str:
+    gigabytes = {key: row[key] / 1e9 for key in ("weight_bytes", "state_bytes", "checkpoint_bytes") if row.get(key)}
+    figures = [
+        mode, f"{row['attach_s']:.2f}", f"{gigabytes.get('weight_bytes', 0.0):.3f}",
+        f"{gigabytes['state_bytes']:.2f}" if "state_bytes" in gigabytes else "-",
+        f"{row['step_s']:.3f}" if "step_s" in row else "-",
+        f"{gigabytes['checkpoint_bytes']:.3f}" if "checkpoint_bytes" in gigabytes else "-",
+        f"{row.get('probe_abs_max', float('nan')):.4f}",
+    ]  # fmt: skip
+    return "".join(f"{figure:>{width}}" for figure, (_, width) in zip(figures, COSTS, strict=True))
+
+
 def show(found: dict[str, Any]) -> str:
     """The whole table."""
     lines = [
@@ -85,16 +105,8 @@ def show(found: dict[str, Any]) -> str:
             lines.append(
                 f"{mode:<14}{row['publishes']:>4}{row['publish_s']:>9.4f}{row['publish_max_s']:>9.4f}  {phases}"
             )
-    lines += [
-        "",
-        f"{'mode':<14}{'attach (s)':>11}{'own weights (GB)':>18}{'masters, states (GB)':>22}{'probe max':>11}",
-    ]
-    for mode, row in found["modes"].items():
-        state = row.get("state_bytes")
-        lines.append(
-            f"{mode:<14}{row['attach_s']:>11.2f}{row['weight_bytes'] / 1e9:>18.3f}"
-            f"{'-' if state is None else f'{state / 1e9:.2f}':>22}{row.get('probe_abs_max', float('nan')):>11.4f}"
-        )
+    lines += ["", "".join(f"{name:>{width}}" for name, width in COSTS)]
+    lines += [_costs(mode, row) for mode, row in found["modes"].items()]
     lines += ["", "decode, tokens/s: " + ", ".join(f"{name} {value:,.0f}" for name, value in found["decode"].items())]
     if "generate" in found:
         row = found["generate"]

@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.children import answer
 from benchmarks.trainer_step import make_batch
+from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.engine.client import Completion, EngineClient
 from trainer_core.objective.alignment import DiffSums, diff_sums
@@ -111,8 +112,9 @@ class Trainer:
         return {"attach_s": seconds, "map_s": float(mapped[1]) if mapped else None, "weight_bytes": weights}
 
     def train(self, steps: int) -> dict[str, Any]:
-        reports = []
+        reports, lasted = [], []
         for step in range(1, steps + 1):
+            began = time.perf_counter()
             batch = read_batch(make_batch(self.shape, "short", groups=2, prompt=64), seq_len=self.config.seq_len)
             rows = pack(batch.rollouts, self.config.tokens_per_pass)
             outcome = accumulate(self.model, self.stepper, rows, self.config, step)
@@ -121,6 +123,7 @@ class Trainer:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             reports.append(self.sync.publish(step, self.stepper.write))
+            lasted.append(time.perf_counter() - began)
         # A mode that reloads every N steps only writes in between.
         whole = [report for report in reports if report.moved]
         names = list(dict.fromkeys(name for report in whole for name in report.phases))
@@ -129,8 +132,11 @@ class Trainer:
         ours = completions_logprobs(self.model, [(prompt, c.token_ids) for prompt, c in answers])
         total = sum((diff_sums(mine, c.logprobs) for mine, (_, c) in zip(ours, answers, strict=True)), DiffSums())
         cuda = self.device.type == "cuda"
+        target = Path(self.config.save_path) / "final_model"
+        saved = checkpoint.save(self.model, self.config, target, step=steps, version=steps, stepper=None)
         return {
-            "steps": steps, "publishes": len(whole), "publish_s": median(r.seconds for r in whole),
+            "steps": steps, "step_s": median(lasted), "checkpoint_bytes": saved.bytes, "checkpoint_s": saved.seconds,
+            "publishes": len(whole), "publish_s": median(r.seconds for r in whole),
             "publish_max_s": max(r.seconds for r in whole), "each_s": [r.seconds for r in whole],
             "phases": {name: median(r.phases.get(name, 0.0) for r in whole) for name in names},
             "probe_abs_mean": total.abs_diff / total.tokens, "probe_abs_max": total.abs_max,

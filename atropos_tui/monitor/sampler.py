@@ -15,6 +15,7 @@ import psutil
 
 from atropos_tui.monitor.gauges import HostUse, Sample, parse_metrics, parse_queue
 from trainer_core.contracts.control import ComponentStatus, Role, RunStatus, State
+from trainer_core.contracts.http import LIMITS
 
 ANSWER_S = 1.0
 MOST_BYTES = 4_000_000
@@ -28,7 +29,7 @@ class Sampler:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._http = httpx.Client(timeout=ANSWER_S, trust_env=False)
+        self._http = httpx.Client(timeout=ANSWER_S, limits=LIMITS, trust_env=False)
         self._cpu = _cpu_seconds()
 
     def read(self, status: RunStatus | None) -> Sample:

@@ -44,6 +44,7 @@ from atropos_tui.supervisor.spawning import Living, Spawner, entry_of
 from atropos_tui.supervisor.stages import StageWatch
 from atropos_tui.supervisor.unit import Outcome, Unit
 from trainer_core.contracts.control import State
+from trainer_core.contracts.http import LIMITS
 from trainer_core.contracts.run_dir import RunDir
 
 PORT_PATIENCE_S = 5.0
@@ -71,7 +72,7 @@ class Launcher:
         self._gpus = gpus
         self._socket, self._token = sock, token
         self._dir = RunDir(Path(ledger.stack.run_dir))
-        self._http = httpx.AsyncClient(trust_env=False, verify=False)  # probes speak to this machine, no proxy
+        self._http = httpx.AsyncClient(limits=LIMITS, trust_env=False, verify=False)  # on this machine, no proxy
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawner = Spawner(ledger.stack, guard.group, sock, token)
         self.table = estate.table or ProcessTable(run_id=ledger.stack.run_id)

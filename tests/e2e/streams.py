@@ -21,6 +21,7 @@ import httpx
 
 from tests.e2e.vllm_server_live import reference_logprobs
 from trainer_core.contracts.bridge import TOKEN_HEADER, completion_digest
+from trainer_core.contracts.http import LIMITS
 from trainer_core.engine.client import EngineClient
 
 
@@ -120,7 +121,7 @@ class Streams:
 
     def _run(self, number: int, streamed: bool) -> None:
         headers = {TOKEN_HEADER: self.token} if self._with_token else {}
-        with httpx.Client(base_url=self.url, headers=headers, timeout=120, trust_env=False) as http:
+        with httpx.Client(base_url=self.url, headers=headers, timeout=120, limits=LIMITS, trust_env=False) as http:
             turn = 0
             while not self._stop.is_set():
                 turn += 1

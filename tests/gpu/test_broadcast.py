@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
+import psutil
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from tests.e2e.test_none import UPDATES, Whole
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
 from tests.gpu.big_model import make_qwen3_1_7b
 from tests.gpu.test_reload_parallel import BF16, mean_gap
+from trainer_core.errors import EngineGone
 from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.broadcast import Broadcast
 
@@ -122,6 +124,23 @@ def test_3_4_gb_arrive_quickly(tmp_path: Path) -> None:
         assert received < 0.085
     finally:
         sync.close()
+        end_of(server.process)
+
+
+def test_a_server_whose_engine_hangs_is_named(tmp_path: Path) -> None:
+    """It answers HTTP, and its workers come neither to the meeting nor to NCCL: the trainer says which, and ends."""
+    model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
+    server = serve(tmp_path / "server", model, "1")
+    settings = config(model, server.url, dtype="bfloat16", device="cuda:0", broadcast_timeout=5, engine_timeout=5)
+    try:
+        for process in psutil.Process(server.process.pid).children(recursive=True):
+            process.suspend()
+        began = time.monotonic()
+        with pytest.raises(EngineGone) as raised:
+            Broadcast(settings, torch.device("cuda:0"), threading.Event()).attach(Start())
+        print(f"\nafter {time.monotonic() - began:.1f} s: {raised.value}")
+        assert "phase rendezvous" in str(raised.value) and server.url in str(raised.value)
+    finally:
         end_of(server.process)
 
 

@@ -59,20 +59,21 @@ def servers(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         end_of(server.process)
 
 
-def begin(mode: str, model: Path, folder: Path) -> Server:
+def begin(mode: str, model: Path, folder: Path, *flags: str, **env: str) -> Server:
     (port,), bridge, log = free_ports(1), folder / "bridge", folder / "server.log"
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("ATROPOS_")},
         "LOGDIR": str(bridge), "ATROPOS_TOKEN": TOKEN, "ATROPOS_HOLD_GENERATION": "1", "HF_HUB_OFFLINE": "1",
-        "VLLM_CACHE_ROOT": str(folder / "cache"), **ENVIRONMENTS[mode],
+        "VLLM_CACHE_ROOT": str(folder / "cache"), **ENVIRONMENTS[mode], **env,
     }  # fmt: skip
     command = [
         sys.executable, "-m", "vllm_server", "--model", str(model), "--port", str(port), "--dtype", "bfloat16",
-        "--max-model-len", "256", "--gpu-memory-utilization", "0.1", *ENGINE_FLAGS, *FLAGS.get(mode, []),
+        "--max-model-len", "256", "--gpu-memory-utilization", "0.1", *ENGINE_FLAGS, *FLAGS.get(mode, []), *flags,
     ]  # fmt: skip
+    folder.mkdir(exist_ok=True)
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
-    return Server(process, f"http://127.0.0.1:{port}", bridge, log, model)
+    return Server(process, f"http://127.0.0.1:{port}", bridge, log, model, TOKEN)
 
 
 def until_ready(server: Server, limit_s: float = 400) -> None:

@@ -22,6 +22,7 @@ from trainer_core.contracts.bridge import (
     VersionsResponse,
     WeightsLoaded,
 )
+from trainer_core.contracts.http import LIMITS
 from trainer_core.contracts.run_dir import ENV_TOKEN
 from trainer_core.contracts.transfer import TransferInit, TransferReport, TransferUpdate
 from trainer_core.errors import EngineError, EngineGone
@@ -58,8 +59,9 @@ class EngineClient:
         self.base_url = base_url.rstrip("/")
         self._timeout_s = timeout_s
         self._http = httpx.Client(
-            base_url=self.base_url, headers=headers, timeout=timeout_s, transport=transport, trust_env=False
-        )
+            base_url=self.base_url, headers=headers, timeout=timeout_s, limits=LIMITS, transport=transport,
+            trust_env=False,
+        )  # fmt: skip
 
     def info(self) -> BridgeInfo:
         return _parse(BridgeInfo, self._call("GET", "/bridge/info"))

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from trainer_core.config import TrainingConfig
+from trainer_core.contracts.http import LIMITS
 from trainer_core.errors import ApiError, Stopped
 
 POLL_FIRST_S = 0.02
@@ -42,7 +43,7 @@ class RunApi:
         self.registration = registration
         self.stop = stop
         self.timeout_s = timeout_s
-        self._http = httpx.Client(base_url=self.url, timeout=30.0, transport=transport, trust_env=False)
+        self._http = httpx.Client(base_url=self.url, timeout=30.0, limits=LIMITS, transport=transport, trust_env=False)
         self._ready: RawBatch | None = None
 
     def open(self, step: int) -> None:

@@ -1,0 +1,56 @@
+"""A connection that was idle for a while is not used again: the server may be closing it at that moment."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.json_server import JsonServer
+from trainer_core.contracts.http import LIMITS
+from trainer_core.engine.client import EngineClient
+from trainer_core.rollouts.client import RunApi
+
+UVICORN_CLOSES_S = 5.0
+IDLE_S = LIMITS.keepalive_expiry or 0.0
+
+
+@pytest.fixture
+def server() -> Iterator[JsonServer]:
+    made = JsonServer(lambda path, body, token: (200, {"enabled": False, "batch": None}))
+    made.connections = 0
+    accept = made.get_request
+
+    def counted() -> Any:
+        made.connections += 1
+        return accept()
+
+    made.get_request = counted  # type: ignore[method-assign]
+    yield made
+    made.close()
+
+
+def _engine(url: str) -> Callable[[], object]:
+    return EngineClient(url, "token").adapters
+
+
+def _run_api(url: str) -> Callable[[], object]:
+    api = RunApi(url, {}, threading.Event())
+    return lambda: api._http.get("/batch").json()
+
+
+@pytest.mark.parametrize("client", [_engine, _run_api])
+def test_an_idle_connection_is_given_up_before_the_server_does(
+    client: Callable[[str], Callable[[], object]], server: JsonServer
+) -> None:
+    assert UVICORN_CLOSES_S / 2 > IDLE_S > 1
+    call = client(server.url)
+    call()
+    call()
+    assert server.connections == 1, "calls in a row share one"
+    time.sleep(IDLE_S + 0.2)
+    call()
+    assert server.connections == 2

@@ -1,0 +1,9 @@
+"""What every HTTP client of this project has in common."""
+
+from __future__ import annotations
+
+import httpx
+
+LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
+"""uvicorn, under vLLM and run-api alike, closes a connection that was idle for five seconds, which is httpx's own limit
+for using one again: a request sent at that very moment is lost without an answer."""
