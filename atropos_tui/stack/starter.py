@@ -15,6 +15,8 @@ SCHEMA_FILE = "profile.schema.json"
 """Lies beside the profile, which points at it in its first line."""
 TINY_MODEL = "${ATROPOS_CACHE}/arithmetic-seed${ATROPOS_SEED}"
 """The demo's model, which a prepare step makes."""
+GPU_TINY_MODEL = "${ATROPOS_CACHE}/arithmetic-rows128-seed${ATROPOS_SEED}"
+"""The same with as many rows as vLLM needs for adapters on a GPU; profile `demo-gpu` has it too."""
 
 EnvKind = Literal["gsm8k", "arithmetic", "math-zero", "script"]
 
@@ -83,17 +85,19 @@ class Answers:
 def profile_text(answers: Answers, *, file: str) -> str:
     """A whole profile with comments; `file` is how its own head names it."""
     recipe = RECIPES[answers.env]
+    tiny = answers.model == TINY_MODEL
+    model = GPU_TINY_MODEL if tiny and answers.vllm_gpus else answers.model
     parts = [
         f"#:schema ./{SCHEMA_FILE}",
         "# Written by `atropos-tui init`. What each key means: docs/profiles.md, and by the line above your editor.",
         f"#   atropos-tui up {file}",
         _lines({"name": answers.name}),
         _lines({"mode": answers.mode}, "how weights reach vLLM"),
-        _lines({"model": answers.model}, "a directory or a hub id; one place, handed to every component"),
+        _lines({"model": model}, "a directory or a hub id; one place, handed to every component"),
         _lines({"seed": 42}),
     ]
-    if answers.model == TINY_MODEL:
-        parts.append(_prepare())
+    if tiny:
+        parts.append(_prepare(model))
     parts += [_api(answers), _env(answers, recipe), _vllm(answers, recipe), _trainer(answers, recipe)]
     return "\n".join(parts)
 
@@ -110,9 +114,11 @@ def _value(value: Any) -> str:
     return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
 
 
-def _prepare() -> str:
-    command = ["python", "-m", "atropos_envs.warm_start", "--output", TINY_MODEL, "--seed", "${ATROPOS_SEED}"]
-    made = _lines({"name": "warm-start", "command": command, "creates": TINY_MODEL})
+def _prepare(model: str) -> str:
+    command = ["python", "-m", "atropos_envs.warm_start", "--output", model, "--seed", "${ATROPOS_SEED}"]
+    if model == GPU_TINY_MODEL:
+        command += ["--vocab-rows", "128"]
+    made = _lines({"name": "warm-start", "command": command, "creates": model})
     return f"\n[[prepare]]  # makes the tiny model once, about 20 s\n{made}"
 
 

@@ -58,6 +58,9 @@ def test_what_it_writes_is_valid(
     profile = written("p.toml")
     assert profile.mode == mode and profile.vllm[0].gpus == ([0] if gpus else [])
     assert profile.trainer.settings.get("device") == (None if gpus else "cpu")
+    if env == "arithmetic":
+        assert ("rows128" in profile.model) == ("--vocab-rows" in profile.prepare[0].command) == bool(gpus)
+        assert profile.prepare[0].creates == profile.model
     assert "p.toml: written, valid" in capsys.readouterr().out
     assert main.run(["plan", "p.toml"]) == 0
 
