@@ -25,10 +25,6 @@ class Group:
     prompt: str
     rollouts: tuple[RolloutRecord, ...]
 
-    @property
-    def reward_mean(self) -> float:
-        return sum(rollout.reward for rollout in self.rollouts) / len(self.rollouts)
-
 
 def groups(rollouts: Iterable[RolloutRecord], pattern: re.Pattern[str] | None = None) -> list[Group]:
     """Newest step first; within a step by prompt, in the order of the stream. With `pattern`, only what matches it.
