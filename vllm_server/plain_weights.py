@@ -20,6 +20,7 @@ import torch
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
 from vllm_server.config import ENV_START_WEIGHTS
 from vllm_server.direct_copies import Named, Recorder
 
@@ -59,11 +60,13 @@ class FolderLoader(DefaultModelLoader):
             model_config = copy.copy(model_config)
             model_config.model = folder
             model_config.revision = None
+        if model_config.quantization is not None or type(model).__name__ not in SINGLE_COPY_ARCHITECTURES:
+            super().load_weights(model, model_config)  # how others take their weights is theirs
+            return
         self._recorder = Recorder(model)
         with self._recorder:
             super().load_weights(model, model_config)
-        reason = self._recorder.without_place() if model_config.quantization is None else None
-        self._recorder = None
+        reason, self._recorder = self._recorder.without_place(), None
         if reason and folder:
             raise ValueError(reason)
         if reason:
