@@ -31,6 +31,7 @@ from vllm_server.versions import BridgeState, SpanStore, VersionHistory
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
+ASLEEP = "the engine sleeps: POST /bridge/wake_up first"
 
 
 @contextlib.contextmanager
@@ -89,9 +90,10 @@ class Bridge:
         """Freeze the engine, or renew the lease of a pause.
 
         Raises:
-            ValueError: a lease that makes no sense.
+            ValueError: a lease that makes no sense, or an engine that sleeps.
         """
         async with self.lock:
+            self._require_awake()
             await self.freeze(request)
             return self.info()
 
@@ -100,6 +102,7 @@ class Bridge:
         was_paused = self.state.paused
         self.state.pause(lease_s=request.lease_s, dirty=request.dirty, now=time.monotonic())
         self.gate.refusal = None
+        self._arm_lease(request.lease_s + request.wait_s)  # already now, should the engine refuse
         if not was_paused:
             await self._stop_generating(request)
             self.state.pause(lease_s=request.lease_s, dirty=request.dirty, now=time.monotonic())
@@ -131,13 +134,14 @@ class Bridge:
         """Declare the weights complete and go on.
 
         Raises:
-            ValueError: a version that cannot be.
+            ValueError: a version that cannot be, or an engine that sleeps.
         """
         async with self.lock:
+            self._require_awake()
             if request.weight_version < 0:
                 raise ValueError(f"weight_version must not be negative, not {request.weight_version}")
             if not self.state.paused:
-                await self.engine.pause_generation(mode="keep", clear_cache=True)
+                await self.freeze(PauseRequest(dirty=True))
             await self.reset_prefix_cache()
             # The engine makes no token between here and its resume, so this moment parts old from new exactly.
             await self.declare(request.weight_version)
@@ -167,13 +171,27 @@ class Bridge:
             json.dumps({"instance_id": self.config.instance_id, "weight_version": self.state.weight_version}),
         )
 
+    def _require_awake(self) -> None:
+        """Asleep, the weights' memory is not mapped: nothing may write there, or go on."""
+        if self.sleeping:
+            raise ValueError(ASLEEP)
+
+    def _require_running(self) -> None:
+        """vLLM goes on generating at a wake-up, whatever was paused."""
+        if self.state.paused:
+            raise ValueError("generation is paused: POST /bridge/resume first")
+
     async def sleep(self, level: int) -> None:
+        """Raises ValueError while paused."""
         async with self.lock:
+            self._require_running()
             await self.engine.sleep(level)
             self.sleeping = True
 
     async def wake_up(self) -> None:
+        """Raises ValueError while paused."""
         async with self.lock:
+            self._require_running()
             await self.engine.wake_up()
             self.sleeping = False
 
@@ -201,8 +219,11 @@ class Bridge:
             expiry = self.state.expire(time.monotonic())
             if expiry == "resume":
                 logger.warning("the pause's lease is over and no weights were touched: resuming by itself")
-                await self.reset_prefix_cache()
-                await self.engine.resume_generation()
+                try:
+                    await self.reset_prefix_cache()
+                    await self.engine.resume_generation()
+                except Exception as error:
+                    self.fail(f"the pause's lease is over, and the engine did not go on: {error}")
             elif expiry == "fault":
                 logger.error("unhealthy: %s", self.state.fault)
                 self.gate.refusal = self.state.fault

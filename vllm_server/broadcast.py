@@ -16,9 +16,10 @@ from fastapi import APIRouter
 
 from trainer_core.contracts.bridge import BridgeInfo, PauseRequest
 from trainer_core.contracts.transfer import TransferInit, TransferReport, TransferUpdate
-from vllm_server.bridge import Bridge, timed
+from vllm_server.bridge import ASLEEP, Bridge, timed
 from vllm_server.generate import error_response
 from vllm_server.links import REFUSED
+from vllm_server.versions import MAX_LEASE_S
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Transfers:
             BrokenTransfer: the group did not form.
         """
         async with self.bridge.lock:
+            self._require_awake()
             await self._workers(_init(self.bridge.engine, request.model_dump()), request.timeout_s)
             return self.bridge.info()
 
@@ -54,9 +56,10 @@ class Transfers:
         """
         phases: dict[str, float] = {}
         async with self.bridge.lock:
+            self._require_awake()
             with timed(phases, "pause"):
                 # The lease is for a server that is stuck here: an update that fails says so itself.
-                lease = request.wait_s + 2 * (request.timeout_s + GRACE_S)
+                lease = min(request.wait_s + 2 * (request.timeout_s + GRACE_S), MAX_LEASE_S)
                 await self.bridge.freeze(
                     PauseRequest(lease_s=lease, dirty=True, in_flight=request.in_flight, wait_s=request.wait_s)
                 )
@@ -70,6 +73,10 @@ class Transfers:
                 await self.bridge.reset_prefix_cache()
                 await self.bridge.declare(request.weight_version)
         return TransferReport(weight_version=request.weight_version, phases=phases)
+
+    def _require_awake(self) -> None:
+        if self.bridge.sleeping:
+            raise BrokenTransfer(REFUSED + ASLEEP)
 
     async def _receive(self, request: TransferUpdate) -> None:
         engine = self.bridge.engine

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot carry; the value that vLLM's own routes use."""
 MAX_COMPLETIONS = 4096
+AGAIN_S = 0.02
+"""Before a completion that was ended by a publish is asked for again."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -312,6 +314,8 @@ class Generator:
             if final.outputs[0].finish_reason != "abort":
                 return final
             # A publish with `recompute` ended it; vLLM takes it again now and runs it once the new weights are there.
+            # A server that ends aborts whatever comes, at once: not as fast as it can.
+            await asyncio.sleep(AGAIN_S)
             request_id += "-again"
 
     def _record(

@@ -25,7 +25,7 @@ from fastapi import APIRouter
 
 from trainer_core.contracts.bridge import AdapterInfo, LoadAdapterRequest
 from vllm_server.adapter_fit import CONFIG_NAME, Shapes, linear_shapes, misfit
-from vllm_server.bridge import Bridge
+from vllm_server.bridge import ASLEEP, Bridge
 from vllm_server.generate import error_response
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,8 @@ class Adapters:
         """
         folder = self._checked(path)
         async with self._bridge.lock:
+            if self._bridge.sleeping:
+                raise AdapterError(ASLEEP)
             await self._require_fit(folder)
             began = time.perf_counter()
             request = await self._add(f"atropos-v{version}-{secrets.token_hex(4)}", folder)
@@ -102,11 +104,13 @@ class Adapters:
         return self.info()
 
     async def unload(self) -> AdapterInfo:
-        """Serve the base model again."""
+        """Serve the base model again, as version 0."""
         async with self._bridge.lock:
             for name in self._base_names():
                 self._models.lora_requests.pop(name, None)
-            self._replace(None)
+            if self._current is not None:  # else nobody has said that base weights may answer
+                self._replace(None)
+                await self._bridge.declare(0)
         return self.info()
 
     def _base_names(self) -> list[str]:

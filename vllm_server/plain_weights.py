@@ -56,7 +56,8 @@ class FolderLoader(DefaultModelLoader):
         Raises:
             ValueError: so it is for a trainer's weights: what it trains would not be what answers.
         """
-        if folder := os.environ.get(ENV_START_WEIGHTS):
+        is_draft = model_config.runner_type == "draft"  # a speculative one beside the model; nobody trains it
+        if folder := "" if is_draft else os.environ.get(ENV_START_WEIGHTS):
             model_config = copy.copy(model_config)
             model_config.model = folder
             model_config.revision = None

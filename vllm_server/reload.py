@@ -26,11 +26,12 @@ from safetensors import SafetensorError, safe_open
 from trainer_core.contracts.bridge import LoadWeightsRequest, PauseRequest, WeightsLoaded
 from trainer_core.contracts.files import write_private
 from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
-from vllm_server.bridge import Bridge, timed
+from vllm_server.bridge import ASLEEP, Bridge, timed
 from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
 from vllm_server.direct_copies import NO_WEIGHT, TIED_HEAD, Recorder
 from vllm_server.generate import error_response
 from vllm_server.plain_weights import FOLDER_FORMAT, PLAIN_FORMAT, register_loaders
+from vllm_server.versions import MAX_LEASE_S
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def require_same(new: Shapes, own: Shapes, *, tied: bool) -> None:
         RefusedWeights: names the first tensors that differ.
     """
     passed = {TIED_HEAD} if tied else set()
-    own = {name: shape for name, shape in own.items() if not name.endswith(NO_WEIGHT)}
+    own, new = ({name: of[name] for name in of if not name.endswith(NO_WEIGHT)} for of in (own, new))
     odd = [f"{name} is missing" for name in sorted(own.keys() - new.keys() - passed)]
     odd += [f"{name} is not of this model" for name in sorted(new.keys() - own.keys() - passed)]
     odd += [
@@ -178,7 +179,8 @@ class Reloader:
         shapes = await asyncio.to_thread(shapes_in, folder)
         if request.at_restart:
             return self._note(folder, request)
-        if self.started_from == str(folder) and self.bridge.state.weight_version is None:
+        state = self.bridge.state
+        if self.started_from == str(folder) and state.weight_version is None and not state.dirty:
             return await self._as_started(request)
         if reason := self.obstacle():
             raise RefusedWeights(f"weights cannot be loaded into this server while it runs: {reason}. Restart it")
@@ -186,7 +188,7 @@ class Reloader:
         require_same(shapes, own, tied=bool(self.bridge.engine.model_config.hf_config.tie_word_embeddings))
         async with self.bridge.lock:
             if self.bridge.sleeping:
-                raise RefusedWeights("the engine sleeps: POST /bridge/wake_up first")
+                raise RefusedWeights(ASLEEP)
             return await self._in_place(folder, request)
 
     async def _in_place(self, folder: Path, request: LoadWeightsRequest) -> WeightsLoaded:
@@ -194,8 +196,8 @@ class Reloader:
         with timed(phases, "pause"):
             await self.bridge.freeze(
                 PauseRequest(
-                    lease_s=request.wait_s + 2 * request.lease_s, dirty=True, in_flight=request.in_flight,
-                    wait_s=request.wait_s,
+                    lease_s=min(request.wait_s + 2 * request.lease_s, MAX_LEASE_S), dirty=True,
+                    in_flight=request.in_flight, wait_s=request.wait_s,
                 )
             )  # fmt: skip
         try:
@@ -259,10 +261,9 @@ class Reloader:
             RefusedWeights: those are not safetensors, so that nothing can be compared.
         """
         if self._own is None:
-            folder = Path(self.started_from or self._args.model).expanduser()
-            if not folder.is_dir():
-                folder = _downloaded(self._args)
-            self._own = shapes_in(folder)
+            known = [Path(path).expanduser() for path in (self.started_from, self._args.model) if path]
+            folder = next((path for path in known if path.is_dir()), None)  # a trainer may have removed the first
+            self._own = shapes_in(folder or _downloaded(self._args))
         return self._own
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 from pathlib import Path
 
+from trainer_core.contracts.files import write_private
 from vllm_server.versions import Span, SpanStore
 
 logger = logging.getLogger(__name__)
@@ -23,41 +24,48 @@ class SpanFile:
         self._store = store
         self._lines = 0
         self._warned = False
+        self._descriptor = -1
         for digest, span in _read(path):
             store.remember(digest, span)
-        self._descriptor = self._compact()
+        self._compact()
 
     def remember(self, digest: str, span: Span) -> None:
         """Record one completion in memory and on disk."""
         self._store.remember(digest, span)
         if self._lines >= 2 * self._store.capacity:
-            os.close(self._descriptor)
-            self._descriptor = self._compact()
+            self._compact()
         else:
-            self._append(_line(digest, span))
+            self._append(_line(digest, span).encode())
 
     def _append(self, line: bytes) -> None:
         try:
             os.write(self._descriptor, line)
             self._lines += 1
         except OSError as error:
-            # A full disk must not stop rollouts: memory still knows, only a restart would forget.
-            if not self._warned:
-                logger.warning("%s cannot be written (%s): a restarted server will not know", self._path, error)
-            self._warned = True
+            self._failed(error)
 
-    def _compact(self) -> int:
-        """Rewrite the file with what the store holds; returns a descriptor that appends."""
-        aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        os.write(descriptor, b"".join(_line(digest, span) for digest, span in self._store.items()))
-        aside.replace(self._path)
+    def _failed(self, error: OSError) -> None:
+        """A full disk must not stop rollouts: memory still knows, only a restart would forget."""
+        if not self._warned:
+            logger.warning("%s cannot be written (%s): a restarted server will not know", self._path, error)
+        self._warned = True
+
+    def _compact(self) -> None:
+        """Rewrite the file with what the store holds, and append there; where that fails, go on as before."""
         self._lines = len(self._store)
-        return descriptor
+        try:
+            write_private(self._path, "".join(_line(digest, span) for digest, span in self._store.items()))
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            self._failed(error)
+            return
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = descriptor
 
 
-def _line(digest: str, span: Span) -> bytes:
-    return f"{digest} {span[0]} {span[1]}\n".encode()
+def _line(digest: str, span: Span) -> str:
+    return f"{digest} {span[0]} {span[1]}\n"
 
 
 def _read(path: Path) -> list[tuple[str, Span]]:

@@ -68,7 +68,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         self.shutdown()
         self._refuse_unsafe(init_info)
         self._chunks = chunks(init_info.tensors, init_info.chunk_bytes)
-        self._copies = None
+        self._copies, self._buffers = None, []  # their memory first: there may be no room for both
         size = max(chunk.nbytes for chunk in self._chunks)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         parallel = self.parallel_config
@@ -128,6 +128,8 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             try:
                 with recorder:
                     self.model.load_weights(recorder.give(named_views(chunk, buffer)))
+            except torch.OutOfMemoryError:
+                raise  # which another try may not meet
             except Exception as error:
                 raise TransferRefused(
                     f"is it the same model on both sides? This one's loader does not take what the trainer sends "

@@ -32,6 +32,7 @@ from trainer_core.contracts.control import (
     Snapshot,
     WaitResult,
 )
+from trainer_core.contracts.http import LIMITS
 from trainer_core.contracts.records import Record, parse_line
 from trainer_core.contracts.run_dir import RunDir
 
@@ -215,7 +216,7 @@ class ControlClient:
             raise self._nobody() from None
         if self._http is None or target != self._target:
             self._target = target
-            transport = httpx.AsyncHTTPTransport(uds=target, verify=False)  # no TLS here: spare its set-up
+            transport = httpx.AsyncHTTPTransport(uds=target, limits=LIMITS, verify=False)  # no TLS: spare its set-up
             self._http = httpx.AsyncClient(transport=transport, base_url="http://supervisor", trust_env=False)
         return self._http
 

@@ -284,16 +284,18 @@ def test_keep_alive_calls_do_not_wait_for_nagle(server: Server) -> None:
     assert min(calls) < 0.03
 
 
-def test_sigterm_ends_it_cleanly_and_leaves_nothing(server: Server) -> None:
+def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
+    server = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN)
     shm = Path(server.manifest().ranks[0].shm_path or "")
     assert shm.exists()
     family = psutil.Process(server.process.pid).children(recursive=True)
     begun = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(15) == 0
+    assert server.process.wait(15) == 0, server.log.read_text()[-3000:]
     print(f"\nSIGTERM to exit: {time.monotonic() - begun:.1f} s")
     assert not shm.exists()
     assert not (server.bridge_dir / "vllm_bridge_config.json").exists()
+    psutil.wait_procs(family, timeout=2)  # the kernel kills them with their parent, an instant later
     assert not still_running(family)
     assert "[vllm_server] stopped" in server.log.read_text()
 

@@ -110,6 +110,9 @@ def test_manifest_that_must_not_be_used(tmp_path: Path) -> None:
     path.write_text(whole[: len(whole) // 2])
     with pytest.raises(manifest.ManifestError, match="not a manifest"):
         manifest.read_manifest(path)
+    path.write_text(json.dumps(json.loads(whole) | {"ranks": {}}))
+    with pytest.raises(manifest.ManifestError, match="rank 0 is missing"):
+        manifest.read_manifest(path)
     path.write_text(whole)
     path.chmod(0o644)
     with pytest.raises(manifest.ManifestError, match="0600"):

@@ -189,6 +189,17 @@ def test_a_group_that_does_not_form_says_who_is_missing(
     assert receivers[1].version is None
 
 
+def test_completions_that_may_end_first_are_waited_for_besides(make: Make, receivers: list[Receiver]) -> None:
+    """The server lets them end before it receives: longer than the broadcast itself may take."""
+    sync = make(broadcast_timeout=1, in_flight="wait", in_flight_timeout=5)
+    model = sync.attach(Start())
+    receivers[1].lets_end_s = 2.0
+    report = sync.publish(1, lambda: step(model))
+    assert "begun_anew" not in report.phases and receivers[1].joins == 1
+    for each in receivers:
+        assert_same_weights(each, model)
+
+
 def test_the_other_server_is_released_at_once(make: Make, receivers: list[Receiver]) -> None:
     """A peer that dies must not keep the living ones until their timeout."""
     sync = make(broadcast_timeout=30, engine_timeout=20)

@@ -38,7 +38,8 @@ from trainer_core.loop import TrainResult, train
 from trainer_core.policy.load import attach_views, empty_model, load_config, load_model
 from trainer_core.policy.logprobs import sequence_logprobs
 from trainer_core.weight_sync.base import Start
-from trainer_core.weight_sync.single_copy import SingleCopy, open_tensors
+from trainer_core.weight_sync.server_memory import open_tensors
+from trainer_core.weight_sync.single_copy import SingleCopy
 
 CPU = torch.device("cpu")
 
@@ -99,6 +100,35 @@ def test_attach_proves_sharing_and_resumes_as_version_0(
     ((ids, theirs),) = engine.sample([3, 4], 5, 1)
     assert sequence_logprobs(model, [3, 4], ids) == pytest.approx(theirs, abs=1e-5)
     sync.close()
+
+
+def test_a_trainer_that_died_while_it_proved_the_sharing_leaves_nothing(
+    engine: Engine, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed before it put the value back: the next one must not take that for the base weights."""
+    before = engine.tensors["model.norm.weight"].clone()
+    engine.tensors["model.norm.weight"][0] += 64 * (1 + before[0].abs())
+    sync, _ = _attach(engine, base, tmp_path)
+    assert torch.equal(engine.tensors["model.norm.weight"], before)
+    assert "Writing version 0" in capsys.readouterr().out
+    sync.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"offset": 10**9}, "not a tensor of the server's memory"),
+        ({"offset": -1}, "not a tensor of the server's memory"),
+        ({"stride": [1, 1, 1]}, "not a tensor of the server's memory"),
+        ({"dtype": "float31"}, "a type float31"),
+    ],
+)
+def test_an_entry_that_lies_elsewhere_is_refused(engine: Engine, change: dict[str, Any], words: str) -> None:
+    shard = engine.manifest.ranks[0].model_copy(deep=True)
+    name = "model.embed_tokens.weight"
+    shard.param_mappings[name] = shard.param_mappings[name].model_copy(update=change)
+    with pytest.raises(ManifestError, match=words):
+        open_tensors(shard, CPU)
 
 
 def test_a_server_with_other_memory_is_found_out(engine: Engine, base: Path, tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import pytest
 from fastapi import FastAPI
 
 from trainer_core.contracts.bridge import PauseRequest, ResumeRequest
+from trainer_core.contracts.transfer import TransferUpdate
 from vllm_server.bridge import Bridge, make_router
+from vllm_server.broadcast import BrokenTransfer, Transfers
 from vllm_server.config import ServerConfig
 from vllm_server.guard import Gate
 
@@ -27,11 +29,14 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.resets = True
+        self.pauses = True
         self.drained = asyncio.Event()
         """Nothing is in flight any more."""
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self.calls.append(f"pause:{mode}")
+        if not self.pauses:
+            raise RuntimeError("a connector refused")
         if mode == "wait":
             await self.drained.wait()
         else:
@@ -103,6 +108,44 @@ async def test_waiting_ends_with_its_time_and_the_lease_begins_then(config: Serv
     assert bridge.gate.refusal is None, "the lease counts from the frozen engine on"
     await asyncio.sleep(0.2)
     assert bridge.gate.refusal is not None
+
+
+async def test_an_engine_that_does_not_pause_is_not_paused_for_ever(config: ServerConfig) -> None:
+    bridge, engine = make(config)
+    engine.pauses = False
+    with pytest.raises(RuntimeError, match="a connector refused"):
+        await bridge.pause(PauseRequest(lease_s=0.05, wait_s=0.05))
+    assert bridge.state.paused
+    await asyncio.sleep(0.3)
+    assert not bridge.state.paused and engine.calls[-1] == "resume"
+
+
+async def test_a_lease_that_ends_without_a_resume_of_the_engine_is_a_fault(config: ServerConfig) -> None:
+    bridge, engine = make(config)
+    await bridge.pause(PauseRequest(lease_s=0.05))
+    engine.resets = False
+    await asyncio.sleep(0.2)
+    assert "the engine did not go on" in str(bridge.state.fault) and bridge.gate.refusal == bridge.state.fault
+
+
+async def test_sleep_and_pause_keep_out_of_each_other_s_way(config: ServerConfig, tmp_path: Path) -> None:
+    """Asleep there are no weights to write to; and vLLM goes on generating at a wake-up, paused or not."""
+    bridge, engine = make(config)
+    for name in ("sleep", "wake_up"):
+        setattr(engine, name, lambda *_, name=name: asyncio.sleep(0, engine.calls.append(name)))
+    await bridge.pause(PauseRequest(lease_s=5, dirty=True))
+    for refused in (bridge.sleep(1), bridge.wake_up()):
+        with pytest.raises(ValueError, match="generation is paused"):
+            await refused
+    await bridge.resume(ResumeRequest(weight_version=1))
+    await bridge.sleep(1)
+    for asleep in (bridge.pause(PauseRequest()), bridge.resume(ResumeRequest(weight_version=2))):
+        with pytest.raises(ValueError, match="wake_up first"):
+            await asleep
+    with pytest.raises(BrokenTransfer, match="wake_up first"):
+        await Transfers(bridge).update(TransferUpdate(weight_version=2, timeout_s=1))
+    await bridge.wake_up()
+    assert engine.calls == ["pause:keep", "reset:True", "resume", "sleep", "wake_up"]
 
 
 async def test_a_resume_without_a_pause_pauses_first(config: ServerConfig) -> None:

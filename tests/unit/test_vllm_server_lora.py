@@ -153,9 +153,12 @@ async def test_an_adapter_of_another_model_is_refused_and_the_old_one_stays(
 
 
 async def test_unloading_goes_back_to_the_base_model(parts: Any, tmp_path: Path) -> None:
-    adapters, models, engine, _ = parts
+    adapters, models, engine, bridge = parts
+    await adapters.unload()
+    assert bridge.state.weight_version is None, "nobody has said yet that base weights may answer"
     await adapters.load(adapter(tmp_path / "v1"), 1)
     info = await adapters.unload()
+    assert (bridge.state.weight_version, bridge.history.current) == (0, 0), "what answers now is no version 1"
     await asyncio.sleep(0.01)
     assert (info.name, info.weight_version) == (None, None)
     assert models.lora_requests == {}

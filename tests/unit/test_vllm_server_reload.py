@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,6 +199,35 @@ def test_a_model_without_a_place_for_a_tensor_is_a_final_refusal_and_serves_nobo
     assert (answer.status_code, answer.json()["error"]) == (409, site.engine.without_place)
     assert site.gate.refusal == site.engine.without_place
     assert site.bridge.info().dirty
+
+
+def test_an_engine_timeout_of_days_asks_for_no_longer_lease_than_there_is(site: Site) -> None:
+    assert site.load(lease_s=43_200).weight_version == 3
+
+
+def test_broken_weights_are_not_taken_for_those_of_the_start(site: Site) -> None:
+    site.load(at_restart=True)
+    site.start()
+    other = checkpoint(site.run / "weights" / "v4")
+    site.engine.breaks = RuntimeError("cannot read")
+    assert site.post(path=str(other), weight_version=4).status_code == 503
+    site.engine.breaks = None
+    site.engine.calls.clear()
+    site.load()
+    assert "atropos_load_weights:v3" in site.engine.calls
+
+
+def test_a_start_folder_that_is_gone_is_compared_by_the_model(site: Site) -> None:
+    site.load(at_restart=True)
+    site.start()
+    new = checkpoint(site.run / "weights" / "v4")
+    shutil.rmtree(site.new)
+    assert site.post(path=str(new), weight_version=4).status_code == 200
+
+
+def test_frequencies_of_old_checkpoints_are_no_weights(site: Site) -> None:
+    old = checkpoint(site.run / "weights" / "old", model__layers__0__self_attn__rotary_emb__inv_freq=(4,))
+    assert site.post(path=str(old), weight_version=4).status_code == 200
 
 
 def test_a_break_is_a_503_so_that_the_trainer_waits_for_a_whole_server(site: Site) -> None:

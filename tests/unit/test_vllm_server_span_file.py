@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+
+import pytest
 
 from vllm_server.span_file import SpanFile
 from vllm_server.versions import SpanStore
@@ -17,6 +20,27 @@ def test_a_later_server_knows_what_an_earlier_one_generated(tmp_path: Path) -> N
     SpanFile(path, store).remember("cc", (6, 6))
     assert store.look_up(["aa", "bb", "cc"]) == [(3, 4), (5, 5), (6, 6)]
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_at_a_rewrite_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "versions.txt"
+    kept = SpanFile(path, SpanStore(capacity=2))
+    for number in range(3):
+        kept.remember(f"{number}", (number, number))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("vllm_server.span_file.write_private", full)
+    for number in range(3, 12):
+        kept.remember(f"{number}", (number, number))
+    SpanFile(tmp_path / "none" / "versions.txt", SpanStore()).remember("a", (1, 1))
+    monkeypatch.undo()
+    for number in range(12, 16):
+        kept.remember(f"{number}", (number, number))
+    again = SpanStore(capacity=2)
+    SpanFile(path, again)
+    assert again.look_up(["15", "14", "13"]) == [(15, 15), (14, 14), None]
 
 
 def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any, Literal
 
 import torch
@@ -59,6 +60,8 @@ class Receiver:
         self.errors: list[str] = []
         """What the workers said."""
         self.joins = 0
+        self.lets_end_s = 0.0
+        """So long completions go on before an update is received."""
         self.versions: dict[str, tuple[int, int]] = {}
         self.server = JsonServer(self._reply)
         self.url = self.server.url
@@ -114,6 +117,7 @@ class Receiver:
         elif self.fault == "breaks":
             return 503, {"error": "a worker broke"}
         else:
+            time.sleep(self.lets_end_s)
             status, answer = self._all([(worker.receive, ()) for worker in self.workers])
             if status == 200:
                 self.version = version

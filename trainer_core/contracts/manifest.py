@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from trainer_core.contracts.files import write_private
 
@@ -86,6 +86,13 @@ class Manifest(BaseModel):
     vllm_version: str
     tensor_parallel_size: int = 1
     ranks: dict[int, Shard]
+
+    @field_validator("ranks")
+    @classmethod
+    def _has_rank_0(cls, ranks: dict[int, Shard]) -> dict[int, Shard]:
+        if 0 not in ranks:
+            raise ValueError("rank 0 is missing")
+        return ranks
 
 
 def write_manifest(manifest: Manifest, path: Path) -> None:

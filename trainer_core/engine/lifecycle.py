@@ -30,6 +30,7 @@ from trainer_core.contracts.control import (
     Role,
     RunStatus,
 )
+from trainer_core.contracts.http import LIMITS
 from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET
 from trainer_core.engine.child import ServerChild
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
@@ -98,7 +99,7 @@ class Supervised:
     def __init__(self, config: TrainingConfig, stop: threading.Event, socket: str) -> None:
         self.config = config
         self.stop = stop
-        transport = httpx.HTTPTransport(uds=socket)
+        transport = httpx.HTTPTransport(uds=socket, limits=LIMITS)
         self._http = httpx.Client(base_url="http://supervisor", transport=transport, timeout=ANSWER_S, trust_env=False)
 
     def ensure(self) -> None:

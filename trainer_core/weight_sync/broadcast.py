@@ -97,6 +97,13 @@ class Broadcast(OwnWeights):
         self._leave()
         super().close()
 
+    @property
+    def _limit_s(self) -> float:
+        """Seconds for a broadcast. With `in_flight = "wait"` a server may let completions end first, and everybody else
+        waits for it meanwhile."""
+        first = self.config.in_flight_timeout if self.config.in_flight == "wait" else 0.0
+        return self.config.broadcast_timeout + first
+
     def _give(self, engine: EngineClient) -> None:
         """Form a new group of all servers and give all of them the weights: a group is whole or none."""
         infos = {each: each.info() for each in self.engines}
@@ -114,7 +121,7 @@ class Broadcast(OwnWeights):
         Raises:
             EngineGone: somebody did not come; says who, and in which phase.
         """
-        backend, timeout_s = self._backend(infos), self.config.broadcast_timeout
+        backend, timeout_s = self._backend(infos), self._limit_s
         meeting = self._meeting = Meeting(*self._place, 1 + sum(info.workers for info in infos.values()), timeout_s)
         requests, first_rank = {}, 1
         owners: dict[int, str] = {}
@@ -161,7 +168,7 @@ class Broadcast(OwnWeights):
     def _send(self, group: Group) -> dict[str, TransferReport]:
         """Broadcast the present weights as `self.version`; every server answers with them when this returns."""
         request = TransferUpdate(
-            weight_version=self.version, timeout_s=self.config.broadcast_timeout, in_flight=self.config.in_flight,
+            weight_version=self.version, timeout_s=self._limit_s, in_flight=self.config.in_flight,
             wait_s=self.config.in_flight_timeout,
         )  # fmt: skip
         updates = Calls({engine.base_url: partial(engine.receive, request) for engine in self.engines})
@@ -179,7 +186,7 @@ class Broadcast(OwnWeights):
             EngineGone: with the phase and the cause; a new group may do.
             EngineError: a server refused.
         """
-        began, timeout_s = time.monotonic(), self.config.broadcast_timeout
+        began, timeout_s = time.monotonic(), self._limit_s
         try:
             while not done():
                 calls.raise_failure()

@@ -6,7 +6,6 @@ optimizer writes in place, the device is synchronised, generation goes on with a
 
 from __future__ import annotations
 
-import base64
 import os
 import threading
 import time
@@ -18,11 +17,8 @@ import torch
 
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.manifest import (
-    CudaIpc,
     Manifest,
     ManifestError,
-    Shard,
-    TensorEntry,
     read_manifest,
 )
 from trainer_core.contracts.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
@@ -32,6 +28,10 @@ from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.load import attach_views, copy_weights, differences, empty_model, load_config, load_model
 from trainer_core.policy.logprobs import sequence_logprobs
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
+from trainer_core.weight_sync.server_memory import one_dtype, open_tensors
+
+PROOF = 64.0
+"""By so much, and as many times its size, one value is changed to see the server follow."""
 
 LEASE_S = 120.0
 """Without a resume in this time the server helps itself."""
@@ -79,11 +79,12 @@ class SingleCopy:
         self._start = start
         self._model = model = self._map(manifest)
         print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no weight memory of its own")
+        clean = info.weight_version in (None, 0) and not info.dirty and not _spoiled(model)
         if info.held and not info.paused and not info.dirty:
             self._prove_sharing(model)
         else:
             print("Sharing not proved at attach (the server serves others, or is paused); the probe of each step tells")
-        self._place(model, start, clean=info.weight_version in (None, 0) and not info.dirty)
+        self._place(model, start, clean=clean)
         self.engine.resume(start.version)
         return model
 
@@ -173,7 +174,7 @@ class SingleCopy:
         if odd:
             raise ManifestError(f"{self.path} is of another model, {manifest.model}: {'; '.join(odd)}")
         shard = manifest.ranks[0]
-        dtype = _one_dtype(shard, self.config.dtype)
+        dtype = one_dtype(shard, self.config.dtype)
         tensors = open_tensors(shard, self.device)
         model = empty_model(config, dtype)
         attach_views(model, tensors, shard.aliases, verbose=self.config.debug_loading)
@@ -201,11 +202,11 @@ class SingleCopy:
             EngineError: the server generates with other memory than the manifest names.
         """
         assert self.engine is not None
-        value = model.base_model.norm.weight[:1]
+        value = _proof_value(model)
         before = value.clone()
         prompt = [min(2, model.config.vocab_size - 1)] * 4
         try:
-            value.add_(64.0 * (1.0 + before.abs()))
+            value.add_(PROOF * (1.0 + before.abs()))
             self._synchronise()
             answer = self.engine.generate(prompt, 1)
             changed = sequence_logprobs(model, prompt, answer.token_ids)
@@ -229,6 +230,18 @@ class SingleCopy:
             torch.cuda.synchronize(self.device)
 
 
+def _proof_value(model: torch.nn.Module) -> torch.Tensor:
+    """The one value that `_prove_sharing` changes, a view of shape (1,)."""
+    value: torch.Tensor = model.base_model.norm.weight[:1]
+    return value
+
+
+def _spoiled(model: torch.nn.Module) -> bool:
+    """Whether a trainer may have died while it proved the sharing, so that its change is still there: the value is at
+    least `PROOF` then, whatever it was. Where it is so by nature, weights are written once more than needed."""
+    return bool(_proof_value(model).item() >= PROOF - 1)
+
+
 def manifest_path(config: TrainingConfig) -> Path:
     """Where the manifest lies: the flag, VLLM_BRIDGE_CONFIG_PATH, LOGDIR, the run directory, the current one."""
     if config.vllm_config_path:
@@ -241,54 +254,6 @@ def manifest_path(config: TrainingConfig) -> Path:
     return run_dir.manifest("vllm") if run_dir else Path(MANIFEST_NAME)
 
 
-def open_tensors(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
-    """The server's tensors by its own names, on its own memory.
-
-    Raises:
-        ManifestError: the memory is gone, or lies on the other kind of device.
-    """
-    if shard.kind == "shm":
-        return _open_shm(shard, device)
-    if device.type != "cuda":
-        raise ManifestError("the server's weights are on a GPU: train with --device cuda on the same one")
-    opened: dict[str, torch.Tensor] = {}
-    for name, entry in shard.param_mappings.items():
-        if entry.ipc_handle is None:
-            raise ManifestError(f"{name}: no CUDA handle in the manifest")
-        opened[name] = _view(_open_cuda(entry.ipc_handle, device), entry)
-    return opened
-
-
-def _open_shm(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
-    path = Path(shard.shm_path or "")
-    if device.type != "cpu":
-        raise ManifestError(f"the server's weights are in {path}, CPU memory: train with --device cpu")
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise ManifestError(f"{path}: the server's weights are gone ({error.strerror}); restart vLLM") from None
-    if size < shard.shm_bytes:
-        raise ManifestError(f"{path}: {size} bytes, the manifest says {shard.shm_bytes}; restart vLLM")
-    storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=shard.shm_bytes)
-    return {name: _view(storage, entry) for name, entry in shard.param_mappings.items()}
-
-
-def _open_cuda(ipc: CudaIpc, device: torch.device) -> torch.UntypedStorage:
-    torch.cuda.init()
-    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
-        device.index if device.index is not None else torch.cuda.current_device(),
-        base64.b64decode(ipc.handle), ipc.storage_bytes, ipc.storage_offset_bytes,
-        base64.b64decode(ipc.ref_counter_handle), ipc.ref_counter_offset,
-        base64.b64decode(ipc.event_handle), ipc.event_sync_required,
-    )  # fmt: skip
-    return storage
-
-
-def _view(storage: torch.UntypedStorage, entry: TensorEntry) -> torch.Tensor:
-    empty = torch.empty(0, dtype=getattr(torch, entry.dtype), device=storage.device)
-    return empty.set_(storage, entry.offset, tuple(entry.shape), tuple(entry.stride))
-
-
 def _token(manifest: Path) -> str:
     """ATROPOS_TOKEN, else the one that a server started by hand wrote beside its manifest, else none."""
     if os.environ.get(ENV_TOKEN):
@@ -297,19 +262,6 @@ def _token(manifest: Path) -> str:
         return (manifest.parent / "token").read_text().strip()
     except OSError:
         return ""
-
-
-def _one_dtype(shard: Shard, wanted: str) -> torch.dtype:
-    found = {entry.dtype for entry in shard.param_mappings.values()}
-    if len(found) != 1:
-        raise UsageError(
-            f"the server's tensors are of several types ({', '.join(sorted(found))}); start it with --dtype"
-        )
-    dtype = found.pop()
-    if wanted not in ("auto", dtype):
-        raise UsageError(f"the server's weights are {dtype}, the trainer was told {wanted}: pass --dtype {dtype}")
-    result: torch.dtype = getattr(torch, dtype)
-    return result
 
 
 def _ended(process: psutil.Process) -> bool:
