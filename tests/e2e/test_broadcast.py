@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from tests.e2e.live_stack import LiveStack, free_ports
 from tests.e2e.test_demo import assert_aligned, assert_learned
 from tests.e2e.test_lora import EXACT, ask, make_model
-from tests.e2e.test_none import TENSOR_PARALLEL, UPDATES, WHOLE, Whole, twenty_steps_under_streams
+from tests.e2e.test_none import TENSOR_PARALLEL, TWO_RANKS, UPDATES, WHOLE, Whole, twenty_steps_under_streams
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.run_dir import ENV_TOKEN
@@ -43,6 +43,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made = start_server(
         folder, make_model("tiny qwen3" if two else request.param, folder / "model"),
         flags=("--tensor-parallel-size", "2") if two else (), ATROPOS_TOKEN=TOKEN, **UPDATES,
+        **(TWO_RANKS if two else {}),
     )  # fmt: skip
     yield made
     end_of(made.process)

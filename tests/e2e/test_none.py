@@ -38,8 +38,9 @@ WHOLE = [name for name in OTHERS if name != "qwen3 tied"]
 """That one has biases on its output projections, which vLLM's Qwen3 has no place for; tiny Qwen3 is tied, too."""
 UPDATES = {
     "VLLM_ENABLE_SHARED_WEIGHTS": "0", "ATROPOS_WEIGHT_UPDATES": "1", "ATROPOS_HOLD_GENERATION": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM binds each rank to a NUMA node of its own: there may be one only
 }  # fmt: skip
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""vLLM binds each rank to a NUMA node of its own: there may be one only."""
 
 
 @pytest.fixture(
@@ -56,7 +57,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made = start_server(
         folder, make_model("tiny qwen3" if two else request.param, folder / "model"),
         flags=("--tensor-parallel-size", "2") if two else (), ATROPOS_TOKEN=TOKEN, ATROPOS_RUN_DIR=str(folder),
-        **UPDATES,
+        **UPDATES, **(TWO_RANKS if two else {}),
     )  # fmt: skip
     yield made
     end_of(made.process)
