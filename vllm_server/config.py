@@ -161,6 +161,9 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
         notes.append(f"VLLM_PLUGINS: {PLUGIN_NAME} added, the bridge needs it")
     # A training stack reports to its owner only.
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Who opened a connection should be the one to close it. Ours give it up after 2 s, an environment's aiohttp after
+    # 15; vLLM's own 5 s close it on a request that is just coming, above all when the machine stood still a moment.
+    env.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
     if cpu:
         # Otherwise the first request with logprobs compiles a kernel for about 12 s.
         env.setdefault("TORCHDYNAMO_DISABLE", "1")

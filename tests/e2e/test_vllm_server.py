@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -269,6 +270,17 @@ def test_leases(server: Server) -> None:
     assert server.post("/generate", {"prompt": PROMPT}, token=False).status_code == 503
     server.post("/bridge/resume", {"weight_version": 7})
     assert server.get("/health_generate").status_code == 200
+
+
+def test_an_idle_connection_is_left_to_the_client_to_close(server: Server) -> None:
+    """An environment may think for longer than uvicorn's five seconds, and send on the connection that it has."""
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        connection.sendall(ask)
+        assert b"200 OK" in connection.recv(4096)
+        time.sleep(6)
+        connection.sendall(ask)
+        assert b"200 OK" in connection.recv(4096)
 
 
 def test_keep_alive_calls_do_not_wait_for_nagle(server: Server) -> None:

@@ -88,9 +88,10 @@ def test_environment_for_vllm_on_a_gpu_keeps_what_the_user_set() -> None:
     assert prepare_environment(env, cpu=False) == []
     assert env["VLLM_PLUGINS"] == "atropos_bridge,other"
     assert "TORCHDYNAMO_DISABLE" not in env
-    env = {"TORCHDYNAMO_DISABLE": "0"}
+    env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "7"}
     prepare_environment(env, cpu=True)
     assert env["TORCHDYNAMO_DISABLE"] == "0"
+    assert env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "7"
 
 
 def test_an_empty_plugin_list_still_gets_ours() -> None:
