@@ -19,14 +19,22 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from trainer_core.contracts.bridge import BridgeInfo, PauseRequest, ResumeRequest, VersionsRequest, VersionsResponse
+from trainer_core.contracts.bridge import (
+    BridgeInfo,
+    LoadWeightsRequest,
+    PauseRequest,
+    ResumeRequest,
+    VersionsRequest,
+    VersionsResponse,
+)
 from trainer_core.contracts.files import write_private
 from trainer_core.contracts.manifest import Manifest
-from trainer_core.contracts.transfer import TransferBackend
+from trainer_core.contracts.transfer import TransferBackend, TransferUpdate
+from vllm_server.answers import error_response
 from vllm_server.config import ServerConfig
-from vllm_server.generate import Generator, error_response
+from vllm_server.generate import Generator
 from vllm_server.guard import Gate
-from vllm_server.versions import BridgeState, SpanStore, VersionHistory
+from vllm_server.versions import MAX_LEASE_S, BridgeState, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +115,14 @@ class Bridge:
             await self._stop_generating(request)
             self.state.pause(lease_s=request.lease_s, dirty=request.dirty, now=time.monotonic())
         self._arm_lease(request.lease_s)
+
+    async def freeze_to_write(self, request: LoadWeightsRequest | TransferUpdate, limit_s: float) -> None:
+        """Freeze the engine for a write of at most `limit_s` seconds; the caller holds the lock.
+
+        The lease is for a server that is stuck then: a write that fails says so itself.
+        """
+        lease_s = min(request.wait_s + 2 * limit_s, MAX_LEASE_S)
+        await self.freeze(PauseRequest(lease_s=lease_s, dirty=True, in_flight=request.in_flight, wait_s=request.wait_s))
 
     async def _stop_generating(self, request: PauseRequest) -> None:
         """Return once no token is made any more."""

@@ -14,12 +14,11 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from trainer_core.contracts.bridge import BridgeInfo, PauseRequest
+from trainer_core.contracts.bridge import BridgeInfo
 from trainer_core.contracts.transfer import TransferInit, TransferReport, TransferUpdate
+from vllm_server.answers import error_response
 from vllm_server.bridge import ASLEEP, Bridge, timed
-from vllm_server.generate import error_response
 from vllm_server.links import REFUSED
-from vllm_server.versions import MAX_LEASE_S
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +57,7 @@ class Transfers:
         async with self.bridge.lock:
             self._require_awake()
             with timed(phases, "pause"):
-                # The lease is for a server that is stuck here: an update that fails says so itself.
-                lease = min(request.wait_s + 2 * (request.timeout_s + GRACE_S), MAX_LEASE_S)
-                await self.bridge.freeze(
-                    PauseRequest(lease_s=lease, dirty=True, in_flight=request.in_flight, wait_s=request.wait_s)
-                )
+                await self.bridge.freeze_to_write(request, request.timeout_s + GRACE_S)
             with timed(phases, "receive"):
                 try:
                     await self._workers(self._receive(request), request.timeout_s)

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from trainer_core.contracts.bridge import completion_digest
 from vllm_server import sampling
+from vllm_server.answers import error_response
 from vllm_server.versions import Span, SpanSink, VersionHistory
 
 if TYPE_CHECKING:
@@ -364,11 +364,6 @@ class Generator:
         if tokenizer is None:
             raise RequestError("prompt: this server runs without a tokenizer; send prompt_token_ids")
         return tokenizer
-
-
-def error_response(status: int, reason: str, **extra: Any) -> JSONResponse:
-    """The one shape of our errors."""
-    return JSONResponse({"error": reason, **extra}, status_code=status)
 
 
 def make_router(generator: Generator) -> APIRouter:

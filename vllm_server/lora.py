@@ -25,8 +25,8 @@ from fastapi import APIRouter
 
 from trainer_core.contracts.bridge import AdapterInfo, LoadAdapterRequest
 from vllm_server.adapter_fit import CONFIG_NAME, Shapes, linear_shapes, misfit
+from vllm_server.answers import error_response
 from vllm_server.bridge import ASLEEP, Bridge
-from vllm_server.generate import error_response
 
 logger = logging.getLogger(__name__)
 

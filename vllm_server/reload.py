@@ -23,15 +23,14 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from trainer_core.contracts.bridge import LoadWeightsRequest, PauseRequest, WeightsLoaded
+from trainer_core.contracts.bridge import LoadWeightsRequest, WeightsLoaded
 from trainer_core.contracts.files import write_private
 from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
+from vllm_server.answers import error_response
 from vllm_server.bridge import ASLEEP, Bridge, timed
 from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
 from vllm_server.direct_copies import NO_WEIGHT, TIED_HEAD, Recorder
-from vllm_server.generate import error_response
 from vllm_server.plain_weights import FOLDER_FORMAT, PLAIN_FORMAT, register_loaders
-from vllm_server.versions import MAX_LEASE_S
 
 logger = logging.getLogger(__name__)
 
@@ -194,12 +193,7 @@ class Reloader:
     async def _in_place(self, folder: Path, request: LoadWeightsRequest) -> WeightsLoaded:
         phases: dict[str, float] = {}
         with timed(phases, "pause"):
-            await self.bridge.freeze(
-                PauseRequest(
-                    lease_s=min(request.wait_s + 2 * request.lease_s, MAX_LEASE_S), dirty=True,
-                    in_flight=request.in_flight, wait_s=request.wait_s,
-                )
-            )  # fmt: skip
+            await self.bridge.freeze_to_write(request, request.lease_s)
         try:
             found = await asyncio.wait_for(
                 self.bridge.engine.collective_rpc("atropos_load_weights", args=(str(folder),)), request.lease_s

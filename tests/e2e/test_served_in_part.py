@@ -27,9 +27,7 @@ SAYS = "has no place for 3 of the tensors, such as model.layers.0.self_attn.o_pr
 
 
 def start(folder: Path) -> Server:
-    return start_server(
-        folder, folder / "model", ATROPOS_TOKEN=TOKEN, ATROPOS_RUN_DIR=str(folder), **UPDATES
-    )  # fmt: skip
+    return start_server(folder, folder / "model", ATROPOS_TOKEN=TOKEN, ATROPOS_RUN_DIR=str(folder), **UPDATES)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,12 @@ from trainer_core.errors import UsageError
 
 
 def one_dtype(shard: Shard, wanted: str) -> torch.dtype:
+    """The type of all tensors, which must be the one that the trainer was told (`wanted`; "auto": any).
+
+    Raises:
+        UsageError: several types, or another one.
+        ManifestError: none that torch has.
+    """
     found = {entry.dtype for entry in shard.param_mappings.values()}
     if len(found) != 1:
         raise UsageError(

@@ -16,11 +16,7 @@ import psutil
 import torch
 
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.manifest import (
-    Manifest,
-    ManifestError,
-    read_manifest,
-)
+from trainer_core.contracts.manifest import Manifest, ManifestError, read_manifest
 from trainer_core.contracts.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
 from trainer_core.engine.client import EngineClient
 from trainer_core.engine.waiting import wait_for_server
