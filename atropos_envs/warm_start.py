@@ -163,6 +163,8 @@ def measure(model: Qwen3ForCausalLM, task: Task) -> dict[str, float]:
 def warm_start(output: Path, *, seed: int = 0, vocab_rows: int = len(VOCABULARY)) -> dict[str, float]:
     """Make the demo's model in `output`, which must not exist yet, with embeddings of `vocab_rows` rows.
 
+    Two that make the same at the same time may both; the first to be done is kept.
+
     Returns:
         Its accuracies by name, each from 0 to 1.
 
@@ -181,7 +183,12 @@ def warm_start(output: Path, *, seed: int = 0, vocab_rows: int = len(VOCABULARY)
         result = measure(model, task)
         save_model(model, aside)
         write_task(task, aside, result)
-        aside.rename(output)
+        try:
+            aside.rename(output)
+        except OSError:
+            if not output.is_dir():
+                raise
+            # Another run has just made the same model.
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return result

@@ -19,8 +19,6 @@ from typing import Any
 
 import httpx
 
-from vllm_server.config import ENV_FORK_ENGINE
-
 MARK = "ANSWER "
 TOKEN = "benchmark-0123456789"
 TAIL = 1500
@@ -37,8 +35,7 @@ def answer(found: Any) -> None:
 
 def environment(folder: Path, gpu: int | None, extra: dict[str, str]) -> dict[str, str]:
     """This one without the settings of another run; every process has a compile cache of its own."""
-    kept = {ENV_FORK_ENGINE}  # how an engine starts is what one may want to compare
-    mine = {key: value for key, value in os.environ.items() if not key.startswith("ATROPOS_") or key in kept}
+    mine = {key: value for key, value in os.environ.items() if not key.startswith("ATROPOS_")}
     mine |= {"ATROPOS_TOKEN": TOKEN, "VLLM_CACHE_ROOT": str(folder / "vllm-cache"), "HF_HUB_OFFLINE": "1"}
     if gpu is None:
         mine |= {"OMP_NUM_THREADS": "1"}

@@ -105,6 +105,10 @@ def show(found: dict[str, Any]) -> str:
             lines.append(
                 f"{mode:<14}{row['publishes']:>4}{row['publish_s']:>9.4f}{row['publish_max_s']:>9.4f}  {phases}"
             )
+        if row.get("prepared_s"):
+            lines.append(
+                f"{'':<14}  the next server has imported everything {row['prepared_s']:.1f} s after the last came"
+            )
     lines += ["", "".join(f"{name:>{width}}" for name, width in COSTS)]
     lines += [_costs(mode, row) for mode, row in found["modes"].items()]
     lines += ["", "decode, tokens/s: " + ", ".join(f"{name} {value:,.0f}" for name, value in found["decode"].items())]

@@ -39,6 +39,7 @@ from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
 from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.factory import make_sync
+from vllm_server.standby import ENGINE_IMPORTED, IMPORTED
 
 PROMPTS, PROMPT_TOKENS, PROBE_TOKENS = 8, 100, 64
 BRIDGE_MODES: dict[str, dict[str, Any]] = {
@@ -112,8 +113,12 @@ class Trainer:
         return {"attach_s": seconds, "map_s": float(mapped[1]) if mapped else None, "weight_bytes": weights}
 
     def train(self, steps: int) -> dict[str, Any]:
-        reports, lasted = [], []
+        reports, lasted, prepared = [], [], []
+        since = time.monotonic()
         for step in range(1, steps + 1):
+            if self.mode == "lora_restart" and step > 1 and step % self.config.vllm_restart_interval == 0:
+                self.await_successor(len(prepared) + 1)
+                prepared.append(time.monotonic() - since)
             began = time.perf_counter()
             batch = read_batch(make_batch(self.shape, "short", groups=2, prompt=64), seq_len=self.config.seq_len)
             rows = pack(batch.rollouts, self.config.tokens_per_pass)
@@ -123,6 +128,7 @@ class Trainer:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             reports.append(self.sync.publish(step, self.stepper.write))
+            since = time.monotonic() if reports[-1].moved or step == 1 else since
             lasted.append(time.perf_counter() - began)
         # A mode that reloads every N steps only writes in between.
         whole = [report for report in reports if report.moved]
@@ -142,8 +148,14 @@ class Trainer:
             "probe_abs_mean": total.abs_diff / total.tokens, "probe_abs_max": total.abs_max,
             "probe_tokens": total.tokens, "cached_tokens": sum(c.cached_tokens or 0 for _, c in answers),
             "state_bytes": allocated(self.device) if cuda else None,
-            "version": self.sync.engine.info().weight_version,
+            "version": self.sync.engine.info().weight_version, "prepared_s": median(prepared) if prepared else None,
         }  # fmt: skip
+
+    def await_successor(self, number: int) -> None:
+        """Until the `number`th next server has imported its parts; real steps give it the time that these do not."""
+        said = ENGINE_IMPORTED if self.device.type == "cuda" else IMPORTED
+        while self.sync.lifecycle.log.read_text(errors="replace").count(said) < number:  # type: ignore[attr-defined]
+            time.sleep(0.1)
 
 
 class Heads:

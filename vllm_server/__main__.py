@@ -50,7 +50,7 @@ environment:
   ATROPOS_ALLOWED_HOSTS=A,B        further names accepted in the Host header
   ATROPOS_WAIT_FOR_GO=1            import everything, then wait for the line `go` on standard input
   OMP_NUM_THREADS=1                on a CPU: also lets the engine process start by fork, in half the time
-  ATROPOS_FORK_ENGINE=0 or 1       never start it that way; on a GPU: do, which spares its imports
+  ATROPOS_FORK_ENGINE=0            never start it that way
 """
 
 

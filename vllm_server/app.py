@@ -12,14 +12,14 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import uvloop
 
 from trainer_core.contracts.files import write_private
 from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES, Shard
 from vllm_server import bridge as bridge_routes
-from vllm_server import broadcast, compat, generate, lora, processes, reload, sampling
+from vllm_server import broadcast, compat, generate, lora, processes, reload, sampling, standby
 from vllm_server.bridge import Bridge
 from vllm_server.config import DEFAULT_HOST, DEFAULT_PORT, ENV_EAGER_BECAUSE, ConfigError, ServerConfig
 from vllm_server.generate import Generator
@@ -48,15 +48,21 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
     compat.cli_env_setup()
     try:
         args = parse_arguments(argv)
-        if not processes.wait_for_go(os.environ, compat.HEAVY_PARTS):
-            clean_up(config)
-            return 0
+        waits = standby.is_asked(os.environ)
+        if waits:
+            standby.import_parts(compat.HEAVY_PARTS)
+        # The weights to begin with are known only when the predecessor has ended.
+        if waits and (config.shared_weights or config.weight_updates):
+            waits = False
+            if not standby.is_told_to_go():
+                clean_up(config)
+                return 0
         check_arguments(args, config)
     except ConfigError as error:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2
     try:
-        return uvloop.run(serve(config, args))
+        return uvloop.run(serve(config, args, waits=waits))
     except (ConfigError, EngineStartError) as error:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -69,6 +75,15 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
         clean_up(config)
     # The same process under the same id, so whoever supervises it sees one start that takes longer.
     return os.execv(sys.executable, [sys.executable, "-m", "vllm_server", *argv, "--enforce-eager"])
+
+
+class Place(NamedTuple):
+    """Where the server serves."""
+
+    since: float
+    """When it came, as `time.monotonic` has it."""
+    address: str
+    sock: Any
 
 
 class Parser(compat.FlexibleArgumentParser):  # type: ignore[misc, name-defined, valid-type]
@@ -181,38 +196,49 @@ def _ranks(args: Namespace) -> int:
     return int(args.tensor_parallel_size) * int(args.pipeline_parallel_size) * int(args.data_parallel_size)
 
 
-async def serve(config: ServerConfig, args: Namespace) -> int:
-    """Start the engine, build the app, serve. Returns 0 after SIGTERM, 1 when the engine died."""
-    started = time.monotonic()
+async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -> int:
+    """Start the engine, build the app, serve.
 
-    def give_up(signum: int, _frame: Any) -> None:
+    Args:
+        waits: for the line `go` on standard input before the port is bound.
+
+    Returns:
+        0 after SIGTERM, 1 when the engine died.
+    """
+
+    def leave(code: int) -> NoReturn:
         # An exception raised here can land in code that swallows it, and vLLM's start is full of such code. There is
         # nothing to save yet: end the engine, so that it makes no file after the last look, and go.
         for child in multiprocessing.active_children():
             child.kill()
             child.join(1)
         clean_up(config)
-        os._exit(128 + signum)
+        os._exit(code)
+
+    def arrive() -> Place:
+        since = time.monotonic()
+        prepare_bridge_dir(config)
+        return _bind(args, since)
 
     # vLLM replaces these once it serves.
-    signal.signal(signal.SIGTERM, give_up)
-    signal.signal(signal.SIGINT, give_up)
-    prepare_bridge_dir(config)
-    try:
-        address, sock = compat.setup_server(args, reuse_port=False)
-    except OSError as error:
-        raise ConfigError(
-            f"{args.host}:{args.port} cannot be bound ({error.strerror}); choose another --port"
-        ) from None
-    async with start_engine(args, sock) as engine:
-        app = await build(config, args, engine, address)
-        logger.info("ready after %.1f s on %s", time.monotonic() - started, address)
-        shutdown = await compat.serve_http(app, sock, args)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda signum, _: leave(128 + signum))
+    why_not_fork = _why_not_fork(args)
+    if waits and why_not_fork is None and not standby.is_told_to_go():  # a fork is quick, and wants a single thread
+        leave(0)
+    turn = standby.Turn(os.environ, arrive, leave) if waits and why_not_fork else None
+    place = None if turn else arrive()
+    async with start_engine(args, why_not_fork, place.sock if place else None) as engine:
+        place = turn.result() if turn else place
+        assert place is not None
+        app = await build(config, args, engine, place.address)
+        logger.info("ready after %.1f s on %s", time.monotonic() - place.since, place.address)
+        shutdown = await compat.serve_http(app, place.sock, args)
         died = compat.engine_died(shutdown, engine)
     try:
         await shutdown
     finally:
-        sock.close()
+        place.sock.close()
     if died:
         logger.error("the engine died; its own log lines are above")
     else:
@@ -220,21 +246,41 @@ async def serve(config: ServerConfig, args: Namespace) -> int:
     return int(died)
 
 
-def _engine_client(args: Namespace, sock: Any) -> contextlib.AbstractAsyncContextManager[Any]:
-    """By fork where that is safe, else as vLLM starts it."""
+def _bind(args: Namespace, since: float) -> Place:
+    """Take the port.
+
+    Raises:
+        ConfigError: somebody else has it.
+    """
+    try:
+        return Place(since, *compat.setup_server(args, reuse_port=False))
+    except OSError as error:
+        raise ConfigError(
+            f"{args.host}:{args.port} cannot be bound ({error.strerror}); choose another --port"
+        ) from None
+
+
+def _why_not_fork(args: Namespace) -> str | None:
     cpu = compat.is_cpu()
     one_process = _ranks(args) == 1 and args.distributed_executor_backend in (("uni",) if cpu else ("uni", None))
-    why_not = processes.why_not_fork(os.environ, cpu=cpu) if one_process else "it starts workers of its own"
+    return processes.why_not_fork(os.environ, cpu=cpu) if one_process else "it starts workers of its own"
+
+
+def _engine_client(args: Namespace, why_not: str | None, sock: Any) -> contextlib.AbstractAsyncContextManager[Any]:
+    """By fork where that is safe, else as vLLM starts it."""
     if why_not:
         logger.info("the engine process starts afresh, and imports vLLM again: %s", why_not)
         return compat.build_async_engine_client(args)
     processes.prepare_fork(sock.fileno())
-    return compat.forked_engine_client(args, lambda: processes.why_not_fork(os.environ, cpu=cpu))
+    return compat.forked_engine_client(args, lambda: processes.why_not_fork(os.environ, cpu=compat.is_cpu()))
 
 
 @contextlib.asynccontextmanager
-async def start_engine(args: Namespace, sock: Any) -> AsyncIterator[Any]:
+async def start_engine(args: Namespace, why_not_fork: str | None, sock: Any) -> AsyncIterator[Any]:
     """vLLM's engine client, for as long as the block runs.
+
+    Args:
+        sock: the server's, which a forked engine must not hold.
 
     Raises:
         ConfigError: vLLM refuses the model or a flag.
@@ -242,7 +288,7 @@ async def start_engine(args: Namespace, sock: Any) -> AsyncIterator[Any]:
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
-            engine = await stack.enter_async_context(_engine_client(args, sock))
+            engine = await stack.enter_async_context(_engine_client(args, why_not_fork, sock))
         except Exception as error:
             logger.debug("engine start", exc_info=True)
             reason = " ".join(str(error).split())[:400]

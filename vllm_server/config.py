@@ -14,7 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_RUN_DIR, ENV_TOKEN, MANIFEST_NAME, is_safe_name
+from trainer_core.contracts.run_dir import (
+    ENV_HOLD_GENERATION,
+    ENV_RUN_DIR,
+    ENV_TOKEN,
+    ENV_WAIT_FOR_GO,
+    MANIFEST_NAME,
+    is_safe_name,
+)
 
 ENV_SHARED_WEIGHTS = "VLLM_ENABLE_SHARED_WEIGHTS"
 ENV_LOGDIR = "LOGDIR"
@@ -167,9 +174,9 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
     if cpu:
         # Otherwise the first request with logprobs compiles a kernel for about 12 s.
         env.setdefault("TORCHDYNAMO_DISABLE", "1")
-    else:
-        # Its threads would forbid to fork the engine process; on a GPU machine nothing here computes with them.
-        env.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if env.get(ENV_WAIT_FOR_GO) == "1":
+        # Its engine may wait for days; who tells it to go sets a limit of its own.
+        env["VLLM_ENGINE_READY_TIMEOUT_S"] = "1000000"
     return notes
 
 

@@ -5,24 +5,16 @@ Importing this module imports neither vLLM nor torch.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import importlib
-import logging
 import multiprocessing
 import os
 import signal
-import sys
 from argparse import Namespace
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from trainer_core.contracts.run_dir import ENV_WAIT_FOR_GO
 from vllm_server.config import ENV_FORK_ENGINE, ENV_INSTANCE_ID
 
-logger = logging.getLogger(__name__)
-
-IMPORTED = "everything is imported; waiting to be told to go"
 TASKS = Path("/proc/self/task")
 """This process's threads, native ones too."""
 _PR_SET_PDEATHSIG = 1
@@ -69,36 +61,18 @@ def merge_worker_into_engine(args: Namespace, env: MutableMapping[str, str]) -> 
 def why_not_fork(env: Mapping[str, str], *, cpu: bool) -> str | None:
     """Why the engine may not be forked from this process; null when it may, which spares it the second import of vLLM.
 
-    That import is 7 s and 0.3 GB on the CPU, 19 s on a GPU machine. Forking is safe while this process has one thread,
-    native ones counted, and has not touched the GPU, whose driver does not survive a fork. On the CPU the child must
-    not meet a pool of OpenMP threads that stayed behind either, hence only with OMP_NUM_THREADS=1. On a GPU it has to
-    be asked for: a driver that some library touched unseen would break there.
+    That import is 7 s and 0.3 GB on the CPU. Forking is safe while this process has one thread, native ones counted,
+    and the child does not meet a pool of OpenMP threads that stayed behind, hence only with OMP_NUM_THREADS=1. On a GPU
+    machine it never is: importing vLLM alone starts a thread of the driver, which does not survive a fork.
     """
-    if env.get(ENV_FORK_ENGINE, "1" if cpu else "0") != "1":
+    if not cpu:
+        return "a GPU's driver does not survive a fork"
+    if env.get(ENV_FORK_ENGINE, "1") != "1":
         return f"{ENV_FORK_ENGINE} is not 1"
-    if cpu and env.get("OMP_NUM_THREADS") != "1":
+    if env.get("OMP_NUM_THREADS") != "1":
         return "OMP_NUM_THREADS is not 1"
     names = [(task / "comm").read_text().strip() for task in TASKS.iterdir()]
-    if len(names) > 1:
-        return f"{len(names)} threads run already ({', '.join(sorted(set(names)))})"
-    import torch
-
-    return "CUDA is initialised" if torch.cuda.is_initialized() else None
-
-
-def wait_for_go(env: MutableMapping[str, str], heavy: Sequence[str]) -> bool:
-    """Where ATROPOS_WAIT_FOR_GO=1: import what a start needs, then wait for the line `go` on standard input.
-
-    Returns:
-        False when the input ended instead: whoever would have said it is gone, or needs no server any more.
-    """
-    if env.pop(ENV_WAIT_FOR_GO, "") != "1":
-        return True
-    for name in heavy:
-        with contextlib.suppress(ImportError):  # a part that this release keeps elsewhere is imported when it is needed
-            importlib.import_module(name)
-    logger.info(IMPORTED)
-    return sys.stdin.readline().strip() == "go"
+    return f"{len(names)} threads run already ({', '.join(sorted(set(names)))})" if len(names) > 1 else None
 
 
 def prepare_fork(listening: int) -> None:

@@ -36,7 +36,7 @@ from trainer_core.step import accumulate
 from trainer_core.weight_sync.base import Start, SyncReport
 from trainer_core.weight_sync.lora_restart import LoraRestart
 from trainer_core.weight_sync.lora_swap import KEPT, LoraSwap
-from vllm_server.processes import IMPORTED
+from vllm_server.standby import IMPORTED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 Start_ = Callable[..., LiveStack]
