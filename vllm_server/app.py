@@ -50,7 +50,7 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
         args = parse_arguments(argv)
         waits = standby.is_asked(os.environ)
         if waits:
-            standby.import_parts(compat.HEAVY_PARTS)
+            compat.import_heavy_parts()
         # The weights to begin with are known only when the predecessor has ended.
         if waits and (config.shared_weights or config.weight_updates):
             waits = False

@@ -17,6 +17,8 @@ from typing import Any
 
 from vllm.version import __version__ as vllm_version
 
+from vllm_server import standby
+
 logger = logging.getLogger(__name__)
 
 _PLACES: dict[str, tuple[str, ...]] = {
@@ -48,6 +50,8 @@ _PLACES: dict[str, tuple[str, ...]] = {
 
 HEAVY_PARTS = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker")
 """What vLLM imports only once it starts its engine. None of them touches a GPU."""
+_READY_LIMIT = "VLLM_ENGINE_READY_TIMEOUT_S"
+_READY_LIMIT_S = 1_000_000
 CONNECTIONS_CLOSE_S = 1
 """Time for open connections at the end, after vLLM has let requests in flight finish or has ended its engine."""
 
@@ -85,6 +89,23 @@ def request_errors() -> tuple[type[Exception], ...]:
 
     client_error = getattr(exceptions, "VLLMClientError", None)
     return (ValueError, TypeError, OverflowError, *([client_error] if client_error else []))
+
+
+def import_heavy_parts() -> None:
+    """Import what the start of an engine needs, in a server that waits, for days if need be.
+
+    vLLM's time limit for its engine must allow for that; who tells the server to go has one of its own. It is read
+    during this import, and must not stay in the environment: it is part of the compile cache's key, so the server
+    would find nothing of what its predecessor compiled.
+    """
+    before = os.environ.get(_READY_LIMIT)
+    os.environ[_READY_LIMIT] = str(_READY_LIMIT_S)
+    try:
+        standby.import_parts(HEAVY_PARTS)
+    finally:
+        del os.environ[_READY_LIMIT]
+        if before is not None:
+            os.environ[_READY_LIMIT] = before
 
 
 def configure_vllm_logging(args: Namespace) -> None:

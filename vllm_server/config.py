@@ -14,14 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer_core.contracts.run_dir import (
-    ENV_HOLD_GENERATION,
-    ENV_RUN_DIR,
-    ENV_TOKEN,
-    ENV_WAIT_FOR_GO,
-    MANIFEST_NAME,
-    is_safe_name,
-)
+from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_RUN_DIR, ENV_TOKEN, MANIFEST_NAME, is_safe_name
 
 ENV_SHARED_WEIGHTS = "VLLM_ENABLE_SHARED_WEIGHTS"
 ENV_LOGDIR = "LOGDIR"
@@ -174,10 +167,17 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
     if cpu:
         # Otherwise the first request with logprobs compiles a kernel for about 12 s.
         env.setdefault("TORCHDYNAMO_DISABLE", "1")
-    if env.get(ENV_WAIT_FOR_GO) == "1":
-        # Its engine may wait for days; who tells it to go sets a limit of its own.
-        env["VLLM_ENGINE_READY_TIMEOUT_S"] = "1000000"
+    else:
+        # Unset, torch chooses: one folder for a start that compiles, another for one that finds its compiled code. The
+        # kernels of LoRA and of the sampler are then compiled twice, half a minute each time.
+        env.setdefault("TRITON_CACHE_DIR", str(_vllm_cache(env) / "triton"))
     return notes
+
+
+def _vllm_cache(env: Mapping[str, str]) -> Path:
+    """Where vLLM keeps what it compiles, by its own rules."""
+    caches = Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return Path(env.get("VLLM_CACHE_ROOT") or caches / "vllm").expanduser()
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

@@ -36,7 +36,7 @@ from trainer_core.step import accumulate
 from trainer_core.weight_sync.base import Start, SyncReport
 from trainer_core.weight_sync.lora_restart import LoraRestart
 from trainer_core.weight_sync.lora_swap import KEPT, LoraSwap
-from vllm_server.standby import IMPORTED
+from vllm_server.standby import ENGINE_IMPORTED, IMPORTED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 Start_ = Callable[..., LiveStack]
@@ -230,9 +230,11 @@ def own_servers() -> set[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_restarts_as_an_own_child(tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fork", ["1", "0"])
+def test_restarts_as_an_own_child(tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch, fork: str) -> None:
     """Alone the trainer starts the server, restarts it when due, starts a dead one again, and takes it along."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("ATROPOS_FORK_ENGINE", fork)
     monkeypatch.delenv(ENV_TOKEN)
     (port,) = free_ports(1)
     settings = config(
@@ -258,10 +260,11 @@ def test_restarts_as_an_own_child(tmp_path: Path, alone: None, monkeypatch: pyte
         trainer.step()
         lifecycle = trainer.sync.lifecycle
         successor = psutil.Process(lifecycle._spare.pid)
-        deadline = time.monotonic() + 120
-        while lifecycle.log.read_text().count(IMPORTED) < 2 and time.monotonic() < deadline:
+        said, deadline = IMPORTED if fork == "1" else ENGINE_IMPORTED, time.monotonic() + 120
+        while lifecycle.log.read_text().count(said) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert successor.children() == [] and engine.info().instance_id == second.instance_id, "it waits, and no more"
+        assert bool(successor.children()) == (fork == "0"), "an engine that cannot be forked waits as well"
+        assert engine.info().instance_id == second.instance_id, "it waits, and no more"
         child = psutil.Process(lifecycle._process.pid)
         child.send_signal(signal.SIGKILL)
         lifecycle._process.wait(10)

@@ -64,6 +64,13 @@ class Server:
 
 def start_server(folder: Path, model: Path, *, flags: Sequence[str] = (), port: int = 0, **env: str) -> Server:
     """One that is ready, on `port` or on any free one."""
+    return await_ready(begin_server(folder, model, flags=flags, port=port, **env))
+
+
+def begin_server(
+    folder: Path, model: Path, *, flags: Sequence[str] = (), port: int = 0, stdin: int | None = None, **env: str
+) -> Server:
+    """One that has just begun to start."""
     with socket.create_server(("127.0.0.1", port)) as probe:
         port = probe.getsockname()[1]
     bridge_dir, log = folder / "bridge", folder / "server.log"
@@ -76,12 +83,18 @@ def start_server(folder: Path, model: Path, *, flags: Sequence[str] = (), port: 
         **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOGDIR": str(bridge_dir),
         "VLLM_ENABLE_SHARED_WEIGHTS": "1", **env,
     }  # fmt: skip
-    begun = time.monotonic()
     with log.open("wb") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
-    server = Server(process, f"http://127.0.0.1:{port}", bridge_dir, log, model)
+        process = subprocess.Popen(
+            command, env=environment, stdin=stdin, stdout=out, stderr=out, start_new_session=True
+        )
+    return Server(process, f"http://127.0.0.1:{port}", bridge_dir, log, model)
+
+
+def await_ready(server: Server) -> Server:
+    """Until it answers; one that does not is ended, and fails the test with the end of its log."""
+    begun = time.monotonic()
     try:
-        while time.monotonic() - begun < START_S and process.poll() is None:
+        while time.monotonic() - begun < START_S and server.process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(server.url + "/health_generate", timeout=15).status_code == 200:
                     server.started_s = time.monotonic() - begun
@@ -89,8 +102,8 @@ def start_server(folder: Path, model: Path, *, flags: Sequence[str] = (), port: 
             time.sleep(0.2)
     finally:  # a test's own time limit strikes here too
         if not server.started_s:
-            end_of(process)
-    pytest.fail(f"no server after {time.monotonic() - begun:.0f} s:\n" + log.read_text()[-4000:])
+            end_of(server.process)
+    pytest.fail(f"no server after {time.monotonic() - begun:.0f} s:\n" + server.log.read_text()[-4000:])
 
 
 def end_of(process: subprocess.Popen[bytes]) -> None:

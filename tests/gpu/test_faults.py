@@ -21,7 +21,10 @@ from tests.gpu.test_weight_sync import begin, until_ready
 from tests.unit.trainer_stand_ins import TOKEN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
-HERE: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda:0"}
+HERE: dict[str, Any] = {
+    "dtype": "bfloat16", "device": "cuda:0", "lr": 1e-2, "alignment_ok": 0.05, "alignment_mismatch": 0.1,
+}  # fmt: skip
+"""Bounds below those of bfloat16: faults that grow with the weights' way reach them in tens of steps."""
 PLUGIN = Path(__file__).parents[1] / "e2e" / "planted_plugin"
 WHOLE_GRAPHS = ("-cc.mode=none", "-cc.cudagraph_mode=full_decode_only")
 """Without torch.compile: the planted model is Python that a graph is captured from."""
@@ -58,7 +61,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_planted_stays_aligned(clean: Server, tmp_path: Path) -> None:
     """The same run as below, as long: what the gate says there is the fault's doing."""
     with Streams(clean.url, TOKEN, with_token=True) as load:
-        found = alignments(train_on(clean, tmp_path, training_steps=40, lr=5e-3, stop_on_mismatch=True, **HERE))
+        found = alignments(train_on(clean, tmp_path, training_steps=40, stop_on_mismatch=True, **HERE))
     load.assert_whole()
     probes = [record.probe_diff_abs_mean for record in found if record.probe_diff_abs_mean is not None]
     print(f"\nprobe: mean {mean(probes):.4f}, largest {max(probes):.4f}")

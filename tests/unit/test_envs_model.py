@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,20 @@ def test_unused_rows_are_rows_of_the_model_and_no_tokens(short: None, tmp_path: 
     assert tokenizer.decode([3, 100, 12]) == "1+", "a row that is no token is no text"
     with pytest.raises(ValueError, match="13 rows are too few"):
         make_tiny_model(tmp_path / "narrow", vocab_rows=13)
+
+
+def test_two_runs_may_make_the_same_model_at_once(short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other is done while this one teaches: its model stays, and nothing of ours is left beside it."""
+    out = tmp_path / "model"
+
+    def other_is_faster(*_: Any) -> dict[str, float]:
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+        return {}
+
+    monkeypatch.setattr(warm_start, "measure", other_is_faster)
+    assert warm_start.main(["--output", str(out)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and (out / "config.json").read_text() == "{}"
 
 
 def test_too_few_rows_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

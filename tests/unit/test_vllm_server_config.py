@@ -94,6 +94,20 @@ def test_environment_for_vllm_on_a_gpu_keeps_what_the_user_set() -> None:
     assert env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "7"
 
 
+@pytest.mark.parametrize(
+    ("env", "where"),
+    [
+        ({"VLLM_CACHE_ROOT": "/c"}, "/c/triton"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/vllm/triton"),
+        ({}, str(Path.home() / ".cache/vllm/triton")),
+        ({"TRITON_CACHE_DIR": "/mine", "VLLM_CACHE_ROOT": "/c"}, "/mine"),
+    ],
+)
+def test_kernels_are_kept_in_one_place_for_every_start(env: dict[str, str], where: str) -> None:
+    prepare_environment(env, cpu=False)
+    assert env["TRITON_CACHE_DIR"] == where
+
+
 def test_an_empty_plugin_list_still_gets_ours() -> None:
     env = {"VLLM_PLUGINS": ""}
     prepare_environment(env, cpu=False)

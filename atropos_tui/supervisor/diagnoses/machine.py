@@ -87,7 +87,7 @@ OUT_OF_HOST_MEMORY = LogRule(
 FORKED_CUDA = LogRule(
     "forked_cuda",
     "a forked process cannot use the GPU that its parent has opened",
-    'start workers by spawn: VLLM_WORKER_MULTIPROCESSING_METHOD = "spawn" under [vllm.env], or keep CUDA out of '
+    'start workers by spawn: VLLM_WORKER_MULTIPROC_METHOD = "spawn" under [vllm.env], or keep CUDA out of '
     "the parent (VLLM_USE_V1=0, the older advice, is gone from vLLM)",
     (Sign("Cannot re-initialize CUDA in forked subprocess"),),
 )
