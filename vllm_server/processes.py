@@ -51,7 +51,8 @@ def merge_worker_into_engine(args: Namespace, env: MutableMapping[str, str]) -> 
     """
     if args.distributed_executor_backend is not None:
         return False
-    if "VLLM_CPU_OMP_THREADS_BIND" in env or env.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
+    binds = env.get("VLLM_CPU_OMP_THREADS_BIND", "nobind") != "nobind"
+    if binds or env.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
         return False
     env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     args.distributed_executor_backend = "uni"

@@ -210,6 +210,7 @@ def engine(site: Site, section: EngineSection, after: list[str], settings: Train
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=15),
         start_timeout_s=1800,
+        standby=fed and site.traits.restarts_engine,
     )
 
 

@@ -152,6 +152,9 @@ class ComponentSpec(Spec):
     stages: list[Stage] = Field(default_factory=list)
     restart_with: list[str] = Field(default_factory=list)
     """Components that must go and come back with this one."""
+    standby: bool = False
+    """Its next start is prepared while it runs: the same command with ATROPOS_WAIT_FOR_GO=1, which imports what it
+    needs and goes no further before it reads the line `go`."""
     ends_run: bool = False
     """Its success ends the run: the rest is stopped and the run's exit code is 0."""
 

@@ -229,6 +229,7 @@ class Conductor:
         unit.healthy_at = unit.healthy_at or time.monotonic()
         self._launcher.note_progress()
         self.ledger.move(unit, State.HEALTHY, reason)
+        self._launcher.prepare_next(unit)
 
     def _record(self, request: CommandRequest, command_id: str, status: str, detail: str) -> None:
         self.ledger.emit(

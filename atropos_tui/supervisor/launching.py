@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -43,7 +44,7 @@ from atropos_tui.supervisor.process import Leader
 from atropos_tui.supervisor.spawning import Living, Spawner, entry_of
 from atropos_tui.supervisor.stages import StageWatch
 from atropos_tui.supervisor.unit import Outcome, Unit
-from trainer_core.contracts.control import State
+from trainer_core.contracts.control import Phase, State
 from trainer_core.contracts.http import LIMITS
 from trainer_core.contracts.run_dir import RunDir
 
@@ -121,6 +122,14 @@ class Launcher:
         self._take_in(unit, living, launch)
         self._ledger.move(unit, State.STARTING, f"attempt {attempt}")
         self._watch(unit, attempt)
+
+    def prepare_next(self, unit: Unit) -> None:
+        """Where the next start shall be quick, let its process wait. If that fails, the start itself will say why."""
+        if unit.spec.standby and self._ledger.phase is not Phase.STOPPING:
+            attempt = unit.attempt + 1
+            with contextlib.suppress(LaunchError, OSError):
+                launch = environment.prepare(self._ledger.stack, unit.spec, attempt, self._socket, self._token)
+                self._spawner.prepare(unit.spec, attempt, launch)
 
     def adopt(self, unit: Unit, heir: Heir) -> None:
         """Go on with what an earlier supervisor started as `unit`; if it ended since, that is told at once."""

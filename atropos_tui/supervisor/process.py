@@ -86,6 +86,10 @@ class Child:
         if self._on_exit:
             self._on_exit(self)
 
+    def begin(self, on_exit: Callable[[Child], None]) -> None:
+        """Its time as a component counts from now: it has waited so far."""
+        self.started_at, self._on_exit = time.time(), on_exit
+
     def signal_group(self, number: int) -> None:
         """Signal the process group of the launch; safe because the leader is not reaped."""
         if not self._reaped:
@@ -120,6 +124,7 @@ def spawn(
     cwd: str | None,
     *,
     group: str = "",
+    stdin: int = subprocess.DEVNULL,
     on_exit: Callable[[Child], None] | None = None,
 ) -> tuple[Child, int]:
     """Start `command` through the shim; the child and the read end of the pipe with its stdout and stderr.
@@ -137,7 +142,7 @@ def spawn(
             [sys.executable, "-I", "-S", SHIM, str(os.getpid()), group, *command],
             env=dict(env),
             cwd=cwd,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=writing,
             stderr=writing,
             start_new_session=True,

@@ -17,6 +17,7 @@ from atropos_tui.supervisor.keeping import Handle, Job, KeeperError, Kept, Spare
 from atropos_tui.supervisor.log_file import LogFile
 from atropos_tui.supervisor.logs import LogDrain
 from atropos_tui.supervisor.process import Leader, spawn
+from atropos_tui.supervisor.standby import Standby
 from trainer_core.contracts.run_dir import RunDir
 
 KEEPER_TRIES = 2
@@ -48,6 +49,7 @@ class Spawner:
         self._stack, self._group, self._socket, self._token = stack, group, socket, token
         self._run = RunDir(Path(stack.run_dir))
         self._spares = [self._spare() for _ in stack.components] if stack.survive else []
+        self._standby = Standby()
 
     def start(
         self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
@@ -65,7 +67,10 @@ class Spawner:
             entry = self._entry(spec, kept, attempt, launch, group)
             return Living(kept, LogDrain(handle.view, None), _with_keeper(entry, handle))
         file = LogFile(path, self._stack.logs.max_bytes)
-        child, pipe = spawn(launch.command, launch.env, launch.cwd, group=group, on_exit=lambda _: on_exit())
+        child, pipe = self._standby.take(spec.name, attempt, launch) or spawn(
+            launch.command, launch.env, launch.cwd, group=group
+        )
+        child.begin(lambda _: on_exit())
         return Living(child, LogDrain(pipe, file, on_problem), self._entry(spec, child, attempt, launch, group))
 
     def adopt(self, spec: ComponentSpec, heir: Heir, on_exit: OnExit, on_problem: OnProblem) -> Living:
@@ -74,8 +79,19 @@ class Spawner:
         log = ResumedDrain(heir.handle.view, path, heir.entry.seen)
         return Living(Kept(heir.handle, on_exit, on_problem), log, heir.entry)
 
+    def prepare(self, spec: ComponentSpec, attempt: int, launch: Launch) -> None:
+        """Let a process wait to be `attempt`, so that it takes less time; not below a keeper, which starts its own.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        if not self._stack.survive:
+            group = cgroup.part_group(self._group, spec.name, attempt)
+            self._standby.prepare(spec.name, attempt, launch, group)
+
     def close(self) -> None:
         """Nothing more will be started."""
+        self._standby.close()
         while self._spares:
             self._spares.pop().discard()
 

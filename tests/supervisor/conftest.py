@@ -23,7 +23,9 @@ def launch(tmp_path: Path) -> Callable[..., Any]:
     """`async with launch(part(...), ...) as running`: ended and checked at the end, whatever the test did."""
 
     @asynccontextmanager
-    async def run(*components: ComponentSpec, max_bytes: int = 64 * 1024 * 1024) -> AsyncIterator[Running]:
+    async def run(
+        *components: ComponentSpec, max_bytes: int = 64 * 1024 * 1024, survive: bool = False
+    ) -> AsyncIterator[Running]:
         stack = StackSpec(
             run_id=f"test-{secrets.token_hex(6)}",
             name="test",
@@ -31,6 +33,7 @@ def launch(tmp_path: Path) -> Callable[..., Any]:
             run_dir=str(tmp_path / "run"),
             components=list(components),
             logs=LogPolicy(max_bytes=max_bytes),
+            survive=survive,
         )
         running = Running(stack)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,24 @@ def test_real_threads_are_counted() -> None:
 
 def test_the_user_may_forbid_it(task_folder: Path) -> None:
     assert processes.why_not_fork(ONE | {"ATROPOS_FORK_ENGINE": "0"}, cpu=True) == "ATROPOS_FORK_ENGINE is not 1"
+
+
+@pytest.mark.parametrize(
+    ("env", "executor", "merged"),
+    [
+        ({}, None, True),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, None, True),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0-3"}, None, False),
+        ({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, None, False),
+        ({}, "mp", False),
+    ],
+)
+def test_a_worker_of_its_own_only_for_those_who_bind_threads(
+    env: dict[str, str], executor: str | None, merged: bool
+) -> None:
+    args = Namespace(distributed_executor_backend=executor)
+    assert processes.merge_worker_into_engine(args, env) is merged
+    assert args.distributed_executor_backend == ("uni" if merged else executor)
 
 
 FORKS = """
