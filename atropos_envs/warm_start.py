@@ -172,7 +172,7 @@ def warm_start(output: Path, *, seed: int = 0, vocab_rows: int = len(VOCABULARY)
         FileExistsError: `output` is there already.
     """
     if output.exists():
-        raise FileExistsError(f"{output} exists; delete it to warm-start again, or name another folder")
+        raise FileExistsError(_exists(output))
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = output.with_name(f".{output.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -194,6 +194,10 @@ def warm_start(output: Path, *, seed: int = 0, vocab_rows: int = len(VOCABULARY)
     return result
 
 
+def _exists(output: Path) -> str:
+    return f"{output} exists; delete it to warm-start again, or name another folder"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, refuse mistakes before torch is imported, then run."""
     parser = argparse.ArgumentParser(
@@ -206,6 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="rows of the embeddings, unused ones last; vLLM 0.26 on GPUs needs 128 for LoRA (default: %(default)s)",
     )  # fmt: skip
     options = parser.parse_args(arguments)
+    if options.output.exists():
+        print(f"warm start: {_exists(options.output)}", file=sys.stderr)
+        return 2
     if options.vocab_rows < len(VOCABULARY):
         parser.error(f"--vocab-rows {options.vocab_rows}: there are {len(VOCABULARY)} tokens, each needs its row")
     import torch
@@ -218,9 +225,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     try:
         result = warm_start(options.output, seed=options.seed, vocab_rows=options.vocab_rows)
-    except FileExistsError as error:
-        print(f"warm start: {error}", file=sys.stderr)
-        return 2
+    except FileExistsError:
+        print(f"{options.output}: another run has just made it", flush=True)
+        return 0
     shown = "  ".join(f"{name} {value:.2f}" for name, value in result.items())
     print(f"{options.output}: accuracy {shown}  ({time.monotonic() - started:.1f} s)", flush=True)
     return 0

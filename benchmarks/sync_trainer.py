@@ -42,6 +42,8 @@ from trainer_core.weight_sync.factory import make_sync
 from vllm_server.standby import ENGINE_IMPORTED, IMPORTED
 
 PROMPTS, PROMPT_TOKENS, PROBE_TOKENS = 8, 100, 64
+IMPORTS_S = 180.0
+"""Much longer than a server's imports take."""
 BRIDGE_MODES: dict[str, dict[str, Any]] = {
     "heads": {},
     "broadcast": {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True},
@@ -153,8 +155,10 @@ class Trainer:
 
     def await_successor(self, number: int) -> None:
         """Until the `number`th next server has imported its parts; real steps give it the time that these do not."""
-        said = ENGINE_IMPORTED if self.device.type == "cuda" else IMPORTED
+        said, deadline = ENGINE_IMPORTED if self.device.type == "cuda" else IMPORTED, time.monotonic() + IMPORTS_S
         while self.sync.lifecycle.log.read_text(errors="replace").count(said) < number:  # type: ignore[attr-defined]
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the next server has not imported its parts after {IMPORTS_S:.0f} s")
             time.sleep(0.1)
 
 

@@ -55,7 +55,7 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
         if waits and (config.shared_weights or config.weight_updates):
             waits = False
             if not standby.is_told_to_go():
-                clean_up(config)
+                remove_private_dir(config)
                 return 0
         check_arguments(args, config)
     except ConfigError as error:
@@ -224,9 +224,11 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, _: leave(128 + signum))
     why_not_fork = _why_not_fork(args)
-    if waits and why_not_fork is None and not standby.is_told_to_go():  # a fork is quick, and wants a single thread
+    # A forked engine begins quickly, and a fork wants a single thread: such a server waits here.
+    early = waits and why_not_fork is not None and compat.engine_loads_plugins(args)
+    if waits and not early and not standby.is_told_to_go():
         leave(0)
-    turn = standby.Turn(os.environ, arrive, leave) if waits and why_not_fork else None
+    turn = standby.Turn(os.environ, arrive, leave) if early else None
     place = None if turn else arrive()
     async with start_engine(args, why_not_fork, place.sock if place else None) as engine:
         place = turn.result() if turn else place
@@ -393,5 +395,10 @@ def clean_up(config: ServerConfig) -> None:
     if config.shared_weights:
         config.shm_path.unlink(missing_ok=True)
         config.manifest_path.unlink(missing_ok=True)
+    remove_private_dir(config)
+
+
+def remove_private_dir(config: ServerConfig) -> None:
+    """Remove the bridge directory if it is nobody else's."""
     if config.private_dir:
         shutil.rmtree(config.bridge_dir, ignore_errors=True)

@@ -108,6 +108,12 @@ def import_heavy_parts() -> None:
             os.environ[_READY_LIMIT] = before
 
 
+def engine_loads_plugins(args: Namespace) -> bool:
+    """Whether vLLM's engine is a spawned process, which loads our plugin: a forked one does not, nor one of Ray's."""
+    spawned = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "spawn"
+    return spawned and getattr(args, "data_parallel_backend", "mp") == "mp"
+
+
 def configure_vllm_logging(args: Namespace) -> None:
     """Apply vLLM's logging flags, in releases that have them."""
     from vllm import logger

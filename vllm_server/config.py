@@ -176,8 +176,9 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
 
 def _vllm_cache(env: Mapping[str, str]) -> Path:
     """Where vLLM keeps what it compiles, by its own rules."""
-    caches = Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return Path(env.get("VLLM_CACHE_ROOT") or caches / "vllm").expanduser()
+    caches = env.get("XDG_CACHE_HOME") or "~/.cache"
+    # Unlike Path's, this one leaves the tilde where there is no home.
+    return Path(os.path.expanduser(env.get("VLLM_CACHE_ROOT") or f"{caches}/vllm"))  # noqa: PTH111
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

@@ -47,7 +47,11 @@ def import_parts(names: Sequence[str]) -> None:
 def is_told_to_go() -> bool:
     """Wait for the line `go`. False when the input ends instead: who would have said it needs no server any more."""
     logger.info(IMPORTED)
-    return sys.stdin.readline().strip() == "go"
+    said = b""
+    # Not `sys.stdin`: a thread that waits in it holds its lock, and Python aborts over that when it ends.
+    while not said.endswith(b"\n") and (part := os.read(0, 64)):
+        said += part
+    return said.strip() == b"go"
 
 
 class Turn(Generic[Found]):
@@ -63,7 +67,7 @@ class Turn(Generic[Found]):
         self, env: MutableMapping[str, str], arrive: Callable[[], Found], leave: Callable[[int], NoReturn]
     ) -> None:
         self._found: Future[Found] = Future()
-        self._arrive, self._leave = arrive, leave
+        self._env, self._arrive, self._leave = env, arrive, leave
         # Nobody else's, and gone with this process; opened by its path, it is locked apart from this descriptor.
         self._lock = os.memfd_create("atropos-go")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -71,7 +75,8 @@ class Turn(Generic[Found]):
         threading.Thread(target=self._await, name="await-go", daemon=True).start()
 
     def result(self) -> Found:
-        """What `arrive` gave; waits for it."""
+        """What `arrive` gave; waits for it. From here on the engine has passed."""
+        self._env.pop(ENV_ENGINE_LOCK, None)
         return self._found.result()
 
     def _await(self) -> None:

@@ -152,6 +152,8 @@ class Conductor:
             elif unit.outcome != "stopped":
                 self._launcher.begin_end(unit, "stopped")
             return False
+        if op.action == "stop":
+            self._launcher.drop_next(unit.name)  # what it has read by then may not be what is there at the next start
         if op.action in ("stop", "down") and unit.state in (State.PENDING, State.BACKOFF):
             unit.command_id = own_id
             self.ledger.move(unit, State.STOPPED, _stopped_for(op, unit.name))
@@ -253,6 +255,7 @@ class Conductor:
             return
         self.result = result
         self._launcher.end_keeping()
+        self._launcher.drop_next()
         self.ledger.phase, self.ledger.reason = Phase.STOPPING, result.reason
         for other in self._active():
             self._finish(other, "failed", "the run is ending")

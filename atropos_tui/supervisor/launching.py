@@ -120,7 +120,7 @@ class Launcher:
             fix = "check its command and cwd: atropos-tui plan shows them"
             raise LaunchError(f"cannot start {unit.name}: {error}", fix) from None
         self._take_in(unit, living, launch)
-        self._ledger.move(unit, State.STARTING, f"attempt {attempt}")
+        self._ledger.move(unit, State.STARTING, f"attempt {attempt}{', which waited' if living.waited else ''}")
         self._watch(unit, attempt)
 
     def prepare_next(self, unit: Unit) -> None:
@@ -129,7 +129,12 @@ class Launcher:
             attempt = unit.attempt + 1
             with contextlib.suppress(LaunchError, OSError):
                 launch = environment.prepare(self._ledger.stack, unit.spec, attempt, self._socket, self._token)
-                self._spawner.prepare(unit.spec, attempt, launch)
+                if pid := self._spawner.prepare(unit.spec, attempt, launch):
+                    self._tracker.set_aside(unit.name, pid)
+
+    def drop_next(self, name: str | None = None) -> None:
+        """Nobody waits any more to be the next start of `name`, or of anyone."""
+        self._spawner.drop_next(name)
 
     def adopt(self, unit: Unit, heir: Heir) -> None:
         """Go on with what an earlier supervisor started as `unit`; if it ended since, that is told at once."""

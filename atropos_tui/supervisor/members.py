@@ -28,6 +28,7 @@ class Tracker:
         self._known: dict[str, set[Key]] = {}
         self._led: dict[str, dict[int, int]] = {}
         self._shared: dict[str, set[str]] = {}
+        self._aside: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def add(self, name: str, leader: int, group: str = "", known: Iterable[Key] = ()) -> None:
@@ -36,11 +37,17 @@ class Tracker:
         Args:
             known: further members, as an earlier supervisor knew them.
         """
+        if self._aside.get(name) == leader:
+            del self._aside[name]
         self._leaders[name] = leader
         self._groups[name] = group
         self._known[name] = set(known)
         self._led[name] = dict(self._known[name])
         self._shared[name] = set()
+
+    def set_aside(self, name: str, session: int) -> None:
+        """Processes of `session` bear the marker of `name`, but are none of its members until they are added."""
+        self._aside[name] = session
 
     def remove(self, name: str) -> None:
         """Nothing of `name` is left."""
@@ -91,7 +98,8 @@ class Tracker:
             if leader in (row.session, row.pgrp) or row.key in known or procfs.marked(row.pid, self._run, marker)
         }
         pids = procfs.with_descendants(table, seeds) - {os.getpid()}
-        alive = [table[pid] for pid in pids if table[pid].alive]
+        aside = self._aside.get(name)
+        alive = [table[pid] for pid in pids if table[pid].alive and table[pid].session != aside]
         self._known[name] = {row.key for row in alive}
         self._led[name] = {row.pid: row.ticks for row in alive if row.pid == row.session}
         return alive

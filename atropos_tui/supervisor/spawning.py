@@ -34,6 +34,8 @@ class Living:
     log: LogDrain
     entry: ProcessEntry
     """What the journal says of it."""
+    waited: bool = False
+    """It was prepared, and waited for its turn."""
 
 
 class Spawner:
@@ -67,11 +69,11 @@ class Spawner:
             entry = self._entry(spec, kept, attempt, launch, group)
             return Living(kept, LogDrain(handle.view, None), _with_keeper(entry, handle))
         file = LogFile(path, self._stack.logs.max_bytes)
-        child, pipe = self._standby.take(spec.name, attempt, launch) or spawn(
-            launch.command, launch.env, launch.cwd, group=group
-        )
+        waited = self._standby.take(spec.name, attempt, launch)
+        child, pipe = waited or spawn(launch.command, launch.env, launch.cwd, group=group)
         child.begin(lambda _: on_exit())
-        return Living(child, LogDrain(pipe, file, on_problem), self._entry(spec, child, attempt, launch, group))
+        entry = self._entry(spec, child, attempt, launch, group)
+        return Living(child, LogDrain(pipe, file, on_problem), entry, waited=waited is not None)
 
     def adopt(self, spec: ComponentSpec, heir: Heir, on_exit: OnExit, on_problem: OnProblem) -> Living:
         """Go on with a component that an earlier supervisor started."""
@@ -79,15 +81,26 @@ class Spawner:
         log = ResumedDrain(heir.handle.view, path, heir.entry.seen)
         return Living(Kept(heir.handle, on_exit, on_problem), log, heir.entry)
 
-    def prepare(self, spec: ComponentSpec, attempt: int, launch: Launch) -> None:
+    def prepare(self, spec: ComponentSpec, attempt: int, launch: Launch) -> int | None:
         """Let a process wait to be `attempt`, so that it takes less time; not below a keeper, which starts its own.
+
+        Returns:
+            Its pid.
 
         Raises:
             OSError: it cannot be started.
         """
-        if not self._stack.survive:
-            group = cgroup.part_group(self._group, spec.name, attempt)
-            self._standby.prepare(spec.name, attempt, launch, group)
+        if self._stack.survive:
+            return None
+        group = cgroup.part_group(self._group, spec.name, attempt)
+        return self._standby.prepare(spec.name, attempt, launch, group)
+
+    def drop_next(self, name: str | None = None) -> None:
+        """Nobody waits any more to be the next of `name`, or of anyone."""
+        if name is None:
+            self._standby.close()
+        else:
+            self._standby.discard(name)
 
     def close(self) -> None:
         """Nothing more will be started."""

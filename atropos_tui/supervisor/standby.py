@@ -1,17 +1,17 @@
 """Processes that will be the next attempt of a component: they import everything, then wait for the line `go`.
 
-One waits per component. It is no member of the component yet (its marker says `NAME.next`), listens nowhere, and dies
-with this process. What it prints stays in its pipe: the log belongs to the attempt that runs.
+One waits per component. It is no member of the component yet (`Tracker.set_aside`), listens nowhere, and dies with
+this process. What it prints stays in its pipe: the log belongs to the attempt that runs.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from atropos_tui.supervisor.environment import Launch
 from atropos_tui.supervisor.process import Child, spawn
-from trainer_core.contracts.run_dir import ENV_COMPONENT, ENV_WAIT_FOR_GO
+from trainer_core.contracts.run_dir import ENV_WAIT_FOR_GO
 
 GO = b"go\n"
 
@@ -49,30 +49,33 @@ class Standby:
     def __init__(self) -> None:
         self._waiting: dict[str, Waiting] = {}
 
-    def prepare(self, name: str, attempt: int, launch: Launch, group: str) -> None:
+    def prepare(self, name: str, attempt: int, launch: Launch, group: str) -> int:
         """Let one wait to be `attempt` of component `name`; nothing happens if it does already.
 
         Args:
             group: the control group of that attempt, or "".
+
+        Returns:
+            Its pid, which is its session.
 
         Raises:
             OSError: it cannot be started.
         """
         there = self._waiting.get(name)
         if there and there.attempt == attempt and there.launch == launch and there.child.exit_code is None:
-            return
+            return there.child.pid
         self.discard(name)
-        marks = {ENV_WAIT_FOR_GO: "1", ENV_COMPONENT: f"{name}.next"}
         listening, word = os.pipe2(os.O_CLOEXEC)
         try:
-            started = replace(launch, env=launch.env | marks)
-            child, output = spawn(started.command, started.env, started.cwd, group=group, stdin=listening)
+            env = launch.env | {ENV_WAIT_FOR_GO: "1"}
+            child, output = spawn(launch.command, env, launch.cwd, group=group, stdin=listening)
         except OSError:
             os.close(word)
             raise
         finally:
             os.close(listening)
         self._waiting[name] = Waiting(attempt, launch, child, output, word)
+        return child.pid
 
     def take(self, name: str, attempt: int, launch: Launch) -> tuple[Child, int] | None:
         """The process that waited to be this attempt, told to go, and the read end of its pipe; null if none does."""
@@ -86,6 +89,7 @@ class Standby:
         return found.child, found.output
 
     def discard(self, name: str) -> None:
+        """Nobody waits to be the next of `name`."""
         if found := self._waiting.pop(name, None):
             found.discard()
 

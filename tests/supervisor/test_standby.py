@@ -57,6 +57,8 @@ async def test_a_restart_takes_the_one_that_waits(launch: Any, tmp_path: Path, e
         await restart(running)
         again = await running.until("engine", State.HEALTHY, attempt=2)
         assert again.pid == second[0] and not alive(first[0])
+        started = next(row for row in running.states("engine") if row.new == "starting" and row.attempt == 2)
+        assert started.reason == "attempt 2, which waited"
         assert running.run.log("engine", 2).read_text().split() == ["prepared", "up"]
         third = (await begun(tmp_path, 3))[2]
         assert third[1:] == (3, True)
@@ -82,13 +84,26 @@ async def test_one_that_has_died_or_hangs(
         await running.until("engine", State.HEALTHY)
         second = (await begun(tmp_path, 2))[1]
         os.kill(second[0], number)
-        await asyncio.sleep(0.05)
+        if number == signal.SIGKILL:
+            await wait_until(lambda: not alive(second[0]))
         await restart(running)
         if number == signal.SIGSTOP:
             assert (await running.until("engine", State.STARTING, attempt=2)).pid == second[0]
             os.kill(second[0], signal.SIGKILL)
         again = await running.until("engine", State.HEALTHY, attempt=3 if number == signal.SIGSTOP else 2)
         assert again.pid != second[0] and not alive(second[0])
+
+
+async def test_nobody_waits_for_a_component_that_is_stopped(launch: Any, tmp_path: Path, engine: ComponentSpec) -> None:
+    async with launch(engine, part("other")) as running:
+        await running.until("engine", State.HEALTHY)
+        second = (await begun(tmp_path, 2))[1]
+        client = await running.answers()
+        await client.command(CommandRequest(action="stop", component="engine"))
+        await running.until("engine", State.STOPPED)
+        await wait_until(lambda: not alive(second[0]))
+        await client.command(CommandRequest(action="start", component="engine"))
+        assert (await running.until("engine", State.HEALTHY, attempt=2)).pid != second[0]
 
 
 async def test_nobody_waits_below_a_keeper(launch: Any, tmp_path: Path, engine: ComponentSpec) -> None:

@@ -88,6 +88,16 @@ def test_two_runs_may_make_the_same_model_at_once(short: None, tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == ["model"] and (out / "config.json").read_text() == "{}"
 
 
+def test_a_model_that_appears_while_torch_is_imported_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "model"
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: out.mkdir())
+    assert warm_start.main(["--output", str(out)]) == 0
+    assert "another run has just made it" in capsys.readouterr().out
+    assert warm_start.main(["--output", str(out)]) == 2, "there before it began: a mistake"
+
+
 def test_too_few_rows_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         warm_start.main(["--output", str(tmp_path / "model"), "--vocab-rows", "13"])

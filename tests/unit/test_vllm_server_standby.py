@@ -63,6 +63,8 @@ if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=engine, args=(float(sys.argv[1]),))
     child.start()
     print("begun", child.pid, flush=True)
+    if "refused" in sys.argv:
+        raise SystemExit(3)
     child.join()
     print("result", turn.result(), flush=True)
 """
@@ -122,6 +124,13 @@ def test_nobody_needs_it_any_more(waiting: subprocess.Popen[str]) -> None:
     engine = begun(waiting)
     assert say(waiting, "") == [] and waiting.returncode == 0
     engine.wait(5)
+
+
+@pytest.mark.parametrize("waiting", [["0", "refused"]], indirect=True)
+def test_a_server_that_fails_while_it_waits_ends_with_its_own_code(waiting: subprocess.Popen[str]) -> None:
+    """Its engine is no daemon here, so the interpreter waits for it, as it does when vLLM has ended its own."""
+    begun(waiting).kill()
+    assert waiting.wait(10) == 3, "Python aborts (-6) over a thread that waits inside `sys.stdin`"
 
 
 @pytest.mark.parametrize("waiting", [["0", "taken"]], indirect=True)
