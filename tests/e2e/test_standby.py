@@ -21,6 +21,7 @@ from vllm_server.standby import ENGINE_IMPORTED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 WAITS = {"ATROPOS_WAIT_FOR_GO": "1", "ATROPOS_FORK_ENGINE": "0", "VLLM_ENABLE_SHARED_WEIGHTS": "0"}
+"""An adapter's server: one that takes whole weights looks at its predecessor's first."""
 
 
 @pytest.fixture
