@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -11,7 +10,6 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, NoReturn
 
 import uvloop
@@ -22,6 +20,7 @@ from vllm_server import bridge as bridge_routes
 from vllm_server import broadcast, compat, generate, lora, processes, reload, sampling, standby
 from vllm_server.bridge import Bridge
 from vllm_server.config import DEFAULT_HOST, DEFAULT_PORT, ENV_EAGER_BECAUSE, ConfigError, ServerConfig
+from vllm_server.engine_start import EngineStartError, ranks, start_engine, why_not_fork
 from vllm_server.generate import Generator
 from vllm_server.graph_check import UnsafeGraphs, stale_kinds
 from vllm_server.guard import Door, Gate, allowed_hosts
@@ -35,10 +34,6 @@ SHUTDOWN_TIMEOUT_S = 2
 WORKER_EXTENSION = "vllm_server.worker.AtroposWorkerExtension"
 QUIET_ROUTES = "/health,/health_generate,/metrics,/bridge/info,/bridge/versions"
 """Polled routes that would fill the access log."""
-
-
-class EngineStartError(RuntimeError):
-    """vLLM's engine did not start; its own lines say why."""
 
 
 def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
@@ -140,14 +135,14 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
         _prepare_single_copy(args)
     elif config.weight_updates:
         _prepare_weight_updates(args, config)
-    if compat.is_cpu() and _ranks(args) == 1:
+    if compat.is_cpu() and ranks(args) == 1:
         processes.merge_worker_into_engine(args, os.environ)
 
 
 def _prepare_single_copy(args: Namespace) -> None:
     """Flags of single copy, and what it cannot be combined with."""
     refused = {
-        f"{_ranks(args)} ranks (--tensor-parallel-size, --pipeline-parallel-size, --data-parallel-size)": _ranks(args)
+        f"{ranks(args)} ranks (--tensor-parallel-size, --pipeline-parallel-size, --data-parallel-size)": ranks(args)
         > 1,
         "--quantization": bool(args.quantization),
         "--enable-lora": bool(args.enable_lora),
@@ -192,10 +187,6 @@ def _prepare_weight_updates(args: Namespace, config: ServerConfig) -> None:
     reload.prepare_start(config, args, plain=on_cpu)
 
 
-def _ranks(args: Namespace) -> int:
-    return int(args.tensor_parallel_size) * int(args.pipeline_parallel_size) * int(args.data_parallel_size)
-
-
 async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -> int:
     """Start the engine, build the app, serve.
 
@@ -223,14 +214,14 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
     # vLLM replaces these once it serves.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, _: leave(128 + signum))
-    why_not_fork = _why_not_fork(args)
+    why_not = why_not_fork(args)
     # A forked engine begins quickly, and a fork wants a single thread: such a server waits here.
-    early = waits and why_not_fork is not None and compat.engine_loads_plugins(args)
+    early = waits and why_not is not None and compat.engine_loads_plugins(args)
     if waits and not early and not standby.is_told_to_go():
         leave(0)
     turn = standby.Turn(os.environ, arrive, leave) if early else None
     place = None if turn else arrive()
-    async with start_engine(args, why_not_fork, place.sock if place else None) as engine:
+    async with start_engine(args, why_not, place.sock if place else None) as engine:
         place = turn.result() if turn else place
         assert place is not None
         app = await build(config, args, engine, place.address)
@@ -260,44 +251,6 @@ def _bind(args: Namespace, since: float) -> Place:
         raise ConfigError(
             f"{args.host}:{args.port} cannot be bound ({error.strerror}); choose another --port"
         ) from None
-
-
-def _why_not_fork(args: Namespace) -> str | None:
-    cpu = compat.is_cpu()
-    one_process = _ranks(args) == 1 and args.distributed_executor_backend in (("uni",) if cpu else ("uni", None))
-    return processes.why_not_fork(os.environ, cpu=cpu) if one_process else "it starts workers of its own"
-
-
-def _engine_client(args: Namespace, why_not: str | None, sock: Any) -> contextlib.AbstractAsyncContextManager[Any]:
-    """By fork where that is safe, else as vLLM starts it."""
-    if why_not:
-        logger.info("the engine process starts afresh, and imports vLLM again: %s", why_not)
-        return compat.build_async_engine_client(args)
-    processes.prepare_fork(sock.fileno())
-    return compat.forked_engine_client(args, lambda: processes.why_not_fork(os.environ, cpu=compat.is_cpu()))
-
-
-@contextlib.asynccontextmanager
-async def start_engine(args: Namespace, why_not_fork: str | None, sock: Any) -> AsyncIterator[Any]:
-    """vLLM's engine client, for as long as the block runs.
-
-    Args:
-        sock: the server's, which a forked engine must not hold.
-
-    Raises:
-        ConfigError: vLLM refuses the model or a flag.
-        EngineStartError: the engine process failed. Both say in one line what vLLM says, without its traceback.
-    """
-    async with contextlib.AsyncExitStack() as stack:
-        try:
-            engine = await stack.enter_async_context(_engine_client(args, why_not_fork, sock))
-        except Exception as error:
-            logger.debug("engine start", exc_info=True)
-            reason = " ".join(str(error).split())[:400]
-            if isinstance(error, ValueError | OSError):
-                raise ConfigError(f"vLLM refuses this configuration: {reason}") from None
-            raise EngineStartError(f"vLLM's engine did not start: {reason} (its log lines are above)") from error
-        yield engine
 
 
 async def build(config: ServerConfig, args: Namespace, engine: Any, address: str) -> Any:

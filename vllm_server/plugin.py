@@ -1,8 +1,7 @@
 """What vLLM loads in each of its processes through the entry point group `vllm.general_plugins`.
 
 `register` makes our model loaders known, ties the process's life to its parent's, and lets an engine wait whose server
-was told to. Importing this module imports
-neither vLLM nor torch.
+was told to. Importing this module imports neither vLLM nor torch.
 """
 
 from __future__ import annotations

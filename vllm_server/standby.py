@@ -20,7 +20,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future
 from typing import Generic, NoReturn, TypeVar
 
-from trainer_core.contracts.run_dir import ENV_WAIT_FOR_GO
+from trainer_core.contracts.run_dir import ENV_WAIT_FOR_GO, GO_LINE
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def is_told_to_go() -> bool:
     # Not `sys.stdin`: a thread that waits in it holds its lock, and Python aborts over that when it ends.
     while not said.endswith(b"\n") and (part := os.read(0, 64)):
         said += part
-    return said.strip() == b"go"
+    return said.strip() == GO_LINE.strip()
 
 
 class Turn(Generic[Found]):

@@ -56,9 +56,9 @@ class Leader(Protocol):
 class Child:
     """One spawned process, leader of its own session and process group; `exit_code` is negative for a signal."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], on_exit: Callable[[Child], None] | None) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self._popen = popen
-        self._on_exit = on_exit
+        self._on_exit: Callable[[Child], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._abandoned = False
         self._reaped = False
@@ -87,7 +87,7 @@ class Child:
             self._on_exit(self)
 
     def begin(self, on_exit: Callable[[Child], None]) -> None:
-        """Its time as a component counts from now: it has waited so far."""
+        """Its time as a component counts from now, and its end is told to `on_exit`."""
         self.started_at, self._on_exit = time.time(), on_exit
 
     def signal_group(self, number: int) -> None:
@@ -125,7 +125,6 @@ def spawn(
     *,
     group: str = "",
     stdin: int = subprocess.DEVNULL,
-    on_exit: Callable[[Child], None] | None = None,
 ) -> tuple[Child, int]:
     """Start `command` through the shim; the child and the read end of the pipe with its stdout and stderr.
 
@@ -152,7 +151,7 @@ def spawn(
         raise
     finally:
         os.close(writing)
-    return Child(popen, on_exit), reading
+    return Child(popen), reading
 
 
 def reap_adopted(table: Mapping[int, procfs.Proc] | None = None) -> None:

@@ -97,14 +97,11 @@ class Spawner:
 
     def drop_next(self, name: str | None = None) -> None:
         """Nobody waits any more to be the next of `name`, or of anyone."""
-        if name is None:
-            self._standby.close()
-        else:
-            self._standby.discard(name)
+        self._standby.discard(name)
 
     def close(self) -> None:
         """Nothing more will be started."""
-        self._standby.close()
+        self.drop_next()
         while self._spares:
             self._spares.pop().discard()
 

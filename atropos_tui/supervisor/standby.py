@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 from atropos_tui.supervisor.environment import Launch
 from atropos_tui.supervisor.process import Child, spawn
-from trainer_core.contracts.run_dir import ENV_WAIT_FOR_GO
-
-GO = b"go\n"
+from trainer_core.contracts.run_dir import ENV_WAIT_FOR_GO, GO_LINE
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Waiting:
     def tell(self) -> bool:
         """Say `go`; False if nobody is there to hear it."""
         try:
-            os.write(self.word, GO)
+            os.write(self.word, GO_LINE)
         except BrokenPipeError:
             return False
         return self.child.exit_code is None
@@ -88,12 +86,8 @@ class Standby:
         os.close(found.word)
         return found.child, found.output
 
-    def discard(self, name: str) -> None:
-        """Nobody waits to be the next of `name`."""
-        if found := self._waiting.pop(name, None):
-            found.discard()
-
-    def close(self) -> None:
-        """Nobody's turn will come."""
-        for name in list(self._waiting):
-            self.discard(name)
+    def discard(self, name: str | None = None) -> None:
+        """Nobody waits any more to be the next of `name`, or of anyone."""
+        for each in list(self._waiting) if name is None else [name]:
+            if found := self._waiting.pop(each, None):
+                found.discard()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -71,10 +72,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def waiting(request: pytest.FixtureRequest, tmp_path: os.PathLike[str]) -> Iterator[subprocess.Popen[str]]:
-    script = os.path.join(tmp_path, "server.py")  # noqa: PTH118
-    with open(script, "w") as file:  # noqa: PTH123
-        file.write(SERVER)
+def waiting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
     process = subprocess.Popen(
         [sys.executable, script, *request.param], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

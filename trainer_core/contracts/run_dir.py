@@ -27,6 +27,7 @@ ENV_HOLD_GENERATION = "ATROPOS_HOLD_GENERATION"
 ENV_WAIT_FOR_GO = "ATROPOS_WAIT_FOR_GO"
 """"1": the server imports everything, then waits for the line `go` on its standard input before it takes port and GPU.
 The end of that input ends it."""
+GO_LINE = b"go\n"
 
 MANIFEST_NAME = "vllm_bridge_config.json"
 LATEST_TIME = 253_402_300_799.0

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_TOKEN, ENV_WAIT_FOR_GO
+from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_TOKEN, ENV_WAIT_FOR_GO, GO_LINE
 from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
 
@@ -137,7 +137,7 @@ class ServerChild:
         assert spare.stdin is not None
         try:
             with spare.stdin as told:
-                told.write(b"go\n")
+                told.write(GO_LINE)
         except BrokenPipeError:  # it has died, which says nothing about the next
             _kill_session(spare)
             return None
