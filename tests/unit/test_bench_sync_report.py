@@ -12,7 +12,7 @@ from benchmarks.sync_report import ROWS, show
 def found(**more: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "device": "a GPU", "torch": "2", "shape": "tiny", "dtype": "bfloat16", "seconds": 1.0, "modes": {},
-        "starts_s": {}, "decode": {}, "errors": {},
+        "starts_s": {}, "decode": {}, "decode_one": {}, "errors": {},
     }  # fmt: skip
     return base | more
 
