@@ -11,6 +11,7 @@ from statistics import mean
 import pytest
 
 from tests.e2e.live_stack import LiveStack
+from trainer_core.contracts.records import OUTLIER, AlignmentRecord
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(540)]
 Start = Callable[..., LiveStack]
@@ -27,9 +28,9 @@ def test_single_copy_learns_on_the_gpu(stack: Start) -> None:
     alignment = run.telemetry("alignment")
     probes = [record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None]
     assert len(probes) >= 55
-    # bf16 on both sides, 60 in-place updates under CUDA graphs; one step's probe has only 32 tokens.
+    # bf16 on both sides, 60 in-place updates under CUDA graphs.
     assert mean(probes) < 0.03 and max(probes) < 0.1, probes
-    assert {record.verdict for record in alignment} == {"ok"}
+    assert_no_fault(alignment)
     assert max(step.policy_lag_max for step in run.steps()) <= 1
     assert_graphs_on(run)
     run.assert_nothing_left()
@@ -52,11 +53,17 @@ def test_the_other_modes_run_the_whole_stack(stack: Start, mode: str, interval: 
     alignment = run.telemetry("alignment")
     probes = [record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None]
     assert probes and mean(probes) < 0.03 and max(probes) < 0.1, probes
-    assert "mismatch" not in {record.verdict for record in alignment}
+    assert_no_fault(alignment)
     restarts = {record.attempt for record in run.states("vllm")}
     assert len(restarts) == (1 + steps // interval if mode == "lora_restart" and interval else 1), restarts
     assert_graphs_on(run)
     run.assert_nothing_left()
+
+
+def assert_no_fault(alignment: list[AlignmentRecord]) -> None:
+    """The tiny model is sure of most tokens, and bf16 moves a rare one by a nat: once or twice, and called that."""
+    drifts = [record.cause for record in alignment if record.verdict != "ok"]
+    assert len(drifts) <= 2 and all(cause.startswith(OUTLIER) for cause in drifts), drifts
 
 
 def assert_graphs_on(run: LiveStack) -> None:

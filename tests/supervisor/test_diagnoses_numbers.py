@@ -102,6 +102,7 @@ FIXES = {
     "other weights": "`model`",
     "sampling": "top_p",
     "policy lag": "a `cause` in the evidence names it",
+    "outlier": "a `cause` in the evidence names it",
 }
 
 

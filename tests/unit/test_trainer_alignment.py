@@ -52,6 +52,20 @@ def test_the_probe_decides_first(probe: Probe, verdict: str, cause: str) -> None
     assert (found.verdict, found.cause.partition(":")[0]) == (verdict, cause)
 
 
+def test_one_token_that_differs_is_called_what_it_is() -> None:
+    """Seen in bf16 on a healthy run: it looked like stale weights."""
+    lone = diff_sums([SERVER] * 9 + [SERVER + 0.5], [SERVER] * 10)
+    gate = Gate(BOUNDS)
+    assert gate.judge(_off(0.0), Probe(_off(0.0), _off(0.0))).verdict == "ok"
+    for probe in (Probe(_off(0.001), lone), Probe(lone, _off(0.001)), Probe(lone, lone)):
+        found = gate.judge(_off(0.0), probe)
+        assert found == Alignment("drift", "outlier: one of 10 tokens differs by 0.5 nats, the others by 0 on average")
+    assert gate.judge(_off(0.0), Probe(lone, _off(0.05))).cause.startswith("stale weights"), "the rest differs too"
+    far = diff_sums([SERVER] * 9 + [SERVER + 5.0], [SERVER] * 10)
+    assert gate.judge(_off(0.0), Probe(_off(0.0), far)).verdict == "mismatch", "too much for rounding"
+    assert gate.judge(_off(0.0), Probe(_off(0.0), _sums(SERVER + 0.05, tokens=1))).cause.startswith("stale prefix")
+
+
 @pytest.mark.parametrize(
     ("anchor", "words"), [(_sums(-1.7), "stands still"), (_sums(-1.7, -1.2), "only in part (means moved by 0.2 there")]
 )

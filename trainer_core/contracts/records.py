@@ -179,9 +179,10 @@ BROKEN_WEIGHTS = "broken weights"
 OTHER_WEIGHTS = "other weights"
 SAMPLING = "sampling"
 POLICY_LAG = "policy lag"
+OUTLIER = "outlier"
 ALIGNMENT_CAUSES = (
     STALE_WEIGHTS, STALE_PREFIX, TEMPERATURE, SHIFTED, MISSING, HEAD_DTYPE, BROKEN_WEIGHTS, OTHER_WEIGHTS, SAMPLING,
-    POLICY_LAG,
+    POLICY_LAG, OUTLIER,
 )  # fmt: skip
 """What `AlignmentRecord.cause` begins with, before a colon and what was seen."""
 

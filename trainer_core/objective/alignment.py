@@ -14,6 +14,7 @@ from typing import Literal
 from trainer_core.contracts.records import (
     BROKEN_WEIGHTS,
     OTHER_WEIGHTS,
+    OUTLIER,
     POLICY_LAG,
     SAMPLING,
     STALE_PREFIX,
@@ -147,6 +148,8 @@ class Gate:
             return Alignment("ok")
         if not math.isfinite(probe.both.abs_diff):
             return Alignment("mismatch", f"{BROKEN_WEIGHTS}: a logprob is not a finite number on one side")
+        if worst == "drift" and (lone := _outlier(probe, self.bounds)):
+            return Alignment(worst, f"{OUTLIER}: {lone}")
         if fresh == "ok":
             return Alignment(worst, f"{STALE_PREFIX}: only answers on a cached prefix differ")
         if self._agreed is not None:
@@ -184,6 +187,19 @@ class Gate:
         if oldest is not None and version is not None and oldest <= version:
             return None  # older versions answer the same: that is lag
         return _how_stale(then, rollouts) if _stands_still(then, rollouts) else None
+
+
+def _outlier(probe: Probe, bounds: Thresholds) -> str | None:
+    """What to say where one token alone lifts the mean above the bound: half precision does that to a rare one."""
+    said = None
+    for sums in (probe.fresh, probe.cached):
+        others = (sums.abs_diff - sums.abs_max) / max(sums.tokens - 1, 1)
+        if _grade(sums, bounds) == "ok":
+            continue
+        if others > bounds.ok or sums.tokens < 2:
+            return None
+        said = f"one of {sums.tokens} tokens differs by {sums.abs_max:.2g} nats, the others by {others:.2g} on average"
+    return said
 
 
 def _fresh_cause(mean: float, probe: Probe | None) -> str:
