@@ -6,7 +6,6 @@ neither torch nor vLLM.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import secrets
 import string
@@ -169,12 +168,9 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
         # Otherwise the first request with logprobs compiles a kernel for about 12 s.
         env.setdefault("TORCHDYNAMO_DISABLE", "1")
     else:
-        # Unset, torch sets both where it compiles, and Triton has its own where the compiled code is found: another
-        # folder, and another assembler, whose version is part of a kernel's key. The kernels of LoRA and of the sampler
-        # are then compiled twice, half a minute each time.
+        # Unset, torch chooses: one folder for a start that compiles, another for one that finds its compiled code. The
+        # kernels of LoRA and of the sampler are then compiled twice, half a minute each time.
         env.setdefault("TRITON_CACHE_DIR", str(_vllm_cache(env) / "triton"))
-        if ptxas := _torchs_ptxas():
-            env.setdefault("TRITON_PTXAS_PATH", ptxas)
     return notes
 
 
@@ -183,16 +179,6 @@ def _vllm_cache(env: Mapping[str, str]) -> Path:
     caches = env.get("XDG_CACHE_HOME") or "~/.cache"
     # Unlike Path's, this one leaves the tilde where there is no home.
     return Path(os.path.expanduser(env.get("VLLM_CACHE_ROOT") or f"{caches}/vllm"))  # noqa: PTH111
-
-
-def _torchs_ptxas() -> str | None:
-    """The assembler that torch sets for Triton once it compiles; found without importing torch."""
-    spec = importlib.util.find_spec("torch")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        ptxas = Path(folder) / "bin" / "ptxas"
-        if os.access(ptxas, os.X_OK):
-            return str(ptxas)
-    return None
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

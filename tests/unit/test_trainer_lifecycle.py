@@ -262,15 +262,20 @@ def test_the_command_and_environment_are_the_same_at_every_start(
     """vLLM's compile cache is keyed by its arguments and its environment: a restart must find it again."""
     monkeypatch.setenv("VLLM_BRIDGE_CONFIG_PATH", "/somewhere/else.json")
     settings = config(tmp_path, vllm_gpu=1, gpu_memory_utilization=0.3, max_model_len=128, dtype="float32", seed=5)
-    lifecycle = make_lifecycle(settings, threading.Event(), flags=["--enable-lora"])
+    monkeypatch.setenv("MINE", "kept")
+    env = {"MINE": "another", "ATROPOS_WEIGHT_UPDATES": "1"}
+    lifecycle = make_lifecycle(settings, threading.Event(), flags=["--enable-lora"], env=env)
     assert isinstance(lifecycle, ServerChild)
     assert lifecycle.command() == lifecycle.command()
     assert lifecycle.command()[1:] == [
         "-m", "vllm_server", "--model", "m", "--host", "127.0.0.1", "--port", str(settings.vllm_port), "--dtype",
         "float32", "--seed", "5", "--gpu-memory-utilization", "0.3", "--max-model-len", "128", "--enable-lora",
     ]  # fmt: skip
-    first, second = lifecycle._environment(), lifecycle._environment()
-    assert first == second
+    first = lifecycle._environment()
+    # What torch sets in this process when it compiles something for the trainer.
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/torchinductor/triton/0")
+    assert lifecycle._environment() == first and "TRITON_CACHE_DIR" not in first
+    assert first["MINE"] == "kept" and first["ATROPOS_WEIGHT_UPDATES"] == "1"
     assert first["CUDA_VISIBLE_DEVICES"] == "1" and first["ATROPOS_HOLD_GENERATION"] == "1"
     assert first["LOGDIR"] == str(tmp_path / "logs" / "vllm-bridge") and "VLLM_BRIDGE_CONFIG_PATH" not in first
 

@@ -109,7 +109,6 @@ class Restarter:
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
-    monkeypatch.setenv("ATROPOS_WEIGHT_UPDATES", "1")
 
 
 @pytest.fixture

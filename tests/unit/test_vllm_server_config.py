@@ -108,23 +108,6 @@ def test_kernels_are_kept_in_one_place_for_every_start(env: dict[str, str], wher
     assert env["TRITON_CACHE_DIR"] == where
 
 
-def test_every_start_has_the_assembler_that_torch_would_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its version is part of a kernel's key, and torch sets it only where it compiles."""
-    (package := tmp_path / "torch").mkdir()
-    (package / "__init__.py").touch()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    prepare_environment(env := {}, cpu=False)
-    assert "TRITON_PTXAS_PATH" not in env
-    (package / "bin").mkdir()
-    ptxas = package / "bin" / "ptxas"
-    ptxas.touch(mode=0o755)
-    prepare_environment(env, cpu=False)
-    assert env["TRITON_PTXAS_PATH"] == str(ptxas)
-    prepare_environment(env := {"TRITON_PTXAS_PATH": "/mine"}, cpu=False)
-    assert env["TRITON_PTXAS_PATH"] == "/mine"
-
-
 def test_an_empty_plugin_list_still_gets_ours() -> None:
     env = {"VLLM_PLUGINS": ""}
     prepare_environment(env, cpu=False)

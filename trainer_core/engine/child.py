@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_TOKEN, ENV_WAIT_FOR_GO, GO_LINE
@@ -34,7 +35,13 @@ USAGE = 2
 class ServerChild:
     """`python -m vllm_server` at `vllm_port`, or whatever server of ours already runs there."""
 
-    def __init__(self, config: TrainingConfig, stop: threading.Event, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        stop: threading.Event,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.config = config
         self.stop = stop
         self.flags = list(flags)
@@ -44,6 +51,9 @@ class ServerChild:
         self._spare: subprocess.Popen[bytes] | None = None
         """The next server: it has imported what it needs, or does so now, and waits for `go`."""
         self._foreign = False
+        # As it is now: torch puts the places of its own caches there as soon as the trainer compiles something, and a
+        # server that took those over would find nothing of what the server before it compiled.
+        self._inherited = {**env, **os.environ}
 
     @property
     def can_restart(self) -> bool:
@@ -120,13 +130,14 @@ class ServerChild:
         """A new server process; one that `waits` imports its parts and goes no further before it is told."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         # Both sides read it from their environment; a restart keeps it.
-        os.environ.setdefault(ENV_TOKEN, secrets.token_urlsafe(24))
+        token = os.environ.setdefault(ENV_TOKEN, secrets.token_urlsafe(24))
+        env = self._environment() | {ENV_TOKEN: token} | ({ENV_WAIT_FOR_GO: "1"} if waits else {})
         shim = Path(__file__).with_name("die_with_parent.py")
         with self.log.open("ab") as out:
             return subprocess.Popen(
                 [sys.executable, "-I", "-S", str(shim), str(os.getpid()), *self.command()],
-                env=self._environment() | ({ENV_WAIT_FOR_GO: "1"} if waits else {}),
-                stdin=subprocess.PIPE if waits else subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                env=env, stdin=subprocess.PIPE if waits else subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True,
             )  # fmt: skip
 
     def _released(self) -> subprocess.Popen[bytes] | None:
@@ -155,7 +166,7 @@ class ServerChild:
 
     def _environment(self) -> dict[str, str]:
         # The same at every start, so that vLLM finds its compile cache again.
-        found = {**os.environ, ENV_HOLD_GENERATION: "1", "LOGDIR": str(self.log.with_name("vllm-bridge"))}
+        found = self._inherited | {ENV_HOLD_GENERATION: "1", "LOGDIR": str(self.log.with_name("vllm-bridge"))}
         found.pop("VLLM_BRIDGE_CONFIG_PATH", None)
         found.pop(ENV_WAIT_FOR_GO, None)
         if self.config.vllm_gpu is not None:

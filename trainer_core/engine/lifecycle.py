@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import httpx
@@ -81,14 +82,21 @@ class Lifecycle(Protocol):
         ...
 
 
-def make_lifecycle(config: TrainingConfig, stop: threading.Event, *, flags: Sequence[str] = ()) -> Lifecycle:
+def make_lifecycle(
+    config: TrainingConfig,
+    stop: threading.Event,
+    *,
+    flags: Sequence[str] = (),
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> Lifecycle:
     """The supervisor's where there is one (`ATROPOS_CONTROL_SOCKET`), else a child of this process.
 
     Args:
         flags: of `python -m vllm_server`, beyond what `config` says, for an own child.
+        env: variables of an own child, where this process has none of that name.
     """
     socket = os.environ.get(ENV_CONTROL_SOCKET)
-    return Supervised(config, stop, socket) if socket else ServerChild(config, stop, flags)
+    return Supervised(config, stop, socket) if socket else ServerChild(config, stop, flags, env)
 
 
 class Supervised:

@@ -8,7 +8,6 @@ last load, so rollouts lag up to `vllm_restart_interval` versions. A server that
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import shutil
 import threading
@@ -47,8 +46,9 @@ class Reload(OwnWeights):
         self._folder = ((run.bridge if run else Path(config.save_path)) / "weights").absolute()
         self._tag = secrets.token_hex(3)
         """Of this attempt: a server may still start from what an earlier one wrote."""
-        os.environ.setdefault(TAKES_WEIGHTS, "1")  # for a server that is our own child
-        self.lifecycle: Lifecycle | None = None if config.vllm_urls else make_lifecycle(config, stop)
+        self.lifecycle: Lifecycle | None = (
+            None if config.vllm_urls else make_lifecycle(config, stop, env={TAKES_WEIGHTS: "1"})
+        )
         self._loaded: dict[str, float] = {}
         """Seconds by phase that servers reported of the present load."""
 
