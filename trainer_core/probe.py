@@ -9,7 +9,7 @@ answer is collected before the next publish, so both sides still hold the same v
 from __future__ import annotations
 
 import secrets
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +44,7 @@ class Prober:
         self._anchor: list[int] = []
         self.answers: Answers = []
         """Of the probe that `finish` returned last; empty when it returned none."""
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="probe")
+        self._pool = ThreadPoolExecutor(2 + 2 * config.probe_prompts, thread_name_prefix="probe")
         self._running: Future[Asked | None] | None = None
 
     def learn(self, batch: Batch) -> None:
@@ -66,7 +66,7 @@ class Prober:
         due = self.config.probe_interval and (step - 1) % self.config.probe_interval == 0
         if self.engine is not None and due and self._prompts and self._running is None:
             self._running = self._pool.submit(
-                _ask, self.engine, self._prompts, self._anchor, self.config.probe_tokens, version
+                _ask, self.engine, self._pool, self._prompts, self._anchor, self.config.probe_tokens, version
             )
 
     def finish(self, model: torch.nn.Module) -> Probe | None:
@@ -109,15 +109,25 @@ def _strung(batch: Batch, length: int) -> list[list[int]]:
     return [stream[at : at + length] for at in range(0, len(stream) - length + 1, length)]
 
 
-def _ask(engine: EngineClient, prompts: list[list[int]], anchor: list[int], tokens: int, version: int) -> Asked | None:
+def _ask(
+    engine: EngineClient, pool: Executor, prompts: list[list[int]], anchor: list[int], tokens: int, version: int
+) -> Asked | None:
+    """Everything at once: the server decodes all answers together in the time of one."""
     if engine.info().weight_version != version:
         return None
-    answers = []
-    for prompt in prompts:
-        fresh = engine.generate(prompt, tokens, salt=secrets.token_hex(8))
-        # Rollouts may have left this prefix in the cache already, from older weights even if its reset failed.
-        cached = engine.generate(prompt, tokens)
-        if cached.cached_tokens == 0:
-            cached = engine.generate(prompt, tokens)
-        answers.append((prompt, fresh, cached))
-    return Asked(answers, (anchor, engine.generate(anchor, tokens, seed=0, salt=secrets.token_hex(8))))
+
+    def unseen(prompt: list[int], seed: int | None = None) -> Future[Completion]:
+        return pool.submit(engine.generate, prompt, tokens, seed=seed, salt=secrets.token_hex(8))
+
+    again = unseen(anchor, seed=0)
+    fresh = [unseen(prompt) for prompt in prompts]
+    cached = [pool.submit(_on_cached_prefix, engine, prompt, tokens) for prompt in prompts]
+    wait([again, *fresh, *cached])  # none is under way when the publish comes, whatever became of the others
+    answers = [(p, first.result(), second.result()) for p, first, second in zip(prompts, fresh, cached, strict=True)]
+    return Asked(answers, (anchor, again.result()))
+
+
+def _on_cached_prefix(engine: EngineClient, prompt: list[int], tokens: int) -> Completion:
+    """Rollouts may have left this prefix in the cache already, from older weights even if its reset failed."""
+    first = engine.generate(prompt, tokens)
+    return engine.generate(prompt, tokens) if first.cached_tokens == 0 else first
