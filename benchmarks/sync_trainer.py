@@ -74,7 +74,7 @@ def own_bytes(model: torch.nn.Module, device: torch.device, before: int) -> int:
     """Memory that the model's weights take in this process: none for views of a server's tensors."""
     if device.type == "cuda":
         # Rotary tables are the trainer's own in every mode; torch gives memory out in whole blocks.
-        buffers = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in model.buffers()}
+        buffers = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in model.buffers() if b.is_cuda}
         return allocated(device) - before - sum(-(-size // BLOCK) * BLOCK for size in buffers.values())
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
     return sum(s.nbytes() for s in storages.values() if s.filename is None)

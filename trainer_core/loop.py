@@ -190,9 +190,9 @@ class Run:
         sync = self.publish(outcome)
         self.step = step
         self.stopping.saw(float(batch.scores.mean()))
-        if step < self.config.training_steps:
-            self.prober.start(step + 1, self.version)
         broken = self.config.stop_on_mismatch and alignment.verdict == "mismatch"
+        if step < self.config.training_steps and not broken and self.gone is None:
+            self.prober.start(step + 1, self.version)
         checkpoint_s = 0.0 if broken else self.save_if_due()
         self.report(
             StepReport(

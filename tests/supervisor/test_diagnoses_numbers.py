@@ -115,6 +115,14 @@ def test_every_cause_of_a_mismatch_has_its_own_fix() -> None:
         assert cause in found.evidence
 
 
+def test_one_rounded_token_at_a_time_is_no_drift() -> None:
+    lone = fixed(verdict="drift", cause="outlier: one of 16 tokens differs by 2 nats")
+    assert said(changed("alignment", lone, 7, 12)) == []
+    assert [
+        found.rule for found in said(changed("alignment", fixed(verdict="drift", cause="policy lag: far"), 7, 12))
+    ] == ["alignment_drift"]
+
+
 def test_every_number_rule_is_shown_here() -> None:
     assert {rule.name for rule in NUMBER_RULES} == {case[0] for case in CASES}
 

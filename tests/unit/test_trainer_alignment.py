@@ -17,7 +17,7 @@ from trainer_core.engine.client import Completion
 from trainer_core.errors import MismatchError, MissingLogprobs
 from trainer_core.explain import explain
 from trainer_core.loop import train
-from trainer_core.objective.alignment import Alignment, DiffSums, Gate, Probe, Thresholds, diff_sums
+from trainer_core.objective.alignment import Alignment, DiffSums, Gate, Probe, Thresholds, diff_sums, thresholds
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import completions_logprobs
 from trainer_core.rollouts.batch import read_batch
@@ -52,18 +52,34 @@ def test_the_probe_decides_first(probe: Probe, verdict: str, cause: str) -> None
     assert (found.verdict, found.cause.partition(":")[0]) == (verdict, cause)
 
 
+def _lone(far: float, others: float = 0.0, tokens: int = 16) -> DiffSums:
+    return diff_sums([SERVER + others] * (tokens - 1) + [SERVER + far], [SERVER] * tokens)
+
+
 def test_one_token_that_differs_is_called_what_it_is() -> None:
     """Seen in bf16 on a healthy run: it looked like stale weights."""
-    lone = diff_sums([SERVER] * 9 + [SERVER + 0.5], [SERVER] * 10)
-    gate = Gate(BOUNDS)
+    gate = Gate(thresholds("bfloat16"))
     assert gate.judge(_off(0.0), Probe(_off(0.0), _off(0.0))).verdict == "ok"
-    for probe in (Probe(_off(0.001), lone), Probe(lone, _off(0.001)), Probe(lone, lone)):
+    lone, calm = _lone(2.0, 0.02), _off(0.02)
+    for probe in (Probe(calm, lone), Probe(lone, calm), Probe(lone, lone)):
         found = gate.judge(_off(0.0), probe)
-        assert found == Alignment("drift", "outlier: one of 10 tokens differs by 0.5 nats, the others by 0 on average")
-    assert gate.judge(_off(0.0), Probe(lone, _off(0.05))).cause.startswith("stale weights"), "the rest differs too"
-    far = diff_sums([SERVER] * 9 + [SERVER + 5.0], [SERVER] * 10)
-    assert gate.judge(_off(0.0), Probe(_off(0.0), far)).verdict == "mismatch", "too much for rounding"
-    assert gate.judge(_off(0.0), Probe(_off(0.0), _sums(SERVER + 0.05, tokens=1))).cause.startswith("stale prefix")
+        assert found == Alignment("drift", "outlier: one of 16 tokens differs by 2 nats, the others by 0.02 on average")
+    assert gate.judge(_off(0.5), Probe(lone, lone), lag_max=4).cause.startswith("policy lag"), "rollouts are heard too"
+    assert gate.judge(_off(math.nan), Probe(lone, lone)).cause.startswith("broken weights")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cached", "cause"),
+    [
+        ("bfloat16", _lone(0.25, 0.095), "stale prefix cache"),
+        ("bfloat16", _lone(9.0), "stale prefix cache"),
+        ("bfloat16", _sums(SERVER + 0.2, tokens=1), "stale prefix cache"),
+        ("float32", _lone(0.1), "stale prefix cache"),
+    ],
+    ids=["the others differ too", "too far for rounding", "one token in all", "float32 does not round so far"],
+)
+def test_what_is_no_outlier(dtype: str, cached: DiffSums, cause: str) -> None:
+    assert Gate(thresholds(dtype)).judge(_off(0.0), Probe(_off(0.0), cached)).cause.startswith(cause)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ class Thresholds:
 
     ok: float
     mismatch: float
+    half: bool = False
+    """Half precision: it rounds a rare token far."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,9 @@ def diff_sums(train: Sequence[float], inference: Sequence[float]) -> DiffSums:
 
 def thresholds(dtype: str, ok: float | None = None, mismatch: float | None = None) -> Thresholds:
     """Bounds for weights of `dtype` (torch's name), where the configuration names none."""
-    default = Thresholds(1e-3, 0.05) if dtype == "float32" else Thresholds(0.1, 0.5)
+    default = Thresholds(1e-3, 0.05) if dtype == "float32" else Thresholds(0.1, 0.5, half=True)
     ok = default.ok if ok is None else ok
-    return Thresholds(ok, max(ok, default.mismatch if mismatch is None else mismatch))
+    return Thresholds(ok, max(ok, default.mismatch if mismatch is None else mismatch), default.half)
 
 
 class Gate:
@@ -135,8 +137,10 @@ class Gate:
         found = self._judge_probe(probe) if probe is not None and probe.both.tokens else Alignment("ok")
         if found.verdict == "ok" and probe is not None and probe.both.tokens:
             self._agreed = probe.anchor or probe.both
-        if found.verdict == "ok":
-            found = self._judge_rollouts(rollouts, probe, lag_max, oldest)
+        lone = found.cause.startswith(OUTLIER)
+        if found.verdict == "ok" or lone:
+            more = self._judge_rollouts(rollouts, probe, lag_max, oldest)
+            found = found if lone and more.verdict == "ok" else more
         if found.verdict == "ok":
             self._rollouts = rollouts, oldest
         return found
@@ -190,13 +194,13 @@ class Gate:
 
 
 def _outlier(probe: Probe, bounds: Thresholds) -> str | None:
-    """What to say where one token alone lifts the mean above the bound: half precision does that to a rare one."""
+    """What to say where one token alone lifts the mean above the bound, and the others are far below it."""
     said = None
     for sums in (probe.fresh, probe.cached):
-        others = (sums.abs_diff - sums.abs_max) / max(sums.tokens - 1, 1)
         if _grade(sums, bounds) == "ok":
             continue
-        if others > bounds.ok or sums.tokens < 2:
+        others = (sums.abs_diff - sums.abs_max) / max(sums.tokens - 1, 1)
+        if not bounds.half or sums.tokens < 2 or others > OUTLIER_OTHERS * bounds.ok:
             return None
         said = f"one of {sums.tokens} tokens differs by {sums.abs_max:.2g} nats, the others by {others:.2g} on average"
     return said
@@ -236,6 +240,8 @@ STILL = 0.1
 """A mean that moved by less than this share of the other one stands still."""
 ALIKE = 0.3
 """A probe that differs by more than this share of what the rollouts differ by sees the same fault."""
+OUTLIER_OTHERS = 0.4
+"""Share of the bound below which the others' mean speaks for one rounded token; above it the whole drifts."""
 _FRESH = (
     f"{SAMPLING}: fresh rollouts differ: top-p, top-k, min-p or penalties, a temperature that generation_params does "
     "not tell, or raw logprobs"

@@ -21,6 +21,7 @@ from atropos_tui.supervisor.diagnoses.training import (
     NON_FINITE,
 )
 from trainer_core.contracts.records import (
+    OUTLIER,
     AlignmentRecord,
     EvalRecord,
     Record,
@@ -85,7 +86,8 @@ def mismatch(record: AlignmentRecord) -> str | None:
 def drift(record: AlignmentRecord) -> str | None:
     mean = record.logprob_diff_abs_mean
     far = mean is not None and mean >= DRIFT
-    return _alignment(record) if record.verdict == "drift" or (far and record.verdict == "ok") else None
+    drifts = record.verdict == "drift" and not record.cause.startswith(OUTLIER)
+    return _alignment(record) if drifts or (far and record.verdict == "ok") else None
 
 
 def _alignment(record: AlignmentRecord) -> str:
