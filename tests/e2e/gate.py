@@ -83,8 +83,9 @@ def stopped_for(cause: str, server: Server, folder: Path, api: Live | None = Non
     """Train under load until the gate stops the run for `cause`; the record that did."""
     api = api or Live(server, by_luck)
     settings = {"training_steps": 40, "lr": 5e-3, "stop_on_mismatch": True, **fields}
-    with Streams(server.url, server.token, with_token=True), pytest.raises(MismatchError, match=cause):
+    with Streams(server.url, server.token, with_token=True) as load, pytest.raises(MismatchError, match=cause):
         train_on(server, folder, api, **settings)
+    load.assert_whole()
     last = alignments(records(folder))[-1]
     assert last.verdict == "mismatch" and last.cause.startswith(f"{cause}: "), last
     return last

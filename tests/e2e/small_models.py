@@ -1,4 +1,4 @@
-"""Small random models of every architecture that single copy supports, with the tiny model's tokenizer.
+"""Small random models of every supported architecture, with the tiny model's tokenizer.
 
 Weights are larger than transformers' own start, biases and norms included, so that a tensor put in the wrong place or a
 rotary frequency that is off shows in every logprob.
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from atropos_envs.tiny_model import EOS_ID, PAD_ID, VOCABULARY, make_tokenizer
+from atropos_envs.tiny_model import EOS_ID, PAD_ID, VOCABULARY, make_tiny_model, make_tokenizer
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": len(VOCABULARY), "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
@@ -31,6 +31,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama3-tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 32, "num_key_value_heads": 1}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "mistral-tied": ("Mistral", {"sliding_window": None, "head_dim": 32, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "hidden_size": 128}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "hidden_size": 128, "num_key_value_heads": 4}),
     "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
@@ -39,13 +40,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> transformers' prefix and what differs from the common shape."""
 
 
-def make_model(name: str, path: Path, *, seed: int = 5, generation: dict[str, Any] | None = None) -> Path:
-    """Save a random float32 model of `ARCHITECTURES`; `generation` goes into its generation_config.json."""
+TINY = "tiny qwen3"
+"""The demo's model."""
+
+
+def make_model(name: str, path: Path, *, seed: int = 5, generation: dict[str, Any] | None = None, **shape: Any) -> Path:
+    """Save a random float32 model of `ARCHITECTURES`, or the demo's; `generation` goes into its
+    generation_config.json, `shape` changes its configuration."""
+    if name == TINY:
+        return make_tiny_model(path)
     import torch
     import transformers
 
     prefix, changes = ARCHITECTURES[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, "dtype": "float32", **changes})
+    config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, "dtype": "float32", **changes, **shape})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config).float()
@@ -60,3 +68,12 @@ def make_model(name: str, path: Path, *, seed: int = 5, generation: dict[str, An
     asked = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, **(generation or {})}
     (path / "generation_config.json").write_text(json.dumps(asked))
     return path
+
+
+def another_model(model: Path, path: Path) -> Path:
+    """A model that is not `model`: to Qwen2 a Llama of its shape, which has fewer tensors; else a Qwen2."""
+    config = json.loads((model / "config.json").read_text())
+    if config["model_type"] != "qwen2":
+        return make_model("qwen2", path)
+    same = {key: config[key] for key in ("hidden_size", "num_key_value_heads", "tie_word_embeddings")}
+    return make_model("llama3", path, **same)

@@ -17,12 +17,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import AutoConfig
 
 from tests.e2e.live_stack import LiveStack, free_ports
+from tests.e2e.small_models import ARCHITECTURES, TINY, another_model, make_model
 from tests.e2e.test_demo import assert_aligned, assert_learned
-from tests.e2e.test_lora import EXACT, ask, make_model
-from tests.e2e.test_none import TENSOR_PARALLEL, TWO_RANKS, UPDATES, WHOLE, Whole, twenty_steps_under_streams
+from tests.e2e.test_lora import EXACT, ask
+from tests.e2e.test_none import TENSOR_PARALLEL, TWO_RANKS, UPDATES, Whole, twenty_steps_under_streams
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.run_dir import ENV_TOKEN
@@ -33,15 +33,15 @@ from trainer_core.weight_sync.broadcast import Broadcast
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 Start_ = Callable[..., LiveStack]
 
-SLOW = (*WHOLE, "mistral", "qwen3", TENSOR_PARALLEL)
+SLOW = (*ARCHITECTURES, TENSOR_PARALLEL)
 
 
-@pytest.fixture(scope="module", params=["tiny qwen3", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
+@pytest.fixture(scope="module", params=[TINY, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("broadcast")
     two = request.param == TENSOR_PARALLEL
     made = start_server(
-        folder, make_model("tiny qwen3" if two else request.param, folder / "model"),
+        folder, make_model(TINY if two else request.param, folder / "model"),
         flags=("--tensor-parallel-size", "2") if two else (), ATROPOS_TOKEN=TOKEN, **UPDATES,
         **(TWO_RANKS if two else {}),
     )  # fmt: skip
@@ -127,8 +127,7 @@ def test_a_trainer_killed_in_the_middle(server: Server) -> None:
 
 def test_a_server_that_takes_no_broadcast_of_this_model(server: Server, tmp_path: Path) -> None:
     """A final refusal; nobody is served until a trainer has given whole weights."""
-    theirs = "llama tied" if AutoConfig.from_pretrained(server.model).model_type == "qwen2" else "qwen2"
-    other = make_model(theirs, tmp_path / "other")
+    other = another_model(server.model, tmp_path / "other")
     with pytest.raises(EngineError, match=r"(?i)is it the same model on both sides"):
         Whole(Broadcast, config(other, server.url, engine_timeout=5))  # type: ignore[arg-type]
     assert server.get("/health").status_code == 503

@@ -17,8 +17,9 @@ import psutil
 import pytest
 import torch
 
-from atropos_envs.tiny_model import make_tiny_model, make_tokenizer
+from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.live_stack import LiveStack, free_ports
+from tests.e2e.small_models import ARCHITECTURES, TINY, make_model
 from tests.e2e.streams import Streamed, Streams
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
 from tests.unit.small_models import CONFIGS, SMALL, build
@@ -46,23 +47,9 @@ EXACT = 1e-4
 STEPS = 20
 PROMPT = [2 + i * 7 % 12 for i in range(75)]
 LORA = ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "2")
-OTHERS = ["llama", "mistral tied", "qwen2", "qwen2 tied", "qwen3 tied"]
 
 
-def make_model(name: str, folder: Path) -> Path:
-    """The demo's tiny Qwen3, or a small random model of another architecture with room for the prompts here."""
-    if name == "tiny qwen3":
-        return make_tiny_model(folder)
-    torch.manual_seed(7)
-    settings = CONFIGS[name].to_dict() | {
-        "max_position_embeddings": 256, "eos_token_id": 1, "pad_token_id": 0, "hidden_size": 128, "head_dim": 32,
-    }  # fmt: skip
-    build(type(CONFIGS[name]).from_dict(settings)).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module", params=["tiny qwen3", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)])
+@pytest.fixture(scope="module", params=[TINY, *(pytest.param(x, marks=pytest.mark.slow) for x in ARCHITECTURES)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("lora")
     made = start_server(
@@ -283,6 +270,33 @@ def test_restarts_as_an_own_child(tmp_path: Path, alone: None, monkeypatch: pyte
     assert own_servers() == others
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [TINY, *ARCHITECTURES])
+def test_twenty_steps_and_a_restart(name: str, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every architecture, under streams: base weights before, the adapter of step 20 after."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (port,) = free_ports(1)
+    settings = config(
+        make_model(name, tmp_path / "model"), tmp_path, weight_bridge_mode="lora_restart", vllm_port=port,
+        vllm_restart_interval=STEPS, max_model_len=256, gpu_memory_utilization=0.05, log_dir=str(tmp_path / "logs"),
+    )  # fmt: skip
+    trainer = Trainer(LoraRestart, settings)
+    try:
+        with Streams(trainer.sync.engines[0].base_url, prompt=PROMPT, max_tokens=24, patient=True) as load:
+            load.until(20)
+            for _ in range(STEPS - 1):
+                assert list(trainer.step().phases) == ["write"]
+            old = list(load.completions)
+            assert "restart" in trainer.step().phases
+            back = time.monotonic()
+            load.until(20)
+        new = [done for done in load.completions if done.sent > back]
+        assert max(trainer.gaps(old[:20], 0)) < EXACT and max(trainer.gaps(new[:20], STEPS)) < EXACT
+        assert trainer.gap(new[0], 0) > EXACT, "training must have changed the answers, or this test sees nothing"
+    finally:
+        trainer.sync.close()
+
+
 def assert_trained(run: LiveStack, steps: int) -> None:
     """Every step was trained once, by one trainer; the sides agreed; what was saved is an adapter."""
     assert [step.step for step in run.steps()] == list(range(1, steps + 1))
@@ -321,5 +335,7 @@ def test_lora_restart_through_the_supervisor(stack: Start_) -> None:
     lags = [step.policy_lag_max for step in run.steps()]
     assert lags[0] == 0 and max(lags) <= 3, f"the engine answers with the adapter of its last restart: {lags}"
     assert "asked for by the trainer" in " ".join(r.reason or "" for r in run.states("vllm"))
+    (bench,) = run.telemetry("benchmark")
+    assert (bench.mode, bench.steps, bench.syncs) == ("lora_restart", 4, 1)
     print(f"\nrestart {syncs[3]['restart']:.1f} s, load {syncs[3]['load']:.2f} s")
     run.assert_nothing_left()

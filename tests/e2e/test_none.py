@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.live_stack import LiveStack, free_ports
+from tests.e2e.small_models import ARCHITECTURES, TINY, another_model, make_model
 from tests.e2e.streams import Streamed, Streams
-from tests.e2e.test_lora import EXACT, OTHERS, PROMPT, STEPS, Trainer, ask, make_model, own_servers
+from tests.e2e.test_lora import EXACT, PROMPT, STEPS, Trainer, ask, own_servers
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.bridge import LoadWeightsRequest
@@ -34,8 +34,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 Start_ = Callable[..., LiveStack]
 
 TENSOR_PARALLEL = "tiny qwen3 on two ranks"
-WHOLE = [name for name in OTHERS if name != "qwen3 tied"]
-"""That one has biases on its output projections, which vLLM's Qwen3 has no place for; tiny Qwen3 is tied, too."""
 UPDATES = {
     "VLLM_ENABLE_SHARED_WEIGHTS": "0", "ATROPOS_WEIGHT_UPDATES": "1", "ATROPOS_HOLD_GENERATION": "1",
 }  # fmt: skip
@@ -46,8 +44,8 @@ TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 @pytest.fixture(
     scope="module",
     params=[
-        "tiny qwen3",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (*WHOLE, "llama tied", "mistral", "qwen3", TENSOR_PARALLEL)),
+        TINY,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (*ARCHITECTURES, TENSOR_PARALLEL)),
     ],
 )
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -55,7 +53,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("none")
     two = request.param == TENSOR_PARALLEL
     made = start_server(
-        folder, make_model("tiny qwen3" if two else request.param, folder / "model"),
+        folder, make_model(TINY if two else request.param, folder / "model"),
         flags=("--tensor-parallel-size", "2") if two else (), ATROPOS_TOKEN=TOKEN, ATROPOS_RUN_DIR=str(folder),
         **UPDATES, **(TWO_RANKS if two else {}),
     )  # fmt: skip
@@ -167,8 +165,7 @@ def test_weights_of_another_model_and_half_written_ones(server: Server, tmp_path
     trainer = trainer_of(server)
     trainer.step()
     folder = trainer.sync._present()
-    theirs = "llama tied" if AutoConfig.from_pretrained(server.model).model_type == "qwen2" else "qwen2 tied"
-    other = make_model(theirs, server.bridge_dir.parent / f"other-{tmp_path.name}")
+    other = another_model(server.model, server.bridge_dir.parent / f"other-{tmp_path.name}")
     torn = server.bridge_dir.parent / f"torn-{tmp_path.name}"
     shutil.copytree(folder, torn)
     file = torn / "model.safetensors"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.e2e import test_broadcast, test_none
-from tests.e2e.test_lora import make_model
+from tests.e2e.small_models import make_model
 from tests.e2e.test_none import UPDATES, Whole
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
 from trainer_core.contracts.bridge import LoadWeightsRequest
@@ -33,7 +33,7 @@ def start(folder: Path) -> Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("part")
-    make_model("qwen3 tied", folder / "model")
+    make_model("qwen3-tied", folder / "model", attention_bias=True)
     made = start(folder)
     yield made
     end_of(made.process)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 
@@ -24,6 +28,8 @@ from tests.e2e.vllm_server_live import TOKEN, Server, end_of, largest_gap, start
 from trainer_core.contracts.bridge import InFlight
 from trainer_core.contracts.records import StepRecord
 from trainer_core.engine.client import EngineClient
+from trainer_core.errors import EngineGone
+from trainer_core.weight_sync import single_copy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 IN_CI = "qwen2"
@@ -188,6 +194,79 @@ def test_waiting_has_an_end(server: Server) -> None:
     load.assert_whole()
     assert lasted < 3
     assert kept, "what had not ended within 0.05 s went on with the new weights"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.e2e.gate import train_on
+from tests.e2e.vllm_server_live import Server
+from trainer_core.weight_sync import single_copy
+
+url, bridge_dir, model, folder = sys.argv[1:]
+single_copy.LEASE_S = 1.0
+publish = single_copy.SingleCopy.publish
+
+def killed_at_two(self, version, write):
+    def half():
+        write()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return publish(self, version, half if version == 2 else write)
+
+single_copy.SingleCopy.publish = killed_at_two
+train_on(Server(None, url, Path(bridge_dir), None, Path(model)), Path(folder))
+"""
+"""A trainer that is killed after it has written its second update, before the server knows."""
+
+
+def test_a_trainer_killed_while_it_writes(server: Server, tmp_path: Path) -> None:
+    """When its lease ends nobody is served, until the next trainer has given whole weights."""
+    paths = [str(server.bridge_dir), str(server.model), str(tmp_path / "killed")]
+    with Streams(server.url, TOKEN, with_token=True, patient=True) as load:
+        load.until(16)
+        child = subprocess.run([sys.executable, "-c", KILLED, server.url, *paths], timeout=120, check=False)
+        killed = time.monotonic()
+        assert child.returncode == -signal.SIGKILL
+        while server.get("/health", token=False).status_code != 503:
+            assert time.monotonic() < killed + 20, "its lease has ended"
+            time.sleep(0.1)
+        assert "half-written" in server.get("/health", token=False).json()["error"]
+        refused = server.post("/generate", {"prompt": PROMPTS[0]}, token=False)
+        assert refused.status_code == 503 and not [done for done in load.completions if done.sent > killed]
+        found = alignments(train_on(server, tmp_path / "next", training_steps=2))
+        load.until(16)
+    assert [record.verdict for record in found] == ["ok", "ok"]
+    assert server.get("/health", token=False).status_code == 200
+
+
+def _dies_in_publish(server: Server, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server and its engine are killed when the update of `version` is written, before they are told."""
+    publish, family = single_copy.SingleCopy.publish, psutil.Process(server.process.pid)
+
+    def killing(self: Any, now: int, write: Any) -> Any:
+        def and_kill() -> None:
+            write()
+            for process in [family, *family.children(recursive=True)]:
+                process.kill()
+
+        return publish(self, now, and_kill if now == version else write)
+
+    monkeypatch.setattr(single_copy.SingleCopy, "publish", killing)
+
+
+def test_a_server_killed_in_the_middle_of_a_publish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The update is complete in the memory that outlives the server, and it is saved."""
+    for server in _serve(tmp_path, IN_CI):
+        _dies_in_publish(server, 3, monkeypatch)
+        with Streams(server.url, TOKEN, with_token=True, patient=True) as load:
+            load.until(16)
+            with pytest.raises(EngineGone):
+                train_on(server, tmp_path, training_steps=5)
+    said = capsys.readouterr().out
+    assert "No step is lost: the weights of step 3 outlived the server" in said, said[-2000:]
+    assert (tmp_path / "out" / "step_3" / "trainer_state.json").is_file()
 
 
 def test_one_unmapped_tensor_is_stale_weights(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,8 @@ def test_single_copy_learns_on_the_gpu(stack: Start) -> None:
     assert mean(probes) < 0.03, probes
     assert_no_fault(alignment)
     assert max(step.policy_lag_max for step in run.steps()) <= 1
+    (bench,) = run.telemetry("benchmark")
+    assert bench.mode == "shared_vllm" and bench.steps == 60
     assert_graphs_on(run)
     run.assert_nothing_left()
 

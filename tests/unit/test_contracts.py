@@ -113,6 +113,9 @@ def test_manifest_that_must_not_be_used(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(whole) | {"ranks": {}}))
     with pytest.raises(manifest.ManifestError, match="rank 0 is missing"):
         manifest.read_manifest(path)
+    path.write_text(json.dumps(json.loads(whole) | {"version": 2}))
+    with pytest.raises(manifest.ManifestError, match="manifest version 2, this trainer reads 1"):
+        manifest.read_manifest(path)
     path.write_text(whole)
     path.chmod(0o644)
     with pytest.raises(manifest.ManifestError, match="0600"):

@@ -173,7 +173,9 @@ def test_a_server_lost_in_the_middle_is_named_and_waited_for(
         assert_same_weights(each, model)
 
 
-@pytest.mark.parametrize(("fault", "phase"), [("never comes", "rendezvous"), ("dies at join", "rendezvous")])
+@pytest.mark.parametrize(
+    ("fault", "phase"), [("never comes", "rendezvous"), ("dies at join", "rendezvous"), ("never connects", "connect")]
+)
 def test_a_group_that_does_not_form_says_who_is_missing(
     fault: Fault, phase: str, make: Make, receivers: list[Receiver]
 ) -> None:
@@ -182,7 +184,7 @@ def test_a_group_that_does_not_form_says_who_is_missing(
         make(broadcast_timeout=0.5, engine_timeout=0.1).attach(Start())
     text = str(raised.value)
     assert f"phase {phase}" in text and receivers[0].url in text, text
-    if fault == "never comes":
+    if fault.startswith("never"):
         assert f"no word from {receivers[0].url}" in text, text
     else:
         assert receivers[1].url not in text, "the one that died is named, not the one that noticed"

@@ -13,7 +13,9 @@ from trainer_core.contracts.transfer import Chunk, TransferInit, chunks
 from vllm_server import links
 from vllm_server.direct_copies import named_views
 
-Fault = Literal["dies at join", "never comes", "dies at update", "never receives", "refuses", "breaks"]
+Fault = Literal[
+    "dies at join", "never comes", "never connects", "dies at update", "never receives", "refuses", "breaks"
+]
 
 
 class Worker:
@@ -103,7 +105,10 @@ class Receiver:
             self.die()
         elif self.fault == "refuses":
             return 409, {"error": "refused: this is another model"}
-        elif self.fault == "never comes":
+        elif self.fault in ("never comes", "never connects"):
+            if self.fault == "never connects":
+                for rank in range(init.first_rank, init.first_rank + len(self.workers)):
+                    threading.Thread(target=links.Lifeline, args=(init, rank), daemon=True).start()
             threading.Event().wait(3)
         else:
             return self._all([(worker.join, (init, init.first_rank + i)) for i, worker in enumerate(self.workers)])
