@@ -278,7 +278,7 @@ def test_twenty_steps_and_a_restart(name: str, tmp_path: Path, alone: None, monk
     (port,) = free_ports(1)
     settings = config(
         make_model(name, tmp_path / "model"), tmp_path, weight_bridge_mode="lora_restart", vllm_port=port,
-        vllm_restart_interval=STEPS, max_model_len=256, gpu_memory_utilization=0.05, log_dir=str(tmp_path / "logs"),
+        vllm_restart_interval=STEPS, max_model_len=256, gpu_memory_utilization=0.2, log_dir=str(tmp_path / "logs"),
     )  # fmt: skip
     trainer = Trainer(LoraRestart, settings)
     try:
