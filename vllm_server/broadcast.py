@@ -44,7 +44,7 @@ class Transfers:
         """
         async with self.bridge.lock:
             self._require_awake()
-            await self._workers(_init(self.bridge.engine, request.model_dump()), request.timeout_s)
+            await self._workers(self._join(request), request.timeout_s)
             return self.bridge.info()
 
     async def update(self, request: TransferUpdate) -> TransferReport:
@@ -73,6 +73,16 @@ class Transfers:
         if self.bridge.sleeping:
             raise BrokenTransfer(REFUSED + ASLEEP)
 
+    async def _join(self, request: TransferInit) -> None:
+        await _init(self.bridge.engine, request.model_dump())
+        await self._raise_failure()
+
+    async def _raise_failure(self) -> None:
+        """What a rank noted of the call before; a refusal explains the others' broken connections."""
+        found = await self.bridge.engine.collective_rpc("atropos_transfer_failure")
+        if failures := [failure for failure in found if failure]:
+            raise BrokenTransfer(max(failures, key=lambda failure: REFUSED in failure))
+
     async def _receive(self, request: TransferUpdate) -> None:
         engine = self.bridge.engine
         try:
@@ -84,6 +94,7 @@ class Transfers:
             await engine.start_weight_update()
         await _update(engine, request.model_dump())
         await engine.finish_weight_update()
+        await self._raise_failure()
 
     async def _workers(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
         try:

@@ -198,6 +198,8 @@ class Reloader:
             found = await asyncio.wait_for(
                 self.bridge.engine.collective_rpc("atropos_load_weights", args=(str(folder),)), request.lease_s
             )
+            if failed := next((rank["failed"] for rank in found if "failed" in rank), None):
+                raise RuntimeError(failed)
         except Exception as error:
             what = f"no end after {request.lease_s:g} s" if isinstance(error, TimeoutError) else str(error)
             fault = f"the load of {folder} broke off, so weights are mixed: {' '.join(what.split())[:300]}"

@@ -10,6 +10,8 @@ Runs in vLLM's worker process.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -27,6 +29,34 @@ BACKEND = "atropos_broadcast"
 """Its name in `--weight-transfer-config`."""
 
 _registered = False
+_failure: str | None = None
+"""Of this rank's last part in a broadcast, until it is asked for; see `worker.py` for why nothing is raised."""
+
+
+def take_failure() -> str | None:
+    """Why the last call failed; null when it did not, or was asked for already."""
+    global _failure
+    failure, _failure = _failure, None
+    return failure
+
+
+def _noted(call: Callable[[BroadcastEngine, Any], None]) -> Callable[[BroadcastEngine, Any], None]:
+    """`call`, whose error is kept for `take_failure` instead of being raised."""
+
+    @wraps(call)
+    def without_raising(self: BroadcastEngine, info: Any) -> None:
+        global _failure
+        _failure = None
+        try:
+            call(self, info)
+        except (TransferRefused, links.LinkError) as error:
+            _failure = str(error)
+            logger.error("%s", error)
+        except Exception as error:
+            _failure = f"{type(error).__name__}: {error}"
+            logger.exception("a broadcast failed here")
+
+    return without_raising
 
 
 def register_engine() -> None:
@@ -58,12 +88,11 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         self._copies: list[Copies] | None = None
         self._addresses: list[int] = []
 
+    @_noted
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         """Join the trainer's group and make room for what it will send.
 
-        Raises:
-            TransferRefused: another device, or a model whose layers may not follow writes in place.
-            LinkError: the group did not form.
+        Noted as failures: another device, a model whose layers may not follow writes in place, no group.
         """
         self.shutdown()
         self._refuse_unsafe(init_info)
@@ -85,13 +114,12 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
 
+    @_noted
     @torch.no_grad()
     def receive_weights(self, update_info: TransferUpdate) -> None:
         """Fill the model's parameters with what the trainer broadcasts now.
 
-        Raises:
-            LinkError: it broke off, or there is no group.
-            TransferRefused: the tensors do not fill the model.
+        Noted as failures: it broke off, there is no group, the tensors do not fill the model.
         """
         if self._link is None:
             raise links.LinkError("this server is in no group: /bridge/transfer/init comes first")

@@ -1,11 +1,17 @@
 """What vLLM's worker can do for the bridge, added by its own `--worker-extension-cls`.
 
 Every method name starts with `atropos_`: vLLM refuses an extension whose attributes collide with its worker's.
+
+What can fail on one rank alone says so in its answer and never raises: of an error vLLM leaves the other ranks' answers
+unread, each later call then takes an older one for its own, and returns before those ranks have done their part.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class AtroposWorkerExtension:
@@ -38,8 +44,19 @@ class AtroposWorkerExtension:
 
         graph_check.put_back(self.get_model(), name)  # type: ignore[attr-defined]
 
-    def atropos_load_weights(self, path: str) -> dict[str, float]:
-        """Load the safetensors of a folder over this rank's parameters; returns what was read and seconds by phase."""
+    def atropos_load_weights(self, path: str) -> dict[str, Any]:
+        """Load the safetensors of a folder over this rank's parameters; returns what was read and seconds by phase, or
+        under `failed` why it broke off."""
         from vllm_server import reload
 
-        return reload.load_in_worker(self, path)
+        try:
+            return reload.load_in_worker(self, path)
+        except Exception as error:
+            logger.exception("the load of %s broke off", path)
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+    def atropos_transfer_failure(self) -> str | None:
+        """Why this rank's last part in a broadcast failed; null when it did not. Asked once, forgotten."""
+        from vllm_server import transfer_engine
+
+        return transfer_engine.take_failure()

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from trainer_core.contracts.bridge import PauseRequest, ResumeRequest
 from trainer_core.contracts.transfer import TransferUpdate
+from vllm_server import broadcast
 from vllm_server.bridge import Bridge, make_router
 from vllm_server.broadcast import BrokenTransfer, Transfers
 from vllm_server.config import ServerConfig
@@ -146,6 +147,25 @@ async def test_sleep_and_pause_keep_out_of_each_other_s_way(config: ServerConfig
         await Transfers(bridge).update(TransferUpdate(weight_version=2, timeout_s=1))
     await bridge.wake_up()
     assert engine.calls == ["pause:keep", "reset:True", "resume", "sleep", "wake_up"]
+
+
+async def test_what_one_rank_says_of_a_broadcast_is_heard(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank raises: vLLM would leave the others' answers for the calls that follow."""
+    bridge, engine = make(config)
+    monkeypatch.setattr(broadcast, "_update", lambda *_: asyncio.sleep(0))
+    said: list[str | None] = [None, "no data from the trainer", "refused: is it the same model on both sides?"]
+    engine.collective_rpc = lambda method: asyncio.sleep(0, said)  # type: ignore[attr-defined]
+    for name in ("start_weight_update", "finish_weight_update"):
+        setattr(engine, name, lambda: asyncio.sleep(0))
+    update = TransferUpdate(weight_version=2, timeout_s=1)
+    with pytest.raises(BrokenTransfer, match=r"^refused: is it the same model"):
+        await Transfers(bridge).update(update)
+    assert "half received" in str(bridge.gate.refusal) and bridge.state.weight_version is None
+    said[:] = [None, None, None]
+    assert (await Transfers(bridge).update(update)).weight_version == bridge.state.weight_version == 2
+    assert bridge.gate.refusal is None
 
 
 async def test_a_resume_without_a_pause_pauses_first(config: ServerConfig) -> None:

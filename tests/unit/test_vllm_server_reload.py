@@ -40,6 +40,8 @@ class LoadingEngine(RecordingEngine):
         self.breaks: Exception | None = None
         self.hangs = False
         self.without_place: str | None = None
+        self.failed: str | None = None
+        """What the second rank says."""
 
     async def collective_rpc(self, method: str, args: tuple[str]) -> list[dict[str, Any]]:
         self.calls.append(f"{method}:{Path(args[0]).name}")
@@ -48,7 +50,8 @@ class LoadingEngine(RecordingEngine):
         if self.breaks is not None:
             raise self.breaks
         ranks = ({"load": 0.1, "device_sync": 0.3}, {"load": 0.2, "device_sync": 0.1})
-        return [{"tensors": 3.0, "bytes": 320.0, "without_place": self.without_place, **rank} for rank in ranks]
+        found = [{"tensors": 3.0, "bytes": 320.0, "without_place": self.without_place, **rank} for rank in ranks]
+        return [found[0], {"failed": self.failed}] if self.failed else found
 
 
 def arguments(model: Path, **given: Any) -> Namespace:
@@ -177,9 +180,9 @@ def test_a_tied_head_may_be_there_or_not(site: Site) -> None:
     assert site.bridge.info().weight_version == 3
 
 
-@pytest.mark.parametrize("fault", ["breaks", "hangs"])
+@pytest.mark.parametrize("fault", ["breaks", "hangs", "failed"])
 def test_a_load_that_breaks_off_leaves_nobody_served_until_one_succeeds(site: Site, fault: str) -> None:
-    setattr(site.engine, fault, RuntimeError("cannot read") if fault == "breaks" else True)
+    setattr(site.engine, fault, {"breaks": RuntimeError("cannot read"), "hangs": True, "failed": "cannot read"}[fault])
     with pytest.raises(BrokenLoad, match=r"weights are mixed: (cannot read|no end after 0.05 s)"):
         site.load(lease_s=0.05)
     info = site.bridge.info()
@@ -187,7 +190,7 @@ def test_a_load_that_breaks_off_leaves_nobody_served_until_one_succeeds(site: Si
     assert site.gate.refusal is not None
     assert "mixed" in site.gate.refusal
     assert "resume" not in site.engine.calls
-    site.engine.breaks, site.engine.hangs = None, False
+    site.engine.breaks, site.engine.hangs, site.engine.failed = None, False, None
     site.load()
     assert site.gate.refusal is None
     assert not site.bridge.info().dirty
