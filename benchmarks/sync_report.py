@@ -114,9 +114,8 @@ def show(found: dict[str, Any]) -> str:
     lines += [_costs(mode, row) for mode, row in found["modes"].items()]
     lines.append("")
     for key, title in (("decode", "decode"), ("decode_one", "decode of a single request")):
-        if not found[key]:
-            continue
-        lines.append(f"{title}, tokens/s: " + ", ".join(f"{name} {value:,.0f}" for name, value in found[key].items()))
+        if speeds := found[key]:
+            lines.append(f"{title}, tokens/s: " + ", ".join(f"{name} {value:,.0f}" for name, value in speeds.items()))
     if "generate" in found:
         row = found["generate"]
         lines.append(f"/generate on {row['server']}: {row['http']:,.0f} tokens/s, in process {row['in_process']:,.0f}")
