@@ -285,7 +285,10 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         bridge.receives = "gloo" if compat.is_cpu() else "nccl"
         app.include_router(broadcast.make_router(broadcast.Transfers(bridge)))
     app.state.atropos_sampling = sampling.served_defaults(engine.model_config)
-    app.state.atropos_door = Door(config.token, allowed_hosts(args.host, config.allowed_hosts), gate)
+    app.state.atropos_door = Door(
+        config.token, allowed_hosts(args.host, config.allowed_hosts), gate, instance_id=config.instance_id,
+        engine_died=lambda: bool(engine.errored), signals=(signal.SIGTERM, signal.SIGINT),
+    )  # fmt: skip
     if gate.held:
         logger.info("generation is held for everyone without the token until POST /bridge/resume")
     return app

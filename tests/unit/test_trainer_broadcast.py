@@ -226,7 +226,7 @@ def test_a_trainer_that_dies_is_an_error_on_the_server(make: Make, receivers: li
 
         try:
             client.receive(TransferUpdate(weight_version=1, timeout_s=300))
-        except EngineError as error:
+        except EngineGone as error:
             errors.append(str(error))
 
     waiting = [threading.Thread(target=receive, args=(client,)) for client in clients]

@@ -21,6 +21,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.contracts.control import Accepted, CommandRequest, CommandStatus, Recipe, Refusal
 from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
 from trainer_core.engine import child as child_module
+from trainer_core.engine import waiting
 from trainer_core.engine.child import ServerChild
 from trainer_core.engine.client import EngineClient
 from trainer_core.engine.lifecycle import Lifecycle, Supervised, make_lifecycle
@@ -285,6 +286,7 @@ class Supervisor:
 
     def __init__(self, path: Path) -> None:
         self.engines = [("vllm", 9001), ("other", 9002)]
+        self.state = "healthy"
         self.refuse = 0
         self.statuses: list[Any] = ["running", "done"]
         self.detail = ""
@@ -328,7 +330,7 @@ class Supervisor:
             return CommandStatus(
                 command_id="c1", action="restart", component="vllm", status=status, detail=self.detail
             ).model_dump_json()
-        parts = [{"name": name, "role": "engine", "state": "healthy", "port": port} for name, port in self.engines]
+        parts = [{"name": name, "role": "engine", "state": self.state, "port": port} for name, port in self.engines]
         run = {"run_id": "r", "name": "n", "mode": "m", "run_dir": "/r", "phase": "running", "started_at": 0.0}
         return json.dumps(run | {"components": [{"name": "trainer", "role": "trainer", "state": "healthy"}, *parts]})
 
@@ -385,3 +387,38 @@ def test_a_supervisor_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv(ENV_CONTROL_SOCKET, str(tmp_path / "nobody.sock"))
     with pytest.raises(EngineGone, match="the supervisor does not answer /status"):
         ask(tmp_path).restart("x")
+
+
+def test_time_does_not_run_while_the_supervisor_brings_the_engine_back(
+    supervisor: Supervisor, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "ASK_S", 0.05)
+    stack = ask(tmp_path, vllm_port=9002)
+    assert isinstance(stack, Supervised)
+    supervisor.state = "backoff"
+    began, tries = time.monotonic(), 0
+
+    def ready() -> float:
+        nonlocal tries
+        tries += 1
+        if time.monotonic() - began < 0.9:
+            raise EngineGone("connection refused")
+        return time.monotonic() - began
+
+    assert waiting.wait_for_server(ready, 0.3, stack.stop, coming=stack.coming) >= 0.9
+    assert "Waiting for the inference server: other is backoff: connection refused" in capsys.readouterr().out
+    supervisor.state = "stopped"  # by hand: nobody brings it back
+
+    def never() -> None:
+        raise EngineGone("connection refused")
+
+    with pytest.raises(EngineGone, match=r"connection refused \(waited 0 s\)"):
+        waiting.wait_for_server(never, 0.3, stack.stop, coming=stack.coming)
+
+
+def test_a_supervisor_that_does_not_answer_is_no_reason_to_wait_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_CONTROL_SOCKET, str(tmp_path / "nobody.sock"))
+    stack = ask(tmp_path)
+    assert isinstance(stack, Supervised) and stack.coming() is None
