@@ -91,6 +91,8 @@ class Stack:
         if workers > 1:
             sets |= {"vllm.tensor_parallel": workers, "vllm.env.OMP_NUM_THREADS": "1"}
         self.live = LiveStack(root, sets=sets)
+        self._steps: list[tuple[float, int]] = []
+        self._read = 0
 
     def status(self) -> RunStatus:
         return asyncio.run(self._status())
@@ -117,7 +119,13 @@ class Stack:
 
     def steps(self) -> list[tuple[float, int]]:
         """When each step ended, and its number, as written."""
-        return [(record.time, record.step) for record in self.live.telemetry("step")]
+        with contextlib.suppress(FileNotFoundError), self.live.run.telemetry_jsonl.open("rb") as stream:
+            stream.seek(self._read)
+            whole = stream.read().rpartition(b"\n")[0]
+            self._read += len(whole) + 1 if whole else 0
+            records = (json.loads(line) for line in whole.splitlines() if b'"kind":"step"' in line)
+            self._steps += [(record["time"], record["step"]) for record in records]
+        return self._steps
 
     def wait(self, done: Callable[[], bool], what: str, seconds: float = RECOVERY_S) -> None:
         deadline = time.monotonic() + seconds
