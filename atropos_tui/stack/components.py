@@ -36,7 +36,8 @@ from atropos_tui.stack.variables import expand
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.bridge import few_graph_sizes, server_rank
 from trainer_core.contracts.control import Role
-from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, RunDir
+from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_TRAINER_HOSTS, RunDir
+from trainer_core.contracts.transfer import is_loopback, meeting_place
 
 PYTHON = sys.executable
 SERVES_TILL_STOPPED = RestartPolicy(policy="always")
@@ -181,7 +182,7 @@ def engine(site: Site, section: EngineSection, after: list[str], settings: Train
     checks: list[Any] = [HttpCheck(url=f"{site.url(section.port)}/health_generate")]
     clears: list[str] = []
     if fed:
-        environment |= _fed_environment(site, section)
+        environment |= _fed_environment(site, section, settings)
     if fed and site.traits.shares_memory:
         manifest = str(site.run.manifest(section.name))
         checks.append(FileCheck(path=manifest))
@@ -214,13 +215,21 @@ def engine(site: Site, section: EngineSection, after: list[str], settings: Train
     )
 
 
-def _fed_environment(site: Site, section: EngineSection) -> dict[str, str]:
+def meeting_address(site: Site, settings: TrainingConfig) -> str:
+    """Where the trainer of a broadcast is met; a reference where only the environment knows it."""
+    told = {name: site.text(value) for name, value in site.profile.trainer.env.items()}
+    return meeting_place(settings.init_method, told)[0]
+
+
+def _fed_environment(site: Site, section: EngineSection, settings: TrainingConfig) -> dict[str, str]:
     """What the mode asks of an engine that gets the trainer's weights."""
     environment: dict[str, str] = {}
     if site.traits.shares_memory:
         environment |= {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_SHM_NAME": _shm_name(site, section)}
     if site.traits.updates_weights:
         environment["ATROPOS_WEIGHT_UPDATES"] = "1"
+    if site.traits.feeds_all and not is_loopback(address := meeting_address(site, settings)):
+        environment[ENV_TRAINER_HOSTS] = address
     if site.traits.holds_generation:
         environment[ENV_HOLD_GENERATION] = "1"
     return environment
