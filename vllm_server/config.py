@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import string
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -172,6 +173,9 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
     if plugins is not None and PLUGIN_NAME not in plugins.split(","):
         env["VLLM_PLUGINS"] = ",".join([*filter(None, plugins.split(",")), PLUGIN_NAME])
         notes.append(f"VLLM_PLUGINS: {PLUGIN_NAME} added, the bridge needs it")
+    if sys.flags.safe_path:
+        # vLLM starts helpers by `python -m`, which would look for its modules in the working directory first.
+        env.setdefault("PYTHONSAFEPATH", "1")
     # A training stack reports to its owner only.
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Who opened a connection should be the one to close it. Ours give it up after 2 s, an environment's aiohttp after
