@@ -69,7 +69,7 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
     finally:
         clean_up(config)
     # The same process under the same id, so whoever supervises it sees one start that takes longer.
-    return os.execv(sys.executable, [sys.executable, "-m", "vllm_server", *argv, "--enforce-eager"])
+    return os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm_server", *argv, "--enforce-eager"])
 
 
 class Place(NamedTuple):

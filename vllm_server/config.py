@@ -9,12 +9,21 @@ from __future__ import annotations
 import os
 import secrets
 import string
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_RUN_DIR, ENV_TOKEN, MANIFEST_NAME, is_safe_name
+from trainer_core.contracts.run_dir import (
+    ENV_HOLD_GENERATION,
+    ENV_RUN_DIR,
+    ENV_TOKEN,
+    ENV_TRAINER_HOSTS,
+    MANIFEST_NAME,
+    is_safe_name,
+)
+from trainer_core.contracts.transfer import is_loopback
 
 ENV_SHARED_WEIGHTS = "VLLM_ENABLE_SHARED_WEIGHTS"
 ENV_LOGDIR = "LOGDIR"
@@ -75,6 +84,8 @@ class ServerConfig:
     """The supervised run; adapters are loaded from below it only."""
     allowed_hosts: frozenset[str] = field(default_factory=frozenset)
     """Host names accepted in the Host header besides the loopback's and the bound one."""
+    trainer_hosts: frozenset[str] = field(default_factory=frozenset)
+    """Where a trainer that broadcasts weights may be met, besides the loopback."""
     eager_because: str | None = None
     """Why an earlier start in this process gave up CUDA graphs."""
 
@@ -96,6 +107,10 @@ class ServerConfig:
     @property
     def token_path(self) -> Path:
         return self.bridge_dir / "token"
+
+    def may_meet(self, address: str) -> bool:
+        """Whether weights may come from a trainer at `address`."""
+        return is_loopback(address) or address.lower() in self.trainer_hosts
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ServerConfig:
@@ -135,9 +150,8 @@ class ServerConfig:
             shm_path=Path("/dev/shm") / shm_name,
             private_dir=private,
             run_dir=Path(env[ENV_RUN_DIR]) if env.get(ENV_RUN_DIR) else None,
-            allowed_hosts=frozenset(
-                host.strip().lower() for host in env.get(ENV_ALLOWED_HOSTS, "").split(",") if host.strip()
-            ),
+            allowed_hosts=_hosts(env, ENV_ALLOWED_HOSTS),
+            trainer_hosts=_hosts(env, ENV_TRAINER_HOSTS) | _hosts(env, "MASTER_ADDR"),
             eager_because=env.get(ENV_EAGER_BECAUSE) or None,
         )
 
@@ -159,6 +173,9 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
     if plugins is not None and PLUGIN_NAME not in plugins.split(","):
         env["VLLM_PLUGINS"] = ",".join([*filter(None, plugins.split(",")), PLUGIN_NAME])
         notes.append(f"VLLM_PLUGINS: {PLUGIN_NAME} added, the bridge needs it")
+    if sys.flags.safe_path:
+        # vLLM starts helpers by `python -m`, which would look for its modules in the working directory first.
+        env.setdefault("PYTHONSAFEPATH", "1")
     # A training stack reports to its owner only.
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Who opened a connection should be the one to close it. Ours give it up after 2 s, an environment's aiohttp after
@@ -188,6 +205,10 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
     if value in _FALSE:
         return False
     raise ConfigError(f"{name}={env[name]!r}: use 1 or 0")
+
+
+def _hosts(env: Mapping[str, str], name: str) -> frozenset[str]:
+    return frozenset(host.strip().lower() for host in env.get(name, "").split(",") if host.strip())
 
 
 def _bridge_paths(env: Mapping[str, str]) -> tuple[Path | None, Path]:

@@ -157,7 +157,8 @@ def prepare(entries: Sequence[Entry], base: Path, *, sequential: bool) -> list[s
 
     def plan(entry: Entry) -> Planned:
         profile, file = loaded[entry.label], find_profile(entry.name)
-        site = make_site(profile, base / entry.label, run_id=runs.new_run_id(entry.label))
+        run_id, dotenv = runs.new_run_id(entry.label), read_env_files(file)
+        site = make_site(profile, base / entry.label, run_id=run_id, dotenv=dotenv)
         return Planned(profile, checked(profile, file, site, machine=True))
 
     for label, planned in _each(entries, plan).items():
@@ -166,9 +167,7 @@ def prepare(entries: Sequence[Entry], base: Path, *, sequential: bool) -> list[s
 
 
 def _load(entry: Entry) -> Profile:
-    profile, file = load_profile(entry.name, entry.sets)
-    read_env_files(file)
-    return profile
+    return load_profile(entry.name, entry.sets)[0]
 
 
 def _each(entries: Sequence[Entry], work: Callable[[Entry], Found]) -> dict[str, Found]:

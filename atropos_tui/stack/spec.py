@@ -176,6 +176,9 @@ class StackSpec(Spec):
     components: list[ComponentSpec]
     logs: LogPolicy = LogPolicy()
     notify: NotifyPolicy = NotifyPolicy()
+    variables: dict[str, str] = Field(default_factory=dict, repr=False)
+    """What `${VAR}` of this stack refers to beside the environment, which wins: from `.env` files, and never written to
+    a file."""
     survive: bool = False
     """Whether the components outlive a supervisor that is killed, for the next one to adopt."""
 

@@ -59,7 +59,7 @@ def stamps(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str) -> 
 
 
 def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, token: str) -> Launch:
-    """Resolve `spec` against this process's environment.
+    """Resolve `spec` against this process's environment, and the stack's variables, which nobody inherits.
 
     `SPT_NOENV` keeps programs that set their process title (vLLM) from overwriting the environment block, and with it
     the marker by which the run's processes are found.
@@ -71,7 +71,7 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
         LaunchError: a variable, the working directory or the program is missing.
     """
     own = stamps(stack, spec, attempt, socket)
-    variables = {run_dir.ENV_TOKEN: token, **os.environ, **own}
+    variables = {**stack.variables, run_dir.ENV_TOKEN: token, **os.environ, **own}
     env = {**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
     env |= {key: resolve(value, variables, f"{spec.name}: env.{key}") for key, value in spec.env.items()}
     env = {run_dir.ENV_TOKEN: token, **env, **own}

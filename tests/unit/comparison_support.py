@@ -64,7 +64,7 @@ PROGRAMS = {
 
 
 def write_profile(folder: Path, name: str, *, gpus: list[int] | None = None, ports: tuple[int, int]) -> Path:
-    """`name`.toml in `folder`; a working directory with packages of the same names brings the stand-ins in."""
+    """`name`.toml in `folder`; packages of the same names on PYTHONPATH are the stand-ins."""
     for path, code in PROGRAMS.items():
         program = folder / "programs" / path
         for package in (program.parent, program.parent.parent):
@@ -83,16 +83,16 @@ command = ["python", "-c", {make}]
 creates = {model}
 [api]
 port = {ports[0]}
-cwd = {programs}
+env.PYTHONPATH = {programs}
 [env]
 script = {json.dumps(str(folder / "programs" / "env.py"))}
 [vllm]
 port = {ports[1]}
 gpus = {gpus or []}
-cwd = {programs}
+env.PYTHONPATH = {programs}
 [trainer]
 device = "{"cuda" if gpus else "cpu"}"
 training_steps = 6
-cwd = {programs}
+env.PYTHONPATH = {programs}
 """)
     return path

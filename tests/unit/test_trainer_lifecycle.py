@@ -269,7 +269,7 @@ def test_the_command_and_environment_are_the_same_at_every_start(
     assert isinstance(lifecycle, ServerChild)
     assert lifecycle.command() == lifecycle.command()
     assert lifecycle.command()[1:] == [
-        "-m", "vllm_server", "--model", "m", "--host", "127.0.0.1", "--port", str(settings.vllm_port), "--dtype",
+        "-P", "-m", "vllm_server", "--model", "m", "--host", "127.0.0.1", "--port", str(settings.vllm_port), "--dtype",
         "float32", "--seed", "5", "--gpu-memory-utilization", "0.3", "--max-model-len", "128", "--enable-lora",
     ]  # fmt: skip
     first = lifecycle._environment()

@@ -158,7 +158,7 @@ class ServerChild:
         """What is executed."""
         config = self.config
         return [
-            sys.executable, "-m", "vllm_server", "--model", config.model_name, "--host", "127.0.0.1",
+            sys.executable, "-P", "-m", "vllm_server", "--model", config.model_name, "--host", "127.0.0.1",
             "--port", str(config.vllm_port), "--dtype", config.dtype, "--seed", str(config.seed),
             "--gpu-memory-utilization", str(config.gpu_memory_utilization),
             "--max-model-len", str(config.max_model_len), *self.flags,

@@ -120,13 +120,15 @@ class Broadcast(OwnWeights):
             EngineGone: somebody did not come; says who, and in which phase.
         """
         backend, timeout_s = self._backend(infos), self._limit_s
-        meeting = self._meeting = Meeting(*self._place, 1 + sum(info.workers for info in infos.values()), timeout_s)
+        world_size = 1 + sum(info.workers for info in infos.values())
+        meeting = self._meeting = Meeting(backend, *self._place, world_size, timeout_s)
         requests, first_rank = {}, 1
         owners: dict[int, str] = {}
         for engine, info in infos.items():
             requests[engine] = TransferInit(
-                backend=backend, address=meeting.address, port=meeting.port, key=meeting.key, first_rank=first_rank,
-                world_size=meeting.world_size, timeout_s=timeout_s, chunk_bytes=CHUNK_BYTES, tensors=self._tensors,
+                backend=backend, address=meeting.address, port=meeting.port, key=meeting.key, secret=meeting.secret,
+                nccl_id=meeting.nccl_id, first_rank=first_rank, world_size=world_size, timeout_s=timeout_s,
+                chunk_bytes=CHUNK_BYTES, tensors=self._tensors,
             )  # fmt: skip
             owners |= dict.fromkeys(range(first_rank, first_rank + info.workers), engine.base_url)
             first_rank += info.workers
@@ -138,7 +140,7 @@ class Broadcast(OwnWeights):
 
         self._until(lambda: not meeting.missing(), joins, "rendezvous", who_is_missing)
         meeting.go()
-        connecting = Calls({"the trainer": lambda: connect(backend, meeting, self.device, timeout_s)})
+        connecting = Calls({"the trainer": lambda: connect(meeting, self.device, timeout_s)})
 
         def connected() -> bool:
             connecting.raise_failure()
