@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer_core.contracts.hosts import extra_hosts
 from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_RUN_DIR, ENV_TOKEN, MANIFEST_NAME, is_safe_name
 
 ENV_SHARED_WEIGHTS = "VLLM_ENABLE_SHARED_WEIGHTS"
@@ -22,7 +23,6 @@ ENV_BRIDGE_CONFIG_PATH = "VLLM_BRIDGE_CONFIG_PATH"
 ENV_SHM_NAME = "ATROPOS_SHM_NAME"
 ENV_WEIGHT_UPDATES = "ATROPOS_WEIGHT_UPDATES"
 """The server passes it on to its own child processes as "1" or not at all."""
-ENV_ALLOWED_HOSTS = "ATROPOS_ALLOWED_HOSTS"
 ENV_FORK_ENGINE = "ATROPOS_FORK_ENGINE"
 """"0": never start the engine process by fork."""
 ENV_INSTANCE_ID = "ATROPOS_INSTANCE_ID"
@@ -135,9 +135,7 @@ class ServerConfig:
             shm_path=Path("/dev/shm") / shm_name,
             private_dir=private,
             run_dir=Path(env[ENV_RUN_DIR]) if env.get(ENV_RUN_DIR) else None,
-            allowed_hosts=frozenset(
-                host.strip().lower() for host in env.get(ENV_ALLOWED_HOSTS, "").split(",") if host.strip()
-            ),
+            allowed_hosts=extra_hosts(env),
             eager_because=env.get(ENV_EAGER_BECAUSE) or None,
         )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,11 +16,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trainer_core.contracts.bridge import TOKEN_HEADER
+from trainer_core.contracts.hosts import host_refusal
 
 Kind = Literal["open", "generation", "control"]
-
-LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
-_WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
 
 _OPEN = frozenset(
     {
@@ -50,20 +47,6 @@ def path_kind(path: str) -> Kind:
     if path.startswith(("/v1/", "/v2/")):
         return "control" if "lora" in path.lower() else "generation"
     return "control"
-
-
-def host_name(header: str) -> str:
-    """Host header without its port, lower case, IPv6 without brackets."""
-    header = header.strip().lower()
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0] if header.count(":") == 1 else header
-
-
-def allowed_hosts(bound: str | None, extra: Iterable[str] = ()) -> frozenset[str]:
-    """Names a Host header may carry for a server bound to `bound`."""
-    own = set() if bound is None or bound in _WILDCARD_HOSTS else {host_name(bound)}
-    return LOOPBACK_HOSTS | own | frozenset(extra)
 
 
 class Gate:
@@ -110,7 +93,8 @@ class Guard:
         door: Door = scope["app"].state.atropos_door
         headers = Headers(scope=scope)
         path = _route_path(scope)
-        refusal = _check_host(headers, door.hosts)
+        misnamed = host_refusal(headers.get("host"), door.hosts)
+        refusal = _error(*misnamed) if misnamed else None
         kind = path_kind(path)
         trusted = _has_token(headers, door.token)
         if refusal is None and kind == "control" and not trusted:
@@ -150,19 +134,6 @@ class Guard:
             await response(scope, receive, send)
             return
         await self.app(scope, _replay(body, receive), send)
-
-
-def _check_host(headers: Headers, hosts: frozenset[str]) -> JSONResponse | None:
-    host = headers.get("host")
-    if not host:
-        return _error(400, "the Host header is missing")
-    if host_name(host) not in hosts:
-        return _error(
-            403,
-            f"Host {host!r} is not this server's: use localhost or the bound address "
-            "(further names: ATROPOS_ALLOWED_HOSTS)",
-        )
-    return None
 
 
 def _has_token(headers: Headers, token: str) -> bool:

@@ -204,6 +204,7 @@ def engine(site: Site, section: EngineSection, after: list[str], settings: Train
             ),
         ),
         port=section.port,
+        port_held=True,
         gpus=section.gpus,
         clears=clears,
         restart_with=["trainer"] if fed and site.traits.trainer_follows_engine else [],

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from vllm_server.guard import Door, Gate, Guard, allowed_hosts, host_name, path_kind
+from trainer_core.contracts.hosts import allowed_hosts, host_name
+from vllm_server.guard import Door, Gate, Guard, path_kind
 
 TOKEN = "0123456789abcdef"
 
