@@ -133,7 +133,7 @@ def prepare(site: Site, section: PrepareSection, before: list[str]) -> Component
 
 
 def api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
-    command = [PYTHON, "-m", "atroposlib.cli.run_api", "--host", section.host, "--port", str(section.port)]
+    command = [PYTHON, "-P", "-m", "atropos_api", "--host", section.host, "--port", str(section.port)]
     names = [env.name for env in site.profile.env]
     return _spec(
         site,
@@ -152,6 +152,7 @@ def api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
             ),
         ),
         port=section.port,
+        port_held=section.command is None,
         # Its state is in memory only: environments must register anew, and the trainer does so by itself.
         restart_with=names,
         restart=SERVES_TILL_STOPPED,
