@@ -95,8 +95,8 @@ def call(
         line.close()
 
 
-def squat(port: int, seconds: float) -> list[str]:
-    """Try for `port` without a pause, in every way that there is; what was got, at once when something was."""
+def squat(port: int, seconds: float, *, pause_s: float = 0.0) -> list[str]:
+    """Try for `port` all the time, in every way that there is; what was got, at once when something was."""
     kinds = [(reuse, share, host) for reuse in (0, 1) for share in (0, 1) for host in ("127.0.0.1", "0.0.0.0")]
     got: list[str] = []
     bound: list[socket.socket] = []
@@ -117,4 +117,5 @@ def squat(port: int, seconds: float) -> list[str]:
                 got.append(str(attempt.getsockname()))
             except OSError:
                 continue
+        time.sleep(pause_s)
     return got
