@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer_core.contracts.hosts import hosts_in
 from trainer_core.contracts.run_dir import (
+    ENV_ALLOWED_HOSTS,
     ENV_HOLD_GENERATION,
     ENV_RUN_DIR,
     ENV_TOKEN,
@@ -31,7 +33,6 @@ ENV_BRIDGE_CONFIG_PATH = "VLLM_BRIDGE_CONFIG_PATH"
 ENV_SHM_NAME = "ATROPOS_SHM_NAME"
 ENV_WEIGHT_UPDATES = "ATROPOS_WEIGHT_UPDATES"
 """The server passes it on to its own child processes as "1" or not at all."""
-ENV_ALLOWED_HOSTS = "ATROPOS_ALLOWED_HOSTS"
 ENV_FORK_ENGINE = "ATROPOS_FORK_ENGINE"
 """"0": never start the engine process by fork."""
 ENV_INSTANCE_ID = "ATROPOS_INSTANCE_ID"
@@ -150,8 +151,8 @@ class ServerConfig:
             shm_path=Path("/dev/shm") / shm_name,
             private_dir=private,
             run_dir=Path(env[ENV_RUN_DIR]) if env.get(ENV_RUN_DIR) else None,
-            allowed_hosts=_hosts(env, ENV_ALLOWED_HOSTS),
-            trainer_hosts=_hosts(env, ENV_TRAINER_HOSTS) | _hosts(env, "MASTER_ADDR"),
+            allowed_hosts=hosts_in(env, ENV_ALLOWED_HOSTS),
+            trainer_hosts=hosts_in(env, ENV_TRAINER_HOSTS) | hosts_in(env, "MASTER_ADDR"),
             eager_because=env.get(ENV_EAGER_BECAUSE) or None,
         )
 
@@ -205,10 +206,6 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
     if value in _FALSE:
         return False
     raise ConfigError(f"{name}={env[name]!r}: use 1 or 0")
-
-
-def _hosts(env: Mapping[str, str], name: str) -> frozenset[str]:
-    return frozenset(host.strip().lower() for host in env.get(name, "").split(",") if host.strip())
 
 
 def _bridge_paths(env: Mapping[str, str]) -> tuple[Path | None, Path]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
@@ -22,11 +22,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trainer_core.contracts.bridge import GONE_STATUS, INSTANCE_HEADER, TOKEN_HEADER
+from trainer_core.contracts.hosts import host_refusal
 
 Kind = Literal["open", "generation", "control"]
-
-LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
-_WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
 
 _OPEN = frozenset(
     {
@@ -55,20 +53,6 @@ def path_kind(path: str) -> Kind:
     if path.startswith(("/v1/", "/v2/")):
         return "control" if "lora" in path.lower() else "generation"
     return "control"
-
-
-def host_name(header: str) -> str:
-    """Host header without its port, lower case, IPv6 without brackets."""
-    header = header.strip().lower()
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0] if header.count(":") == 1 else header
-
-
-def allowed_hosts(bound: str | None, extra: Iterable[str] = ()) -> frozenset[str]:
-    """Names a Host header may carry for a server bound to `bound`."""
-    own = set() if bound is None or bound in _WILDCARD_HOSTS else {host_name(bound)}
-    return LOOPBACK_HOSTS | own | frozenset(extra)
 
 
 class Gate:
@@ -150,7 +134,8 @@ class Guard:
         door.watch_signals()
         headers = Headers(scope=scope)
         path = _route_path(scope)
-        refusal = _check_host(headers, door.hosts)
+        misnamed = host_refusal(headers.get("host"), door.hosts)
+        refusal = _error(*misnamed) if misnamed else None
         kind = path_kind(path)
         trusted = _has_token(headers, door.token)
         if refusal is None and kind == "control" and not trusted:
@@ -223,19 +208,6 @@ def _check_server(headers: Headers, door: Door) -> JSONResponse | None:
     if meant is not None and meant != door.instance_id:
         return _error(GONE_STATUS, f"server {meant} is gone; this is {door.instance_id} in its place")
     return _error(GONE_STATUS, ENDING) if door.ending else None
-
-
-def _check_host(headers: Headers, hosts: frozenset[str]) -> JSONResponse | None:
-    host = headers.get("host")
-    if not host:
-        return _error(400, "the Host header is missing")
-    if host_name(host) not in hosts:
-        return _error(
-            403,
-            f"Host {host!r} is not this server's: use localhost or the bound address "
-            "(further names: ATROPOS_ALLOWED_HOSTS)",
-        )
-    return None
 
 
 def _has_token(headers: Headers, token: str) -> bool:

@@ -139,7 +139,7 @@ def prepare(site: Site, section: PrepareSection, before: list[str]) -> Component
 
 
 def api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
-    command = [*_module("atroposlib.cli.run_api"), "--host", section.host, "--port", str(section.port)]
+    command = [*_module("atropos_api"), "--host", section.host, "--port", str(section.port)]
     names = [env.name for env in site.profile.env]
     return _spec(
         site,
@@ -158,6 +158,7 @@ def api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
             ),
         ),
         port=section.port,
+        port_held=section.command is None,
         # Its state is in memory only: environments must register anew, and the trainer does so by itself.
         restart_with=names,
         restart=SERVES_TILL_STOPPED,
@@ -210,6 +211,7 @@ def engine(site: Site, section: EngineSection, after: list[str], settings: Train
             ),
         ),
         port=section.port,
+        port_held=True,
         gpus=section.gpus,
         clears=clears,
         restart_with=["trainer"] if fed and site.traits.trainer_follows_engine else [],

@@ -48,8 +48,9 @@ def resolve(text: str, variables: dict[str, str], where: str) -> str:
 
 
 def stamps(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str) -> dict[str, str]:
-    """Variables that every component gets, whatever its spec says."""
-    return {
+    """Variables that a component gets, whatever its `env` says."""
+    held = {run_dir.ENV_HELD_PORT: str(spec.port)} if spec.port_held else {}
+    return held | {
         run_dir.ENV_RUN_DIR: stack.run_dir,
         run_dir.ENV_RUN_ID: stack.run_id,
         run_dir.ENV_CONTROL_SOCKET: socket,

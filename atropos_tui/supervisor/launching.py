@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 
-from atropos_tui.stack import ports
 from atropos_tui.supervisor import cgroup, diagnoses, environment, procfs, shared_memory
 from atropos_tui.supervisor.adoption import Estate, Heir, log_patterns
 from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence, Names
@@ -21,6 +20,7 @@ from atropos_tui.supervisor.diagnoses.scanner import LogScanner
 from atropos_tui.supervisor.environment import Launch, LaunchError
 from atropos_tui.supervisor.gpu_memory import GpuMemory
 from atropos_tui.supervisor.guarding import Guard
+from atropos_tui.supervisor.holding import HeldPorts
 from atropos_tui.supervisor.journal import ProcessTable
 from atropos_tui.supervisor.ladder import end_set
 from atropos_tui.supervisor.ledger import Ledger
@@ -76,6 +76,7 @@ class Launcher:
         self._http = httpx.AsyncClient(limits=LIMITS, trust_env=False, verify=False)  # on this machine, no proxy
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawner = Spawner(ledger.stack, guard.group, sock, token)
+        self._ports = HeldPorts(ledger.stack.components)
         self.table = estate.table or ProcessTable(run_id=ledger.stack.run_id)
         self.table.supervisor, self.table.group = entry_of(os.getpid()), guard.group
         self.table.write(self._dir.journal_json)
@@ -99,6 +100,7 @@ class Launcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.aclose()
+        self._ports.close()
 
     def start(self, unit: Unit) -> None:
         """Spawn `unit`, whose gates are open; it may have to wait for its port, or be skipped.
@@ -204,7 +206,7 @@ class Launcher:
 
     def _port_is_free(self, unit: Unit) -> bool:
         port = unit.spec.port
-        if port is None or ports.is_free(port):
+        if port is None or self._ports.is_free(unit.spec):
             unit.port_wait = None
             return True
         now = time.monotonic()
@@ -326,6 +328,7 @@ class Launcher:
         except OSError as error:
             fix = "remove it by hand before the next start"
             self._ledger.diagnose(unit, Diagnosis("a stale file cannot be removed", str(error), fix, "stale_file"))
+        self._ports.hold(unit.spec)
         unit.child, unit.ending, unit.prober, unit.stage_watch = None, None, None, None
         unit.draining = ""
         unit.exit_code = child.exit_code

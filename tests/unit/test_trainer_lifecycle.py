@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.strangers import as_another_user, needs_another_user, squat, stranger
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.control import Accepted, CommandRequest, CommandStatus, Recipe, Refusal
 from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
@@ -229,9 +230,9 @@ def test_a_server_that_runs_already_is_used_with_the_token_and_left_alone(
     other = subprocess.Popen([sys.executable, str(CHILD), str(lifecycle.config.vllm_port)], env=environment)
     try:
         deadline = time.monotonic() + 10
-        while child_module._can_bind(lifecycle.config.vllm_port) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(0.2)
+        with socket.socket() as probe:
+            while probe.connect_ex(("127.0.0.1", lifecycle.config.vllm_port)) and time.monotonic() < deadline:
+                time.sleep(0.02)
         monkeypatch.setenv(ENV_TOKEN, token)
         if not works:
             with pytest.raises(UsageError, match=f"is taken: .*403.*set {ENV_TOKEN}"):
@@ -246,6 +247,27 @@ def test_a_server_that_runs_already_is_used_with_the_token_and_left_alone(
     finally:
         other.kill()
         other.wait()
+
+
+@needs_another_user
+def test_no_other_user_gets_the_port_between_two_servers(made: Any) -> None:
+    lifecycle = made()
+    lifecycle.ensure()
+    with stranger(lambda: squat(lifecycle.config.vllm_port, 4.0)) as waiting:
+        while waiting.waits():
+            lifecycle.restart("for the test")
+        assert waiting.said() == []
+    lifecycle.close()
+    assert as_another_user(lambda: squat(lifecycle.config.vllm_port, 2.0)) != [], "with the trainer it is free again"
+
+
+def test_a_start_that_failed_can_be_tried_again(made: Any) -> None:
+    """The port that is held from the first try on is no server of somebody else."""
+    lifecycle = made("--exit", "1")
+    for _ in range(2):
+        with pytest.raises(EngineError, match="exit code 1"):
+            lifecycle.ensure()
+    assert lifecycle.can_restart
 
 
 def test_a_stop_while_it_starts_ends_it(made: Any, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from trainer_core.contracts.bridge import INSTANCE_HEADER, TOKEN_HEADER
-from vllm_server.guard import ENDING, ENGINE_DIED, Door, Gate, Guard, allowed_hosts, host_name, path_kind
+from trainer_core.contracts.hosts import allowed_hosts, host_name
+from vllm_server.guard import ENDING, ENGINE_DIED, Door, Gate, Guard, path_kind
 
 TOKEN = "0123456789abcdef"
 

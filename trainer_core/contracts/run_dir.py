@@ -31,6 +31,10 @@ ENV_WAIT_FOR_GO = "ATROPOS_WAIT_FOR_GO"
 """"1": the server imports everything, then waits for the line `go` on its standard input before it takes port and GPU.
 The end of that input ends it."""
 GO_LINE = b"go\n"
+ENV_HELD_PORT = "ATROPOS_HELD_PORT"
+"""The port that whoever started this process holds for it (`contracts/ports.py`)."""
+ENV_ALLOWED_HOSTS = "ATROPOS_ALLOWED_HOSTS"
+"""Names, divided by commas, that our servers take in the Host header besides the loopback's and the bound one."""
 
 MANIFEST_NAME = "vllm_bridge_config.json"
 LATEST_TIME = 253_402_300_799.0
