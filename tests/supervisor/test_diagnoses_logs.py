@@ -345,6 +345,9 @@ def test_lines_are_counted_for_those_who_wait() -> None:
         "timed-out rollouts": 1,
         "registrations": 0,
         "stock registrations": 0,
+        "refusals": 0,
+        "stock refusals": 0,
+        "openai refusals": 0,
     }
 
 

@@ -34,10 +34,15 @@ COUNTED: dict[Role, dict[str, bytes]] = {
         "timed-out rollouts": b"has timed out after",
         "registrations": b"registered as environment ",
         "stock registrations": b"Initialized env with id ",
+        "refusals": b"/generate: 4",
+        "stock refusals": b"ClientResponseError",
+        "openai refusals": b"BadRequestError",
     },
     Role.API: {"disconnections": b'"POST /disconnect-env HTTP/1.1" 200'},
 }
 """Lines whose number tells why no batch comes; in a flood they are counted only as far as they are kept."""
+NOTED: dict[Role, bytes] = {Role.ENGINE: b"[vllm_server] refused "}
+"""Lines that are kept as they are, for rules about other components."""
 
 
 @dataclass
@@ -55,6 +60,8 @@ class LogScanner:
         self.spec = spec
         self.names = names
         self.counts: Counter[str] = Counter()
+        self.noted: list[str] = []
+        """Newest lines with the role's needle in `NOTED`; whoever takes them clears the list."""
         self._head: list[bytes] = []
         self._room = HEAD
         self._rest = bytearray()
@@ -124,6 +131,8 @@ class LogScanner:
                 said += self._say(rule, found, now)
         for name, needle in self._counted.items():
             self.counts[name] += text.count(needle)
+        if (wanted := NOTED.get(self.spec.role)) is not None:
+            self.noted = [*self.noted, *_lines_with(text, wanted, 0, LINES)][-LINES:]
         return said
 
     def _wait(self, rule: LogRule, sign: Sign, text: bytes, now: float) -> None:
