@@ -132,7 +132,9 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
         raise ConfigError("one API server process is needed: leave out --api-server-count, --headless and --grpc")
     if args.disable_access_log_for_endpoints is None:
         args.disable_access_log_for_endpoints = QUIET_ROUTES
-    args.middleware = [*args.middleware, "vllm_server.sampling.PlainSampling", "vllm_server.guard.Guard"]
+    # The last is the outermost.
+    ours = ["vllm_server.sampling.PlainSampling", "vllm_server.guard.Guard", "vllm_server.refusals.Refusals"]
+    args.middleware = [*args.middleware, *ours]
     if config.shared_weights:
         _prepare_single_copy(args)
     elif config.weight_updates:

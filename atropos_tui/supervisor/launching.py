@@ -50,6 +50,10 @@ from trainer_core.contracts.run_dir import RunDir
 
 PORT_PATIENCE_S = 5.0
 """How long a port that a stranger holds may take to become free."""
+EVIDENCE = 200
+"""Lines of a log in which rules look for what explains an end."""
+LOOKED_BACK = 1000
+"""Lines in which the cause of that may lie: vLLM's tracebacks are long, and each of its processes prints one."""
 GROUP_PATIENCE_S = 0.05
 """A control group that is not free by then goes with the run's own group at the end."""
 SIGNALS = {name: getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "HUP", "QUIT", "KILL")}
@@ -306,7 +310,9 @@ class Launcher:
             await self._gpu_memory_back(unit)
         diagnosis = None
         if child.exit_code != 0 and not unit.outcome:
-            found = Evidence(unit.spec, child.exit_code, unit.log.tail(200), Names.of(self._ledger.stack))
+            lines = unit.log.tail(LOOKED_BACK)
+            names, above = Names.of(self._ledger.stack), tuple(lines[:-EVIDENCE])
+            found = Evidence(unit.spec, child.exit_code, lines[-EVIDENCE:], names, above)
             diagnosis = await asyncio.to_thread(diagnoses.diagnose, found)
         self._post(Gone(name, attempt, killed, diagnosis))
 
