@@ -152,7 +152,7 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     ps.add_argument("--json", action="store_true", help="as JSON")
     _run_argument(ps)
     why = _command(commands, "why", "reading:why", "what a component waits for, or why it failed")
-    why.add_argument("component", metavar="COMPONENT", nargs="?")
+    why.add_argument("component", metavar="COMPONENT", nargs="?", help="of that run; or a run's directory or id")
     _run_argument(why)
     logs = _command(commands, "logs", "logs:logs", "show what components print, merged by time of arrival")
     logs.add_argument("components", metavar="COMPONENT", nargs="*", help="one, or several (default: all)")

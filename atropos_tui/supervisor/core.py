@@ -17,7 +17,7 @@ from typing import Any
 
 from atropos_tui.stack.nvml import Nvml
 from atropos_tui.stack.recipes import recipe
-from atropos_tui.supervisor import procfs, states
+from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.adoption import Estate
 from atropos_tui.supervisor.conductor import (
     EXIT_DONE,
@@ -159,7 +159,7 @@ class Core(Conductor):
         return self.result
 
     def _over(self) -> bool:
-        resting = all(unit.state in states.RESTING and unit.child is None for unit in self.units.values())
+        resting = all(unit.state.is_resting and unit.child is None for unit in self.units.values())
         return self.ledger.phase is Phase.STOPPING and resting
 
     def _refuse_the_rest(self) -> None:

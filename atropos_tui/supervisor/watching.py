@@ -33,7 +33,6 @@ from atropos_tui.supervisor.diagnoses.waiting import (
 from atropos_tui.supervisor.ledger import Ledger
 from atropos_tui.supervisor.messages import Message, Noted
 from atropos_tui.supervisor.record_tail import RecordTail
-from atropos_tui.supervisor.states import RESTING
 from atropos_tui.supervisor.unit import Unit
 from trainer_core.contracts.control import Role
 from trainer_core.contracts.run_dir import RunDir
@@ -164,7 +163,7 @@ class Watcher:
 
     def _scene(self, bare: Scene) -> Scene:
         numbers = self._numbers
-        live = sum(part.state not in RESTING for part in bare.of(Role.ENV))
+        live = sum(not part.state.is_resting for part in bare.of(Role.ENV))
         came, gone = (sum(self._counts[name] for name in names) for names in (CAME, GONE))
         free, size = self._free(bare.now)
         scene = replace(
