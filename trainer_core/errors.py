@@ -15,12 +15,8 @@ class ApiError(TrainerError):
     """run-api cannot be reached or refuses what it is asked."""
 
 
-class BatchError(TrainerError):
-    """A batch that must not be trained on; the message names the field."""
-
-
-class MissingLogprobs(BatchError):
-    """Rollouts without logprobs, or with placeholders in their place."""
+class MissingLogprobs(TrainerError):
+    """No rollout of the first batch has logprobs: there are none, or placeholders in their place."""
 
 
 class MemoryFullError(TrainerError):

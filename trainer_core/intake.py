@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainer_core.config import TrainingConfig
+from trainer_core.contracts.bridge import MOST_DIGESTS
 from trainer_core.contracts.records import MISSING, AlignmentRecord
 from trainer_core.errors import EngineError, EngineGone, MissingLogprobs
 from trainer_core.rollouts.batch import Batch, Rollout, Selection, read_batch
 from trainer_core.rollouts.client import RawBatch, RunApi
 from trainer_core.telemetry import Telemetry
+
+REPEAT_S = 60.0
+"""Between two lines about the same thing."""
+MANY_EMPTY = 10
+"""So many batches in a row with nothing to train on are worth a word of their own."""
+
+UNSENDABLE = "lost in run-api, which could not send their batch (HTTP 500)"
+UNSENDABLE_WHY = "NaN or Infinity in one of its groups, which JSON cannot hold: the others are lost with it"
+UNKNOWN_AGE = "rollouts are of unknown age, so that --max-policy-lag does not hold for them"
 
 Lags = list[int | None]
 """Policy lag of each rollout in weight versions; null where the server does not know the completion."""
@@ -39,15 +51,58 @@ class LagMeter:
         known: list[tuple[int, int] | None] = [None] * len(digests)
         for ask in list(self._servers):
             try:
-                answer = ask(digests)
+                parts = [ask(digests[at : at + MOST_DIGESTS]) for at in range(0, len(digests), MOST_DIGESTS)]
             except EngineGone as error:
                 print(f"Policy lag of this batch unknown: {error}")
             except EngineError as error:
                 print(f"Policy lag unknown: {error}")
                 self._servers.remove(ask)
             else:
+                answer = [pair for part in parts for pair in part]
                 known = [old or new for old, new in zip(known, answer, strict=True)]
         return known
+
+
+class Teller:
+    """Warns on the console: of something new at once, of the same again every `REPEAT_S`, with the count since."""
+
+    def __init__(self) -> None:
+        self._untold: Counter[str] = Counter()
+        self._told_at: dict[str, float] = {}
+
+    def count(self, what: str, count: int, why: str = "") -> None:
+        """`count` times `what`, which a line ends with after the number; `why` explains it in that line."""
+        self._untold[what] += count
+        now = time.monotonic()
+        if now - self._told_at.get(what, -REPEAT_S) >= REPEAT_S:
+            self._told_at[what] = now
+            print(f"[WARNING] {self._untold.pop(what)} {what}{f'; {why}' if why else ''}")
+
+
+class Streak:
+    """Batches in a row in which nothing was left to train on."""
+
+    def __init__(self) -> None:
+        self.left_out: Counter[str] = Counter()
+        self._batches = 0
+        self._began = self._told_at = 0.0
+
+    def add(self, batch: Batch) -> None:
+        """One more; says so at the first, and clearly once there are many."""
+        now = time.monotonic()
+        self.left_out.update(batch.left_out)
+        self._batches += 1
+        if self._batches == 1:
+            self._began, self._told_at = now, now - REPEAT_S
+            print("[WARNING] nothing to train on in this batch; taking the next one")
+        elif self._batches >= MANY_EMPTY and now - self._told_at >= REPEAT_S:
+            self._told_at = now
+            reason, count = self.left_out.most_common(1)[0] if self.left_out else ("they are empty", 0)
+            print(
+                f"[WARNING] nothing to train on in the last {self._batches} batches ({now - self._began:.0f} s): "
+                f"{count} sequences left out: {reason}. It goes on as soon as one holds something. Way out: mend "
+                "or stop the environment that sends them, or change the setting that the reason names"
+            )
 
 
 class Intake:
@@ -76,6 +131,7 @@ class Intake:
         self.lag_meter = LagMeter(servers)
         self.while_waiting = while_waiting
         self._greeted = False
+        self._teller = Teller()
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, Lags]:
         """The next batch that holds something to train on, and the policy lag of each of its rollouts.
@@ -85,8 +141,9 @@ class Intake:
             version: of the weights that the policy holds.
 
         Raises:
-            BatchError: what came is no batch; `MissingLogprobs` with a record for the screen.
+            MissingLogprobs: nothing has logprobs, from the first batch on; a record for the screen is written.
         """
+        streak = Streak()
         while True:
             # Without a server a batch stays in run-api, for whoever goes on with a new one.
             self.while_waiting()
@@ -95,22 +152,34 @@ class Intake:
             lags = leave_out_by_lag(batch, measured, self.config.max_policy_lag)
             self._tell(batch)
             if batch.trained_tokens:
+                for reason, count in streak.left_out.items():
+                    batch.leave_out(reason, count)
                 return batch, lags
-            print("[WARNING] nothing to train on in this batch; taking the next one")
+            streak.add(batch)
 
     def _read(self, raw: RawBatch, step: int) -> Batch:
         if self.config.dump_last_batch:
-            target = Path(self.config.save_path)
-            target.mkdir(parents=True, exist_ok=True)
-            (target / "temp.json").write_text(json.dumps({"batch": raw}))
+            self._dump(raw)
+        if not raw:
+            lost = Batch([])
+            lost.leave_out(UNSENDABLE, self.config.sequences_per_step, UNSENDABLE_WHY)
+            return lost
         try:
             return read_batch(
                 raw, seq_len=self.config.seq_len, temperature=self.config.temperature,
-                advantage_std=self.advantage_std, selection=self.selection,
+                advantage_std=self.advantage_std, selection=self.selection, logprobs_seen=self._greeted,
             )  # fmt: skip
         except MissingLogprobs as error:
             self.telemetry.write(AlignmentRecord, step + 1, verdict="mismatch", cause=f"{MISSING}: {error}")
             raise
+
+    def _dump(self, raw: RawBatch) -> None:
+        target = Path(self.config.save_path)
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            (target / "temp.json").write_text(json.dumps({"batch": raw}))
+        except (OSError, RecursionError) as error:
+            self._teller.count("batches could not be kept as temp.json", 1, str(error))
 
     def _tell(self, batch: Batch) -> None:
         """On the console: the first batch with logprobs, and what is odd about any."""
@@ -118,9 +187,11 @@ class Intake:
             self._greeted = True
             print(f"✓ inference_logprobs found in batch (sample len: {batch.sample_len})")
         if batch.logprob_warning:
-            print(f"[WARNING] {batch.logprob_warning}")
-        for why, count in batch.skipped.items():
-            print(f"[WARNING] {count} sequences left out: {why}")
+            self._teller.count("batches whose inference_logprobs are no logprobs", 1, batch.logprob_warning)
+        for reason, count in batch.left_out.items():
+            self._teller.count(f"sequences left out: {reason}", count, batch.examples[reason])
+        for text, count in batch.remarks.items():
+            self._teller.count(text, count)
 
 
 def leave_out_by_lag(batch: Batch, lags: Lags, most: int | None) -> Lags:
@@ -134,6 +205,8 @@ def leave_out_by_lag(batch: Batch, lags: Lags, most: int | None) -> Lags:
 
     why = [reason(lag) for lag in lags]
     for text in filter(None, why):
-        batch.skip(text, 1)
+        batch.leave_out(text, 1)
+    if most is not None:
+        batch.remark(UNKNOWN_AGE, lags.count(None))
     batch.rollouts = [rollout for rollout, out in zip(batch.rollouts, why, strict=True) if out is None]
     return [lag for lag, out in zip(lags, why, strict=True) if out is None]

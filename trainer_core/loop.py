@@ -84,7 +84,7 @@ def train(config: TrainingConfig, *, api: RunApi | None = None, stop: threading.
         stop: set it to end after the present optimizer step, or at once while waiting.
 
     Raises:
-        TrainerError: what a user can act on, such as `EngineGone` or `BatchError`.
+        TrainerError: what a user can act on, such as `EngineGone` or `MissingLogprobs`.
         Stopped: stopped before the first step.
     """
     stop = stop or threading.Event()

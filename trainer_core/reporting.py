@@ -120,9 +120,10 @@ def step_fields(report: StepReport) -> dict[str, Any]:
         "tis_mean": outcome.tis_mean,
         "tis_truncated_fraction": outcome.tis_truncated,
         "tis_masked_fraction": outcome.tis_masked,
-        "skipped": report.batch.skipped,
+        "left_out": report.batch.left_out,
+        "skipped": report.batch.left_out,
         "skipped_update": report.sync is None,
-        "skipped_sequences": sum(report.batch.skipped.values()),
+        "skipped_sequences": sum(report.batch.left_out.values()),
         "flat_groups": report.batch.flat_groups,
         "groups": report.batch.groups,
     }

@@ -216,7 +216,8 @@ def test_good_rollouts_are_ok(engine: Engine, base: Path, tmp_path: Path) -> Non
 
 def test_missing_logprobs_end_the_run_with_a_record(engine: Engine, base: Path, tmp_path: Path) -> None:
     batch = _batch(engine)
-    batch[1]["inference_logprobs"] = None
+    for each in batch:
+        each["inference_logprobs"] = None
     with pytest.raises(MissingLogprobs, match="requires inference_logprobs"):
         _first(engine, base, tmp_path, batch)
     (record,) = _alignments(tmp_path)

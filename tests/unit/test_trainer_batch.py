@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
 from trainer_core.contracts.bridge import completion_digest
-from trainer_core.errors import BatchError
-from trainer_core.rollouts.batch import group_advantages, read_batch
+from trainer_core.errors import MissingLogprobs
+from trainer_core.rollouts.batch import Selection, group_advantages, read_batch
 from trainer_core.rollouts.packing import pack
 
 
@@ -97,44 +98,126 @@ def test_placeholders_and_masked_tokens_never_train() -> None:
     assert row.labels.tolist() == [8, 10]
 
 
+NONE = [[1.0] * 5, [1.0] * 4]
+
+
 @pytest.mark.parametrize("missing", [{"inference_logprobs": None}, {"inference_logprobs": []}])
 def test_missing_logprobs_are_refused_with_the_cause(missing: dict[str, Any]) -> None:
-    with pytest.raises(BatchError, match="server_type"):
+    with pytest.raises(MissingLogprobs, match="server_type"):
         _read(_group(**missing))
-    with pytest.raises(BatchError, match=r"only placeholders.*server_type"):
-        _read(_group(inference_logprobs=[[1.0] * 5, [1.0] * 4]))
+    with pytest.raises(MissingLogprobs, match=r"only placeholders.*server_type"):
+        _read(_group(inference_logprobs=NONE), _group(**missing))
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"masks": [[-100, -100, -100, 8], [-100, -100, -100, 10]]}, "masks has 4 entries where tokens has 5"),
-        ({"scores": [1.0]}, "scores has 1 entries where tokens has 2"),
-        ({"inference_logprobs": [[1.0, -1.0]]}, "inference_logprobs has 1"),
-        ({"masks": [[-100, -100, -100, 8, 4], [-100, -100, -100, 10]]}, "masks must be -100 or the token itself"),
-        ({"advantages": [[1.0, 2.0], [1.0] * 4]}, "advantages has 2 entries"),
-        ({"advantages": [[1.0] * 5]}, "advantages has 1 entries where tokens has 2"),
-        ({"advantages": [[1.0] * 5, [1.0] * 4, [1.0]]}, "advantages has 3 entries where tokens has 2"),
-        ({"overrides": [{"set_advantage_to_zero": True}]}, "overrides has 1 entries where tokens has 2"),
-        ({"overrides": "no list"}, "overrides is no list"),
-        ({"tokens": [[5, 6, -7, 8, 9], [5, 6, 7, 10]]}, "token ids not negative"),
-    ],
-)
-def test_malformed_batches_name_the_field(changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(BatchError, match=field):
-        _read(_group(**changes))
+def test_who_alone_has_no_logprobs_is_left_out() -> None:
+    """One environment of several, one sequence of a group; or all of a batch, once there were logprobs."""
+    for missing in (None, NONE):
+        batch = _read(_group(), _group(inference_logprobs=missing))
+        assert len(batch.rollouts) == 2 and batch.left_out == {"without inference_logprobs": 2}
+        assert "server_type" in batch.examples["without inference_logprobs"]
+        late = _read(_group(inference_logprobs=missing), logprobs_seen=True)
+        assert not late.rollouts and late.left_out == {"without inference_logprobs": 2}
+    half = _read(_group(inference_logprobs=[_group()["inference_logprobs"][0], [1.0] * 4]))
+    assert [len(r.tokens) for r in half.rollouts] == [5] and half.left_out == {"without inference_logprobs": 1}
+    assert half.rollouts[0].advantages[0] == 1, "it still is what the other is compared with"
+
+
+def _first(row: list[Any], value: Any) -> list[Any]:
+    """Both rows of a column, the last entry of the first replaced."""
+    return [[*row[0][:-1], value], row[1]]
+
+
+TOKENS, MASKS, LOGPROBS = _group()["tokens"], _group()["masks"], _group()["inference_logprobs"]
+MALFORMED: list[tuple[dict[str, Any], str, str]] = [
+    ({"masks": [[-100, -100, -100, 8], MASKS[1]]}, "malformed masks", "masks has 4 entries where tokens has 5"),
+    ({"masks": _first(MASKS, 4)}, "malformed masks", "masks must be -100 or the token itself"),
+    ({"masks": _first(MASKS, None)}, "malformed masks", "masks must be a list of whole numbers"),
+    ({"masks": None}, "malformed masks", "masks has 0 entries where tokens has 2"),
+    ({"masks": [3, 4]}, "malformed masks", "masks must hold one list"),
+    ({"scores": [1.0]}, "malformed scores", "scores has 1 entries where tokens has 2"),
+    ({"scores": ["1", "0"]}, "malformed scores", "scores must be a list of numbers"),
+    ({"scores": [1.0, None]}, "malformed scores", "scores must be a list of numbers"),
+    ({"scores": [1.0, 10**400]}, "malformed scores", "scores must be a list of numbers"),
+    ({"scores": {"a": 1}}, "malformed scores", "scores is no list"),
+    ({"scores": [1.0, float("nan")]}, "score is not a finite number", "NaN or Infinity"),
+    ({"scores": [1.0, float("1e400")]}, "score is not a finite number", "NaN or Infinity"),
+    ({"scores": [1e308, -1e308]}, "scores are too far apart to compare", "scores up to 1e.308"),
+    ({"inference_logprobs": [[1.0, -1.0]]}, "malformed inference_logprobs", "inference_logprobs has 1 entries"),
+    ({"inference_logprobs": [[-1.0], LOGPROBS[1]]}, "malformed inference_logprobs", "has 1 entries where tokens has 5"),
+    ({"inference_logprobs": _first(LOGPROBS, float("nan"))}, "malformed inference_logprobs", "holds NaN"),
+    ({"inference_logprobs": _first(LOGPROBS, float("-inf"))}, "malformed inference_logprobs", "holds NaN"),
+    ({"inference_logprobs": _first(LOGPROBS, -1e300)}, "malformed inference_logprobs", "below -10000"),
+    ({"inference_logprobs": _first(LOGPROBS, "-1")}, "malformed inference_logprobs", "a list of numbers"),
+    ({"advantages": [[1.0, 2.0], [1.0] * 4]}, "malformed advantages", "advantages has 2 entries"),
+    ({"advantages": [[1.0] * 5]}, "malformed advantages", "advantages has 1 entries where tokens has 2"),
+    ({"advantages": [[1.0], [float("inf")]]}, "malformed advantages", "not a finite number"),
+    ({"overrides": [{"set_advantage_to_zero": True}]}, "malformed overrides", "overrides has 1 entries"),
+    ({"overrides": "no list"}, "malformed overrides", "overrides is no list"),
+    ({"overrides": [{}, "x"]}, "malformed overrides", "overrides is no object"),
+    ({"generation_params": [1]}, "malformed generation_params", "generation_params is no object"),
+    ({"generation_params": {"temperature": "0.5"}}, "malformed temperature", "must be a finite number"),
+    ({"group_overrides": {"temperature": 10**400}}, "malformed temperature", "must be a finite number"),
+    ({"tokens": _first(TOKENS, -7)}, "token ids outside of the vocabulary", "token ids are not negative"),
+    ({"tokens": _first(TOKENS, 512)}, "token ids outside of the vocabulary", "holds id 512, .*vocabulary has 512"),
+    ({"tokens": _first(TOKENS, 10**30)}, "malformed tokens", "tokens must be a list of whole numbers"),
+    ({"tokens": _first(TOKENS, 9.0)}, "malformed tokens", "tokens must be a list of whole numbers"),
+    ({"tokens": _first(TOKENS, [9])}, "malformed tokens", "tokens must be a list of whole numbers"),
+    ({"tokens": [None, [1]]}, "malformed tokens", "tokens must hold one list"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason", "words"), MALFORMED)
+def test_a_malformed_group_is_left_out_and_the_rest_trains(changes: dict[str, Any], reason: str, words: str) -> None:
+    batch = _read(_group(), _group(env_id=3, **changes), _group(), selection=Selection(vocab_size=512))
+    assert batch.left_out == {reason: 2} and len(batch.rollouts) == 4 and batch.groups == 2
+    assert re.search(rf"group 1 of the batch \(environment 'env 3'\).*{words}", batch.examples[reason])
+
+
+@pytest.mark.parametrize("junk", [None, 3, "text", [], {}, {"tokens": None}, {"tokens": []}, {"tokens": 7}])
+def test_what_is_no_group_counts_as_one_sequence(junk: Any) -> None:
+    batch = _read(junk, _group())
+    assert sum(batch.left_out.values()) == 1 and len(batch.rollouts) == 2
+
+
+def test_an_environments_name_is_text_for_a_screen() -> None:
+    group = _group(generation_params={"env": "a\x1b]52;c;x\x07\ud800" + "b" * 10_000})
+    (name, _) = (r.env for r in _read(group).rollouts)
+    assert len(name) == 80 and name.encode()
+    (example,) = _read({**group, "scores": []}).examples.values()
+    assert "\x1b" not in example and len(example) < 300
+
+
+def test_scores_that_differ_by_rounding_are_equal() -> None:
+    assert not group_advantages(np.array([1.0, 0.99999994, 1.0, 1.0])).any(), "one unit in the last place of float32"
+    assert not group_advantages(np.array([1e6, 1e6 + 0.06])).any()
+    assert group_advantages(np.array([1e6, 1e6 + 2.0])).tolist() == [-1.0, 1.0]
+    assert group_advantages(np.array([0.0, 1e-5])).tolist() == [-1.0, 1.0]
+
+
+def test_a_large_score_is_a_score() -> None:
+    batch = _read(_group(scores=[1e6, 0.0]))
+    assert [r.advantages[0] for r in batch.rollouts] == [1.0, -1.0] and not batch.left_out
+
+
+def test_what_trains_and_is_odd_is_remarked() -> None:
+    lone = {name: values[:1] for name, values in _group().items()}
+    batch = _read(lone, _group(images=["x", "y"]), _group(inference_logprobs=_first(LOGPROBS, 1.0)))
+    assert list(batch.remarks.values()) == [1, 1, 1]
+    for words, said in zip(("groups of one sequence", "with images", "have no logprob"), batch.remarks, strict=True):
+        assert words in said
+    assert not _read(_group()).remarks
 
 
 def test_left_out_and_counted() -> None:
     batch = _read(_group(scores=[float("nan"), 1.0]), _group(), seq_len=4)
-    assert batch.skipped == {"score is not a finite number": 2, "longer than --seq-len 4": 1}
+    assert batch.left_out == {"score is not a finite number": 2, "longer than --seq-len 4": 1}
     assert [len(r.tokens) for r in batch.rollouts] == [4]
     nothing = _group(masks=[[-100] * 5, [-100, -100, -100, 10]])
-    assert _read(nothing).skipped == {"nothing generated": 1}
+    assert _read(nothing).left_out == {"nothing generated": 1}
 
 
 def test_positive_logprobs_are_warned_about() -> None:
-    with pytest.raises(BatchError):
+    with pytest.raises(MissingLogprobs):
         _read(_group(inference_logprobs=[[1.0, 1.0, 1.0, 0.9, 0.8], [1.0, 1.0, 1.0, 0.7]]))
     mixed = _read(_group(inference_logprobs=[[1.0, 1.0, 1.0, 0.9, -0.1], [1.0, 1.0, 1.0, -0.1]]))
     assert "ref_logprobs avg 0.233 (should be negative!)" in (mixed.logprob_warning or "")

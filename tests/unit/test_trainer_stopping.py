@@ -78,7 +78,7 @@ def _rollout() -> Rollout:
 def test_what_is_too_old_is_left_out_and_counted() -> None:
     def after(lags: list[int | None], most: int | None) -> tuple[list[int | None], dict[str, int], int]:
         batch = Batch([_rollout() for _ in lags])
-        return leave_out_by_lag(batch, lags, most), batch.skipped, len(batch.rollouts)
+        return leave_out_by_lag(batch, lags, most), batch.left_out, len(batch.rollouts)
 
     assert after([0, 1, 2, 3, None], 1) == ([0, 1, None], {"older than --max-policy-lag 1": 2}, 3)
     assert after([0, 1, 2, 3, None], None) == ([0, 1, 2, 3, None], {}, 5)
@@ -96,7 +96,7 @@ def _group(scores: list[float], lengths: list[int], **more: Any) -> dict[str, An
 def test_dapo_leaves_equal_scores_out_and_keeps_their_reward() -> None:
     raw = [_group([1.0, 1.0], [2, 2]), _group([1.0, 0.0], [2, 2]), _group([1, 1], [2, 2], advantages=[[1], [2]])]
     kept = read_batch(raw, seq_len=64, selection=Selection(drop_flat=True))
-    assert kept.skipped == {"in a group of equal scores": 2} and len(kept.rollouts) == 4
+    assert kept.left_out == {"in a group of equal scores": 2} and len(kept.rollouts) == 4
     assert kept.scores.mean() == pytest.approx(5 / 6), "the reward is that of all sequences"
     assert len(read_batch(raw, seq_len=64).rollouts) == 6
 
@@ -115,7 +115,7 @@ def test_soft_overlong_punishment_is_dapos() -> None:
 def test_overlong_completions_are_masked_and_counted() -> None:
     chosen = Selection(max_completion=5, overlong_mask=True)
     batch = read_batch([_group([1.0, 0.0, 0.0], [3, 5, 7])], seq_len=64, selection=chosen)
-    assert len(batch.rollouts) == 1 and batch.skipped == {"cut off at --max-completion-tokens 5": 2}
+    assert len(batch.rollouts) == 1 and batch.left_out == {"cut off at --max-completion-tokens 5": 2}
     assert float(batch.rollouts[0].advantages[1]) > 0, "they still are what the others are compared with"
 
 

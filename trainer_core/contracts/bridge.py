@@ -29,6 +29,9 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for --max-lora-rank."""
 FEW_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 
+MOST_DIGESTS = 65536
+"""Of one `VersionsRequest`."""
+
 InFlight = Literal["keep", "wait", "recompute"]
 """What a pause does to requests in flight. keep: frozen, they go on with the new weights and carry both versions. wait:
 they end with the old weights first. recompute: they begin anew with the new weights; streams of vLLM's own routes end
@@ -129,7 +132,7 @@ class AdapterInfo(BridgeMessage):
 
 
 class VersionsRequest(BridgeMessage):
-    digests: list[str] = Field(max_length=65536)
+    digests: list[str] = Field(max_length=MOST_DIGESTS)
 
 
 class VersionsResponse(BridgeMessage):

@@ -165,8 +165,10 @@ class StepRecord(TrainerRecord):
     """Mean importance weight trainer/rollout; null with `ratio_base = rollout`, as the next two."""
     tis_truncated_fraction: Number | None = None
     tis_masked_fraction: Number | None = None
+    left_out: dict[str, int] = Field(default_factory=dict)
+    """Sequences left out by reason, those of batches in which nothing was left included."""
     skipped: dict[str, int] = Field(default_factory=dict)
-    """Sequences left out of the step, by reason."""
+    """The same, under its older name."""
 
 
 STALE_WEIGHTS = "stale weights"

@@ -1,34 +1,47 @@
 """Judge one batch from run-api: what trains, with which advantage, temperature and rollout logprob.
 
-Pure; no torch. Groups stay groups only as long as advantages need them; afterwards a batch is a list of `Rollout`.
+Pure; no torch. A group that is malformed in any way is left out whole and counted, and the rest of the batch trains.
+Groups stay groups only as long as advantages need them; afterwards a batch is a list of `Rollout`.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer_core.contracts.bridge import completion_digest
-from trainer_core.errors import BatchError, MissingLogprobs
+from trainer_core.errors import MissingLogprobs
+from trainer_core.rollouts import fields
+from trainer_core.rollouts.fields import Malformed
 
 IGNORED = -100
 """Mask value of tokens that were not generated."""
 PLACEHOLDER = 1.0
 """Logprob that atroposlib writes where there is none."""
-FLAT = 1e-8
-"""Scores of a group that differ less are equal."""
+FLAT = 1e-6
+"""Scores of a group that differ less, relative to the largest one above 1, are equal: rounding alone does that."""
 POSITIVE_TOLERANCE = 1e-3
 """A logprob above this is none: log of a probability, rounding aside, is at most 0."""
+LOWEST_LOGPROB = -1e4
+"""A lower one is none either: vLLM says -9999 where a probability is 0."""
 
 NO_LOGPROBS = (
     "GRPO requires inference_logprobs for importance sampling, and {what}. "
     "Only server_type=vllm calls /generate, which returns them: set --openai.server_type vllm in the environment, and "
     "point its base_url at a server with /generate (python -m vllm_server)"
 )
+WITHOUT_LOGPROBS = "without inference_logprobs"
+"""Why a sequence is left out."""
+
+ALONE = "groups of one sequence have no advantage and teach nothing: env.group_size must be 2 or more"
+PARTLY = "generated tokens have no logprob (a placeholder in its place) and do not train"
+UNREAD = ("ref_logprobs", "distill_token_ids", "distill_logprobs", "images")
+"""Fields of a group that run-api hands over and nothing here reads."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +51,7 @@ class Selection:
     drop_flat: bool = False
     """Leave groups of equal scores out (DAPO's dynamic sampling, without asking for replacements)."""
     max_completion: int | None = None
-    """Longest completion in tokens; null: no completion is overlong."""
+    """Longest completion (that of one turn) in tokens; null: no completion is overlong."""
     overlong_buffer: int = 0
     """Scores sink over the last N tokens before `max_completion`; 0: they do not."""
     overlong_penalty: float = 1.0
@@ -93,15 +106,20 @@ class Batch:
 
     rollouts: list[Rollout]
     groups: int = 0
+    """Well-formed ones."""
     flat_groups: int = 0
     """Groups whose scores are all equal: they have no advantage."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Sequences left out, by reason."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Sequences left out, by reason; a group that does not say how many it holds counts as one."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """The first place where a reason was met, in words."""
+    remarks: dict[str, int] = field(default_factory=dict)
+    """What is odd about that which trains, and how many times."""
     sample_len: int = 0
-    """Length of the first list of inference_logprobs."""
+    """Length of the first list of inference_logprobs that holds some; 0: none does."""
     logprob_sum: float = 0.0
     generated: int = 0
-    """Generated tokens and the sum of their logprobs as they came, before anything was left out."""
+    """Generated tokens and the sum of their logprobs as they came, placeholders included."""
     unselected_scores: list[float] = field(default_factory=list)
     """Scores of good sequences that the objective leaves out; they count in the mean reward."""
 
@@ -123,11 +141,17 @@ class Batch:
         average = self.logprob_sum / self.generated if self.generated else 0.0
         if average <= POSITIVE_TOLERANCE:
             return None
-        return f"ref_logprobs avg {average:.3f} (should be negative!): inference_logprobs are not logprobs"
+        return f"ref_logprobs avg {average:.3f} (should be negative!)"
 
-    def skip(self, reason: str, count: int) -> None:
+    def leave_out(self, reason: str, count: int, example: str = "") -> None:
+        """Count `count` sequences that do not train."""
+        self.left_out[reason] = self.left_out.get(reason, 0) + count
+        self.examples.setdefault(reason, example)
+
+    def remark(self, text: str, count: int = 1) -> None:
+        """Count something odd that is no reason to leave anything out."""
         if count:
-            self.skipped[reason] = self.skipped.get(reason, 0) + count
+            self.remarks[text] = self.remarks.get(text, 0) + count
 
 
 def group_advantages(scores: NDArray[np.float64], *, std: bool = True) -> NDArray[np.float64]:
@@ -135,18 +159,22 @@ def group_advantages(scores: NDArray[np.float64], *, std: bool = True) -> NDArra
 
     Equal scores give zeros: such a group says nothing about which completion is better.
     """
+    if _equal(scores):
+        return np.zeros_like(scores)
     centred = scores - scores.mean()
-    spread = float(scores.std())
-    if spread < FLAT:
-        return np.zeros_like(centred)
-    return centred / spread if std else centred
+    return centred / scores.std() if std else centred
+
+
+def _equal(scores: NDArray[np.float64]) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(np.ptp(scores) < FLAT * max(1.0, float(np.abs(scores).max())))
 
 
 def read_batch(
-    groups: list[dict[str, Any]], *, seq_len: int, temperature: float = 1.0, advantage_std: bool = True,
-    selection: Selection | None = None,
+    groups: Sequence[Any], *, seq_len: int, temperature: float = 1.0, advantage_std: bool = True,
+    selection: Selection | None = None, logprobs_seen: bool = False,
 ) -> Batch:  # fmt: skip
-    """Judge the groups of one `GET /batch`.
+    """Judge the groups of one `GET /batch`, whatever they hold.
 
     Args:
         groups: as run-api returns them.
@@ -154,16 +182,71 @@ def read_batch(
         temperature: used where neither overrides nor generation_params name one.
         advantage_std: see `group_advantages`.
         selection: what the objective leaves out, or scores lower.
+        logprobs_seen: an earlier batch had logprobs, so the settings are right and this batch alone is wrong.
 
     Raises:
-        BatchError: missing logprobs, ragged lists or wrong token ids, naming the field.
+        MissingLogprobs: no sequence of the batch has logprobs, and none had before.
     """
     reader = _Reader(Batch([]), seq_len, temperature, advantage_std, selection or Selection())
     for index, group in enumerate(groups):
-        if not isinstance(group, dict):
-            raise BatchError(f"group {index} of the batch is no object")
         reader.read(f"group {index} of the batch", group)
-    return reader.batch
+    batch = reader.batch
+    if WITHOUT_LOGPROBS in batch.left_out and not batch.sample_len and not logprobs_seen:
+        raise MissingLogprobs(batch.examples[WITHOUT_LOGPROBS])
+    return batch
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group whose lists fit together; what is in those of one sequence is not looked at yet. All of length G."""
+
+    where: str
+    env: str
+    tokens: list[list[Any]]
+    masks: list[list[Any]]
+    scores: NDArray[np.float64]
+    """Finite."""
+    logprobs: list[list[Any]]
+    advantages: list[list[Any]]
+    overrides: list[Any]
+    """These three are empty when the group has none."""
+    tables: tuple[dict[str, Any], ...]
+    """generation_params and group_overrides."""
+
+    @classmethod
+    def parse(cls, where: str, group: Any) -> _Group:
+        """Raises: Malformed."""
+        if not isinstance(group, dict):
+            raise fields.wrong("group", f"{where} is no object")
+        env = fields.environment(group)
+        where = f"{where} (environment {env!r})" if env else where
+        names = ("tokens", "masks", "scores", "inference_logprobs", "advantages", "overrides")
+        found = {name: fields.rows(where, group, name) for name in names}
+        tokens, masks, scores, logprobs, advantages, overrides = found.values()
+        if not tokens:
+            raise fields.wrong("tokens", f"{where}: tokens holds no sequence")
+        given = {name: found[name] for name in names[3:] if found[name]}
+        fields.same_length(where, len(tokens), masks=masks, scores=scores, **given)
+        fields.lists_only(where, **{name: found[name] for name in names if name not in ("scores", "overrides")})
+        values = fields.numbers(where, "scores", scores)
+        if not np.isfinite(values).all():
+            raise Malformed("score is not a finite number", f"{where}: scores holds NaN or Infinity")
+        tables = tuple(fields.table(where, name, group.get(name)) for name in ("generation_params", "group_overrides"))
+        return cls(where, env, tokens, masks, values, logprobs, advantages, overrides, tables)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """One sequence: a rollout, or why there is none."""
+
+    rollout: Rollout | None
+    reason: str = ""
+    example: str = ""
+    generated: int = 0
+    logprob_sum: float = 0.0
+    """Generated tokens and the sum of their logprobs as they came."""
+    placeholders: int = 0
+    """Generated tokens without a logprob."""
 
 
 @dataclass
@@ -176,104 +259,99 @@ class _Reader:
     advantage_std: bool
     selection: Selection
 
-    def read(self, where: str, group: dict[str, Any]) -> None:
-        tokens, masks, scores = (_rows(where, group, name) for name in ("tokens", "masks", "scores"))
-        count = len(tokens)
-        _same_length(where, count, masks=masks, scores=scores)
-        if not count:
+    def read(self, where: str, raw: Any) -> None:
+        """Take a group in, or leave it out as a whole."""
+        try:
+            group = _Group.parse(where, raw)
+            shared = self._advantages(group)
+            judged = [self._sequence(group, i, float(value)) for i, value in enumerate(shared)]
+        except Malformed as error:
+            tokens = raw.get("tokens") if isinstance(raw, dict) else None
+            count = len(tokens) if isinstance(tokens, list) else 0
+            self.batch.leave_out(error.reason, max(1, count), str(error))
             return
-        logprobs = _rows(where, group, "inference_logprobs")
-        if not logprobs:
-            raise MissingLogprobs(NO_LOGPROBS.format(what=f"{where} has none"))
-        given, overrides = _rows(where, group, "advantages"), _rows(where, group, "overrides")
-        optional = {"advantages": given, "overrides": overrides}
-        _same_length(where, count, inference_logprobs=logprobs, **{k: v for k, v in optional.items() if v})
         self.batch.groups += 1
-        _lists(where, tokens=tokens, masks=masks, inference_logprobs=logprobs)
-        self.batch.sample_len = self.batch.sample_len or len(logprobs[0])
-        values = _numbers(where, "scores", scores)
-        if not np.isfinite(values).all():
-            self.batch.skip("score is not a finite number", count)
-            return
-        with np.errstate(over="ignore", invalid="ignore"):
-            shared = self._advantages(masks, values)
-            flat = not given and bool(np.ptp(values) < FLAT)
-        if not np.isfinite(shared).all():
-            self.batch.skip("scores are too far apart to compare", count)
-            return
+        flat = not group.advantages and _equal(group.scores)
         self.batch.flat_groups += int(flat)
-        for i in range(count):
-            override = overrides[i] if overrides and isinstance(overrides[i], dict) else {}
-            rollout = self._sequence(
-                f"{where}, sequence {i}", tokens[i], masks[i], logprobs[i], given[i] if given else None,
-                float(shared[i]), float(values[i]), override, group,
-            )  # fmt: skip
-            if rollout is not None:
-                self._select(rollout, flat)
+        self.batch.remark(ALONE, int(flat and len(judged) == 1))
+        for name in UNREAD:
+            self.batch.remark(f"groups come with {name}, which this trainer does not use", int(bool(raw.get(name))))
+        for each, mask in zip(judged, group.masks, strict=True):
+            self._take(each, mask, flat)
 
-    def _advantages(self, masks: list[Any], values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of one group, overlong completions punished first."""
-        if self.selection.overlong_buffer:
-            lengths = [sum(label != IGNORED for label in mask) for mask in masks]
-            values = values - np.array([self.selection.punishment(length) for length in lengths])
-        return group_advantages(values, std=self.advantage_std)
+    def _advantages(self, group: _Group) -> NDArray[np.float64]:
+        """What the scores say, [G] and finite in float32, overlong completions punished first."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            scores = group.scores
+            if self.selection.overlong_buffer:
+                scores = scores - np.array([self.selection.punishment(_longest_turn(mask)) for mask in group.masks])
+            found = group_advantages(scores, std=self.advantage_std)
+            if np.isfinite(found.astype(np.float32)).all() and np.isfinite(scores.std()):
+                return found
+        raise Malformed("scores are too far apart to compare", f"{group.where}: scores up to {np.abs(scores).max():g}")
 
-    def _sequence(
-        self, spot: str, tokens: list[int], masks: list[int], logprobs: list[float], given: list[float] | None,
-        shared: float, score: float, override: dict[str, Any], group: dict[str, Any],
-    ) -> Rollout | None:  # fmt: skip
-        """The sequence as a rollout; null, and counted, when it is too long or holds nothing generated."""
-        _same_length(spot, len(tokens), masks=masks, inference_logprobs=logprobs)
+    def _sequence(self, group: _Group, i: int, shared: float) -> _Judged:
+        """The sequence as a rollout, unless it is too long, or holds nothing generated or no logprob."""
+        spot, tokens = f"{group.where}, sequence {i}", group.tokens[i]
+        override = fields.table(spot, "overrides", group.overrides[i] if group.overrides else None)
+        logprobs = group.logprobs[i] if group.logprobs else None
+        fields.same_length(spot, len(tokens), masks=group.masks[i])
         if len(tokens) > self.seq_len:
-            self.batch.skip(f"longer than --seq-len {self.seq_len}", 1)
-            return None
-        ids, labels = _ids(spot, "tokens", tokens), _ids(spot, "masks", masks)
+            return _Judged(None, f"longer than --seq-len {self.seq_len}", f"{spot}: {len(tokens)} tokens")
+        ids = fields.token_ids(spot, tokens, self.selection.vocab_size)
+        labels = fields.whole_numbers(spot, "masks", group.masks[i])
         generated = labels != IGNORED
-        if (labels[generated] != ids[generated]).any() or (ids < 0).any():
-            raise BatchError(f"{spot}: masks must be {IGNORED} or the token itself, and token ids not negative")
-        vocabulary = self.selection.vocab_size
-        if vocabulary is not None and (ids >= vocabulary).any():
-            raise BatchError(
-                f"{spot}: tokens holds id {ids.max()}, but the model's vocabulary has {vocabulary}: the environment's "
-                "tokenizer is of another model"
-            )
-        if not generated.any():
-            self.batch.skip("nothing generated", 1)
-            return None
-        usable, values = self._usable(spot, generated, _numbers(spot, "inference_logprobs", logprobs))
-        return Rollout(
-            tokens=ids, trained=usable, logprobs=values, score=score, env=_env_name(group),
-            advantages=_advantage(spot, override, given, shared, len(ids)),
-            temperature=_temperature(spot, group, override, self.temperature),
+        if (labels[generated] != ids[generated]).any():
+            raise fields.wrong("masks", f"{spot}: masks must be {IGNORED} or the token itself")
+        advantages = _advantage(spot, override, group.advantages[i] if group.advantages else None, shared, len(ids))
+        temperature = fields.temperature(spot, (override, *group.tables), self.temperature)
+        if not generated[1:].any():
+            return _Judged(None, "nothing generated", f"{spot}: masks is {IGNORED} behind the first token")
+        if logprobs is None:
+            return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{group.where} has none"))
+        values = _logprobs(spot, logprobs, generated)
+        usable = generated & (values <= POSITIVE_TOLERANCE)
+        usable[0] = False
+        seen = (
+            int(generated.sum()),
+            float(values[generated].sum()),
+            int((values[generated] > POSITIVE_TOLERANCE).sum()),
+        )
+        if not usable.any():
+            what = "only placeholders" if (values[generated] == PLACEHOLDER).all() else "no real one"
+            return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{spot} has {what}"), *seen)
+        rollout = Rollout(
+            tokens=ids, trained=usable, logprobs=np.where(usable, values, 0.0).astype(np.float32),
+            advantages=advantages, temperature=temperature, score=float(group.scores[i]), env=group.env,
             digests=tuple(completion_digest(tokens[a:b], logprobs[a:b]) for a, b in _segments(generated)),
         )  # fmt: skip
+        return _Judged(rollout, "", "", *seen)
 
-    def _usable(
-        self, spot: str, generated: NDArray[np.bool_], values: NDArray[np.float64]
-    ) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
-        """Which tokens train, and their logprobs."""
-        self.batch.generated += int(generated.sum())
-        self.batch.logprob_sum += float(values[generated].sum())
-        usable = generated & np.isfinite(values) & (values <= POSITIVE_TOLERANCE)
-        if not usable.any():
-            placeholders = (values[generated] == PLACEHOLDER).all()
-            what = f"{spot} has only placeholders" if placeholders else f"{spot} has no real one"
-            raise MissingLogprobs(NO_LOGPROBS.format(what=what))
-        usable[0] = False
-        return usable, np.where(usable, values, 0.0).astype(np.float32)
-
-    def _select(self, rollout: Rollout, flat: bool) -> None:
-        """Keep the rollout, unless the objective leaves it out."""
-        length = len(rollout.tokens) - rollout.prompt_length
+    def _take(self, judged: _Judged, mask: list[Any], flat: bool) -> None:
+        """Keep the rollout, unless there is none or the objective leaves it out."""
+        batch, rollout = self.batch, judged.rollout
+        batch.generated += judged.generated
+        batch.logprob_sum += judged.logprob_sum
+        if rollout is None:
+            batch.leave_out(judged.reason, 1, judged.example)
+            return
+        batch.sample_len = batch.sample_len or len(rollout.tokens)
         if flat and self.selection.drop_flat:
             reason = "in a group of equal scores"
-        elif self.selection.cut_off(length):
+        elif self.selection.overlong_mask and self.selection.cut_off(_longest_turn(mask)):
             reason = f"cut off at --max-completion-tokens {self.selection.max_completion}"
         else:
-            self.batch.rollouts.append(rollout)
+            batch.rollouts.append(rollout)
+            batch.remark(PARTLY, judged.placeholders)
             return
-        self.batch.skip(reason, 1)
-        self.batch.unselected_scores.append(rollout.score)
+        batch.leave_out(reason, 1)
+        batch.unselected_scores.append(rollout.score)
+
+
+def _longest_turn(mask: list[Any]) -> int:
+    """Tokens of the longest contiguous generated segment: what the environment's limit is for."""
+    runs = groupby(mask, key=lambda label: label != IGNORED)
+    return max((sum(1 for _ in run) for generated, run in runs if generated), default=0)
 
 
 def _segments(generated: NDArray[np.bool_]) -> list[tuple[int, int]]:
@@ -282,82 +360,30 @@ def _segments(generated: NDArray[np.bool_]) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def _same_length(where: str, count: int, **lists: Any) -> None:
-    for name, values in lists.items():
-        if not isinstance(values, (list, tuple)):
-            raise BatchError(f"{where}: {name} is no list")
-        if len(values) != count:
-            raise BatchError(f"{where}: {name} has {len(values)} entries where tokens has {count}")
-
-
-def _lists(where: str, **columns: list[Any]) -> None:
-    for name, rows in columns.items():
-        if not all(isinstance(row, list) for row in rows):
-            raise BatchError(f"{where}: {name} must hold one list for each sequence")
-
-
-def _rows(where: str, group: dict[str, Any], name: str) -> list[Any]:
-    """A list of the group, empty when it is missing."""
-    values = group.get(name) or []
-    if not isinstance(values, list):
-        raise BatchError(f"{where}: {name} is no list")
+def _logprobs(spot: str, logprobs: list[Any], generated: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """[L]; those of generated tokens are finite, though not all of them logprobs."""
+    fields.same_length(spot, len(generated), inference_logprobs=logprobs)
+    values = fields.numbers(spot, "inference_logprobs", logprobs)
+    own = values[generated]
+    if not np.isfinite(own).all() or (own < LOWEST_LOGPROB).any():
+        what = f"{spot}: inference_logprobs holds NaN, Infinity or a number below {LOWEST_LOGPROB:g}"
+        raise fields.wrong("inference_logprobs", what)
     return values
 
 
-def _ids(spot: str, name: str, values: list[Any]) -> NDArray[np.int64]:
-    try:
-        found = np.asarray(values if values else np.zeros(0, np.int64))
-        if found.dtype.kind in "iu" and found.ndim == 1:
-            return found.astype(np.int64)
-    except (ValueError, OverflowError):
-        pass
-    raise BatchError(f"{spot}: {name} must be a list of whole numbers")
-
-
-def _numbers(spot: str, name: str, values: list[Any]) -> NDArray[np.float64]:
-    try:
-        found = np.asarray(values, dtype=np.float64)
-        if found.ndim == 1:
-            return found
-    except (ValueError, TypeError, OverflowError):
-        pass
-    raise BatchError(f"{spot}: {name} must be a list of numbers")
-
-
 def _advantage(
-    spot: str, override: dict[str, Any], given: list[float] | None, shared: float, length: int
+    spot: str, override: dict[str, Any], given: list[Any] | None, shared: float, length: int
 ) -> NDArray[np.float32]:
     """Per token, [L]: zero by override, else the environment's own, else the group's."""
     if override.get("set_advantage_to_zero", False):
         return np.zeros(length, dtype=np.float32)
     if given is None:
         return np.full(length, shared, dtype=np.float32)
-    if isinstance(given, list) and len(given) == 1:
+    if len(given) == 1:
         given = given * length
-    _same_length(spot, length, advantages=given)
+    fields.same_length(spot, length, advantages=given)
     with np.errstate(over="ignore"):
-        values = _numbers(spot, "advantages", given).astype(np.float32)
+        values = fields.numbers(spot, "advantages", given).astype(np.float32)
     if not np.isfinite(values).all():
-        raise BatchError(f"{spot}: advantages holds a value that is not a finite number")
+        raise fields.wrong("advantages", f"{spot}: advantages holds a value that is not a finite number")
     return values
-
-
-def _temperature(spot: str, group: dict[str, Any], override: dict[str, Any], fallback: float) -> float:
-    """Priority: override, generation_params, group_overrides, configuration. Greedy (0) has unscaled logprobs: 1."""
-    for source in (override, group.get("generation_params"), group.get("group_overrides")):
-        if not isinstance(source, dict) or source.get("temperature") is None:
-            continue
-        try:
-            value = float(source["temperature"])
-        except (TypeError, ValueError):
-            raise BatchError(f"{spot}: temperature {source['temperature']!r} is no number") from None
-        return value if value > 0 and math.isfinite(value) else 1.0
-    return fallback
-
-
-def _env_name(group: dict[str, Any]) -> str:
-    params = group.get("generation_params")
-    name = params.get("env") if isinstance(params, dict) else None
-    if isinstance(name, str):
-        return name
-    return "" if group.get("env_id") is None else f"env {group['env_id']}"

@@ -1,8 +1,15 @@
 """Client of atroposlib's run-api: register, then one batch per optimizer step.
 
-How run-api behaves, and what follows from it: environments cannot register before the first `GET /batch`, so that call
-comes before the model loads; all its state is in memory, so after its restart the trainer registers again with its own
-step; pulling ahead would defeat the environment's off-policy bound, so nothing is prefetched.
+How run-api (atroposlib 0.4.0) behaves, and what follows from it:
+- Environments cannot register before the first `GET /batch`, so that call comes before the model loads.
+- All its state is in memory, and anybody's `GET /reset_data` wipes it. So the trainer looks at `GET /info` before every
+  batch and while it waits, and registers again, with its own step, where the registration is gone.
+- The first `POST /register` counts, every later one is answered and ignored; so is one that comes after a group
+  (`POST /scored_data`). In a run-api without a trainer (batch_size -1) a `GET /reset_data` of ours makes room; another
+  trainer's registration is left alone, and so are its batches.
+- `GET /batch` takes a batch out before it answers: what breaks then is lost. NaN breaks it (HTTP 500), a client that
+  gives up too early, too.
+- Pulling ahead would defeat the environment's off-policy bound, so nothing is prefetched.
 """
 
 from __future__ import annotations
@@ -10,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import httpx
@@ -21,9 +29,18 @@ from trainer_core.errors import ApiError, Stopped
 POLL_FIRST_S = 0.02
 POLL_MAX_S = 0.2
 IDLE_CHECK_S = 1.0
+LOOK_S = 3.0
+"""Between two looks at the registration while no batch comes."""
 COMPLAIN_AFTER_S = 30.0
+ANSWER_S = 30.0
+"""For every answer but that of `GET /batch`, which may be many megabytes."""
+NOBODY = -1
+"""`batch_size` of a run-api without a trainer."""
+FAILED = "failed"
+"""Status of an answer that run-api could not give."""
+RESTART = "restart run-api (atropos-tui restart api)"
 
-RawBatch = list[dict[str, Any]]
+RawBatch = list[Any]
 """Groups as run-api returns them: tokens, masks, scores, inference_logprobs, overrides, ..."""
 
 
@@ -43,21 +60,34 @@ class RunApi:
         self.registration = registration
         self.stop = stop
         self.timeout_s = timeout_s
-        self._http = httpx.Client(base_url=self.url, timeout=30.0, limits=LIMITS, transport=transport, trust_env=False)
+        self._http = httpx.Client(
+            base_url=self.url, timeout=ANSWER_S, limits=LIMITS, transport=transport, trust_env=False,
+            # Compressing a batch costs run-api more time than sending it.
+            headers={"Accept-Encoding": "identity"},
+        )  # fmt: skip
         self._ready: RawBatch | None = None
+        self._opened = False
+        self._registered = False
+        """The last look said so."""
+        self._complained_at = -COMPLAIN_AFTER_S
 
     def open(self, step: int) -> None:
         """Wait for run-api, register at `step` (optimizer steps done) and let environments in with one `GET /batch`.
 
+        Where run-api holds another trainer's registration: say so, and wait until it does not.
+
         Raises:
             ApiError: run-api stays away for `timeout_s`, or refuses the registration.
         """
-        self._call("GET", "/info")
-        self._register(step)
+        while not self._look(step):
+            if self.stop.wait(LOOK_S):
+                raise Stopped
+        self._opened = True
         self._ready = self._batch(step)
 
     def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
-        """The next batch, waiting as long as it takes; `on_idle` is called about once a second and may raise.
+        """The next batch, waiting as long as it takes; `on_idle` is called about once a second and may raise. An empty
+        one was lost in run-api.
 
         Args:
             step: optimizer steps done, for a new registration when run-api lost its state.
@@ -66,16 +96,19 @@ class RunApi:
             ready, self._ready = self._ready, None
             return ready
         pause, began = POLL_FIRST_S, time.monotonic()
-        next_check, next_word = began + IDLE_CHECK_S, began + COMPLAIN_AFTER_S
+        next_check, next_word, next_look = began + IDLE_CHECK_S, began + COMPLAIN_AFTER_S, began
         while True:
-            batch = self._batch(step)
+            if time.monotonic() >= next_look:
+                self._look(step)
+                next_look = time.monotonic() + LOOK_S
+            batch = self._batch(step) if self._registered else None
             if batch is not None:
                 return batch
             now = time.monotonic()
             if now >= next_check:
                 on_idle()
                 next_check = now + IDLE_CHECK_S
-            if now >= next_word:
+            if now >= next_word and self._registered:
                 print(f"Waiting for rollouts for {now - began:.0f} s: {self._why_empty()}")
                 next_word = now + COMPLAIN_AFTER_S
             if self.stop.wait(pause):
@@ -85,46 +118,128 @@ class RunApi:
     def close(self) -> None:
         self._http.close()
 
-    def _register(self, step: int) -> None:
+    def _look(self, step: int) -> bool:
+        """Whether run-api's registration is ours; registers where it is nobody's."""
+        wanted = self.registration["batch_size"]
+        info = self._call("GET", "/info")
+        if info.get("batch_size") == wanted and self._registered:
+            return True
+        if info.get("batch_size") == NOBODY and self._registered:
+            print(f"run-api has forgotten this trainer. Registering again at step {step}.")
+        self._registered = False
+        if info.get("batch_size") in (NOBODY, wanted):
+            info = self._register(step)
+            if info.get("batch_size") == NOBODY:
+                # A group came first. There is no trainer whom this could harm.
+                self._ask("GET", "/reset_data")
+                info = self._register(step)
+        self._registered = info.get("batch_size") == wanted
+        if self._registered:
+            self._greet(info, step)
+        else:
+            self._complain(info.get("batch_size"), wanted)
+        return self._registered
+
+    def _register(self, step: int) -> dict[str, Any]:
+        """Ask to be registered; what run-api's `/info` says then."""
         answer = self._call("POST", "/register", json={**self.registration, "starting_step": step})
         if "uuid" not in answer:
             raise ApiError(f"run-api at {self.url} refused the trainer: {answer}")
-        size = self._call("GET", "/info").get("batch_size")
-        if size != self.registration["batch_size"]:
-            raise ApiError(
-                f"run-api at {self.url} serves batches of {size} sequences, this trainer asks for "
-                f"{self.registration['batch_size']}: another trainer registered first. Restart run-api, or match "
-                "--batch-size x --gradient-accumulation-steps"
-            )
+        return self._call("GET", "/info")
+
+    def _greet(self, info: dict[str, Any], step: int) -> None:
+        self._complained_at = -COMPLAIN_AFTER_S
+        size, longest = info.get("batch_size"), info.get("max_token_len")
         print(f"✓ Registered with run-api at {self.url}: {size} sequences a step, starting at step {step}")
+        wanted = self.registration.get("max_token_len")
+        if longest != wanted:
+            print(
+                f"[WARNING] run-api holds an earlier registration: it tells environments max_token_len {longest}, this "
+                f"trainer asks for {wanted}. Training goes on; to change it, {RESTART}"
+            )
+
+    def _complain(self, size: Any, wanted: int) -> None:
+        """Why this trainer does not get in, now and then."""
+        now = time.monotonic()
+        if now - self._complained_at < COMPLAIN_AFTER_S:
+            return
+        self._complained_at = now
+        why = "takes no registration, since groups came before one: Trainer not registered"
+        if size != NOBODY:
+            why = (
+                f"holds another trainer's registration and takes no second one: it serves batches of {size} sequences, "
+                f"this trainer asks for {wanted}"
+            )
+        print(
+            f"[WARNING] run-api at {self.url} {why}. Waiting until that changes. Way out: {RESTART}, or match "
+            "--batch-size x --gradient-accumulation-steps"
+        )
 
     def _batch(self, step: int) -> RawBatch | None:
-        answer = self._call("GET", "/batch")
+        """One `GET /batch`: its groups; an empty list for a batch that was lost; null when there is none yet."""
+        answer = self._in_background(lambda: self._call("GET", "/batch"))
         if answer.get("status") == "error":
             print(f"run-api says: {answer.get('message', answer)} Registering again at step {step}.")
-            self._register(step)
-            answer = self._call("GET", "/batch")
+            self._registered = False
+            self._look(step)
+        elif answer.get("status") == FAILED:
+            # It fails without its state as well as with a batch that it cannot write down; and closes the connection.
+            if self.stop.wait(POLL_MAX_S):
+                raise Stopped
+            known = self._call("GET", "/info").get("batch_size") == self.registration["batch_size"]
+            if not known:
+                self._look(step)
+            return [] if known else None
         batch = answer.get("batch")
-        return batch or None
+        return batch if isinstance(batch, list) and batch else None
+
+    def _in_background(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Its answer; a stop ends the wait for it, not the call."""
+        answers: SimpleQueue[dict[str, Any] | Exception] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put(call())
+            except Exception as error:
+                answers.put(error)
+
+        threading.Thread(target=run, daemon=True, name="run-api").start()
+        while True:
+            try:
+                answer = answers.get(timeout=POLL_MAX_S)
+            except Empty:
+                if self.stop.is_set():
+                    raise Stopped from None
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
     def _call(self, method: str, path: str, json: dict[str, Any] | None = None) -> dict[str, Any]:
         """One answer, through outages of up to `timeout_s`."""
         began = time.monotonic()
         last_word = 0.0
+        patience = max(ANSWER_S, self.timeout_s) if path == "/batch" else ANSWER_S
         while True:
             try:
-                response = self._http.request(method, path, json=json)
+                response = self._http.request(method, path, json=json, timeout=patience)
                 if response.status_code < 500:
                     if last_word:
                         print(f"run-api is back after {time.monotonic() - began:.1f} s")
                     response.raise_for_status()
                     answer = response.json()
                     return answer if isinstance(answer, dict) else {}
+                if path == "/batch":
+                    return {"status": FAILED}
                 problem = f"HTTP {response.status_code}"
             except httpx.TransportError as error:
                 problem = str(error) or type(error).__name__
-            except (httpx.HTTPStatusError, ValueError) as error:
-                raise ApiError(f"{self.url}{path} is no run-api: {error}. Check --atropos-url") from None
+                if path == "/batch" and isinstance(error, httpx.ReadError | httpx.ReadTimeout):
+                    problem += "; a batch that was on its way is lost"
+            except (httpx.HTTPStatusError, ValueError, RecursionError) as error:
+                problem = f"no answer of a run-api: {error}"
+                if not self._opened:
+                    raise ApiError(f"{self.url}{path} is no run-api: {error}. Check --atropos-url") from None
             away = time.monotonic() - began
             if away > self.timeout_s:
                 raise ApiError(
@@ -137,18 +252,28 @@ class RunApi:
             if self.stop.wait(0.25):
                 raise Stopped
 
+    def _ask(self, method: str, path: str) -> dict[str, Any]:
+        """One answer if there is one at once, else nothing."""
+        try:
+            answer = self._http.request(method, path).json()
+        except (httpx.HTTPError, ValueError, RecursionError):
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
     def _why_empty(self) -> str:
         """What run-api shows while it gives no batch."""
-        queue = int(self._call("GET", "/status").get("queue_size") or 0)
+        queue = int(self._ask("GET", "/status").get("queue_size") or 0)
         if not queue:
             return (
                 "run-api's queue is empty. Is an environment running, registered at this run-api, and its inference "
                 "server answering?"
             )
-        group = len(self._call("GET", "/latest_example").get("tokens") or [])
+        group = len(self._ask("GET", "/latest_example").get("tokens") or [])
         size = self.registration["batch_size"]
         if group and size % group:
             return f"groups of {group} never add up to a batch of {size}: make it a multiple of {group}"
+        if queue * group >= size:
+            return f"{queue} groups queued, and no {size} sequences of them add up to a batch: {RESTART}"
         return f"{queue} groups queued, not yet a batch of {size} sequences"
 
 

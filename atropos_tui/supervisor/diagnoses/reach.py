@@ -39,6 +39,15 @@ TRAINER_NOT_REGISTERED = LogRule(
     # Our trainer registers again by itself, and says so in the same line.
     (Sign("Trainer not registered", r"Trainer not registered(?!.*Registering again)"),),
 )
+OTHER_TRAINER = LogRule(
+    "other_trainer_registered",
+    "run-api belongs to another trainer, and takes no second one",
+    "atropos-tui restart {api}: it forgets everybody, and {name} registers as the first. It comes back? Two trainers "
+    "ask one run-api: give each stack a port of its own ([api] port)",
+    (Sign("holds another trainer's registration"),),
+    roles=(Role.TRAINER,),
+    at_exit=False,
+)
 ENGINE_UNREACHABLE = LogRule(
     "engine_unreachable",
     "{name} does not reach the inference server",

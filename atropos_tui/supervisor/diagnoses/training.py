@@ -114,6 +114,21 @@ NO_LOGPROBS = LogRule(
     ),
     roles=(Role.ENV, Role.TRAINER),
 )
+ROLLOUTS_LEFT_OUT = LogRule(
+    "rollouts_left_out",
+    "rollouts are left out that cannot be trained on",
+    "the evidence names the reason, an example and its environment, and left_out of each step counts: mend that "
+    "environment or stop it (atropos-tui logs {env} -n 50). Token ids outside of the vocabulary are from another "
+    "model's tokenizer; lengths and lags from seq_len, max_completion_tokens and max_policy_lag under [trainer]",
+    (
+        Sign("nothing to train on in the last"),
+        Sign("sequences left out: malformed"),
+        Sign("sequences left out: token ids"),
+        Sign("sequences left out: lost in run-api"),
+    ),
+    roles=(Role.TRAINER,),
+    at_exit=False,
+)
 WORKER_TIMEOUT = LogRule(
     "worker_timeout",
     "rollouts are cancelled after their time limit ({0} s)",
