@@ -91,6 +91,13 @@ class Entry:
 async def compare(options: argparse.Namespace) -> int:
     """Start every stack, follow them to their ends, print the table; the worst of their exit codes."""
     entries = label_entries(options)
+    if len(entries) < 2:
+        name, label = entries[0].name, entries[0].label
+        fix = (
+            f"name two, or the same twice with a difference: atropos-tui compare {name} {name} --set "
+            f"{label}-2:trainer.lr=1e-5; one alone: atropos-tui up {name}"
+        )
+        raise UserError("nothing to compare", [Problem(f"{name} is one stack", fix)])
     base = (options.run_dir or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     if runs.is_used(base):
         raise UserError("the directory is in use", [Problem(f"{base} is not empty", "choose another --run-dir")])

@@ -173,6 +173,7 @@ class Conductor:
         if op.by_hand:
             unit.command_id = op.id
             unit.port_wait = None
+            unit.start_error = ""  # whoever asks may have mended it
         if unit.state.is_resting or unit.state is State.BACKOFF:
             self.ledger.move(unit, State.PENDING, _said(op))
 
@@ -228,6 +229,7 @@ class Conductor:
         if unit.timer and not unit.one_shot:
             unit.timer.cancel()
         unit.proven = unit.proven or unit.has_gate
+        unit.came_up = unit.came_up or unit.has_gate
         unit.healthy_at = unit.healthy_at or time.monotonic()
         self._launcher.note_progress()
         self.ledger.move(unit, State.HEALTHY, reason)

@@ -16,6 +16,7 @@ import httpx
 from atropos_tui.supervisor import cgroup, diagnoses, environment, procfs, shared_memory
 from atropos_tui.supervisor.adoption import Estate, Heir, log_patterns
 from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence, Names
+from atropos_tui.supervisor.diagnoses.repeats import lasting_error
 from atropos_tui.supervisor.diagnoses.scanner import LogScanner
 from atropos_tui.supervisor.environment import Launch, LaunchError
 from atropos_tui.supervisor.gpu_memory import GpuMemory
@@ -148,6 +149,7 @@ class Launcher:
         living = self._spawner.adopt(unit.spec, heir, *self._listeners(unit, attempt))
         self._take_in(unit, living, heir.launch)
         unit.proven, unit.stages = heir.entry.proven, dict(heir.entry.stages)
+        unit.came_up = unit.proven or bool(unit.stages)
         self._ledger.move(unit, State.STARTING, f"adopted, attempt {attempt}")
         self._watch(unit, attempt)
 
@@ -308,13 +310,14 @@ class Launcher:
         if look:
             await look
             await self._gpu_memory_back(unit)
-        diagnosis = None
+        diagnosis, error = None, ""
         if child.exit_code != 0 and not unit.outcome:
             lines = unit.log.tail(LOOKED_BACK)
             names, above = Names.of(self._ledger.stack), tuple(lines[:-EVIDENCE])
             found = Evidence(unit.spec, child.exit_code, lines[-EVIDENCE:], names, above)
             diagnosis = await asyncio.to_thread(diagnoses.diagnose, found)
-        self._post(Gone(name, attempt, killed, diagnosis))
+            error = lasting_error(diagnosis.rule, lines) if child.exit_code > 0 else ""
+        self._post(Gone(name, attempt, killed, diagnosis, error))
 
     def collect(self, unit: Unit) -> int:
         """After `Gone`: reap, forget, clear files; the exit code."""
