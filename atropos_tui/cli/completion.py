@@ -224,7 +224,7 @@ def _components(run_dir: Path | None) -> Iterator[Candidate]:
 
 
 def _profiles() -> Iterator[Candidate]:
-    from atropos_tui.stack.extends import shipped_profiles
+    from atropos_tui.stack.load import shipped_profiles
 
     yield from ((name, "shipped profile") for name in shipped_profiles())
 
