@@ -54,6 +54,7 @@ class Device:
 
     @property
     def wanted(self) -> int:
+        """Bytes that all components together ask for, as far as they are known."""
         return sum(item.bytes or 0 for item in self.items)
 
     @property

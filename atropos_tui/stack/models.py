@@ -36,6 +36,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
+        """Parameters in all."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
@@ -45,14 +46,17 @@ class Model:
 
     @property
     def layers(self) -> int:
+        """Number of transformer layers."""
         return int(self.config.get("num_hidden_layers") or self.config["n_layer"])
 
     @property
     def heads(self) -> int:
+        """Number of attention heads for queries."""
         return int(self.config.get("num_attention_heads") or self.config["n_head"])
 
     @property
     def hidden(self) -> int:
+        """Width of the hidden state."""
         return int(self.config.get("hidden_size") or self.config["n_embd"])
 
     @property
@@ -62,6 +66,7 @@ class Model:
 
     @property
     def vocab(self) -> int:
+        """Rows of the embedding."""
         return int(self.config["vocab_size"])
 
     @property

@@ -101,19 +101,24 @@ class Site:
 
     @property
     def traits(self) -> ModeTraits:
+        """What the profile's mode asks of the stack."""
         return TRAITS[self.profile.mode]
 
     @property
     def model(self) -> str:
+        """The stack's model, with the variables that are known while planning put in."""
         return self.text(self.profile.model)
 
     def text(self, value: str) -> str:
+        """`value` with the variables put in that are known while planning."""
         return expand(value, dict(self.variables))
 
     def texts(self, values: list[str]) -> list[str]:
+        """The same for each of several."""
         return [self.text(value) for value in values]
 
     def url(self, port: int) -> str:
+        """The address of a server of this stack."""
         return f"http://127.0.0.1:{port}"
 
 
@@ -319,8 +324,8 @@ def _engine(site: Site, section: EngineSection, after: list[str], settings: Trai
 
 def meeting_address(site: Site, settings: TrainingConfig) -> str:
     """Where the trainer of a broadcast is met; a reference where only the environment knows it."""
-    told = {name: site.text(value) for name, value in site.profile.trainer.env.items()}
-    return meeting_place(settings.init_method, told)[0]
+    environment = {name: site.text(value) for name, value in site.profile.trainer.env.items()}
+    return meeting_place(settings.init_method, environment)[0]
 
 
 def _fed_environment(site: Site, section: EngineSection, settings: TrainingConfig) -> dict[str, str]:
@@ -488,4 +493,5 @@ def _flags(values: dict[str, Any], *, explicit_booleans: bool = False) -> list[s
 
 
 def resolve_path(path: str) -> Path:
+    """`path` as an absolute one, with `~` put in and links followed."""
     return Path(os.path.expanduser(path)).resolve()  # noqa: PTH111

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +24,6 @@ TEMPLATES = {"gsm8k": "gsm8k", "arithmetic": "demo", "math-zero": "math-zero", S
 """The shipped profile that a kind of environment begins with."""
 GPU_TEMPLATES = {"arithmetic": "demo-gpu"}
 """The same where the run has GPUs, if it is another one."""
-_KEY_LINE = re.compile(r"([\w.-]+) = (.*?)(\s+#.*)?")
-_HEADER = re.compile(r"\[+([\w.-]+)\]+(\s+#.*)?")
-
 Changes = dict[str, dict[str, Any]]
 """By table ("" is the top), new values of keys; None takes a key out."""
 
@@ -64,21 +60,20 @@ def profile_text(answers: Answers, *, file: str) -> str:
         text = _without_table(text, "prepare")  # which makes the template's own model
     env = {"name": "env", "module": None, "script": answers.script} if answers.kind == SCRIPT else {}
     changes: Changes = {"": top, "api": {"port": answers.api_port}, "env": env} | _placement(answers)
-    return f"{_head(shipped, file)}\n{_edited(text, changes)}"
+    for table, values in changes.items():
+        text = _with(text, table, values)
+    head = (
+        f"#:schema ./{SCHEMA_FILE}\n"
+        f"# Written by `atropos-tui init` after the shipped profile {shipped}. What each key means: docs/profiles.md.\n"
+        f"#   atropos-tui up {file}\n"
+    )
+    return head + text
 
 
 def _template(name: str) -> str:
     """A shipped profile without the comments at its head, which speak of that profile."""
     text = shipped_profiles()[name].read_text(encoding="utf-8")
     return text[re.search(r"^(?!#)", text, re.MULTILINE).start() :]  # type: ignore[union-attr]
-
-
-def _head(shipped: str, file: str) -> str:
-    return (
-        f"#:schema ./{SCHEMA_FILE}\n"
-        f"# Written by `atropos-tui init` after the shipped profile {shipped}. What each key means: docs/profiles.md.\n"
-        f"#   atropos-tui up {file}"
-    )
 
 
 def _placement(answers: Answers) -> Changes:
@@ -98,34 +93,24 @@ def _placement(answers: Answers) -> Changes:
     return {"vllm": vllm, "trainer": {"gpus": answers.trainer_gpus or answers.vllm_gpus}}
 
 
-def _edited(text: str, changes: Changes) -> str:
-    """TOML with other values: a key keeps its line and its comment, a new one comes last in its table."""
-    waiting = {table: dict(keys) for table, keys in changes.items()}
-    lines: list[str] = []
-    table = ""
-    for line in [*text.splitlines(), None]:
-        header = _HEADER.fullmatch(line) if line is not None else None
-        if line is None or header:
-            _insert(lines, waiting.pop(table, {}))
-            table = header[1] if header else table
-        key = _KEY_LINE.fullmatch(line) if line is not None else None
-        if key and key[1] in waiting.get(table, {}):
-            value = waiting[table].pop(key[1])
-            if value is not None:
-                lines.append(f"{key[1]} = {_toml(value)}{key[3] or ''}")
-        elif line is not None:
-            lines.append(line)
-    for name, keys in waiting.items():
-        if any(value is not None for value in keys.values()):
-            lines += ["", f"[{name}]"]
-            _insert(lines, keys)
-    return "\n".join(lines) + "\n"
-
-
-def _insert(lines: list[str], keys: Mapping[str, Any]) -> None:
-    """Put `keys` behind the last line that says something."""
-    end = max((number for number, line in enumerate(lines, 1) if line), default=0)
-    lines[end:end] = [f"{key} = {_toml(value)}" for key, value in keys.items() if value is not None]
+def _with(text: str, table: str, values: dict[str, Any]) -> str:
+    """TOML with other values in one table: a key keeps its line and comment, a new one comes last in the table."""
+    header = re.search(rf"^\[{table}\].*\n", text, re.MULTILINE) if table else re.match("", text)
+    if header is None:
+        text += f"\n[{table}]\n"
+    start = header.end() if header else len(text)
+    following = re.compile(r"\n*^\[|\n*\Z", re.MULTILINE).search(text, start)
+    end = following.start() if following else len(text)
+    body = text[start:end]
+    for key, value in values.items():
+        line = re.search(rf"^{re.escape(key)} = .*?( *#.*)?$", body, re.MULTILINE)
+        if line and value is None:
+            body = body[: line.start()] + body[line.end() + 1 :]
+        elif line:
+            body = f"{body[: line.start()]}{key} = {_toml(value)}{line[1] or ''}{body[line.end() :]}"
+        elif value is not None:
+            body = f"{body.rstrip()}\n{key} = {_toml(value)}".lstrip("\n")
+    return text[:start] + body.rstrip("\n") + (text[end:] or "\n")
 
 
 def _without_table(text: str, name: str) -> str:

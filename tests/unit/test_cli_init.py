@@ -69,6 +69,7 @@ def test_flags_reach_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["init", "--yes", "--name", "mine", "--env", "math-zero", "--model", 'a "b"\\c/ü', "--api-port", "8111"]
     assert main.run([*words, "--vllm-port", "8112", "--vllm-gpus", "3"]) == 0
     profile = written("mine.toml")
+    assert "# beside the shipped profiles; a path works too" in Path("mine.toml").read_text(), "its comments stay"
     assert (profile.name, profile.model, profile.env[0].name) == ("mine", 'a "b"\\c/ü', "math-zero")
     assert (profile.api.port, profile.vllm[0].port, profile.vllm[0].gpus, profile.trainer.gpus) == (
         8111,
