@@ -28,14 +28,17 @@ class MismatchError(TrainerError):
 
 
 class EngineError(TrainerError):
-    """The inference server answered, but refused."""
-
-    status: int | None = None
-    """HTTP status of the answer."""
+    """The inference server that the trainer knows answered, and refuses the request itself: asking again is no use."""
 
 
 class EngineGone(TrainerError):
-    """The inference server does not answer any more."""
+    """The inference server does not answer any more, or cannot do what it is asked: it ends, starts, has lost its
+    engine, or is another one. It is waited for, found again, and given the weights of now."""
+
+    def __init__(self, message: str, *, answered: bool = False) -> None:
+        super().__init__(message)
+        self.answered = answered
+        """Whether that is what a server said, rather than its silence."""
 
 
 class Stopped(Exception):

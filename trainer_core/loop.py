@@ -23,7 +23,7 @@ from trainer_core.benchmark import Benchmark, memory_fields
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.records import BenchmarkRecord, CheckpointRecord
 from trainer_core.contracts.run_dir import RunDir
-from trainer_core.errors import EngineGone, MemoryFullError, MismatchError, Stopped, UsageError
+from trainer_core.errors import EngineGone, MemoryFullError, MismatchError, Stopped, TrainerError, UsageError
 from trainer_core.explain import explain
 from trainer_core.intake import Intake, Lags
 from trainer_core.objective.alignment import Alignment, Gate, Probe, thresholds
@@ -94,11 +94,14 @@ def train(config: TrainingConfig, *, api: RunApi | None = None, stop: threading.
     run = Run(config, start, api or open_api(config, start.step, stop), stop)
     try:
         return _to_the_end(run, start)
-    except EngineGone:
-        print(run.rescue())
-        raise
     except torch.OutOfMemoryError as error:
+        run.rescue(error)
         raise MemoryFullError(OUT_OF_MEMORY.format(error=error, tokens=config.tokens_per_pass)) from None
+    except (Stopped, MismatchError):
+        raise
+    except Exception as error:
+        run.rescue(error)
+        raise
     finally:
         run.close()
 
@@ -139,8 +142,8 @@ class Run:
         self.stopping = StopConditions(config, start.stopping)
         self.reader = TextReader(config.model_name)
         self.bench = Benchmark(self.sync.mode)
-        self.gone: EngineGone | None = None
-        """The server ended under a publish."""
+        self.failed: TrainerError | None = None
+        """Why the present step, which is complete, is the last one of this attempt."""
 
     def attach(self, start: checkpoint.StartingPoint) -> None:
         """Get the policy with the starting weights on both sides, and an optimizer over it."""
@@ -188,10 +191,9 @@ class Run:
             self.stepper.compute()
         trained = time.perf_counter()
         sync = self.publish(outcome)
-        self.step = step
         self.stopping.saw(float(batch.scores.mean()))
         broken = self.config.stop_on_mismatch and alignment.verdict == "mismatch"
-        if step < self.config.training_steps and not broken and self.gone is None:
+        if step < self.config.training_steps and not broken and self.failed is None:
             self.prober.start(step + 1, self.version)
         checkpoint_s = 0.0 if broken else self.save_if_due()
         self.report(
@@ -207,8 +209,8 @@ class Run:
                 f"--stop-on-mismatch: {alignment.cause}. The weights of this step are not saved. "
                 f"{self.last_checkpoint()}"
             )
-        if self.gone is not None:
-            raise self.gone
+        if self.failed is not None:
+            raise self.failed
 
     def while_waiting(self) -> None:
         """Is there still a server, and reason to go on?"""
@@ -231,30 +233,44 @@ class Run:
         """Write the update and let the server see it; null when the gradient is not finite and nothing changes."""
         if not outcome.finite:
             self.stepper.zero_grad()
+            self.step += 1
             return None
         began = time.perf_counter()
         try:
-            report = self.sync.publish(self.version + 1, self.stepper.write)
-        except EngineGone as error:
+            return self.sync.publish(self.version + 1, self.write)
+        except TrainerError as error:
             if self.sync.let_go(self.stepper.copies()):
                 raise
-            # The update needs no server: complete it, so that the batch is not lost with one.
-            self.stepper.finish()
-            self.gone, lasted = error, time.perf_counter() - began
-            report = SyncReport(self.sync.mode, self.version + 1, lasted, {"server_gone": lasted}, moved=False)
-        self.version += 1
-        return report
+            if self.stepper.unwritten:
+                self.write()  # the update needs no server: complete it, so that the batch is not lost with one
+            self.failed, lasted = error, time.perf_counter() - began
+            return SyncReport(self.sync.mode, self.version, lasted, {"server_gone": lasted}, moved=False)
 
-    def rescue(self) -> str:
-        """After the server's end: save the present step if its weights outlived the server. What remains, in words."""
+    def write(self) -> None:
+        """Put the computed update into the policy: with this the step is done."""
+        self.stepper.write()
+        self.step += 1
+        self.version += 1
+
+    def rescue(self, error: Exception) -> None:
+        """After `error`: save what is not saved yet, if the weights are still the policy's, and say what remains."""
+        cause = "the server" if isinstance(error, EngineGone) else "the error"
         if not hasattr(self, "stepper"):
-            return self.last_checkpoint()
-        lost = self.sync.let_go(self.stepper.copies())
+            print(self.last_checkpoint())
+            return
+        try:
+            lost = self.sync.let_go(self.stepper.copies())
+            if not lost and self.stepper.unwritten:
+                self.write()
+            if not lost and self.step > self.saved_step:
+                self.save()
+        except Exception as another:  # what brought us here is told, whatever comes on top of it
+            lost = f"they cannot be saved ({type(another).__name__}: {another})"
+        last = self.last_checkpoint()
         if lost:
-            return f"The weights of step {self.step} are lost with the server: {lost}. {self.last_checkpoint()}"
-        if self.step > self.saved_step:
-            self.save()
-        return f"✓ No step is lost: the weights of step {self.step} outlived the server. {self.last_checkpoint()}"
+            print(f"The weights of step {self.step} are lost with {cause}: {lost}. {last}")
+        else:
+            print(f"✓ No step is lost: the weights of step {self.step} outlived {cause}. {last}")
 
     def judge(self, outcome: StepOutcome, probe: Probe | None, lags: Lags, batch: Batch) -> Alignment:
         """Before weights change: what the server said, the rollouts and the policy belong together now."""

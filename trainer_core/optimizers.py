@@ -37,7 +37,8 @@ class Stepper:
             param.register_post_accumulate_grad_hook(_collect_into(master))
         self.optimizer = _build(self.masters, config)
         self._pending = False
-        self._computed = False
+        self.unwritten = False
+        """Whether an update is computed, in full or in part, that `write` has not put into the parameters."""
 
     def set_lr(self, step: int) -> float:
         """Learning rate of optimizer step `step` (from 1)."""
@@ -61,7 +62,7 @@ class Stepper:
 
     def compute(self) -> None:
         """The part that touches no shared memory: the whole update, unless some parameter is stepped in place."""
-        self._computed = True
+        self.unwritten = True
         self._pending = len(self.half.masters) < len(self.params)
         if not self._pending:
             self._step()
@@ -74,11 +75,6 @@ class Stepper:
         self.half.write()
         self.zero_grad()
 
-    def finish(self) -> None:
-        """`write` what was computed, if that has not been done."""
-        if self._computed:
-            self.write()
-
     def copies(self) -> dict[torch.Tensor, torch.Tensor]:
         """Parameter -> its float32 copy in the trainer's own memory, for those that have one at this moment."""
         pairs = zip(self.params, self.masters, strict=True)
@@ -89,7 +85,7 @@ class Stepper:
         self.optimizer.step()
 
     def zero_grad(self) -> None:
-        self._computed = False
+        self.unwritten = False
         for param, master in zip(self.params, self.masters, strict=True):
             param.grad = None
             master.grad = None

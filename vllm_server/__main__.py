@@ -10,10 +10,10 @@ import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
-import socket
 import sys
 from pathlib import Path
 
+from trainer_core.contracts import ports
 from trainer_core.contracts.run_dir import ENV_WAIT_FOR_GO
 from vllm_server.config import (
     DEFAULT_HOST,
@@ -128,16 +128,13 @@ def check_model(model: str) -> None:
 
 def check_port(host: str, port: int) -> None:
     """Raises ConfigError when something listens on the port already, saying what."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
+    try:
+        with ports.bind(host, port, held=ports.is_held(port, os.environ)) as probe:
             probe.listen(1)
-        except OSError as error:
-            raise ConfigError(
-                f"{host}:{port} cannot be bound ({error.strerror}{_listener(port)}); choose another --port"
-            ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{host}:{port} cannot be bound ({error.strerror}{_listener(port)}); choose another --port"
+        ) from None
 
 
 def _listener(port: int) -> str:

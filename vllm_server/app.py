@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import uvloop
 
+from trainer_core.contracts import ports
 from trainer_core.contracts.files import write_private
+from trainer_core.contracts.hosts import allowed_hosts
 from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES, Shard
 from vllm_server import bridge as bridge_routes
 from vllm_server import broadcast, compat, generate, lora, processes, reload, sampling, standby
@@ -23,7 +25,7 @@ from vllm_server.config import DEFAULT_HOST, DEFAULT_PORT, ENV_EAGER_BECAUSE, Co
 from vllm_server.engine_start import EngineStartError, ranks, start_engine, why_not_fork
 from vllm_server.generate import Generator
 from vllm_server.graph_check import UnsafeGraphs, stale_kinds
-from vllm_server.guard import Door, Gate, allowed_hosts
+from vllm_server.guard import Door, Gate
 from vllm_server.span_file import SpanFile
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
     finally:
         clean_up(config)
     # The same process under the same id, so whoever supervises it sees one start that takes longer.
-    return os.execv(sys.executable, [sys.executable, "-m", "vllm_server", *argv, "--enforce-eager"])
+    return os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm_server", *argv, "--enforce-eager"])
 
 
 class Place(NamedTuple):
@@ -130,7 +132,9 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
         raise ConfigError("one API server process is needed: leave out --api-server-count, --headless and --grpc")
     if args.disable_access_log_for_endpoints is None:
         args.disable_access_log_for_endpoints = QUIET_ROUTES
-    args.middleware = [*args.middleware, "vllm_server.sampling.PlainSampling", "vllm_server.guard.Guard"]
+    # The last is the outermost.
+    ours = ["vllm_server.sampling.PlainSampling", "vllm_server.guard.Guard", "vllm_server.refusals.Refusals"]
+    args.middleware = [*args.middleware, *ours]
     if config.shared_weights:
         _prepare_single_copy(args)
     elif config.weight_updates:
@@ -226,6 +230,7 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
         assert place is not None
         app = await build(config, args, engine, place.address)
         logger.info("ready after %.1f s on %s", time.monotonic() - place.since, place.address)
+        _listen(args, place.sock)
         shutdown = await compat.serve_http(app, place.sock, args)
         died = compat.engine_died(shutdown, engine)
     try:
@@ -246,11 +251,26 @@ def _bind(args: Namespace, since: float) -> Place:
         ConfigError: somebody else has it.
     """
     try:
-        return Place(since, *compat.setup_server(args, reuse_port=False))
+        return Place(since, *compat.setup_server(args, reuse_port=ports.is_held(args.port, os.environ)))
     except OSError as error:
-        raise ConfigError(
-            f"{args.host}:{args.port} cannot be bound ({error.strerror}); choose another --port"
-        ) from None
+        raise _port_taken(args, error) from None
+
+
+def _listen(args: Namespace, sock: Any) -> None:
+    """Let callers in; nobody else binds the port from here on.
+
+    Raises:
+        ConfigError: somebody else listens there.
+    """
+    try:
+        if not args.uds:
+            ports.listen(sock)
+    except OSError as error:
+        raise _port_taken(args, error) from None
+
+
+def _port_taken(args: Namespace, error: OSError) -> ConfigError:
+    return ConfigError(f"{args.host}:{args.port} cannot be bound ({error.strerror}); choose another --port")
 
 
 async def build(config: ServerConfig, args: Namespace, engine: Any, address: str) -> Any:
@@ -285,7 +305,10 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         bridge.receives = "gloo" if compat.is_cpu() else "nccl"
         app.include_router(broadcast.make_router(broadcast.Transfers(bridge)))
     app.state.atropos_sampling = sampling.served_defaults(engine.model_config)
-    app.state.atropos_door = Door(config.token, allowed_hosts(args.host, config.allowed_hosts), gate)
+    app.state.atropos_door = Door(
+        config.token, allowed_hosts(args.host, config.allowed_hosts), gate, instance_id=config.instance_id,
+        engine_died=lambda: bool(engine.errored), signals=(signal.SIGTERM, signal.SIGINT),
+    )  # fmt: skip
     if gate.held:
         logger.info("generation is held for everyone without the token until POST /bridge/resume")
     return app

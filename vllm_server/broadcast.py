@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from trainer_core.contracts.bridge import BridgeInfo
+from trainer_core.contracts.run_dir import ENV_TRAINER_HOSTS
 from trainer_core.contracts.transfer import TransferInit, TransferReport, TransferUpdate
 from vllm_server.answers import error_response
 from vllm_server.bridge import ASLEEP, Bridge, timed
@@ -40,10 +41,11 @@ class Transfers:
         """Let every worker join; what answers does not change.
 
         Raises:
-            BrokenTransfer: the group did not form.
+            BrokenTransfer: the group did not form, or would form at an address that nobody has named here.
         """
         async with self.bridge.lock:
             self._require_awake()
+            self._require_known(request.address)
             await self._workers(self._join(request), request.timeout_s)
             return self.bridge.info()
 
@@ -72,6 +74,13 @@ class Transfers:
     def _require_awake(self) -> None:
         if self.bridge.sleeping:
             raise BrokenTransfer(REFUSED + ASLEEP)
+
+    def _require_known(self, address: str) -> None:
+        if not self.bridge.config.may_meet(address):
+            raise BrokenTransfer(
+                f"{REFUSED}weights would come from {address}, which is not this machine's loopback; to take them from "
+                f"there, start this server with {ENV_TRAINER_HOSTS}={address}"
+            )
 
     async def _join(self, request: TransferInit) -> None:
         await _init(self.bridge.engine, request.model_dump())

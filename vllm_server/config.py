@@ -9,12 +9,23 @@ from __future__ import annotations
 import os
 import secrets
 import string
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_RUN_DIR, ENV_TOKEN, MANIFEST_NAME, is_safe_name
+from trainer_core.contracts.hosts import hosts_in
+from trainer_core.contracts.run_dir import (
+    ENV_ALLOWED_HOSTS,
+    ENV_HOLD_GENERATION,
+    ENV_RUN_DIR,
+    ENV_TOKEN,
+    ENV_TRAINER_HOSTS,
+    MANIFEST_NAME,
+    is_safe_name,
+)
+from trainer_core.contracts.transfer import is_loopback
 
 ENV_SHARED_WEIGHTS = "VLLM_ENABLE_SHARED_WEIGHTS"
 ENV_LOGDIR = "LOGDIR"
@@ -22,7 +33,6 @@ ENV_BRIDGE_CONFIG_PATH = "VLLM_BRIDGE_CONFIG_PATH"
 ENV_SHM_NAME = "ATROPOS_SHM_NAME"
 ENV_WEIGHT_UPDATES = "ATROPOS_WEIGHT_UPDATES"
 """The server passes it on to its own child processes as "1" or not at all."""
-ENV_ALLOWED_HOSTS = "ATROPOS_ALLOWED_HOSTS"
 ENV_FORK_ENGINE = "ATROPOS_FORK_ENGINE"
 """"0": never start the engine process by fork."""
 ENV_INSTANCE_ID = "ATROPOS_INSTANCE_ID"
@@ -75,6 +85,8 @@ class ServerConfig:
     """The supervised run; adapters are loaded from below it only."""
     allowed_hosts: frozenset[str] = field(default_factory=frozenset)
     """Host names accepted in the Host header besides the loopback's and the bound one."""
+    trainer_hosts: frozenset[str] = field(default_factory=frozenset)
+    """Where a trainer that broadcasts weights may be met, besides the loopback."""
     eager_because: str | None = None
     """Why an earlier start in this process gave up CUDA graphs."""
 
@@ -96,6 +108,10 @@ class ServerConfig:
     @property
     def token_path(self) -> Path:
         return self.bridge_dir / "token"
+
+    def may_meet(self, address: str) -> bool:
+        """Whether weights may come from a trainer at `address`."""
+        return is_loopback(address) or address.lower() in self.trainer_hosts
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ServerConfig:
@@ -135,9 +151,8 @@ class ServerConfig:
             shm_path=Path("/dev/shm") / shm_name,
             private_dir=private,
             run_dir=Path(env[ENV_RUN_DIR]) if env.get(ENV_RUN_DIR) else None,
-            allowed_hosts=frozenset(
-                host.strip().lower() for host in env.get(ENV_ALLOWED_HOSTS, "").split(",") if host.strip()
-            ),
+            allowed_hosts=hosts_in(env, ENV_ALLOWED_HOSTS),
+            trainer_hosts=hosts_in(env, ENV_TRAINER_HOSTS) | hosts_in(env, "MASTER_ADDR"),
             eager_because=env.get(ENV_EAGER_BECAUSE) or None,
         )
 
@@ -159,6 +174,9 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
     if plugins is not None and PLUGIN_NAME not in plugins.split(","):
         env["VLLM_PLUGINS"] = ",".join([*filter(None, plugins.split(",")), PLUGIN_NAME])
         notes.append(f"VLLM_PLUGINS: {PLUGIN_NAME} added, the bridge needs it")
+    if sys.flags.safe_path:
+        # vLLM starts helpers by `python -m`, which would look for its modules in the working directory first.
+        env.setdefault("PYTHONSAFEPATH", "1")
     # A training stack reports to its owner only.
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Who opened a connection should be the one to close it. Ours give it up after 2 s, an environment's aiohttp after

@@ -121,8 +121,8 @@ def parse_body(raw: bytes) -> GenerateRequest:
         raise RequestError(f"the body is not JSON: {error}") from None
     if request.for_training and (leaking := sampling.leaks(request.model_dump(exclude_unset=True))):
         raise RequestError(
-            f"{', '.join(leaking)}: {sampling.WHY}. Leave it out, or, for an answer that is not trained on, send "
-            '"for_training": false'
+            f"{', '.join(leaking)}: {sampling.WHY}. {sampling.instead(leaking)}, or, for an answer that is not "
+            'trained on, send "for_training": false'
         )
     return request
 

@@ -2,26 +2,29 @@
 
 Closed by default: a path not known to be harmless needs the token, so a route that a later vLLM adds is a control route
 until someone here says otherwise.
+
+The door also knows when there is no engine behind it any more: it was told to end, or its process has died. Whatever a
+route makes of that (vLLM's answer 500 and 400), the client gets 503 with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Iterable
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from types import FrameType
+from typing import Any, Literal
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trainer_core.contracts.bridge import TOKEN_HEADER
+from trainer_core.contracts.bridge import GONE_STATUS, INSTANCE_HEADER, TOKEN_HEADER
+from trainer_core.contracts.hosts import host_refusal
 
 Kind = Literal["open", "generation", "control"]
-
-LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
-_WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
 
 _OPEN = frozenset(
     {
@@ -52,20 +55,6 @@ def path_kind(path: str) -> Kind:
     return "control"
 
 
-def host_name(header: str) -> str:
-    """Host header without its port, lower case, IPv6 without brackets."""
-    header = header.strip().lower()
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0] if header.count(":") == 1 else header
-
-
-def allowed_hosts(bound: str | None, extra: Iterable[str] = ()) -> frozenset[str]:
-    """Names a Host header may carry for a server bound to `bound`."""
-    own = set() if bound is None or bound in _WILDCARD_HOSTS else {host_name(bound)}
-    return LOOPBACK_HOSTS | own | frozenset(extra)
-
-
 class Gate:
     """Whether generation may go on: open, held, or refused with a reason."""
 
@@ -87,7 +76,11 @@ class Gate:
         await self._open.wait()
 
 
-@dataclass(frozen=True)
+ENDING = "this server is ending: it was told to stop, and takes no new work"
+ENGINE_DIED = "the engine of this server has died, and the server ends with it; its log has the cause"
+
+
+@dataclass
 class Door:
     """What the guard asks for; the app carries it as `app.state.atropos_door`."""
 
@@ -95,6 +88,36 @@ class Door:
     hosts: frozenset[str]
     gate: Gate
     hold_timeout_s: float = 600.0
+    instance_id: str = ""
+    engine_died: Callable[[], bool] = lambda: False
+    """Whether the engine's process is gone."""
+    ending: bool = False
+    """Whether SIGTERM or SIGINT has come."""
+    signals: tuple[signal.Signals, ...] = ()
+    """Those that tell this process to end, until they are watched."""
+
+    def gone(self) -> str | None:
+        """Why no engine answers here any more; null while one does."""
+        if self.ending:
+            return ENDING
+        return ENGINE_DIED if self.engine_died() else None
+
+    def watch_signals(self) -> None:
+        """Know of the end the moment it is asked for, before those who act on the signal.
+
+        vLLM lets requests in until its engine has drained. Called with the first request: by then everyone who takes
+        these signals has done so, and each is still called.
+        """
+        numbers, self.signals = self.signals, ()
+        for number in numbers:
+            signal.signal(number, self._also(signal.getsignal(number)))
+
+    def _also(self, before: Any) -> Callable[[int, FrameType | None], Any]:
+        def told(number: int, frame: FrameType | None) -> Any:
+            self.ending = True
+            return before(number, frame) if callable(before) else None
+
+        return told
 
 
 class Guard:
@@ -108,21 +131,25 @@ class Guard:
             await self.app(scope, receive, send)
             return
         door: Door = scope["app"].state.atropos_door
+        door.watch_signals()
         headers = Headers(scope=scope)
         path = _route_path(scope)
-        refusal = _check_host(headers, door.hosts)
+        misnamed = host_refusal(headers.get("host"), door.hosts)
+        refusal = _error(*misnamed) if misnamed else None
         kind = path_kind(path)
         trusted = _has_token(headers, door.token)
         if refusal is None and kind == "control" and not trusted:
             refusal = _error(
                 403, f"{path} is a control route (or unknown): send the run's token in the header {TOKEN_HEADER}"
             )
+        if refusal is None and kind != "open":
+            refusal = _check_server(headers, door)
         if refusal is None and door.gate.refusal and (path == "/health" or (kind == "generation" and not trusted)):
             refusal = _error(503, door.gate.refusal)
         if refusal is None and kind == "generation" and door.gate.held and not trusted:
             await self._hold(door, scope, receive, send)
         elif refusal is None:
-            await self.app(scope, receive, send)
+            await self._answer(door, scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1008})
@@ -149,20 +176,38 @@ class Guard:
             response.headers["Retry-After"] = "30"
             await response(scope, receive, send)
             return
-        await self.app(scope, _replay(body, receive), send)
+        await self._answer(door, scope, _replay(body, receive), send)
+
+    async def _answer(self, door: Door, scope: Scope, receive: Receive, send: Send) -> None:
+        """The route's answer; if it fails without an engine, for whatever reason it gives, 503 with ours."""
+        answered: Literal["no", "by the route", "by us"] = "no"
+
+        async def send_or_replace(message: Message) -> None:
+            nonlocal answered
+            if answered == "no" and message["type"] == "http.response.start":
+                gone = door.gone() if message["status"] >= 400 else None
+                answered = "by us" if gone else "by the route"
+                if gone:
+                    await _error(GONE_STATUS, gone)(scope, receive, send)
+            if answered != "by us":
+                await send(message)
+
+        try:
+            await self.app(scope, receive, send_or_replace)
+        except Exception:
+            gone = door.gone()
+            if gone is None or answered == "by the route" or scope["type"] != "http":
+                raise
+            if answered == "no":
+                await _error(GONE_STATUS, gone)(scope, receive, send)
 
 
-def _check_host(headers: Headers, hosts: frozenset[str]) -> JSONResponse | None:
-    host = headers.get("host")
-    if not host:
-        return _error(400, "the Host header is missing")
-    if host_name(host) not in hosts:
-        return _error(
-            403,
-            f"Host {host!r} is not this server's: use localhost or the bound address "
-            "(further names: ATROPOS_ALLOWED_HOSTS)",
-        )
-    return None
+def _check_server(headers: Headers, door: Door) -> JSONResponse | None:
+    """Refuse new work at the end, and what was meant for another server."""
+    meant = headers.get(INSTANCE_HEADER)
+    if meant is not None and meant != door.instance_id:
+        return _error(GONE_STATUS, f"server {meant} is gone; this is {door.instance_id} in its place")
+    return _error(GONE_STATUS, ENDING) if door.ending else None
 
 
 def _has_token(headers: Headers, token: str) -> bool:

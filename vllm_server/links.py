@@ -7,8 +7,6 @@ is looked at, which says when the trainer leaves, and breaks off when it dies.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from trainer_core.contracts.group import Gloo, Nccl, SealedStore
 from trainer_core.contracts.transfer import SLOTS, TransferInit
 
 REFUSED = "refused: "
@@ -26,8 +25,6 @@ BRISK_S = 0.05
 """After this long without an end, polls become rare."""
 LOOK_S = 0.1
 """How often the trainer's store is looked at during a wait."""
-ABORT_S = 5.0
-"""An abort may itself wait for the device; longer than this it is left to its thread."""
 
 
 class LinkError(RuntimeError):
@@ -71,14 +68,14 @@ class Lifeline:
         timeout = timedelta(seconds=init.timeout_s)
         try:
             store: Any = dist.TCPStore(init.address, init.port, None, False, timeout, wait_for_workers=False)
-            self.store: Any = dist.PrefixStore(init.key, store)
+            self.store = SealedStore(dist.PrefixStore(init.key, store), init.secret, timeout)
             self.store.set(f"here/{rank}", b"1")
         except RuntimeError as error:
             raise LinkError(
                 f"no trainer at {self._where} (phase rendezvous: {first_line(error)}). Is it alive, and does "
                 "MASTER_ADDR name an address of its machine that this one reaches?"
             ) from None
-        self.until(lambda: bool(self.store.check(["go"])), "rendezvous", "the others did not come")
+        self.until(lambda: self.store.check(["go"]), "rendezvous", "the others did not come")
 
     def until(self, done: Callable[[], bool], phase: str, otherwise: str) -> None:
         """Poll until `done`.
@@ -91,7 +88,7 @@ class Lifeline:
             now = time.monotonic()
             if now - looked > LOOK_S:
                 looked = now
-                if self._asked(lambda: bool(self.store.check(["off"])), phase):
+                if self._asked(lambda: self.store.check(["off"]), phase):
                     raise LinkError(f"the trainer gave this group up (phase {phase})")
             if now - began > self._timeout_s:
                 raise LinkError(f"{otherwise} within {self._timeout_s:.0f} s (phase {phase})")
@@ -128,16 +125,11 @@ class GlooLink:
 
     def __init__(self, lifeline: Lifeline, rank: int, init: TransferInit) -> None:
         self._lifeline = lifeline
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=init.timeout_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=init.address)]  # one machine: loopback
-        self._group: Any = dist.ProcessGroupGloo(lifeline.store, rank, init.world_size, options)
+        self._gloo = Gloo(lifeline.store, rank, init.world_size, init.address, init.timeout_s)
 
     def receive(self, buffer: torch.Tensor, slot: int) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
         try:
-            work = self._group.broadcast([buffer], options)
+            work = self._gloo.broadcast(buffer)
             self._lifeline.until(work.is_completed, "receive", "no data from the trainer")
             work.wait()
         except LinkError:
@@ -152,10 +144,7 @@ class GlooLink:
         """Every receive has waited already."""
 
     def close(self) -> None:
-        # The group's end waits for what is under way, up to its timeout; nobody here does. Only the interpreter: it
-        # aborts (SIGABRT) when it ends while a daemon thread is in there.
-        last, self._group = [self._group], None
-        threading.Thread(target=last.clear).start()
+        self._gloo.close()
 
 
 class NcclLink:
@@ -163,16 +152,16 @@ class NcclLink:
 
     def __init__(self, lifeline: Lifeline, rank: int, init: TransferInit, device: torch.device) -> None:
         self._lifeline = lifeline
-        self._communicator = _communicator(lifeline.store, rank, init.world_size, device)
-        if self._communicator.disabled:
-            raise LinkError("the NCCL library does not load: see NCCL_DEBUG=INFO and VLLM_NCCL_SO_PATH")
+        # Later releases change NCCL's settings for vLLM's own groups; the trainer has those of the launch.
+        with _as_launched():
+            self._nccl = Nccl(init.nccl_id, rank, init.world_size, device)
         self._stream = torch.cuda.Stream(device)
         self._filled = torch.cuda.Event()
         self._emptied = [torch.cuda.Event() for _ in range(SLOTS)]
 
     def receive(self, buffer: torch.Tensor, slot: int) -> None:
         self._stream.wait_event(self._emptied[slot])
-        self._communicator.broadcast(buffer, src=0, stream=self._stream)
+        self._nccl.broadcast(buffer, self._stream)
         self._filled.record(self._stream)
         torch.cuda.current_stream().wait_event(self._filled)
 
@@ -187,32 +176,16 @@ class NcclLink:
         )
 
     def close(self) -> None:
-        """Abort: a peer may be gone, and then destroying would wait for it."""
-        if self._communicator.disabled:
-            return
-        self._communicator.disabled, self._communicator.available = True, False
-        abort = threading.Thread(
-            target=self._communicator.nccl.lib.ncclCommAbort, args=(self._communicator.comm,), daemon=True
-        )
-        abort.start()
-        abort.join(ABORT_S)
+        self._nccl.close()
 
 
-def _communicator(store: Any, rank: int, world_size: int, device: torch.device) -> Any:
-    """vLLM's own, apart from the groups in which its workers compute."""
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    from vllm.distributed.utils import StatelessProcessGroup
-
+def _as_launched() -> contextlib.AbstractContextManager[None]:
     try:
-        from vllm.utils.nccl import unpinned_nccl_env as as_launched
+        from vllm.utils.nccl import unpinned_nccl_env
     except ImportError:
-        as_launched = contextlib.nullcontext
-    named = {field.name for field in dataclasses.fields(StatelessProcessGroup)}
-    extra = {"socket": None} if "socket" in named else {}  # releases that keep the listening socket there
-    group = StatelessProcessGroup(rank=rank, world_size=world_size, store=store, **extra)
-    # Later releases change NCCL's settings for their own groups; the trainer has those of the launch.
-    with as_launched():
-        return PyNcclCommunicator(group, device=device)
+        return contextlib.nullcontext()
+    as_launched: contextlib.AbstractContextManager[None] = unpinned_nccl_env()
+    return as_launched
 
 
 def first_line(error: Exception) -> str:

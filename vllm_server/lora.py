@@ -64,10 +64,6 @@ class Adapters:
             retiring_paths=[old.lora_path for old in self._retired.values()],
         )
 
-    @property
-    def engine_is_dead(self) -> bool:
-        return bool(self._bridge.engine.errored)
-
     @contextlib.contextmanager
     def use(self) -> Iterator[tuple[Any, int] | None]:
         """The adapter and weight version for one request, kept loaded until the request has ended; null: none."""
@@ -177,8 +173,7 @@ def make_router(adapters: Adapters) -> APIRouter:
         try:
             return await adapters.load(request.path, request.weight_version)
         except AdapterError as error:
-            # vLLM hands on a dead engine's error as if it were the adapter's.
-            return error_response(503 if adapters.engine_is_dead else 400, str(error))
+            return error_response(400, str(error))
 
     @router.post("/lora/unload")
     async def unload() -> AdapterInfo:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -55,6 +55,16 @@ def leaks(options: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def instead(leaking: Iterable[str]) -> str:
+    """What to send in the place of such options: `Send top_p=1`, `Leave out logit_bias`."""
+    names = [item.partition("=")[0] for item in leaking]
+    neutral = {name: value for name in names for value in _NEUTRAL[name] if type(value) is int}
+    send = [f"{name}={value}" for name, value in neutral.items()]
+    leave = [name for name in names if name not in neutral]
+    said = [f"{verb} {', '.join(names)}" for verb, names in (("send", send), ("leave out", leave)) if names]
+    return " and ".join(said).capitalize()
+
+
 def served_defaults(model_config: Any) -> dict[str, Any]:
     """What vLLM's own routes put in where a request names nothing; says so when a model asks for more than it gets."""
     served: dict[str, Any] = model_config.get_diff_sampling_param()
@@ -90,10 +100,7 @@ class PlainSampling:
         messages = await _whole_body(receive)
         leaking = _leaking(b"".join(message.get("body", b"") for message in messages), _defaults(scope))
         if leaking:
-            reason = (
-                f"{', '.join(leaking)}: {WHY}. Leave it out, set it to its neutral value where the model's defaults "
-                "name it, or ask for no logprobs"
-            )
+            reason = f"{', '.join(leaking)}: {WHY}. {instead(leaking)}, or ask for no logprobs"
             await JSONResponse({"error": reason}, status_code=400)(scope, receive, send)
             return
 

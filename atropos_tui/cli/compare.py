@@ -91,6 +91,13 @@ class Entry:
 async def compare(options: argparse.Namespace) -> int:
     """Start every stack, follow them to their ends, print the table; the worst of their exit codes."""
     entries = label_entries(options)
+    if len(entries) < 2:
+        name, label = entries[0].name, entries[0].label
+        fix = (
+            f"name two, or the same twice with a difference: atropos-tui compare {name} {name} --set "
+            f"{label}-2:trainer.lr=1e-5; one alone: atropos-tui up {name}"
+        )
+        raise UserError("nothing to compare", [Problem(f"{name} is one stack", fix)])
     base = (options.run_dir or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     if runs.is_used(base):
         raise UserError("the directory is in use", [Problem(f"{base} is not empty", "choose another --run-dir")])
@@ -157,7 +164,8 @@ def prepare(entries: Sequence[Entry], base: Path, *, sequential: bool) -> list[s
 
     def plan(entry: Entry) -> Planned:
         profile, file = loaded[entry.label], find_profile(entry.name)
-        site = make_site(profile, base / entry.label, run_id=runs.new_run_id(entry.label))
+        run_id, dotenv = runs.new_run_id(entry.label), read_env_files(file)
+        site = make_site(profile, base / entry.label, run_id=run_id, dotenv=dotenv)
         return Planned(profile, checked(profile, file, site, machine=True))
 
     for label, planned in _each(entries, plan).items():
@@ -166,9 +174,7 @@ def prepare(entries: Sequence[Entry], base: Path, *, sequential: bool) -> list[s
 
 
 def _load(entry: Entry) -> Profile:
-    profile, file = load_profile(entry.name, entry.sets)
-    read_env_files(file)
-    return profile
+    return load_profile(entry.name, entry.sets)[0]
 
 
 def _each(entries: Sequence[Entry], work: Callable[[Entry], Found]) -> dict[str, Found]:

@@ -144,7 +144,8 @@ def torch_sees_gpus(present: int, python: str = sys.executable, timeout_s: float
         "see `python -c 'import torch; torch.cuda.init()'`; a restart of the machine after a driver update often helps"
     )
     try:
-        done = subprocess.run([python, "-c", ASK_TORCH], capture_output=True, text=True, timeout=timeout_s, check=False)
+        command = [python, "-P", "-c", ASK_TORCH]  # torch, and no folder of that name here
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return fail(
             name, f"import torch took longer than {timeout_s:g} s", "is the disk slow, or the GPU hung? see dmesg"

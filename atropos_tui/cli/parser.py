@@ -152,7 +152,7 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     ps.add_argument("--json", action="store_true", help="as JSON")
     _run_argument(ps)
     why = _command(commands, "why", "reading:why", "what a component waits for, or why it failed")
-    why.add_argument("component", metavar="COMPONENT", nargs="?")
+    why.add_argument("component", metavar="COMPONENT", nargs="?", help="of that run; or a run's directory or id")
     _run_argument(why)
     logs = _command(commands, "logs", "logs:logs", "show what components print, merged by time of arrival")
     logs.add_argument("components", metavar="COMPONENT", nargs="*", help="one, or several (default: all)")
@@ -186,7 +186,9 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
 
 def _compare(commands) -> None:  # type: ignore[no-untyped-def]
     compare = _command(commands, "compare", "compare:compare", "run several stacks and print one table of figures")
-    compare.add_argument("profiles", metavar="PROFILE", nargs="+", help="paths or names; one may be given twice")
+    compare.add_argument(
+        "profiles", metavar="PROFILE", nargs="+", help="two or more, paths or names; one may be given twice"
+    )
     text = "override a key of all; LABEL:KEY=VALUE of one (labels: demo, demo-2, ...)"
     compare.add_argument("--set", metavar="KEY=VALUE", dest="sets", action="append", default=[], help=text)
     compare.add_argument("--steps", metavar="N", type=int, help="optimizer steps of each")

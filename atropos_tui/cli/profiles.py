@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from atropos_tui.cli.env_files import read_env_files
+from atropos_tui.cli.env_files import read_env_files, tell_unused
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.stack.budget import as_data, as_lines, make_budget
 from atropos_tui.stack.checks import check_graph, check_notes, check_profile, preflight
 from atropos_tui.stack.components import Site
-from atropos_tui.stack.plan import build_stack, make_site, redacted, training_config
+from atropos_tui.stack.plan import make_site, redacted, stack_of, training_config
 from atropos_tui.stack.preflight import unfit
 from atropos_tui.stack.profile import Profile, load_profile, profile_schema
 from atropos_tui.stack.remainder import order_problems, placed
@@ -31,7 +32,7 @@ def checked(profile: Profile, file: Path, site: Site, *, machine: bool) -> Stack
     """
     problems = check_profile(site, str(file))
     try:
-        stack = build_stack(profile, site.run.root, run_id=site.run_id)
+        stack = stack_of(site)
     except ValueError:
         if not problems:  # else the trainer's settings contradict each other, which is among them
             raise
@@ -44,17 +45,18 @@ def checked(profile: Profile, file: Path, site: Site, *, machine: bool) -> Stack
     raise refused([placed(problem, profile) for problem in problems], "cannot start this profile")
 
 
-def planned_site(profile: Profile) -> Site:
+def planned_site(profile: Profile, dotenv: Mapping[str, str] | None = None) -> Site:
     """A site for showing: where a run would lie."""
-    return make_site(profile, Path("runs") / f"{profile.name}-TIME-ID", run_id=f"{profile.name}-TIME-ID")
+    name = f"{profile.name}-TIME-ID"
+    return make_site(profile, Path("runs") / name, run_id=name, dotenv=dotenv)
 
 
 def validate(options: argparse.Namespace) -> int:
     """Check the profile and this machine; silent problems are none."""
     profile, file = load_profile(options.profile, options.sets)
-    read_env_files(file)
-    site = planned_site(profile)
+    site = planned_site(profile, read_env_files(file))
     stack = checked(profile, file, site, machine=True)
+    tell_unused(site.dotenv, stack.variables)
     for line in [*check_notes(site), *(f"WARNING {warning}" for warning in budget(site).warnings)]:
         print(line)
     names = ", ".join(component.name for component in stack.components)

@@ -8,6 +8,8 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atropos_tui.cli import runs, show
 from atropos_tui.cli.control import client
@@ -19,12 +21,14 @@ from trainer_core.contracts.control import RunStatus
 from trainer_core.contracts.records import (
     RECORD_TYPES,
     ComponentRecord,
-    DiagnosisRecord,
     Record,
     RecordError,
     parse_line,
 )
 from trainer_core.contracts.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from atropos_tui.monitor.why import Picture
 
 
 async def status_of(entry: runs.RunEntry) -> RunStatus:
@@ -66,21 +70,30 @@ async def ps(options: argparse.Namespace) -> int:
 
 async def why(options: argparse.Namespace) -> int:
     """What the run or one component waits for, since when, and the usual cause; from the files after the end."""
-    from atropos_tui.monitor.why import Picture
-
-    entry = runs.pick(options.run_dir)
-    status = await status_of(entry)
-    diagnoses = {
-        record.component: record
-        for record in read_events(entry.dir)
-        if isinstance(record, DiagnosisRecord) and record.component
-    }
-    picture = Picture(status, read_info(entry.dir), diagnoses, time.time())
-    if options.component not in (None, *picture.rows):
-        raise _no_component(options.component, list(picture.rows))
+    picture, component = await _picture(runs.pick(options.run_dir)), options.component
+    if component not in (None, *picture.rows):
+        named = runs.find(Path(component)) if options.run_dir is None else None
+        if named is None:
+            raise _no_component(component, list(picture.rows))
+        picture, component = await _picture(named), None
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print("\n".join(picture.lines(options.component, columns)))
+    print("\n".join(picture.lines(component, columns)))
     return Exit.DONE
+
+
+async def _picture(entry: runs.RunEntry) -> Picture:
+    """The run at this moment, with all that its records tell."""
+    from atropos_tui.monitor.feed import load_run
+    from atropos_tui.monitor.run_info import status_from_files
+    from atropos_tui.monitor.why import Picture
+    from atropos_tui.supervisor.client import NoSupervisor
+
+    info, state, _ = load_run(entry.dir.root)
+    try:
+        status = await client(entry.dir.root).status()
+    except NoSupervisor:
+        status = status_from_files(entry.dir, info, state)
+    return Picture(status, info, state, time.time())
 
 
 def _no_component(name: str, known: list[str]) -> UserError:

@@ -112,7 +112,7 @@ def pick(run_dir: Path | None) -> RunEntry:
         UserError: exit code 5, no such run.
     """
     if run_dir is not None:
-        entry = _in_folder(run_dir) or _by_id(str(run_dir))
+        entry = find(run_dir)
         if entry is None:
             raise UserError(
                 f"no run in {run_dir}",
@@ -124,6 +124,15 @@ def pick(run_dir: Path | None) -> RunEntry:
     if not runs:
         raise UserError("no run yet", [Problem("nothing was started", "atropos-tui up PROFILE")], Exit.NO_RUN)
     return next((entry for entry in runs if entry.is_live), runs[0])
+
+
+def find(run: Path) -> RunEntry | None:
+    """The run in a folder or with an id; None where there is none.
+
+    Raises:
+        UserError: exit code 5, the name leads nowhere.
+    """
+    return _in_folder(run) or _by_id(str(run))
 
 
 def _in_folder(run_dir: Path) -> RunEntry | None:

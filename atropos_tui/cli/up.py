@@ -18,7 +18,7 @@ from atropos_tui.cli import resume, runs, show
 from atropos_tui.cli.attach import open_screen
 from atropos_tui.cli.control import tell_end
 from atropos_tui.cli.dead_runs import left_text, with_processes
-from atropos_tui.cli.env_files import read_env_files
+from atropos_tui.cli.env_files import read_env_files, tell_unused
 from atropos_tui.cli.printer import Printer
 from atropos_tui.cli.profiles import checked
 from atropos_tui.cli.run_files import write_run_files
@@ -41,11 +41,12 @@ SUPERVISOR_START_S = 90.0
 def up(options: argparse.Namespace) -> int:
     """Start a stack; the exit codes are those of `atropos_tui.errors.Exit`."""
     profile, file = load_profile(resume.profile_name(options), options.sets)
-    read_env_files(resume.first_profile(options) or file)
+    dotenv = read_env_files(resume.first_profile(options) or file)
     root, run_id = _choose_run(options, profile)
     if left := left_text(with_processes(but={run_id})):
         print(left, file=sys.stderr)
-    stack = checked(profile, file, make_site(profile, root, run_id=run_id), machine=True)
+    stack = checked(profile, file, make_site(profile, root, run_id=run_id, dotenv=dotenv), machine=True)
+    tell_unused(dotenv, stack.variables)
     run = RunDir(root)
     if options.resume is not None:
         resume.tell_changes(run, profile)
@@ -133,7 +134,7 @@ def spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
     descriptor = os.open(run.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "atropos_tui.supervisor"],
+            [sys.executable, "-P", "-m", "atropos_tui.supervisor"],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

@@ -51,7 +51,7 @@ def timeline(state: RunState) -> list[Event]:
     """Every event, oldest first. Records of one source are in order already; a clock set back shows as it was."""
     sources = (
         (_moved(record) for record in state.transitions),
-        (_diagnosed(record) for record in state.diagnoses),
+        (diagnosed(record) for record in state.diagnoses),
         (_commanded(record) for record in state.commands.values()),
         (_saved(record) for record in state.checkpoints),
     )
@@ -77,7 +77,8 @@ def _moved(record: StateRecord) -> Event:
     )
 
 
-def _diagnosed(record: DiagnosisRecord) -> Event:
+def diagnosed(record: DiagnosisRecord) -> Event:
+    """A diagnosis as it stands in the timeline."""
     parts = [("evidence", record.evidence), ("fix", record.fix), ("rule", record.rule)]
     detail = "\n".join(f"{name}: {plain_lines(text)}" for name, text in parts if text)
     return Event(record.time, one_line(record.component or ""), "▲ diagnosis", one_line(record.title), "warn", detail)

@@ -6,31 +6,35 @@ The first line speaks of the run; a paragraph per component follows, one idea a 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from atropos_tui.monitor.plain import counted, duration, glyph_and_word, one_line
 from atropos_tui.monitor.run_info import PlannedComponent, RunInfo
+from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.timeline import clock
+from atropos_tui.monitor.trouble import open_diagnoses, overdue
 from atropos_tui.monitor.without_result import is_crashed
-from atropos_tui.supervisor.states import RESTING, satisfies
+from atropos_tui.supervisor.states import satisfies
 from trainer_core.contracts.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
 from trainer_core.contracts.records import DiagnosisRecord
 
-TROUBLED = (State.FAILED, State.BACKOFF, State.UNHEALTHY)
-"""States in which the newest diagnosis of a component is about what it is in now."""
 PIDS_SHOWN = 8
+DIAGNOSES_SHOWN = 5
+"""Of each component, after the end."""
 
 
 class Picture:
     """One moment of a run, and what its plan says about each component."""
 
-    def __init__(self, status: RunStatus, info: RunInfo, diagnoses: Mapping[str, DiagnosisRecord], now: float) -> None:
-        """Args: `diagnoses`: the newest of each component; `now`: Unix seconds, only used while the run lives."""
+    def __init__(self, status: RunStatus, info: RunInfo, state: RunState, now: float) -> None:
+        """Args: `state`: all that the run's records tell; `now`: Unix seconds, only used while the run lives."""
         self.status = status
+        self.state = state
         self.rows = {row.name: row for row in status.components}
         self._plan = {item.name: item for item in info.components}
-        self._diagnoses = diagnoses
         self._now = now
         self._ended = status.phase is Phase.ENDED
+        self._open = {found.component: found for found in open_diagnoses(state, status)}
 
     def lines(self, component: str | None = None, columns: int | None = None) -> list[str]:
         """The whole picture, or the paragraph of one component; wrapped to `columns`, if given.
@@ -52,19 +56,18 @@ class Picture:
             end = "crashed" if is_crashed(status) else f"ended with code {status.exit_code}"
             return f"{status.run_id} {end}" + (f": {one_line(status.reason)}" if status.reason else "")
         if status.phase is Phase.STOPPING:
-            left = [row.name for row in self.rows.values() if row.state not in RESTING]
+            left = [row.name for row in self.rows.values() if not row.state.is_resting]
             waits = f"; it waits for {_listed(left)} to be gone" if left else ""
             return f"{status.run_id} is being stopped ({one_line(status.reason)}){waits}"
-        return f"{status.run_id} is {status.phase}; it waits for {self._awaited()}"
+        return f"{status.run_id} is {status.phase}; {self._awaited()}"
 
     def _awaited(self) -> str:
         roots = self._roots()
         if not roots:
-            stage = self._next_stage_of_the_run()
-            return stage or "nothing: every component is healthy or done"
+            return overdue(self.state, self.status, self._now) or f"it waits for {self._next_of_the_run()}"
         first = self.rows[roots[0]]
         limit = self._limit(first)
-        text = f"{first.name}, which is {_word(first.state)}{self._since(first)}{limit}"
+        text = f"it waits for {first.name}, which is {_word(first.state)}{self._since(first)}{limit}"
         return text + (f", and for {_listed(roots[1:])}" if len(roots) > 1 else "")
 
     def _roots(self) -> list[str]:
@@ -92,12 +95,17 @@ class Picture:
         known = ((name, condition) for name, condition in plan.depends_on.items() if name in self.rows)
         return [(name, condition) for name, condition in known if not satisfies(self.rows[name].state, condition)]
 
-    def _next_stage_of_the_run(self) -> str:
+    def _next_of_the_run(self) -> str:
+        """What comes next where no component is waited for."""
         by_role = sorted(self.rows.values(), key=lambda row: row.role is not Role.TRAINER)
         for row in by_role:
             if (stage := next_stage(row)) is not None:
                 return f"{stage.name} of {row.name}{self._for(_waiting_since(row))}"
-        return ""
+        trainer = next((row for row in by_role if row.role is Role.TRAINER and row.state is State.HEALTHY), None)
+        if trainer and not self.state.step:
+            return f"the first optimizer step{self._for(_waiting_since(trainer))}"
+        stopped = _listed([row.name for row in self.rows.values() if row.state is State.STOPPED])
+        return f"nothing: every component is healthy or done{f', but {stopped} is stopped' if stopped else ''}"
 
     # A component.
 
@@ -186,13 +194,15 @@ class Picture:
         return lines
 
     def _diagnosis(self, row: ComponentStatus) -> list[str]:
-        """The newest diagnosis, if it speaks of the state that the component is in."""
-        found = self._diagnoses.get(row.name)
-        if found is None or (row.state not in TROUBLED and found.time < (row.since or 0.0)):
-            return []
-        lines = [f"diagnosis: {one_line(found.title)}"]
-        lines += [f"evidence: {one_line(found.evidence)}"] if found.evidence else []
-        return lines + ([f"fix: {one_line(found.fix)}"] if found.fix else [])
+        """The newest diagnosis if it still holds; after the end every one that was made, each once."""
+        if not self._ended:
+            return _told(self._open[row.name], "") if row.name in self._open else []
+        own = {(found.rule, found.title): found for found in self.state.diagnoses if found.component == row.name}
+        latest = sorted(own.values(), key=lambda found: found.time)[-DIAGNOSES_SHOWN:]
+        lines = [line for found in latest for line in _told(found, f" at {clock(found.time)}")]
+        if more := len(own) - len(latest):
+            lines.append(f"and {more} before: atropos-tui events --kind diagnosis --component {row.name}")
+        return lines
 
     def _limit(self, row: ComponentStatus) -> str:
         plan: PlannedComponent | None = self._plan.get(row.name)
@@ -206,6 +216,13 @@ class Picture:
     def _for(self, since: float | None) -> str:
         """` for 12 s`; nothing where nobody knows."""
         return "" if since is None or self._ended else f" for {duration(max(0.0, self._now - since))}"
+
+
+def _told(found: DiagnosisRecord, when: str) -> list[str]:
+    """A diagnosis: what, how it is known, and the way out."""
+    lines = [f"diagnosis{when}: {one_line(found.title)}"]
+    lines += [f"evidence: {one_line(found.evidence)}"] if found.evidence else []
+    return lines + ([f"fix: {one_line(found.fix)}"] if found.fix else [])
 
 
 def _word(state: State) -> str:

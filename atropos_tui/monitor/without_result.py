@@ -9,7 +9,6 @@ from atropos_tui.monitor.plain import counted
 from atropos_tui.supervisor import leftovers
 from atropos_tui.supervisor.journal import ProcessTable
 from atropos_tui.supervisor.leftovers import Leftover
-from atropos_tui.supervisor.states import RESTING
 from trainer_core.contracts.control import ComponentStatus, Phase, RunStatus, State
 from trainer_core.contracts.run_dir import RunDir
 
@@ -57,7 +56,7 @@ def _present(row: ComponentStatus, main: int | None, found: list[Leftover], keep
         reason = "kept for the next supervisor: up --resume" if kept else "left without a supervisor"
         living = {"pid": main if main in pids else pids[0], "pids": pids, "reason": reason}
         return row.model_copy(update=living if kept else living | {"state": State.UNHEALTHY})
-    if row.state in RESTING:
+    if row.state.is_resting:
         return row
     if found:  # its keeper alone
         reason = "ended without a supervisor: up --resume reads how"

@@ -12,13 +12,14 @@ from urllib.parse import urlsplit
 
 from atropos_tui.errors import Problem
 from atropos_tui.stack.check_engines import check_engines
-from atropos_tui.stack.components import Site, fed_engines
+from atropos_tui.stack.components import Site, fed_engines, meeting_address
 from atropos_tui.stack.graph import find_faults
 from atropos_tui.stack.modes import TRAITS
 from atropos_tui.stack.plan import training_config
 from atropos_tui.stack.preflight import preflight
 from atropos_tui.stack.profile import ComponentOptions, Profile
 from atropos_tui.stack.spec import StackSpec
+from trainer_core.contracts.transfer import is_loopback, is_wildcard
 
 __all__ = ["check_graph", "check_notes", "check_profile", "preflight"]
 
@@ -29,6 +30,7 @@ def check_profile(site: Site, file: str) -> list[Problem]:
     groups = _groups(site, file)
     return [
         *_mode(profile, file),
+        *_wildcard(site, file),
         *_names(profile, file),
         *_ports(profile, file),
         *_urls(site, file),
@@ -50,17 +52,36 @@ def check_graph(profile: Profile, stack: StackSpec, file: str) -> list[Problem]:
 
 
 def check_notes(site: Site) -> list[str]:
-    """What is accepted and does nothing."""
+    """What is accepted, and does nothing or more than one may think."""
     parts = {
         **{f"vllm.{index}": engine for index, engine in enumerate(site.profile.vllm)},
         **{f"env.{index}": env for index, env in enumerate(site.profile.env)},
         "trainer": site.profile.trainer,
     }
-    return [
+    notes = [
         f"{key}.env.VLLM_USE_V1 is ignored: vLLM has only one engine now"
         for key, part in parts.items()
         if "VLLM_USE_V1" in part.env
     ]
+    if (place := _meeting_place(site)) and not is_loopback(place[1]):
+        notes.append(
+            f"WARNING {place[0]}: the broadcast's group meets at {place[1]}, beyond the loopback. Its weights travel "
+            "unencrypted, and whoever reaches that network can read them or break the group: keep it to machines that "
+            "you trust"
+        )
+    return notes
+
+
+def _meeting_place(site: Site) -> tuple[str, str] | None:
+    """Key and address where a broadcast's group meets, of a profile whose trainer's settings are sound."""
+    if not site.traits.feeds_all:
+        return None
+    try:
+        settings = training_config(site, grouped=False)
+    except ValueError:
+        return None  # its own problem
+    key = "trainer.init_method" if settings.init_method != "env://" else "trainer.env.MASTER_ADDR"
+    return key, meeting_address(site, settings)
 
 
 def _mode(profile: Profile, file: str) -> list[Problem]:
@@ -87,6 +108,16 @@ def _mode(profile: Profile, file: str) -> list[Problem]:
             )
         )
     return problems
+
+
+def _wildcard(site: Site, file: str) -> Iterator[Problem]:
+    if (place := _meeting_place(site)) and is_wildcard(place[1]):
+        yield Problem(
+            f"{place[1]} is every interface of this machine, and the group of a broadcast meets at one address",
+            "leave it out for the loopback, or name the one address that the servers reach",
+            file,
+            place[0],
+        )
 
 
 def _names(profile: Profile, file: str) -> list[Problem]:

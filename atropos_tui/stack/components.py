@@ -36,9 +36,12 @@ from atropos_tui.stack.variables import expand
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.bridge import few_graph_sizes, server_rank
 from trainer_core.contracts.control import Role
-from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, RunDir
+from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_TRAINER_HOSTS, RunDir
+from trainer_core.contracts.transfer import is_loopback, meeting_place
 
 PYTHON = sys.executable
+OUR_PACKAGES = ("atropos_tui", "atropos_envs", "trainer_core", "vllm_server", "atroposlib")
+"""Are installed: a folder of one of these names where atropos-tui is started is none of them."""
 SERVES_TILL_STOPPED = RestartPolicy(policy="always")
 """For servers: an end that nobody asked for is a crash, whatever the exit code."""
 GRAPH_FLAGS = ("cudagraph-capture-sizes", "max-cudagraph-capture-size", "compilation-config", "enforce-eager")
@@ -86,6 +89,9 @@ class Site:
     run: RunDir
     run_id: str
     variables: Mapping[str, str]
+    """What is put in while planning."""
+    dotenv: Mapping[str, str]
+    """From `.env` files, for the references that stay until a process starts."""
 
     @property
     def traits(self) -> ModeTraits:
@@ -133,7 +139,7 @@ def prepare(site: Site, section: PrepareSection, before: list[str]) -> Component
 
 
 def api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
-    command = [PYTHON, "-m", "atroposlib.cli.run_api", "--host", section.host, "--port", str(section.port)]
+    command = [*_module("atropos_api"), "--host", section.host, "--port", str(section.port)]
     names = [env.name for env in site.profile.env]
     return _spec(
         site,
@@ -152,6 +158,7 @@ def api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
             ),
         ),
         port=section.port,
+        port_held=section.command is None,
         # Its state is in memory only: environments must register anew, and the trainer does so by itself.
         restart_with=names,
         restart=SERVES_TILL_STOPPED,
@@ -181,7 +188,7 @@ def engine(site: Site, section: EngineSection, after: list[str], settings: Train
     checks: list[Any] = [HttpCheck(url=f"{site.url(section.port)}/health_generate")]
     clears: list[str] = []
     if fed:
-        environment |= _fed_environment(site, section)
+        environment |= _fed_environment(site, section, settings)
     if fed and site.traits.shares_memory:
         manifest = str(site.run.manifest(section.name))
         checks.append(FileCheck(path=manifest))
@@ -204,6 +211,7 @@ def engine(site: Site, section: EngineSection, after: list[str], settings: Train
             ),
         ),
         port=section.port,
+        port_held=True,
         gpus=section.gpus,
         clears=clears,
         restart_with=["trainer"] if fed and site.traits.trainer_follows_engine else [],
@@ -214,13 +222,21 @@ def engine(site: Site, section: EngineSection, after: list[str], settings: Train
     )
 
 
-def _fed_environment(site: Site, section: EngineSection) -> dict[str, str]:
+def meeting_address(site: Site, settings: TrainingConfig) -> str:
+    """Where the trainer of a broadcast is met; a reference where only the environment knows it."""
+    told = {name: site.text(value) for name, value in site.profile.trainer.env.items()}
+    return meeting_place(settings.init_method, told)[0]
+
+
+def _fed_environment(site: Site, section: EngineSection, settings: TrainingConfig) -> dict[str, str]:
     """What the mode asks of an engine that gets the trainer's weights."""
     environment: dict[str, str] = {}
     if site.traits.shares_memory:
         environment |= {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_SHM_NAME": _shm_name(site, section)}
     if site.traits.updates_weights:
         environment["ATROPOS_WEIGHT_UPDATES"] = "1"
+    if site.traits.feeds_all and not is_loopback(address := meeting_address(site, settings)):
+        environment[ENV_TRAINER_HOSTS] = address
     if site.traits.holds_generation:
         environment[ENV_HOLD_GENERATION] = "1"
     return environment
@@ -250,7 +266,7 @@ def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig
     if site.traits.restarts_engine and not any(flag(section, name) is not None for name in GRAPH_FLAGS):
         flags["cudagraph-capture-sizes"] = few_graph_sizes(number(section, "max-num-seqs", MOST_SEQUENCES))
     flags |= section.args
-    return [PYTHON, "-m", "vllm_server", *site.texts(_flags(flags))]
+    return [*_module("vllm_server"), *site.texts(_flags(flags))]
 
 
 def environment(site: Site, section: EnvSection, after: list[str], settings: TrainingConfig) -> ComponentSpec:
@@ -272,9 +288,9 @@ def environment(site: Site, section: EnvSection, after: list[str], settings: Tra
     if section.command:
         command = site.texts(section.command)
     else:
-        program = ["-m", site.text(section.module)] if section.module else [site.text(section.script or "")]
+        program = _module(site.text(section.module)) if section.module else [PYTHON, site.text(section.script or "")]
         config = ["--config", str(config_file(site.text(section.config)))] if section.config else []
-        command = [PYTHON, *program, "serve", *config, *site.texts(_flags(flags, explicit_booleans=True))]
+        command = [*program, "serve", *config, *site.texts(_flags(flags, explicit_booleans=True))]
     return _spec(
         site,
         section,
@@ -306,7 +322,7 @@ def trainer(site: Site, settings: TrainingConfig, after: list[str]) -> Component
         section,
         name="trainer",
         role=Role.TRAINER,
-        command=[PYTHON, "-m", "trainer_core", *settings.to_args()],
+        command=[*_module("trainer_core"), *settings.to_args()],
         env=_gpus(trainer_gpus(site.profile)),
         # It imports and registers while vLLM loads, and waits for the manifest by itself.
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
@@ -342,7 +358,22 @@ def _gpus(gpus: list[int]) -> dict[str, str]:
 
 def _program(command: list[str]) -> list[str]:
     """`python` means the interpreter that runs us, so that a profile works without an activated environment."""
-    return [PYTHON, *command[1:]] if command[0] in ("python", "python3") else command
+    if command[0] not in ("python", "python3"):
+        return command
+    if command[1:2] == ["-m"] and len(command) > 2:
+        return [*_module(command[2]), *command[3:]]
+    return [PYTHON, *command[1:]]
+
+
+def _module(name: str) -> list[str]:
+    """Python running a module. Ours never comes from the working directory (-P), which may be somebody else's; one of
+    the user's own is looked for there first, as Python does."""
+    return [PYTHON, *(["-P"] if is_ours(name) else []), "-m", name]
+
+
+def is_ours(module: str) -> bool:
+    """Whether the module comes with atropos-tui, or is atroposlib's."""
+    return module.partition(".")[0] in OUR_PACKAGES
 
 
 def _flags(values: dict[str, Any], *, explicit_booleans: bool = False) -> list[str]:

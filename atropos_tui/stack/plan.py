@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,16 @@ from atropos_tui.stack.components import Site
 from atropos_tui.stack.profile import Profile
 from atropos_tui.stack.redact import hide_tree
 from atropos_tui.stack.spec import ComponentSpec, StackSpec
-from atropos_tui.stack.variables import planning_variables
+from atropos_tui.stack.variables import planning_variables, references
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.run_dir import RunDir
 
 
-def make_site(profile: Profile, run_dir: Path, *, run_id: str) -> Site:
+def make_site(profile: Profile, run_dir: Path, *, run_id: str, dotenv: Mapping[str, str] | None = None) -> Site:
     """What is known about the run while planning."""
     variables = planning_variables(seed=profile.seed, run_dir=run_dir)
-    site = Site(profile, RunDir(run_dir), run_id, variables)
-    return Site(profile, RunDir(run_dir), run_id, variables | {"ATROPOS_MODEL": site.model})
+    site = Site(profile, RunDir(run_dir), run_id, variables, dotenv or {})
+    return replace(site, variables=variables | {"ATROPOS_MODEL": site.model})
 
 
 def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
@@ -67,7 +69,12 @@ def group_size(profile: Profile) -> int | None:
 
 def build_stack(profile: Profile, run_dir: Path, *, run_id: str) -> StackSpec:
     """The complete stack in start order: prepare steps, run-api, engines, environments, extras, trainer."""
-    site = make_site(profile, run_dir, run_id=run_id)
+    return stack_of(make_site(profile, run_dir, run_id=run_id))
+
+
+def stack_of(site: Site) -> StackSpec:
+    """As `build_stack`, with what `.env` files say to the references of the profile."""
+    profile = site.profile
     settings = training_config(site)
     prepared: list[ComponentSpec] = []
     for section in profile.prepare:
@@ -81,19 +88,21 @@ def build_stack(profile: Profile, run_dir: Path, *, run_id: str) -> StackSpec:
         *(components.extra(site, name, section) for name, section in profile.component.items()),
         components.trainer(site, settings, after),
     ]
-    return StackSpec(
-        run_id=run_id,
+    spec = StackSpec(
+        run_id=site.run_id,
         name=profile.name,
         mode=profile.mode,
-        run_dir=str(run_dir),
+        run_dir=str(site.run.root),
         components=stack,
         logs=profile.logs,
         notify=profile.notify,
         survive=profile.survive,
     )
+    named = {name: site.dotenv[name] for name in references(spec.model_dump_json()) if name in site.dotenv}
+    return spec.model_copy(update={"variables": named})
 
 
 def redacted(stack: StackSpec) -> dict[str, Any]:
     """The plan as data that may be written to a file."""
-    data: dict[str, Any] = hide_tree(stack.model_dump(mode="json"))
+    data: dict[str, Any] = hide_tree(stack.model_dump(mode="json", exclude={"variables"}))
     return data

@@ -13,17 +13,20 @@ from pathlib import Path
 import psutil
 
 from atropos_tui.stack.listening import listens
+from trainer_core.contracts.ports import LOOPBACK, bind, is_held
 from trainer_core.contracts.run_dir import ENV_COMPONENT, ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID
 
 
-def is_free(port: int) -> bool:
-    """Whether a server could listen on `port` of the loopback address now; TIME_WAIT does not count as taken."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
+def is_free(port: int, *, held: bool = False) -> bool:
+    """Whether a server could listen on `port` of the loopback address now; TIME_WAIT does not count as taken.
+
+    Args:
+        held: this process holds the port for that server.
+    """
+    try:
+        bind(LOOPBACK, port, held=held).close()
+    except OSError:
+        return False
     return True
 
 
@@ -36,7 +39,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who listens on a port: a process, and the run of ours that it belongs to, if any."""
+    """Who has a port: a process, and the run of ours that it belongs to, if any."""
 
     process: str
     """"python (pid 12): command line"."""
@@ -72,9 +75,9 @@ class Holder:
 
 
 def holder(port: int) -> Holder | None:
-    """Who listens on `port`; None when nobody does or it is not ours to see."""
+    """Who listens on `port`, or will since its run holds it for him; None when nobody does or it is not ours to see."""
     with contextlib.suppress(psutil.Error, OSError):
-        for process in _listeners(port):
+        for process in (*_listeners(port), *_awaited(port)):
             words = f"{process.name()} (pid {process.pid}): {' '.join(process.cmdline())[:160]}"
             try:
                 environ = process.environ()
@@ -100,6 +103,14 @@ def is_of_run(port: int, run_id: str) -> bool:
     with contextlib.suppress(psutil.Error, OSError):
         return any(process.environ().get(ENV_RUN_ID) == run_id for process in _listeners(port))
     return False
+
+
+def _awaited(port: int) -> Iterator[psutil.Process]:
+    """Processes for which a live run holds `port`: they have not come so far as to listen."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if is_held(port, process.environ()):
+                yield process
 
 
 def _listeners(port: int) -> Iterator[psutil.Process]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from atropos_tui.errors import Problem
 from atropos_tui.stack import budget, ports
-from atropos_tui.stack.components import Site, config_file, engine_model, resolve_path, trainer_gpus
+from atropos_tui.stack.components import Site, config_file, engine_model, is_ours, resolve_path, trainer_gpus
 from atropos_tui.stack.machine import Machine
 from atropos_tui.stack.models import Model
 from atropos_tui.stack.plan import training_config
@@ -65,7 +65,8 @@ def unfit(site: Site, file: str, found: Survey) -> list[Problem]:
 
 def _launches(site: Site, stack: StackSpec, file: str) -> Iterator[Problem]:
     """What no process could be started with: variables that are not set, working directories that do not exist."""
-    variables = {*os.environ, ENV_TOKEN, ENV_RUN_DIR, ENV_RUN_ID, ENV_CONTROL_SOCKET, ENV_COMPONENT, ENV_ATTEMPT}
+    known = stack.variables | os.environ
+    variables = {*known, ENV_TOKEN, ENV_RUN_DIR, ENV_RUN_ID, ENV_CONTROL_SOCKET, ENV_COMPONENT, ENV_ATTEMPT}
     told: set[tuple[str, str]] = set()
     for component in stack.components:
         section = site.profile.section_of(component.name)
@@ -79,7 +80,7 @@ def _launches(site: Site, stack: StackSpec, file: str) -> Iterator[Problem]:
                     told.add((place, name))
                     fix = f"export {name}=..., or put it into the .env file beside the profile"
                     yield Problem(f"environment variable {name} is not set", fix, file, place)
-        cwd = expand(component.cwd or ".", dict(os.environ))
+        cwd = expand(component.cwd or ".", known)
         if not references(cwd) and not Path(cwd).is_dir():
             yield Problem(f"working directory {cwd} does not exist", "create it, or change cwd", file, f"{section}.cwd")
 
@@ -136,7 +137,7 @@ def _programs(site: Site, file: str) -> list[Problem]:
 
 
 def _environment_program(site: Site, env: EnvSection, key: str, file: str) -> Iterator[Problem]:
-    if env.module and not _module_exists(site.text(env.module)):
+    if env.module and not _module_exists(site.text(env.module), site.text(env.cwd or ".")):
         fix = "check the name, or use `script` with a path"
         yield Problem(f"no module {env.module!r}", fix, file, f"{key}.module")
     for name, value in (("script", env.script), ("config", env.config)):
@@ -183,11 +184,15 @@ def _environment_config(site: Site, env: EnvSection, path: Path, key: str, file:
         )
 
 
-def _module_exists(name: str) -> bool:
+def _module_exists(name: str, folder: str) -> bool:
+    """Whether `python -m` finds it: installed, or (unless it is ours) in the folder where it will run."""
     try:
-        return importlib.util.find_spec(name) is not None
+        if importlib.util.find_spec(name) is not None:
+            return True
     except (ImportError, ValueError):
-        return False
+        pass
+    place = Path(folder).joinpath(*name.split("."))
+    return not is_ours(name) and (place.is_dir() or place.with_suffix(".py").is_file())
 
 
 def _models(site: Site, file: str) -> Iterator[Problem]:

@@ -144,6 +144,9 @@ class ComponentSpec(Spec):
     """Not healthy by then: the gate timed out (exit code 4)."""
     port: int | None = None
     """The port it listens on, for display and for the check that it is free."""
+    port_held: bool = False
+    """The supervisor holds that port for the whole run, so that no other user takes it between two starts; the program
+    binds beside it, told by ATROPOS_HELD_PORT."""
     gpus: list[int] = Field(default_factory=list)
     creates: str | None = None
     """A one-shot step that is skipped when this path exists."""
@@ -176,6 +179,9 @@ class StackSpec(Spec):
     components: list[ComponentSpec]
     logs: LogPolicy = LogPolicy()
     notify: NotifyPolicy = NotifyPolicy()
+    variables: dict[str, str] = Field(default_factory=dict, repr=False)
+    """What `${VAR}` of this stack refers to beside the environment, which wins: from `.env` files, and never written to
+    a file."""
     survive: bool = False
     """Whether the components outlive a supervisor that is killed, for the next one to adopt."""
 

@@ -127,7 +127,7 @@ class Conductor:
             op.stage = "settle"
         if op.stage == "settle":
             units = [self.units[name] for name in op.start]
-            lost = [u for u in units if u.state is State.FAILED or (not u.wanted and u.state in states.RESTING)]
+            lost = [u for u in units if u.state is State.FAILED or (not u.wanted and u.state.is_resting)]
             if lost:
                 self._finish(op, "failed", f"{lost[0].name} is {lost[0].state}: {lost[0].reason}")
             elif all(unit.state in (State.HEALTHY, State.COMPLETED) for unit in units):
@@ -173,7 +173,8 @@ class Conductor:
         if op.by_hand:
             unit.command_id = op.id
             unit.port_wait = None
-        if unit.state in states.RESTING or unit.state is State.BACKOFF:
+            unit.start_error = ""  # whoever asks may have mended it
+        if unit.state.is_resting or unit.state is State.BACKOFF:
             self.ledger.move(unit, State.PENDING, _said(op))
 
     def _finish(self, op: Operation, status: str, detail: str) -> None:
@@ -216,7 +217,7 @@ class Conductor:
 
     @staticmethod
     def _comes_along(unit: Unit) -> bool:
-        return unit.wanted and unit.state not in states.RESTING
+        return unit.wanted and not unit.state.is_resting
 
     def _fail(self, unit: Unit, code: int, reason: str) -> None:
         lines = unit.log.tail(RESULT_LINES) if unit.log else []
@@ -228,6 +229,7 @@ class Conductor:
         if unit.timer and not unit.one_shot:
             unit.timer.cancel()
         unit.proven = unit.proven or unit.has_gate
+        unit.came_up = unit.came_up or unit.has_gate
         unit.healthy_at = unit.healthy_at or time.monotonic()
         self._launcher.note_progress()
         self.ledger.move(unit, State.HEALTHY, reason)

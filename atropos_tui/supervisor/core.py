@@ -17,7 +17,7 @@ from typing import Any
 
 from atropos_tui.stack.nvml import Nvml
 from atropos_tui.stack.recipes import recipe
-from atropos_tui.supervisor import procfs, states
+from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.adoption import Estate
 from atropos_tui.supervisor.conductor import (
     EXIT_DONE,
@@ -28,6 +28,7 @@ from atropos_tui.supervisor.conductor import (
     new_id,
 )
 from atropos_tui.supervisor.diagnoses import Diagnosis, describe_exit
+from atropos_tui.supervisor.diagnoses.model import shortened
 from atropos_tui.supervisor.gpu_memory import GpuMemory
 from atropos_tui.supervisor.guarding import Guard
 from atropos_tui.supervisor.launching import stuck
@@ -54,7 +55,7 @@ from atropos_tui.supervisor.nvml import Reader
 from atropos_tui.supervisor.operations import Operation, RefusedError, refusal
 from atropos_tui.supervisor.result import RunResult
 from atropos_tui.supervisor.sampling import Sampler
-from atropos_tui.supervisor.unit import HEALTHY_RESET_S, PROVEN_S, Unit, next_delay
+from atropos_tui.supervisor.unit import HEALTHY_RESET_S, Unit, next_delay
 from atropos_tui.supervisor.watching import Watcher
 from trainer_core.contracts.control import Accepted, CommandRequest, Phase, Recipe, Refusal, Role, State
 from trainer_core.contracts.records import DiagnosisRecord, ProbeRecord, StageRecord
@@ -62,6 +63,8 @@ from trainer_core.contracts.run_dir import RunDir
 
 SWEEP_S = 5.0
 """How often adopted zombies are collected and new sessions of members are told to the guard."""
+REASON_ROOM = 300
+"""Characters of an error line in the reason of a state."""
 STRAYS_S = 10.0
 """So long strays are killed again and again at the end; then they are named, and the result is written."""
 
@@ -159,7 +162,7 @@ class Core(Conductor):
         return self.result
 
     def _over(self) -> bool:
-        resting = all(unit.state in states.RESTING and unit.child is None for unit in self.units.values())
+        resting = all(unit.state.is_resting and unit.child is None for unit in self.units.values())
         return self.ledger.phase is Phase.STOPPING and resting
 
     def _refuse_the_rest(self) -> None:
@@ -230,6 +233,7 @@ class Core(Conductor):
         unit = self._present(message.name, message.attempt)
         if unit:
             unit.stages[message.stage] = time.time()
+            unit.came_up = unit.came_up or not unit.has_gate
             self.ledger.emit(StageRecord(component=unit.name, stage=message.stage, attempt=unit.attempt))
             self._launcher.note_progress()
 
@@ -240,7 +244,7 @@ class Core(Conductor):
         lived = (unit.exited_at or time.time()) - (unit.started_at or 0.0)
         outcome = unit.outcome
         code = self._launcher.collect(unit)
-        unit.proven = unit.proven or (not unit.has_gate and lived > PROVEN_S)
+        unit.lived(lived)
         end = describe_exit(code)
         stopping = self.ledger.phase is Phase.STOPPING
         if outcome == "timeout":
@@ -258,22 +262,24 @@ class Core(Conductor):
             if unit.spec.ends_run:
                 self._end_run(RunResult(exit_code=EXIT_DONE, reason=f"{unit.name} finished", component=unit.name))
         else:
-            self._crash(unit, end, message.diagnosis)
+            self._crash(unit, end, message.diagnosis, message.error)
 
     def _being_stopped(self, unit: Unit) -> bool:
         return any(op.stage == "stop" and op.action != "kill" and unit.name in op.stop for op in self._active())
 
-    def _crash(self, unit: Unit, reason: str, diagnosis: Diagnosis | None) -> None:
+    def _crash(self, unit: Unit, reason: str, diagnosis: Diagnosis | None, error: str = "") -> None:
         if diagnosis:
             self.ledger.diagnose(unit, diagnosis, ending=True)
         now = time.monotonic()
         if unit.healthy_at is not None and now - unit.healthy_at > HEALTHY_RESET_S:
             unit.streak = 0
         policy = unit.spec.restart
-        hopeless = unit.exit_code == 2 and not unit.proven
+        hopeless = "wrong usage, not retried" if unit.exit_code == 2 and not unit.proven else ""
+        if unit.fails_alike(error):
+            hopeless = f"the start failed twice in the same words, not tried again: {shortened(error, REASON_ROOM)}"
         delay = None if hopeless else next_delay(policy, unit.crashes, unit.streak, now)
         if delay is None:
-            why = "wrong usage, not retried" if hopeless else f"restart policy {policy.policy}"
+            why = hopeless or f"restart policy {policy.policy}"
             if not hopeless and policy.policy != "never":
                 why = f"gave up after {policy.max_restarts} restarts in {policy.window_s:g} s"
             self._fail(unit, EXIT_FAILED, f"{reason}; {why}")

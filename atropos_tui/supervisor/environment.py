@@ -48,8 +48,9 @@ def resolve(text: str, variables: dict[str, str], where: str) -> str:
 
 
 def stamps(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str) -> dict[str, str]:
-    """Variables that every component gets, whatever its spec says."""
-    return {
+    """Variables that a component gets, whatever its `env` says."""
+    held = {run_dir.ENV_HELD_PORT: str(spec.port)} if spec.port_held else {}
+    return held | {
         run_dir.ENV_RUN_DIR: stack.run_dir,
         run_dir.ENV_RUN_ID: stack.run_id,
         run_dir.ENV_CONTROL_SOCKET: socket,
@@ -59,7 +60,7 @@ def stamps(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str) -> 
 
 
 def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, token: str) -> Launch:
-    """Resolve `spec` against this process's environment.
+    """Resolve `spec` against this process's environment, and the stack's variables, which nobody inherits.
 
     `SPT_NOENV` keeps programs that set their process title (vLLM) from overwriting the environment block, and with it
     the marker by which the run's processes are found.
@@ -71,7 +72,7 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
         LaunchError: a variable, the working directory or the program is missing.
     """
     own = stamps(stack, spec, attempt, socket)
-    variables = {run_dir.ENV_TOKEN: token, **os.environ, **own}
+    variables = {**stack.variables, run_dir.ENV_TOKEN: token, **os.environ, **own}
     env = {**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
     env |= {key: resolve(value, variables, f"{spec.name}: env.{key}") for key, value in spec.env.items()}
     env = {run_dir.ENV_TOKEN: token, **env, **own}

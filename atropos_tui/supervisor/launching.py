@@ -13,14 +13,15 @@ from typing import Any
 
 import httpx
 
-from atropos_tui.stack import ports
 from atropos_tui.supervisor import cgroup, diagnoses, environment, procfs, shared_memory
 from atropos_tui.supervisor.adoption import Estate, Heir, log_patterns
 from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence, Names
+from atropos_tui.supervisor.diagnoses.repeats import lasting_error
 from atropos_tui.supervisor.diagnoses.scanner import LogScanner
 from atropos_tui.supervisor.environment import Launch, LaunchError
 from atropos_tui.supervisor.gpu_memory import GpuMemory
 from atropos_tui.supervisor.guarding import Guard
+from atropos_tui.supervisor.holding import HeldPorts
 from atropos_tui.supervisor.journal import ProcessTable
 from atropos_tui.supervisor.ladder import end_set
 from atropos_tui.supervisor.ledger import Ledger
@@ -50,6 +51,10 @@ from trainer_core.contracts.run_dir import RunDir
 
 PORT_PATIENCE_S = 5.0
 """How long a port that a stranger holds may take to become free."""
+EVIDENCE = 200
+"""Lines of a log in which rules look for what explains an end."""
+LOOKED_BACK = 1000
+"""Lines in which the cause of that may lie: vLLM's tracebacks are long, and each of its processes prints one."""
 GROUP_PATIENCE_S = 0.05
 """A control group that is not free by then goes with the run's own group at the end."""
 SIGNALS = {name: getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "HUP", "QUIT", "KILL")}
@@ -76,6 +81,7 @@ class Launcher:
         self._http = httpx.AsyncClient(limits=LIMITS, trust_env=False, verify=False)  # on this machine, no proxy
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawner = Spawner(ledger.stack, guard.group, sock, token)
+        self._ports = HeldPorts(ledger.stack.components)
         self.table = estate.table or ProcessTable(run_id=ledger.stack.run_id)
         self.table.supervisor, self.table.group = entry_of(os.getpid()), guard.group
         self.table.write(self._dir.journal_json)
@@ -99,6 +105,7 @@ class Launcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.aclose()
+        self._ports.close()
 
     def start(self, unit: Unit) -> None:
         """Spawn `unit`, whose gates are open; it may have to wait for its port, or be skipped.
@@ -142,6 +149,7 @@ class Launcher:
         living = self._spawner.adopt(unit.spec, heir, *self._listeners(unit, attempt))
         self._take_in(unit, living, heir.launch)
         unit.proven, unit.stages = heir.entry.proven, dict(heir.entry.stages)
+        unit.came_up = unit.proven or bool(unit.stages)
         self._ledger.move(unit, State.STARTING, f"adopted, attempt {attempt}")
         self._watch(unit, attempt)
 
@@ -204,7 +212,7 @@ class Launcher:
 
     def _port_is_free(self, unit: Unit) -> bool:
         port = unit.spec.port
-        if port is None or ports.is_free(port):
+        if port is None or self._ports.is_free(unit.spec):
             unit.port_wait = None
             return True
         now = time.monotonic()
@@ -302,11 +310,14 @@ class Launcher:
         if look:
             await look
             await self._gpu_memory_back(unit)
-        diagnosis = None
+        diagnosis, error = None, ""
         if child.exit_code != 0 and not unit.outcome:
-            found = Evidence(unit.spec, child.exit_code, unit.log.tail(200), Names.of(self._ledger.stack))
+            lines = unit.log.tail(LOOKED_BACK)
+            names, above = Names.of(self._ledger.stack), tuple(lines[:-EVIDENCE])
+            found = Evidence(unit.spec, child.exit_code, lines[-EVIDENCE:], names, above)
             diagnosis = await asyncio.to_thread(diagnoses.diagnose, found)
-        self._post(Gone(name, attempt, killed, diagnosis))
+            error = lasting_error(diagnosis.rule, lines) if child.exit_code > 0 else ""
+        self._post(Gone(name, attempt, killed, diagnosis, error))
 
     def collect(self, unit: Unit) -> int:
         """After `Gone`: reap, forget, clear files; the exit code."""
@@ -326,6 +337,7 @@ class Launcher:
         except OSError as error:
             fix = "remove it by hand before the next start"
             self._ledger.diagnose(unit, Diagnosis("a stale file cannot be removed", str(error), fix, "stale_file"))
+        self._ports.hold(unit.spec)
         unit.child, unit.ending, unit.prober, unit.stage_watch = None, None, None, None
         unit.draining = ""
         unit.exit_code = child.exit_code

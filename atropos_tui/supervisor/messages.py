@@ -54,6 +54,8 @@ class Gone:
     killed: int
     """How many did not go by themselves."""
     diagnosis: Diagnosis | None
+    error: str = ""
+    """The error line of its log, where another start would fail in the same way."""
 
 
 @dataclass(frozen=True)

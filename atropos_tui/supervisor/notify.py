@@ -123,7 +123,7 @@ class Notifier:
         if self._policy.webhook is None:
             return None
         try:
-            url = resolve(self._policy.webhook, dict(os.environ), "notify.webhook")
+            url = resolve(self._policy.webhook, self._stack.variables | os.environ, "notify.webhook")
         except LaunchError as error:
             self._diagnose("the webhook of [notify] cannot be used", error.problem, error.fix)
             return None

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from atropos_tui.supervisor.states import RESTING
 from atropos_tui.supervisor.unit import Unit
 from trainer_core.contracts.control import CommandRequest, CommandStatus, Phase, Recipe, Refusal, State
 
@@ -86,7 +85,7 @@ def _not_as_a_whole(
 ) -> tuple[int, Refusal] | None:
     if phase is Phase.STOPPING:
         return 409, Refusal(error="the stack is being stopped", fix="wait for its end")
-    if all(unit.state in RESTING for unit in units.values()):
+    if all(unit.state.is_resting for unit in units.values()):
         return 409, Refusal(error="nothing runs", fix="start the components that shall run")
     for other in operations:
         if other.by_hand and other.stage in ("stop", "start"):
@@ -101,10 +100,10 @@ def _not_in_this_state(request: CommandRequest, unit: Unit) -> tuple[int, Refusa
     action, name, state = request.action, unit.name, unit.state
     if action == "start" and state is State.BACKOFF:
         return None
-    if action == "start" and (state not in RESTING):
+    if action == "start" and not state.is_resting:
         fix = f"wait until it is stopped, or use: restart {name}" if state is State.STOPPING else f"use: restart {name}"
         return 409, Refusal(error=f"{name} is {state} already", fix=fix)
-    if action == "stop" and (state in RESTING or state is State.STOPPING):
+    if action == "stop" and (state.is_resting or state is State.STOPPING):
         return 409, Refusal(error=f"{name} is {state} already", fix="nothing to do")
     if action == "kill" and unit.child is None:
         return 409, Refusal(error=f"{name} has no process ({state})", fix=f"use: stop {name}, if it shall stay down")

@@ -23,9 +23,6 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 """From each state, where a component may go next."""
 
-RESTING = frozenset({State.STOPPED, State.FAILED, State.COMPLETED})
-"""No process, and none will come without a command."""
-
 
 class IllegalTransitionError(AssertionError):
     """A step that `TRANSITIONS` does not allow: a fault of the supervisor."""

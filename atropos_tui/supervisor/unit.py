@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from atropos_tui.stack.spec import ComponentSpec, RestartPolicy
+from atropos_tui.supervisor.diagnoses.repeats import same_words
 from atropos_tui.supervisor.diagnoses.scanner import LogScanner
 from atropos_tui.supervisor.environment import Launch
 from atropos_tui.supervisor.logs import LogDrain
@@ -21,6 +22,8 @@ from trainer_core.contracts.control import ComponentStatus, Role, StageStatus, S
 
 PROVEN_S = 5.0
 """A component without probes that lived this long has shown that it can start."""
+SILENT_START_S = 60.0
+"""The same for one whose stages tell of its start, and who has reached none."""
 HEALTHY_RESET_S = 60.0
 """After so long in health the backoff begins anew."""
 
@@ -70,6 +73,10 @@ class Unit:
 
     proven: bool = False
     """It was healthy once, so an exit is a crash and no mistake in its arguments."""
+    came_up: bool = False
+    """It was past its start once, so how a later start fails is not how all do."""
+    start_error: str = ""
+    """The error line of the start that failed last, if another start would fail in the same way."""
     healthy_at: float | None = None
     crashes: deque[float] = field(default_factory=deque)
     streak: int = 0
@@ -90,6 +97,17 @@ class Unit:
     @property
     def has_gate(self) -> bool:
         return self.spec.probes.startup is not None or self.spec.probes.readiness is not None
+
+    def lived(self, seconds: float) -> None:
+        """An attempt of it has ended after `seconds`."""
+        if not self.has_gate:
+            self.proven = self.proven or seconds > PROVEN_S
+            self.came_up = self.came_up or seconds > (SILENT_START_S if self.spec.stages else PROVEN_S)
+
+    def fails_alike(self, error: str) -> bool:
+        """A start has failed with this error line (none: in a way that may pass); whether the last one did so, too."""
+        last, self.start_error = self.start_error, "" if self.came_up else error
+        return same_words(self.start_error, last)
 
     def newest_probe(self) -> ProbeResult | None:
         """The round that matters now: readiness once it runs, else startup or liveness."""

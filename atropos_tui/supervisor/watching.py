@@ -18,6 +18,7 @@ import httpx
 
 from atropos_tui.supervisor.diagnoses.following import NumberWatch
 from atropos_tui.supervisor.diagnoses.model import Diagnosis, Names, Voice
+from atropos_tui.supervisor.diagnoses.refusals import RefusalWatch
 from atropos_tui.supervisor.diagnoses.scanner import LogScanner
 from atropos_tui.supervisor.diagnoses.waiting import (
     ApiView,
@@ -32,7 +33,6 @@ from atropos_tui.supervisor.diagnoses.waiting import (
 from atropos_tui.supervisor.ledger import Ledger
 from atropos_tui.supervisor.messages import Message, Noted
 from atropos_tui.supervisor.record_tail import RecordTail
-from atropos_tui.supervisor.states import RESTING
 from atropos_tui.supervisor.unit import Unit
 from trainer_core.contracts.control import Role
 from trainer_core.contracts.run_dir import RunDir
@@ -44,6 +44,7 @@ ANSWER_S = 3.0
 DISK_S = 10.0
 GONE = ("disconnections",)
 CAME = ("registrations", "stock registrations")
+HEARD = ("refusals", "stock refusals", "openai refusals")
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,12 @@ class Watcher:
         self._numbers = NumberWatch(time.time())
         self._tails: dict[Path, RecordTail] = {}
         self._looking = asyncio.Lock()
-        self._voices: dict[tuple[str, str, str], Voice] = {}
-        """By rule, component and title: what has another title is another cause."""
+        self._voices: dict[tuple[str, str, str, int], Voice] = {}
+        """By rule, component, title (what has another is another cause) and attempt, where each is told anew."""
         self._episodes: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._since_step: Counter[str] = Counter()
+        self._refusals = RefusalWatch(ledger.stack)
         self._api_attempt = 0
         self._api: ApiView | None = None
         self._asked_at = self._disk_at = float("-inf")
@@ -120,8 +122,11 @@ class Watcher:
             found_here = what.scanner.scan(what.pieces, now, starting)
             found_here += what.scanner.close(now) if what.over else []
             said += [(what.name, found) for found in found_here if not what.asked_to_go]
-            self._count(what)
-        scene = self._scene(scene)
+            self._count(what, now)
+        refused = self._refusals.judge(parts, now)
+        for part in scene.of(Role.ENV):
+            said += self._speak("rollouts_refused", part.name, refused.get(part.name), now, part.attempt)
+        scene = replace(self._scene(scene), refused=tuple(refused))
         said += self._speak("no_batches", trainer, no_batches(scene), now)
         said += self._speak("disk_low", trainer, disk_low(scene), now)
         for part in parts:
@@ -142,8 +147,13 @@ class Watcher:
             self._since_step.clear()
         return said
 
-    def _count(self, what: _Printed) -> None:
+    def _count(self, what: _Printed, now: float) -> None:
         counts = what.scanner.counts
+        if what.scanner.spec.role is Role.ENV:
+            self._refusals.hear(what.name, what.attempt, sum(counts[name] for name in HEARD))
+        if what.scanner.spec.role is Role.ENGINE:
+            self._refusals.feed(what.name, what.attempt, what.scanner.noted, now)
+            what.scanner.noted.clear()
         if what.scanner.spec.role is Role.API and what.attempt != self._api_attempt:
             self._api_attempt = what.attempt
             self._counts.clear()  # a new run-api knows nobody
@@ -153,7 +163,7 @@ class Watcher:
 
     def _scene(self, bare: Scene) -> Scene:
         numbers = self._numbers
-        live = sum(part.state not in RESTING for part in bare.of(Role.ENV))
+        live = sum(not part.state.is_resting for part in bare.of(Role.ENV))
         came, gone = (sum(self._counts[name] for name in names) for names in (CAME, GONE))
         free, size = self._free(bare.now)
         scene = replace(
@@ -183,13 +193,15 @@ class Watcher:
         spec = next((spec for spec in self._ledger.stack.components if spec.role is Role.API and spec.port), None)
         return None if spec is None else ask_api(f"http://127.0.0.1:{spec.port}")
 
-    def _speak(self, rule: str, name: str, found: Diagnosis | None, now: float) -> list[tuple[str, Diagnosis]]:
-        """`found`, if it is new."""
-        title = found.title if found else ""
+    def _speak(
+        self, rule: str, name: str, found: Diagnosis | None, now: float, attempt: int = 0
+    ) -> list[tuple[str, Diagnosis]]:
+        """`found`, if it is new; with `attempt` it is new in each."""
+        cause = found.title if found else "", attempt
         for key, voice in self._voices.items():
-            if key[:2] == (rule, name) and key[2] != title:
+            if key[:2] == (rule, name) and key[2:] != cause:
                 voice.lowered()
-        if found is None or not self._voices.setdefault((rule, name, title), Voice()).raised(now):
+        if found is None or not self._voices.setdefault((rule, name, *cause), Voice()).raised(now):
             return []
         episode = self._episodes[rule]
         self._episodes[rule] += 1
@@ -221,6 +233,8 @@ def _part(unit: Unit) -> Part:
         unit.state,
         unit.since,
         unit.spec.start_timeout_s,
+        unit.started_at or 0.0,
+        unit.attempt,
         unit.has_gate,
         unit.waiting_for,
         row[0].strip()[:200] if row else "",

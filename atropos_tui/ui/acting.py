@@ -14,7 +14,6 @@ from atropos_tui.ui.bridge import Bridge
 from atropos_tui.ui.command_bar import CommandBar
 from atropos_tui.ui.components import Components
 from atropos_tui.ui.dialogs import ConfirmDialog, QuitDialog
-from atropos_tui.ui.look import RESTING
 from trainer_core.contracts.control import Action, CommandRequest
 from trainer_core.contracts.records import CommandRecord
 
@@ -87,7 +86,7 @@ class ActingApp(App[Outcome]):
 
     def action_stop_or_start(self) -> None:
         table = self.find(Components)
-        rests = table and table.selected and table.selected.state in RESTING
+        rests = table and table.selected and table.selected.state.is_resting
         self.action_act("start" if rests else "stop")
 
     async def _ask_and_send(self, action: Action, component: str | None, *, ask: bool = True) -> bool:

@@ -11,6 +11,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from atropos_tui.monitor.plain import duration, number, one_line
+from atropos_tui.monitor.trouble import silent_s
 from atropos_tui.ui.look import title
 from atropos_tui.ui.view import View
 from trainer_core.contracts.records import AlignmentRecord
@@ -18,8 +19,6 @@ from trainer_core.contracts.records import AlignmentRecord
 VERDICTS = {"ok": ("✔", "good"), "drift": ("▲", "warn"), "mismatch": ("✖", "bad")}
 _LABEL = 10
 _VALUE = 9
-SILENT_S = 10.0
-"""From here on the age of the figures is a warning."""
 
 
 def verdict_text(alignment: AlignmentRecord) -> tuple[str, str]:
@@ -38,7 +37,7 @@ class Alignment(Widget):
     def show(self, view: View) -> None:
         self.view = view
         found = view.state.alignment
-        self.border_title = title("Alignment", (f"step {found.step}" if found else "no data", "secondary"))
+        self.border_title = title("Alignment", (f"step {found.step}" if found else "no data", "quiet"))
 
     def render(self) -> RenderResult:
         if self.view is None or self.view.state.alignment is None:
@@ -72,13 +71,13 @@ class Alignment(Widget):
 
     def _age(self, view: View, found: AlignmentRecord) -> Text:
         """How old the figures are; a silent trainer is said loudly, unless it is done."""
-        age = view.now - found.time
+        age, silent = view.now - found.time, silent_s(view.state, view.now)
         over = bool(view.gone) or view.state.benchmark is not None
         if over or age < 0:
             return Text(f"  step {found.step}", self._style("label"))
-        tone = "warn" if age > SILENT_S else "label"
-        said = f"  trainer silent for {duration(age)}" if age > SILENT_S else f"  {duration(age)} ago"
-        return Text(said, self._style(tone))
+        if silent is not None:
+            return Text(f"  trainer silent for {duration(silent)}", self._style("warn"))
+        return Text(f"  {duration(age)} ago", self._style("label"))
 
     def _pair(self, label: str, first: str, second: str) -> Text:
         line = Text(f"{label:<{_LABEL}}", self._style("label"), no_wrap=True, end="")

@@ -48,7 +48,8 @@ from atropos_tui.ui.events import Events
 from atropos_tui.ui.layout import PANELS, VIEWS, arrange, panels, visible
 from atropos_tui.ui.listing import Listing
 from atropos_tui.ui.log_view import LogView
-from atropos_tui.ui.look import RESTING, THEME
+from atropos_tui.ui.look import THEME, own_colours
+from atropos_tui.ui.notices import Notices
 from atropos_tui.ui.palette import commands
 from atropos_tui.ui.rollouts import RolloutDetail, Rollouts
 from atropos_tui.ui.running import run_app
@@ -79,7 +80,7 @@ class CockpitApp(ActingApp):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("r", "act('restart')", "Restart", tooltip="Restart the selected component and what must go with it"),
         Binding("s", "stop_or_start", "Stop/start", tooltip="Stop the selected component, or start one that rests"),
-        Binding("k", "act('kill')", "Kill", tooltip="Kill every process of the selected component"),
+        Binding("K", "act('kill')", "Kill", tooltip="Kill every process of the selected component"),
         Binding("R", "restart_all", "Restart all", show=False, tooltip="Restart the whole stack"),
         Binding("slash", "search", "Search", tooltip="Search the log, the rollouts or the events"),
         Binding("f", "follow", "Follow", show=False, tooltip="Follow the log's end, or stay where it is"),
@@ -126,10 +127,15 @@ class CockpitApp(ActingApp):
         self._bad_lines = 0
         self._dirty = self._fresh_records = True
         """What is not drawn yet: anything; records of the streams, which alone move the curves."""
+        self._current: set[Widget] = set()
+        """Panels that show the newest records of those that were drawn; one that appears later has to be told."""
         self._drawn_at = self._curves_at = self._news_at = float("-inf")
         self._log_of_all = False
         self.register_theme(THEME)
         self.theme = THEME.name
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return own_colours(self.current_theme)
 
     def compose(self) -> ComposeResult:
         yield from panels()
@@ -222,7 +228,9 @@ class CockpitApp(ActingApp):
 
     def _stands(self) -> bool:
         """Whether every component is up or at rest: nobody counts the seconds until it is."""
-        return self.status is not None and all(row.state in (State.HEALTHY, *RESTING) for row in self.status.components)
+        return self.status is not None and all(
+            row.state in (State.HEALTHY, State.PENDING) or row.state.is_resting for row in self.status.components
+        )
 
     @property
     def has_news(self) -> bool:
@@ -235,14 +243,21 @@ class CockpitApp(ActingApp):
         self._dirty = False
         if curves:
             self._curves_at, self._fresh_records = self._drawn_at, False
+            self._current.clear()
         self._show(visible(self.main) if self.main else (), curves)
         self._choose_component()
 
     def _show(self, widgets: Iterable[Widget], curves: bool) -> None:
         view = self._view()
         for widget in widgets:
-            if isinstance(widget, PANELS) and (curves or not _waits_for_records(widget)):
+            lacks = curves or (self.loaded and widget not in self._current)
+            if isinstance(widget, PANELS) and (lacks or not _waits_for_records(widget)):
                 cast(Panel, widget).show(view)
+                self._current.add(widget)
+
+    def on_resize(self) -> None:
+        """Panels may have appeared, which no record will come for if the run is over."""
+        self._dirty = True
 
     def _view(self) -> View:
         table = self.find(Components)
@@ -315,6 +330,8 @@ class CockpitApp(ActingApp):
             main.query_one(VIEWS[name][2]).focus()
             main.refresh(layout=True)  # at once, else what was there is painted a last time before the layout
             self._show([widget for widget in visible(main) if widget not in before], self.loaded)
+            if name == "events" and (said := main.query_one(Notices).diagnosis):
+                main.query_one(Events).point(said)
 
     def action_select(self, by: int) -> None:
         if table := self.find(Components):

@@ -17,6 +17,9 @@ TEXTURES = "█▓▒▚▞▤▥"
 OTHER_TEXTURE, FREE = "░", "·"
 _LEVELS = "▁▂▃▄▅▆▇█"
 
+_DONE, _LEFT = "━", "┄"
+"""They differ without colours, too."""
+
 StyleOf = Callable[[str], Style]
 """The style of a part, by its label; `free` for what nobody holds."""
 
@@ -33,6 +36,12 @@ def textures(order: Sequence[str], *, colours: bool) -> TextureOf:
         return TEXTURES[0 if colours else order.index(label) % len(TEXTURES)]
 
     return texture
+
+
+def progress_bar(share: float, width: int, done: Style, left: Style) -> Text:
+    """A line of exactly `width` cells, of which `share` (0 to 1) is done."""
+    count = round(share * width)
+    return Text.assemble((_DONE * count, done), (_LEFT * (width - count), left), no_wrap=True, end="")
 
 
 def split_bar(split: Split, texture: TextureOf, style: StyleOf, width: int) -> Text:

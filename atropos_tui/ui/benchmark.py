@@ -15,6 +15,7 @@ from atropos_tui.monitor.pace import Pace, pace
 from atropos_tui.monitor.plain import bytes_text, duration, number, one_line, seconds_text
 from atropos_tui.monitor.series import mean
 from atropos_tui.ui.alignment import verdict_text
+from atropos_tui.ui.bars import progress_bar
 from atropos_tui.ui.look import title
 from atropos_tui.ui.view import View
 from trainer_core.contracts.control import Role
@@ -40,7 +41,7 @@ class Benchmark(Widget):
     def show(self, view: View) -> None:
         self.view = view
         window = pace(view.state, None).window
-        note = (f"last {window} steps", "secondary") if window else ("no data", "secondary")
+        note = (f"last {window} steps", "quiet") if window else ("no data", "quiet")
         if view.state.benchmark:
             note = (f"final, all {window} steps", "success")
         self.border_title = title("Benchmark", note)
@@ -71,8 +72,7 @@ class Benchmark(Widget):
             bar = Text(no_wrap=True, end="")
             if value is not None and speed.step_s and math.isfinite(value) and math.isfinite(speed.step_s):
                 share = min(1.0, value / speed.step_s)
-                bar.append("━" * round(share * room), self._style("bar"))
-                bar.append("━" * (room - round(share * room)), self._style("track"))
+                bar = progress_bar(share, room, self._style("bar"), self._style("track"))
                 bar.append(f" {share:4.0%}", self._style("label"))
             lines.append(self._line(f"  {name}", seconds_text(value), bar))
         return lines

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rich.text import Text
 from textual import events
+from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import DataTable
 
 from atropos_tui.monitor.plain import bytes_text, duration, one_line, seconds_text
-from atropos_tui.ui.look import RESTING, TONES, state_text, title
+from atropos_tui.monitor.trouble import open_diagnoses
+from atropos_tui.ui.look import TONES, state_text, title
 from atropos_tui.ui.view import View
 from trainer_core.contracts.control import ComponentStatus, State
-from trainer_core.contracts.records import DiagnosisRecord
 
 _WIDE = 90
 """From this width on there is room for ports, and for GPU memory where a component has some."""
@@ -33,10 +35,17 @@ _COLUMNS: tuple[Column, ...] = (
     ("", 0, False),
 )
 """Title, width in cells without the gap behind it, right-aligned. The last takes what is left."""
+_GIVES_WAY = {"port": 24, "pid": 24, "probe": 24, "rst": 24, "up": 10, "memory": 10, "cpu": 10}
+"""Columns in the order in which they make room for the last, each while its words have fewer cells than this."""
 
 
 class Components(DataTable[Text]):
     """One row per component, in start order; the cursor row is what the action keys act on."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("k", "cursor_up", "Up", show=False),
+        Binding("j", "cursor_down", "Down", show=False),
+    ]
 
     class Selected(Message):
         """The cursor moved to another component; `by_user` unless the table did it."""
@@ -52,7 +61,7 @@ class Components(DataTable[Text]):
         """What the rows show, top to bottom."""
         self._now = 0.0
         self._news: dict[str | None, str] = {}
-        """What was diagnosed of healthy components since they are healthy."""
+        """Diagnoses that still hold, by component."""
         self._stale = False
         """Nobody vouches for these states any more."""
         self._touched = False
@@ -67,23 +76,18 @@ class Components(DataTable[Text]):
         return self.statuses[self.cursor_row] if 0 <= self.cursor_row < len(self.statuses) else None
 
     def show(self, view: View) -> None:
+        """Take the newest; the title says what is not well, and how many rows there is no room for."""
         if view.status is None:
             return
         shape = self._shape()
         self.statuses, self._now = list(view.status.components), view.now
-        self._news = {item.component: item.title for item in view.state.diagnoses if self._is_news(item)}
+        self._news = {item.component: item.title for item in open_diagnoses(view.state, view.status)}
         self._stale = bool(view.gone)
-        dead = [row for row in self.statuses if row.state is State.FAILED]
-        self.border_title = title("Components", (f"{len(dead)} failed", "error") if dead else ("", ""))
+        self._retitle()
         if shape == self._shape() and self.columns:
             self._fill()
         else:
             self._rebuild()
-
-    def _is_news(self, item: DiagnosisRecord) -> bool:
-        """Whether a diagnosis came after its component was as it is now."""
-        row = next((row for row in self.statuses if row.name == item.component), None)
-        return row is not None and row.state is State.HEALTHY and item.time > (row.since or 0)
 
     def _shape(self) -> object:
         """What the rows and columns depend on; another shape needs another table."""
@@ -100,9 +104,16 @@ class Components(DataTable[Text]):
         self._touched = self.is_users = True
         self.move_cursor(row=min(max(self.cursor_row + by, 0), max(len(self.statuses) - 1, 0)))
 
+    def _retitle(self) -> None:
+        dead = sum(row.state is State.FAILED for row in self.statuses)
+        hidden = len(self.statuses) + self.header_height - self.content_size.height if self.content_size else 0
+        failed = (f"{dead} failed" if dead else "", "error")
+        self.border_title = title("Components", failed, (f"{hidden} more: ↑ ↓" if hidden > 0 else "", "warning"))
+
     def on_resize(self, event: events.Resize) -> None:
         if self.statuses:
             self._rebuild()
+            self._retitle()
 
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
         event.stop()
@@ -111,7 +122,7 @@ class Components(DataTable[Text]):
         self._touched = False
 
     def on_key(self, event: events.Key) -> None:
-        self._touched = event.key in ("up", "down", "pageup", "pagedown", "home", "end")
+        self._touched = event.key in ("up", "down", "k", "j", "pageup", "pagedown", "home", "end")
         self.is_users = self.is_users or self._touched
 
     def on_mouse_down(self, event: events.MouseDown) -> None:
@@ -125,9 +136,16 @@ class Components(DataTable[Text]):
         columns = [column for column in _COLUMNS if column[0] not in hidden]
         names = max((len(row.name) for row in self.statuses), default=0)
         columns[0] = (columns[0][0], min(max(columns[0][1], names), 24 if wide else 12), False)
-        taken = sum(width + self._gap for _, width, _ in columns[:-1])
-        columns[-1] = ("", max(4, self.scrollable_content_region.width - taken - self._gap), False)
+        words = max((len(self._words(row)[0]) for row in self.statuses), default=0)
+        for name, enough in _GIVES_WAY.items():
+            if self._left(columns) < min(enough, words):
+                columns = [column for column in columns if column[0] != name]
+        columns[-1] = ("", max(1, self._left(columns)), False)
         return columns
+
+    def _left(self, columns: Sequence[Column]) -> int:
+        """Cells for the last of `columns`."""
+        return self.content_size.width - sum(width + self._gap for _, width, _ in columns[:-1]) - self._gap
 
     @property
     def _gap(self) -> int:
@@ -159,7 +177,7 @@ class Components(DataTable[Text]):
 
     def _cells(self, row: ComponentStatus, columns: Sequence[Column]) -> list[Text]:
         words, tone = state_text(row.state)
-        if self._stale and row.state not in RESTING:
+        if self._stale and row.state is not State.PENDING and not row.state.is_resting:
             words, tone = f"? {row.state.value}", "dim"
         colours = self.app.theme_variables
         health = "–" if row.healthy is None else ("ok" if row.healthy else "fails")
@@ -196,6 +214,6 @@ def last_word(row: ComponentStatus) -> str:
     if row.waiting_for and row.state in (State.PENDING, State.STARTING, State.BACKOFF):
         return one_line(f"waits for {row.waiting_for}" if "wait" not in row.waiting_for else row.waiting_for)
     words = one_line(row.reason)
-    if not words and row.exit_code and row.state in (*RESTING, State.BACKOFF):
+    if not words and row.exit_code and not row.state.has_process:
         words = f"exit code {row.exit_code}"
     return words or one_line(row.probe_detail)

@@ -102,7 +102,7 @@ class Chart(Widget):
         """The fullest title that fits: all labels, then the short name, then the first trace without its label."""
         full, short = self._names
         if not any(len(trace.find(view)) for trace in self._traces):
-            return title(full, ("no data", "secondary"))
+            return title(full, ("no data", "quiet"))
         marks = ["◆" if trace.scatter else "━" for trace in self._traces]
         values = [trace.write(trace.find(view).last) for trace in self._traces]
         colours = [trace.colour for trace in self._traces]

@@ -35,7 +35,12 @@ class _Dialog(ModalScreen[object]):
 
 
 class ConfirmDialog(_Dialog):
-    """Asks before a command that stops something. Dismissed with True, or None."""
+    """Asks before a command that stops something. Dismissed with True, or None.
+
+    Enter does a restart of one component; what ends more, or for longer, needs `y` or a step to its button.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("y", "confirm", "Yes", show=False)]
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -49,11 +54,15 @@ class ConfirmDialog(_Dialog):
             box.border_title = f"{verb} {what}?"
             yield Static(radius_text(recipe), classes="dialog-text")
             with Horizontal(classes="dialog-buttons"):
-                yield Button(f"{verb}  ⏎", variant="error" if recipe.action == "kill" else "primary", id="yes")
+                yield Button(f"{verb}  y", variant="error" if recipe.action == "kill" else "primary", id="yes")
                 yield Button("Cancel  esc", id="no")
 
     def on_mount(self) -> None:
-        self.query_one("#yes").focus()
+        is_mild = self.recipe.action == "restart" and self.recipe.component is not None
+        self.query_one("#yes" if is_mild else "#no").focus()
+
+    def action_confirm(self) -> None:
+        self.dismiss(True)
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         event.stop()

@@ -10,10 +10,11 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 
 from atropos_tui.monitor.patterns import TOO_SLOW, TooSlow, in_time
-from atropos_tui.monitor.timeline import Event, clock, timeline
+from atropos_tui.monitor.timeline import Event, clock, diagnosed, timeline
 from atropos_tui.ui.listing import Listing
 from atropos_tui.ui.look import TONES, title
 from atropos_tui.ui.view import View
+from trainer_core.contracts.records import DiagnosisRecord
 
 NAME_CELLS = 12
 """A longer name of a component is cut."""
@@ -48,6 +49,12 @@ class Events(Listing[Event]):
             self._seen, self._all = seen, timeline(view.state)[::-1]
             self._filter()
 
+    def point(self, diagnosis: DiagnosisRecord) -> None:
+        """Put the cursor on a diagnosis, unless it was moved already."""
+        wanted = diagnosed(diagnosis)
+        if self.cursor == 0 and wanted in self.items:
+            self.cursor = self.items.index(wanted)
+
     def search(self, pattern: re.Pattern[str] | None) -> str:
         """Show only events that match; how many do."""
         self._pattern = pattern
@@ -75,7 +82,7 @@ class Events(Listing[Event]):
             if self._all
             else "none yet"
         )
-        self.border_title = title("Events", (note, "secondary"))
+        self.border_title = title("Events", (note, "quiet"))
 
     def draw(self, item: Event, width: int) -> Text:
         style = self.get_component_rich_style

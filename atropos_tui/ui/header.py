@@ -13,12 +13,11 @@ from textual.widget import Widget
 
 from atropos_tui.monitor.pace import pace
 from atropos_tui.monitor.plain import duration, one_line, seconds_text
+from atropos_tui.monitor.trouble import open_diagnoses, overdue
+from atropos_tui.ui.bars import progress_bar
 from atropos_tui.ui.look import TONES, live_components
 from atropos_tui.ui.view import View
 from trainer_core.contracts.control import Phase, RunStatus, State
-
-STALL_S, STALL_STEPS = 10.0, 10
-"""A trainer that is silent for both this many seconds and this many usual steps is waiting for something."""
 
 
 class Header(Widget):
@@ -72,10 +71,8 @@ class Header(Widget):
             right.append(f"{seconds_text(speed.step_s)}/step", self._style("quiet"))
         right.truncate(max(0, width - left.cell_len - 8), overflow="ellipsis")
         room = max(0, width - left.cell_len - right.cell_len)
-        filled = round(share * room)
-        left.append("━" * filled, self._style("good" if _over(view) and share == 1 else "busy"))
-        left.append("━" * (room - filled), self._style("track"))
-        return left.append_text(right)
+        filled = self._style("good" if _over(view) and share == 1 else "busy")
+        return left.append_text(progress_bar(share, room, filled, self._style("track"))).append_text(right)
 
 
 def verdict(view: View) -> tuple[str, str, str]:
@@ -100,6 +97,8 @@ def verdict(view: View) -> tuple[str, str, str]:
     alignment = view.state.alignment
     if alignment and alignment.verdict != "ok":
         return "▲", f"logprob {alignment.verdict}", "bad" if alignment.verdict == "mismatch" else "warn"
+    if overdue(view.state, status, view.now) or open_diagnoses(view.state, status):
+        return "▲", "running", "warn"
     return "●", "running", "good"
 
 
@@ -123,21 +122,9 @@ def stage(view: View) -> str:
         what = one_line(row.waiting_for) or "starting"
         return f"{row.name}: {what} · {duration(view.now - (row.since or view.now))}"
     if view.state.step:
-        return stalled(view)
+        return overdue(view.state, status, view.now)
     since = max((row.since or 0 for row in status.components), default=0)
     return f"first optimizer step · {duration(view.now - since)}" if since else "first optimizer step"
-
-
-def stalled(view: View) -> str:
-    """Why no step comes any more, once one is long overdue."""
-    state, status = view.state, view.status
-    usual = pace(state, None).step_s or 0.0
-    silent = view.now - (state.trainer_time or view.now)
-    if status is None or state.benchmark or silent < max(STALL_S, STALL_STEPS * usual):
-        return ""
-    away = [row.name for row in status.components if row.state in (State.STOPPED, State.FAILED, State.UNHEALTHY)]
-    cause = f", {', '.join(away)} not running" if away else ""
-    return f"step {state.step + 1} is overdue: silent for {duration(silent)}{cause}"
 
 
 def _over(view: View) -> bool:

@@ -99,7 +99,6 @@ def arrange(root: Widget, view: str) -> None:
     for widget in root.query(CHANGING):
         _display(widget, None if shown is None else widget.id in shown)
     _display(root.query_one("#machine"), False if view == "machine" else None)
-    root.query_one("#top").set_class(shown is not None, "compact")
 
 
 def _display(widget: Widget, shown: bool | None) -> None:

@@ -25,8 +25,8 @@ class Listing(ScrollView, Generic[Item], can_focus=True):
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"listing--cursor"}
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up", "move(-1)", "Up", show=False),
-        Binding("down", "move(1)", "Down", show=False),
+        Binding("up,k", "move(-1)", "Up", show=False),
+        Binding("down,j", "move(1)", "Down", show=False),
         Binding("pageup", "page(-1)", "Page up", show=False),
         Binding("pagedown", "page(1)", "Page down", show=False),
         Binding("home,g", "jump(0)", "First", show=False),

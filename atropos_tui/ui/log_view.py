@@ -38,6 +38,8 @@ class LogView(ScrollView, can_focus=True):
         f"log--{name}" for name in ("plain", "error", "warning", "note", "found", "name", "marked")
     }
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("k", "scroll_up", "Scroll Up", show=False),
+        Binding("j", "scroll_down", "Scroll Down", show=False),
         Binding("end,G", "follow_end", "End", show=False, tooltip="Log: jump to the newest line and follow"),
         Binding("home,g", "top", "Top", show=False, tooltip="Log: jump to the oldest line kept"),
         Binding("n", "find(1)", "Next match", show=False, tooltip="Log: next match of the search"),
@@ -162,12 +164,12 @@ class LogView(ScrollView, can_focus=True):
     def _retitle(self) -> None:
         mode = ("following", "success") if self.following else ("scrolled back · f follows", "warning")
         parts = [(self.component or ALL, "primary")]
-        parts.append((f"attempt {self.path.stem}" if self.path else "", "secondary"))
+        parts.append((f"attempt {self.path.stem}" if self.path else "", "quiet"))
         parts.append((_LEVEL_WORDS[self._level], "warning"))
         parts.append((f"& {self._filter.pattern}" if self._filter else "", "accent"))
         parts.append((f"/ {self.pattern.pattern}" if self.pattern else "", "accent"))
         dropped = self.buffer.dropped
-        parts.append((f"{dropped:,} older lines in the file" if dropped else "", "secondary"))
+        parts.append((f"{dropped:,} older lines in the file" if dropped else "", "quiet"))
         self.border_title = title("Log", *parts, mode)
 
     def render_line(self, y: int) -> Strip:

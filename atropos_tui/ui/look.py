@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textual.color import Color
 from textual.content import Content
 from textual.theme import Theme
 
@@ -22,6 +23,11 @@ THEME = Theme(
     surface="#141920",
     panel="#1c232c",
     variables={
+        "quiet": "#7f8b9b",
+        "track": "#2b3541",
+        "grid": "#2b3541",
+        "frame": "#2b3541",
+        "text-warning": "#e3b96f",
         "border": "#2b3541",
         "border-blurred": "#2b3541",
         "block-cursor-background": "#26384c",
@@ -40,6 +46,22 @@ THEME = Theme(
     },
 )
 
+
+def own_colours(theme: Theme) -> dict[str, str]:
+    """What `theme` has no names for, made from its text and its background, so that it can be seen in any of them.
+
+    quiet: labels; track: the rest of a bar; grid and frame: lines; healthy: the ground behind a curve's good range.
+    """
+    if theme.ansi:  # sixteen colours of the terminal, which cannot be mixed
+        grey = "ansi_bright_black"
+        return {"quiet": "ansi_default", "track": grey, "grid": grey, "frame": grey, "healthy": "ansi_default"}
+    system = theme.to_color_system().generate()
+    background, text = Color.parse(system["background"]), Color.parse(system["foreground"])
+    shares = {"quiet": 0.75, "track": 0.25, "grid": 0.2, "frame": 0.25}
+    mixed = {name: background.blend(text, share).hex for name, share in shares.items()}
+    return mixed | {"healthy": background.blend(Color.parse(system["success"]), 0.08).hex}
+
+
 _TONE_OF = {
     State.PENDING: "dim",
     State.STARTING: "busy",
@@ -52,11 +74,8 @@ _TONE_OF = {
     State.COMPLETED: "good",
 }
 
-TONES = {"good": "success", "busy": "primary", "warn": "warning", "bad": "error", "dim": "secondary"}
+TONES = {"good": "success", "busy": "primary", "warn": "warning", "bad": "error", "dim": "quiet"}
 """Theme colour of each tone."""
-
-RESTING = {State.PENDING, State.STOPPED, State.FAILED, State.COMPLETED}
-"""States without a process: `s` starts what is in one of them."""
 
 
 def state_text(state: State) -> tuple[str, str]:

@@ -44,7 +44,7 @@ class Machine(Widget):
     def show(self, view: View) -> None:
         self.view = view
         gpus = view.status.gpus if view.status else []
-        self.border_title = title("GPUs" if gpus else "Host", (_note(view, gpus), "secondary"))
+        self.border_title = title("GPUs" if gpus else "Host", (_note(view, gpus), "quiet"))
 
     def render(self) -> RenderResult:
         if self.view is None:

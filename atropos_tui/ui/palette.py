@@ -10,7 +10,6 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.dom import DOMNode
 
-from atropos_tui.ui.look import RESTING
 from trainer_core.contracts.control import Action, ComponentStatus
 
 _NAMED = {"left_square_bracket": "left bracket", "right_square_bracket": "right bracket"}
@@ -59,4 +58,6 @@ async def _run(app: App[Any], binding: Binding, owner: DOMNode) -> None:
 
 
 def _possible(row: ComponentStatus) -> tuple[Action, ...]:
-    return ("start",) if row.state in RESTING else ("restart", "stop", "kill")
+    if row.state.is_resting:
+        return ("start",)
+    return ("restart", "stop", "kill") if row.state.has_process else ("restart", "stop")

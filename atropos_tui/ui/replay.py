@@ -19,6 +19,7 @@ from atropos_tui.monitor.gauges import Sample
 from atropos_tui.monitor.plain import duration
 from atropos_tui.monitor.replay import Replay, ReplayClock
 from atropos_tui.ui.app import CockpitApp
+from atropos_tui.ui.bars import progress_bar
 from atropos_tui.ui.bell import Bell
 from atropos_tui.ui.bridge import Bridge
 from atropos_tui.ui.log_view import LogView
@@ -29,7 +30,7 @@ from trainer_core.contracts.records import Record
 TICK_S = 0.25
 FASTER = 2.0
 TIME_KEYS = ("pause", "faster", "seek")
-REFUSED = (("r", "act('restart')", "Restart"), ("s", "stop_or_start", "Stop/start"), ("k", "act('kill')", "Kill"))
+REFUSED = (("r", "act('restart')", "Restart"), ("s", "stop_or_start", "Stop/start"), ("K", "act('kill')", "Kill"))
 """Keys that only say why they do nothing here, so the footer does not offer them."""
 
 
@@ -41,9 +42,9 @@ class ReplayBar(Widget):
     ReplayBar {
         dock: top; height: 1; padding: 0 1; background: $panel; color: $foreground;
         .replay--mark { color: $background; background: $accent; text-style: bold; }
-        .replay--quiet { color: $secondary; }
+        .replay--quiet { color: $quiet; }
         .replay--done { color: $accent; }
-        .replay--track { color: $border; }
+        .replay--track { color: $track; }
     }
     """
 
@@ -66,10 +67,9 @@ class ReplayBar(Widget):
         if room < 0:
             left.truncate(width)
             return left
-        done = round(room * (now - clock.first) / whole) if whole > 0 else room
-        left.append("━" * done, style("replay--done", partial=True))
-        left.append("━" * (room - done), style("replay--track", partial=True))
-        return left.append_text(keys)
+        share = (now - clock.first) / whole if whole > 0 else 1.0
+        done, track = style("replay--done", partial=True), style("replay--track", partial=True)
+        return left.append_text(progress_bar(share, room, done, track)).append_text(keys)
 
 
 class ReplayBridge(Bridge):

@@ -96,7 +96,7 @@ class Rollouts(Listing[Row]):
 
     def _retitle(self) -> None:
         note = f"{len(self.items)} of {len(self._all)}" if self._pattern else f"newest of {len(self._all)}"
-        parts = [(note if self._all else "no data", "secondary")]
+        parts = [(note if self._all else "no data", "quiet")]
         if self._mark:
             parts.append((f"marked: step {self._mark.step}", "accent"))
         self.border_title = title("Rollouts", *parts)
@@ -170,7 +170,7 @@ class RolloutDetail(VerticalScroll):
         """Show what the list points at."""
         found = message.rollout
         about = f"step {found.step} · {one_line(found.env)}" if found else "no data"
-        self.border_title = title("Rollout", (about, "secondary"), (message.words, "accent"))
+        self.border_title = title("Rollout", (about, "quiet"), (message.words, "accent"))
         self.query_one("#rollout-text", Static).update(self._text(found, message.base) if found else "")
 
     def _text(self, found: RolloutRecord, base: RolloutRecord | None) -> Text:

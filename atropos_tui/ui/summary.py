@@ -30,7 +30,7 @@ class Summary(VerticalScroll):
         mine = benchmark_state(view.state, run=view.info.name or "this run", mode=view.info.mode)
         text = render_benchmarks([mine, view.other] if view.other else [mine])
         about = f"beside {view.other.run}, x is the ratio to this run" if view.other else "c compares with another run"
-        self.border_title = title("Summary", (about, "secondary"))
+        self.border_title = title("Summary", (about, "quiet"))
         if text != self._text:
             self._text = text
             self.query_one("#summary-text", Static).update(Text(text, no_wrap=True))

@@ -11,7 +11,8 @@ from statistics import mean
 
 import pytest
 
-from tests.e2e.live_stack import LiveStack
+from tests.e2e.live_stack import LiveStack, read_records
+from trainer_core.contracts.records import DiagnosisRecord
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 Start = Callable[..., LiveStack]
@@ -57,6 +58,29 @@ def _kill(run: LiveStack, component: str, again: int) -> None:
     run.until(
         lambda: any(r.time > back and r.step > step for r in run.telemetry("step")), 240, f"training after {component}"
     )
+
+
+def test_an_environment_whose_requests_are_refused_is_told_so(stack: Start) -> None:
+    """Before, its log held the refusals, the engine's did not, and after three minutes rollouts were "slow"."""
+    run = stack(env__module="tests.e2e.asks_top_p", env__env__PYTHONPATH=str(Path(__file__).parents[2]))
+
+    def diagnoses() -> list[DiagnosisRecord]:
+        return [r for r in read_records(run.run.supervisor_jsonl) if isinstance(r, DiagnosisRecord)]
+
+    found = run.until(lambda: [r for r in diagnoses() if r.rule == "rollouts_refused"], 240, "the diagnosis")[0]
+    assert found.component == "arithmetic" and "vllm refuses the requests of arithmetic (400)" in found.title
+    assert "top_p=0.9: changes the distribution" in found.evidence and "send top_p=1." in found.fix
+    log = run.run.log("arithmetic", 1).read_text()
+    first = next(line for line in log.splitlines() if "/generate: 400" in line)
+    refused_at = time.mktime(time.strptime(first[:19], "%Y-%m-%d %H:%M:%S"))
+    print(f"{found.time - refused_at:.1f} s from the first refusal to the diagnosis")
+    assert found.time - refused_at < 15
+    assert "atropos-tui restart arithmetic" in run.cli("why").stdout
+    engine = run.run.log("vllm", 1).read_text()
+    assert 1 <= engine.count("[vllm_server] refused ") < 10 and engine.count('"POST /generate HTTP/1.1" 400') > 10
+    run.cli("down")
+    assert "WARNING" in run.run.log("vllm", 1).read_text().rpartition(" refused ")[0].splitlines()[-1]
+    assert [r.rule for r in diagnoses()] == ["rollouts_refused"]
 
 
 def test_every_component_may_die(stack: Start) -> None:

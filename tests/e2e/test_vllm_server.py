@@ -6,6 +6,7 @@ pytest -m e2e tests/e2e/test_vllm_server.py        # about 90 s; two servers, on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import httpx
 import psutil
 import pytest
 
+from atropos_tui.stack.ports import free_port
 from tests.e2e.vllm_server_live import (
     TOKEN,
     Server,
@@ -32,6 +34,9 @@ from tests.e2e.vllm_server_live import (
     start_server,
     still_running,
 )
+from tests.strangers import needs_another_user, squat, stranger
+from trainer_core.contracts import ports
+from trainer_core.contracts.run_dir import ENV_HELD_PORT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -310,6 +315,30 @@ def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path)
     psutil.wait_procs(family, timeout=2)  # the kernel kills them with their parent, an instant later
     assert not still_running(family)
     assert "[vllm_server] stopped" in server.log.read_text()
+
+
+@needs_another_user
+def test_its_port_is_nobody_else_s_before_and_after_it(tmp_path: Path, model: Path) -> None:
+    """As under a supervisor: another user tries for the port while it loads, serves, is killed and comes again."""
+    port = free_port()
+    held = {ENV_HELD_PORT: str(port), "ATROPOS_TOKEN": TOKEN}
+    with (
+        contextlib.closing(ports.hold(port)),
+        stranger(lambda: squat(port, 280.0, pause_s=0.002)) as other,
+    ):
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            server = start_server(tmp_path, model, port=port, **held)
+            try:
+                assert server.get("/bridge/info").status_code == 200
+                with pytest.raises(OSError, match="in use"):
+                    ports.bind("127.0.0.1", port, held=True)
+                server.process.send_signal(number)
+                server.process.wait(20)
+                with pytest.raises(httpx.ConnectError, match="refused"):
+                    server.get("/bridge/info")
+            finally:
+                end_of(server.process)
+        assert other.waits(), other.said()
 
 
 def test_hold_then_sigkill(tmp_path: Path, model: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from trainer_core.contracts.bridge import TOKEN_HEADER, completion_digest
 from trainer_core.contracts.manifest import Manifest, read_manifest
+from trainer_core.contracts.run_dir import ENV_HELD_PORT
 
 TOKEN = "e2e-token-0123456789"
 START_S = 240.0
@@ -71,8 +72,9 @@ def begin_server(
     folder: Path, model: Path, *, flags: Sequence[str] = (), port: int = 0, stdin: int | None = None, **env: str
 ) -> Server:
     """One that has just begun to start."""
-    with socket.create_server(("127.0.0.1", port)) as probe:
-        port = probe.getsockname()[1]
+    if ENV_HELD_PORT not in env:
+        with socket.create_server(("127.0.0.1", port)) as probe:
+            port = probe.getsockname()[1]
     bridge_dir, log = folder / "bridge", folder / "server.log"
     command = [
         sys.executable, "-m", "vllm_server", "--model", str(model), "--port", str(port), "--dtype", "float32",

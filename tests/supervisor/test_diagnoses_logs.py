@@ -57,6 +57,9 @@ CAPTURED = [
     ("peer_vllm_not_running", TRAINER, "engine_unreachable", "on port 18742"),
     ("health_timeout", TRAINER, "health_timeout", "failed to start within 2s"),
     ("api_reload", API, "api_reloaded", "detected changes in"),
+    ("engine_start", ENGINE, "engine_dead", "AssertionError: num_heads (7)"),
+    ("engine_killed", ENGINE, "engine_dead", "engine core exited unexpectedly"),
+    ("engine_kv_cache", ENGINE, "kv_cache_too_small", "No available memory for the cache blocks"),
 ]
 """Log, role, the rule that explains the exit, and words of its evidence."""
 
@@ -367,6 +370,9 @@ def test_lines_are_counted_for_those_who_wait() -> None:
         "timed-out rollouts": 1,
         "registrations": 0,
         "stock registrations": 0,
+        "refusals": 0,
+        "stock refusals": 0,
+        "openai refusals": 0,
     }
 
 

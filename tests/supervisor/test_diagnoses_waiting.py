@@ -122,12 +122,12 @@ def test_a_disk_that_fills_up() -> None:
 
 @pytest.fixture(scope="module")
 def run_api() -> Iterator[str]:
-    """A real run-api of atroposlib."""
+    """A real run-api, as a stack starts it."""
     from atropos_tui.stack.ports import free_port
 
     port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)],
+        [sys.executable, "-m", "atropos_api", "--host", "127.0.0.1", "--port", str(port)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"

@@ -24,7 +24,9 @@ def test_every_state_has_its_row_and_can_be_left_and_reached() -> None:
             break
         reachable = more
     assert reachable == set(State)
-    assert all(states.TRANSITIONS[state] == {State.PENDING} for state in states.RESTING)
+    only_by_command = {state for state, after in states.TRANSITIONS.items() if after == {State.PENDING}}
+    assert only_by_command == {state for state in State if state.is_resting}
+    assert not any(state.has_process for state in only_by_command)
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ async def test_after_the_end_the_files_tell_the_stages(launch: Any, tmp_path: Pa
     first, second = status.components[0].stages
     assert at is not None and first.reached_at is not None and abs(first.reached_at - at) < 0.05
     assert (first.usually, second.name, second.reached_at) == ("run-api is busy", "first batch", None)
-    lines = Picture(status, info, {}, time.time()).lines()
+    lines = Picture(status, info, state, time.time()).lines()
     assert lines[0].endswith("ended with code 130: stopped by command")
     assert "stopped with the stack" in lines[2]
 
@@ -146,7 +146,7 @@ async def test_why_speaks_of_each_state_as_it_is(launch: Any, tmp_path: Path) ->
         await running.client.command(CommandRequest(action="stop", component="idle"))
         await running.until("idle", State.STOPPED)
         status = await running.client.status()
-        picture = Picture(status, load_run(running.run.root)[0], {}, time.time() + 60)
+        picture = Picture(status, *load_run(running.run.root)[:2], time.time() + 60)
         text = "\n".join(picture.lines())
         head = text.splitlines()[0]
         assert head.startswith(f"{running.stack.run_id} is starting; it waits for late, which is starting for 1:0")
@@ -159,5 +159,5 @@ async def test_why_speaks_of_each_state_as_it_is(launch: Any, tmp_path: Path) ->
         assert "stopped by hand" in text and "atropos-tui start idle brings it back" in text
         assert picture.lines("after")[0].startswith("after  ○ pending    waits for late to be healthy")
         assert len(picture.lines("after")) == 1
-        soon = Picture(status, load_run(running.run.root)[0], {}, time.time()).lines("crash")
+        soon = Picture(status, *load_run(running.run.root)[:2], time.time()).lines("crash")
         assert any(line.strip().startswith("next start in ") for line in soon)

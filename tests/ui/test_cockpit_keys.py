@@ -15,6 +15,7 @@ from textual.widgets import Input, OptionList
 
 from atropos_tui.monitor.log_buffer import Entry
 from atropos_tui.monitor.patterns import compiled
+from atropos_tui.ui.components import Components
 from atropos_tui.ui.dialogs import ChooseRunDialog, ConfirmDialog, QuitDialog, TextDialog
 from atropos_tui.ui.events import Events
 from atropos_tui.ui.layout import VIEWS
@@ -63,7 +64,7 @@ async def test_the_whole_stack_is_restarted_in_order(tmp_path: Path, supervise: 
         await screen.shows("Restart the whole stack?")
         await screen.shows("trainer → slow → vllm → run-api")
         await screen.shows("run-api → vllm → slow → trainer")
-        await screen.press("enter")
+        await screen.press("y")
         await screen.shows("◔ restart the stack")
         await screen.until(lambda: any("restart the stack: done" in toast for toast in screen.toasts()))
         await screen.until(lambda: all(screen.row(name).state is State.HEALTHY for name in names))
@@ -192,10 +193,53 @@ async def test_the_mouse_selects_and_presses(tmp_path: Path, supervise: Supervis
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
         await screen.pilot.click("#components", offset=(5, 2))
         await screen.until(lambda: screen.app.query_one(LogView).component == "run-api")
-        await screen.press("k")
+        await screen.press("K")
         await screen.shows("Kill run-api?")
         await screen.pilot.click("#no")
         await screen.until(lambda: "Kill run-api?" not in screen.text())
+
+
+async def test_j_and_k_move_and_end_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    control = FakeControl(live_status(run, NOW))
+    async with cockpit(run, (120, 40), control, lambda: NOW, still) as screen:
+        table = screen.app.query_one(Components)
+        await screen.until(lambda: table.selected is not None and table.selected.name == "trainer")
+        await screen.press("k", "k", "enter")
+        assert table.selected and table.selected.name == "vllm"
+        await screen.press("j")
+        assert table.selected and table.selected.name == "env"
+        assert screen.app.user_selects, "the cursor stays where it was put"
+        for view, kind in (("4", Rollouts), ("8", Events)):
+            await screen.press(view)
+            listing = screen.app.query_one(kind)
+            await screen.until(lambda listing=listing: len(listing.items) > 3)  # type: ignore[misc]
+            await screen.press("j", "j", "k")
+            assert listing.cursor == 1
+        await screen.press("3")
+        log = screen.app.query_one(LogView)
+        await screen.until(lambda: log.max_scroll_y > 2)
+        await screen.press("k")
+        await screen.until(lambda: not log.following)
+        assert len(screen.app.screen_stack) == 1 and control.commands == []
+
+
+@pytest.mark.parametrize(("key", "enter_sends"), [("r", True), ("s", False), ("K", False), ("R", False)])
+async def test_enter_alone_ends_nothing_that_does_not_come_back(tmp_path: Path, key: str, enter_sends: bool) -> None:
+    run = make_run(tmp_path / "run")
+    control = FakeControl(live_status(run, NOW))
+    async with cockpit(run, (100, 30), control, lambda: NOW, still) as screen:
+        await screen.shows("step 37/60")
+        await screen.press(key)
+        await screen.until(lambda: isinstance(screen.app.screen, ConfirmDialog))
+        await screen.press("enter")
+        await screen.until(lambda: len(screen.app.screen_stack) == 1)
+        await screen.pilot.pause(0.2)
+        assert bool(control.commands) is enter_sends
+        await screen.press(key)
+        await screen.until(lambda: isinstance(screen.app.screen, ConfirmDialog))
+        await screen.press("y")
+        await screen.until(lambda: len(control.commands) == 1 + enter_sends)
 
 
 async def test_rollouts_are_searched_and_compared(tmp_path: Path) -> None:
@@ -461,14 +505,14 @@ async def test_impatient_keys_ask_once_and_send_once(tmp_path: Path) -> None:
     control = SlowControl(live_status(run, NOW))
     async with cockpit(run, (100, 30), control, lambda: NOW, still) as screen:
         await screen.shows("step 37/60")
-        await screen.press("r", "r", "k")
+        await screen.press("r", "r", "K")
         await screen.until(lambda: isinstance(screen.app.screen, ConfirmDialog))
         await asyncio.sleep(0.5)
         assert len(screen.app.screen_stack) == 2
         await screen.press("enter", "enter", "enter")
         await screen.until(lambda: any("accepted" in toast for toast in screen.toasts()))
         assert [request.action for request in control.commands] == ["restart"]
-        await screen.press("k")
+        await screen.press("K")
         await screen.until(lambda: isinstance(screen.app.screen, ConfirmDialog))
         await screen.press("escape")
         await screen.until(lambda: len(screen.app.screen_stack) == 1)

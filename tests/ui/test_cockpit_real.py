@@ -56,8 +56,8 @@ async def test_escape_and_cancel_send_nothing(tmp_path: Path, supervise: Supervi
     run = supervise(small_stack(tmp_path / "run"))
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
-        for keys in (("escape",), ("tab", "enter")):
-            await screen.press("k")
+        for keys in (("escape",), ("enter",), ("right", "right", "enter")):
+            await screen.press("K")
             await screen.shows("Kill trainer?")
             await screen.press(*keys)
             await screen.until(lambda: "Kill trainer?" not in screen.text())
@@ -71,7 +71,7 @@ async def test_kill_is_confirmed_and_seen(tmp_path: Path, supervise: Supervise) 
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
         victim = psutil.Process(screen.row("trainer").pid)
         await screen.select("trainer")
-        await screen.press("k", "enter")
+        await screen.press("K", "left", "enter")
         await screen.until(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE)
         await screen.until(
             lambda: (
@@ -85,11 +85,29 @@ async def test_stop_and_start_are_one_key(tmp_path: Path, supervise: Supervise) 
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
         await screen.select("trainer")
-        await screen.press("s", "enter")
+        await screen.press("s", "y")
         await screen.until(lambda: screen.row("trainer").state is State.STOPPED)
         await screen.shows("■ stopped")
         await screen.press("s")
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
+
+
+async def test_what_waits_to_be_started_is_stopped_by_the_same_key(tmp_path: Path, supervise: Supervise) -> None:
+    late = child("late", Role.OTHER, "import time; time.sleep(600)")
+    waits = child("waits", Role.OTHER, depends_on={"late": "healthy"})
+    run = supervise(small_stack(tmp_path / "run", late, waits))
+    async with cockpit(run) as screen:
+        await screen.until(lambda: screen.row("late").state is State.STARTING)
+        await screen.select("waits")
+        assert screen.row("waits").state is State.PENDING
+        offered = {command.title for command in screen.app.get_system_commands(screen.app.screen)}
+        assert {"Stop waits", "Restart waits"} <= offered
+        assert not {"Start waits", "Kill waits"} & offered
+        await screen.press("s")
+        await screen.shows("Stop waits?")
+        await screen.press("y")
+        await screen.until(lambda: screen.row("waits").state is State.STOPPED)
+        assert not any("refused" in toast for toast in screen.toasts())
 
 
 async def test_a_death_from_outside_is_seen_within_two_seconds(tmp_path: Path, supervise: Supervise) -> None:
@@ -114,7 +132,7 @@ async def test_a_refused_command_says_why(tmp_path: Path, supervise: Supervise) 
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("slow").state is State.HEALTHY)
         await screen.select("slow")
-        await screen.press("s", "enter")
+        await screen.press("s", "y")
         await screen.until(lambda: screen.row("slow").state is State.STOPPING)
         await screen.shows("◔ stop slow")
         await screen.press("r")

@@ -63,7 +63,7 @@ async def test_everything_that_matters_is_on_the_screen(run: RunDir, size: tuple
         expected = ["demo", "shared_vllm", "arithmetic-0.8M", "● running", "62%", "ETA", "✔ completed", "● healthy"]
         expected += ["prepare", "run-api", "vllm", "env", "trainer", "40014", "1.5 GB", "61%"]
         expected += ["Reward", "0.937", "held-out 0.588", "|diff|", "0.012", "probe 5.1e-07", "Log"]
-        expected += ["r Restart", "s Stop/start", "k Kill", "d Detach", "q Quit", "? Help"]
+        expected += ["r Restart", "s Stop/start", "K Kill", "d Detach", "q Quit", "? Help"]
         if size[0] >= 160:
             expected += ["Benchmark", "fetch", "tokens/s", "✔ ok", "Rollouts", "prompt → completion"]
         for words in expected:
@@ -205,7 +205,7 @@ async def test_the_end_shows_the_summary(run: RunDir) -> None:
 async def test_a_directory_that_holds_nothing_is_a_message(tmp_path: Path) -> None:
     async with cockpit(RunDir(tmp_path / "nothing"), (80, 24), FakeControl(None), now) as screen:
         await screen.shows("supervisor gone, no result written")
-        await screen.press("r", "s", "k", "f", "2", "3", "4", "1", "down", "up")
+        await screen.press("r", "s", "K", "f", "2", "3", "4", "1", "down", "up")
         await screen.until(lambda: any("no component is selected" in toast for toast in screen.toasts()))
 
 

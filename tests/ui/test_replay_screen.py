@@ -95,7 +95,7 @@ async def test_space_pauses_signs_change_the_speed_arrows_seek(replay: tuple[Rep
         assert not player.clock.paused
 
 
-@pytest.mark.parametrize("key", ["r", "s", "k", "R"])
+@pytest.mark.parametrize("key", ["r", "s", "K", "R"])
 async def test_commands_are_refused_with_a_toast(replay: tuple[Replay, Ticks], key: str) -> None:
     player, ticks = replay
     ticks.at = 35.0

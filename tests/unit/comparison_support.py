@@ -20,6 +20,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_POST = do_GET
     def log_message(self, *_):
         pass
+http.server.ThreadingHTTPServer.allow_reuse_port = os.environ.get("ATROPOS_HELD_PORT") == str(port)
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
@@ -58,13 +59,13 @@ os.rename("MODEL.part", "MODEL")
 PROGRAMS = {
     "vllm_server/__main__.py": SERVER,
     "trainer_core/__main__.py": TRAINER,
-    "atroposlib/cli/run_api.py": SERVER,
+    "atropos_api/__main__.py": SERVER,
     "env.py": "import time\ntime.sleep(600)\n",
 }
 
 
 def write_profile(folder: Path, name: str, *, gpus: list[int] | None = None, ports: tuple[int, int]) -> Path:
-    """`name`.toml in `folder`; a working directory with packages of the same names brings the stand-ins in."""
+    """`name`.toml in `folder`; a folder with packages of the same names brings the stand-ins in."""
     for path, code in PROGRAMS.items():
         program = folder / "programs" / path
         for package in (program.parent, program.parent.parent):
@@ -83,16 +84,16 @@ command = ["python", "-c", {make}]
 creates = {model}
 [api]
 port = {ports[0]}
-cwd = {programs}
+env.PYTHONPATH = {programs}
 [env]
 script = {json.dumps(str(folder / "programs" / "env.py"))}
 [vllm]
 port = {ports[1]}
 gpus = {gpus or []}
-cwd = {programs}
+env.PYTHONPATH = {programs}
 [trainer]
 device = "{"cuda" if gpus else "cpu"}"
 training_steps = 6
-cwd = {programs}
+env.PYTHONPATH = {programs}
 """)
     return path

@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
     if "--grandchild" in argv:
         other = subprocess.Popen(["sleep", "600"])
         Path(argv[argv.index("--grandchild") + 1]).write_text(str(other.pid))
+    HTTPServer.allow_reuse_port = os.environ.get("ATROPOS_HELD_PORT") == argv[0]
     HTTPServer(("127.0.0.1", int(argv[0])), Handler).serve_forever()
     return 0
 

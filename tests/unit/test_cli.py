@@ -224,6 +224,49 @@ def test_an_ended_run_answers_from_its_files(tmp_path: Path, capsys: pytest.Capt
     assert main.run(["logs", "nobody"]) == Exit.USAGE
 
 
+def test_why_after_a_stop_still_tells_what_was_wrong_and_takes_a_run_s_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ended_run(tmp_path)
+    part = {"component": "vllm", "role": "engine", "attempt": 1}
+    lines = [
+        {"kind": "state", "seq": 0, "time": 10, "old": "starting", "new": "healthy", **part},
+        {
+            "kind": "diagnosis",
+            "seq": 1,
+            "time": 20,
+            "title": "it refuses all",
+            "evidence": "400",
+            "fix": "top_p",
+            **part,
+        },
+        {"kind": "state", "seq": 2, "time": 30, "old": "healthy", "new": "stopping", **part},
+        {
+            "kind": "state",
+            "seq": 3,
+            "time": 31,
+            "old": "stopping",
+            "new": "stopped",
+            "reason": "with the stack",
+            **part,
+        },
+    ]
+    run.supervisor_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    newer = RunDir(tmp_path / "runs" / "p-2")
+    newer.create()
+    newer.run_json.write_text(json.dumps({"run_id": "p-2", "name": "p", "mode": "none", "started_at": 50.0}))
+    newer.plan_json.write_text(run.plan_json.read_text())
+    for named in ("p-1", str(run.root)):
+        assert main.run(["why", named]) == 0
+        text = capsys.readouterr().out
+        assert "p-1 ended with code 3" in text and "with the stack" in text
+        assert all(words in text for words in (": it refuses all", "evidence: 400", "fix: top_p"))
+    assert main.run(["why", "vllm"]) == 0
+    assert "it refuses all" not in capsys.readouterr().out, "a component is of the newest run"
+    assert main.run(["why", "nobody"]) == Exit.USAGE
+    assert "one of: vllm" in capsys.readouterr().err
+
+
 def test_a_closed_terminal_is_a_detach(tmp_path: Path) -> None:
     run = ended_run(tmp_path)
     ours, theirs = os.openpty()

@@ -128,6 +128,19 @@ def test_labels_and_whose_override_it_is() -> None:
         entries("demo", "--set", "demp:seed=1")
 
 
+@pytest.mark.parametrize("sets", [[], ["--set", "seed=1", "--set", "p:seed=2"], ["--sequential"]])
+def test_one_stack_is_no_comparison(
+    tmp_path: Path, ports: tuple[int, int], capsys: pytest.CaptureFixture[str], sets: list[str]
+) -> None:
+    """However many keys are set: they are all of that one."""
+    path = write_profile(tmp_path, "p", ports=ports)
+    assert main.run(["compare", str(path), "--steps", "1", *sets]) == Exit.USAGE
+    error = capsys.readouterr().err
+    assert f"{path} is one stack" in error
+    assert f"atropos-tui compare {path} {path} --set p-2:trainer.lr=1e-5" in error and f"atropos-tui up {path}" in error
+    assert not (tmp_path / "runs").exists()
+
+
 def test_every_problem_of_every_profile_before_anything_starts(
     tmp_path: Path, ports: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,6 +157,8 @@ def test_names_are_safe_in_paths(name: str, safe: bool) -> None:
         ("trainer_core.config", "torch"),
         ("trainer_core.contracts.records", "torch"),
         ("vllm_server", "vllm"),
+        ("atropos_api", "atroposlib"),
+        ("trainer_core.contracts.ports", "pydantic"),
         ("atropos_tui.supervisor.runner", "textual"),
         ("atropos_tui.supervisor.runner", "torch"),
         ("atropos_tui.supervisor.runner", "atropos_tui.stack.profile"),

@@ -21,7 +21,8 @@ DOCUMENTS = sorted(
 COVERAGE = ROOT / "docs/coverage.md"
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
-FILE = re.compile(r"`((?:tests|docs|profiles|trainer_core|vllm_server|atropos_tui|atropos_envs|benchmarks)/[\w./-]+)`")
+FOLDERS = "tests|docs|profiles|trainer_core|vllm_server|atropos_tui|atropos_envs|atropos_api|benchmarks"
+FILE = re.compile(rf"`((?:{FOLDERS})/[\w./-]+)`")
 
 ITEMS = [
     line

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from atropos_tui.cli import show
 from atropos_tui.monitor.run_info import PlannedComponent, RunInfo
+from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.why import Picture
+from tests.ui.run_maker import step_records
 from trainer_core.contracts.control import (
     ComponentStatus,
     GpuStatus,
@@ -18,7 +22,7 @@ from trainer_core.contracts.control import (
     StageStatus,
     State,
 )
-from trainer_core.contracts.records import DiagnosisRecord
+from trainer_core.contracts.records import DiagnosisRecord, Record, StateRecord
 
 NOW = 1000.0
 ROLES = {"api": Role.API, "vllm": Role.ENGINE, "trainer": Role.TRAINER, "env": Role.ENV}
@@ -34,15 +38,35 @@ def row(name: str, state: State, *, age: float = 5.0, **fields: Any) -> Componen
     return ComponentStatus(name=name, role=ROLES[name], state=state, since=NOW - age, **fields)
 
 
-def lines(*rows: ComponentStatus, phase: Phase = Phase.STARTING, plan: bool = True, **fields: Any) -> list[str]:
+def state_of(*records: Record) -> RunState:
+    """What a reader knows after these records."""
+    state = RunState()
+    for seq, record in enumerate(records):
+        state.apply(record.model_copy(update={"seq": seq}))
+    return state
+
+
+def steps(last_at: float) -> list[Record]:
+    """A trainer that did 73 steps, one a second, the last one at `last_at`."""
+    rng = random.Random(0)
+    return [record for step in range(1, 74) for record in step_records(step, rng, time=last_at - 73 + step)]
+
+
+def lines(
+    *rows: ComponentStatus,
+    phase: Phase = Phase.STARTING,
+    plan: bool = True,
+    records: Sequence[Record] = (),
+    **fields: Any,
+) -> list[str]:
     known = {found.name for found in rows}
     given = [row(name, State.HEALTHY) for name in ROLES if name not in known]
     status = RunStatus(
         run_id="demo-1", name="demo", mode="none", run_dir="/r", phase=phase, started_at=0.0,
         components=sorted([*rows, *given], key=lambda found: list(ROLES).index(found.name)),
-        **{key: value for key, value in fields.items() if key != "diagnoses"},
+        **fields,
     )  # fmt: skip
-    return Picture(status, RunInfo(components=PLAN if plan else []), fields.get("diagnoses", {}), NOW).lines()
+    return Picture(status, RunInfo(components=PLAN if plan else []), state_of(*records), NOW).lines()
 
 
 def paragraph(found: list[str], name: str) -> list[str]:
@@ -85,14 +109,25 @@ def test_a_running_stack_waits_for_the_trainers_next_stage_or_for_nothing() -> N
     said = ["registered 12 s ago; waiting for: first batch for 12 s", "usually: all groups had equal scores"]
     assert paragraph(found, "trainer") == said
     assert paragraph(found, "vllm") == [""]
-    done = lines(row("trainer", State.HEALTHY, stages=stages[:1]), phase=Phase.RUNNING)
+    first = lines(row("trainer", State.HEALTHY, stages=stages[:1]), phase=Phase.RUNNING)
+    assert first[0] == "demo-1 is running; it waits for the first optimizer step for 12 s"
+    done = lines(row("trainer", State.HEALTHY, stages=stages[:1]), phase=Phase.RUNNING, records=steps(NOW - 2))
     assert done[0] == "demo-1 is running; it waits for nothing: every component is healthy or done"
     assert paragraph(done, "trainer") == [""]
 
 
 def test_a_stage_that_was_jumped_over_is_not_waited_for() -> None:
     stages = [StageStatus(name="registered"), StageStatus(name="attached", reached_at=NOW - 3)]
-    assert lines(row("trainer", State.HEALTHY, stages=stages), phase=Phase.RUNNING)[0].endswith("healthy or done")
+    found = lines(row("trainer", State.HEALTHY, stages=stages), phase=Phase.RUNNING, records=steps(NOW - 2))
+    assert found[0].endswith("healthy or done")
+
+
+def test_a_step_that_is_overdue_is_what_a_run_waits_for() -> None:
+    stopped = row("env", State.STOPPED, reason="stopped by hand")
+    found = lines(stopped, phase=Phase.RUNNING, records=steps(NOW - 16))
+    assert found[0] == "demo-1 is running; step 74 is overdue: silent for 16 s, env not running"
+    soon = lines(stopped, phase=Phase.RUNNING, records=steps(NOW - 2))
+    assert soon[0].endswith("it waits for nothing: every component is healthy or done, but env is stopped")
 
 
 def test_backoff_names_the_next_try_and_the_last_one() -> None:
@@ -119,14 +154,57 @@ def test_stopping_names_processes_and_gpu_memory() -> None:
 
 def test_a_diagnosis_is_told_while_it_is_about_what_is_now() -> None:
     said = DiagnosisRecord(component="vllm", title="GPU memory is exhausted", evidence="OOM", fix="less", time=NOW - 9)
-    failed = lines(row("vllm", State.FAILED, reason="exit code 1", age=8.9), diagnoses={"vllm": said})
+    failed = lines(row("vllm", State.FAILED, reason="exit code 1", age=8.9), records=[said])
     assert paragraph(failed, "vllm") == [
         "exit code 1", "diagnosis: GPU memory is exhausted", "evidence: OOM", "fix: less"
     ]  # fmt: skip
-    healed = lines(row("vllm", State.HEALTHY, age=2), diagnoses={"vllm": said})
+    healed = lines(row("vllm", State.HEALTHY, age=2), records=[said])
     assert paragraph(healed, "vllm") == [""]
-    lives = lines(row("vllm", State.HEALTHY, age=20), diagnoses={"vllm": said})
+    lives = lines(row("vllm", State.HEALTHY, age=20), records=[said])
     assert "fix: less" in paragraph(lives, "vllm")
+
+
+def test_stopping_is_no_cure_but_being_well_again_is() -> None:
+    def moved(name: str, new: State, at: float) -> StateRecord:
+        return StateRecord(component=name, role=ROLES[name], old="pending", new=new, attempt=1, time=at)
+
+    said = DiagnosisRecord(component="vllm", title="it dies", fix="less", time=NOW - 9)
+    again = row("vllm", State.STARTING, age=5)
+    before = moved("vllm", State.HEALTHY, NOW - 20)
+    assert "fix: less" in paragraph(lines(again, records=[before, said]), "vllm")
+    after = moved("vllm", State.HEALTHY, NOW - 7)
+    assert "fix: less" not in paragraph(lines(again, records=[before, said, after]), "vllm")
+
+
+def test_a_diagnosis_about_missing_steps_is_over_with_the_next_step() -> None:
+    said = DiagnosisRecord(component="trainer", rule="no_batches", title="no batches: slow", time=NOW - 9)
+    waits = row("trainer", State.HEALTHY, age=500)
+    for last_step, holds in ((NOW - 12, True), (NOW - 2, False)):
+        found = paragraph(lines(waits, phase=Phase.RUNNING, records=[*steps(last_step), said]), "trainer")
+        assert ("diagnosis: no batches: slow" in found) is holds
+
+
+def test_after_the_end_every_diagnosis_is_told_with_its_way_out() -> None:
+    """Stopping is a state, too: it made what was said before look old."""
+    said = [
+        DiagnosisRecord(component="trainer", rule=rule, title=title, evidence="180 s", fix="look", time=NOW - age)
+        for rule, title, age in [
+            ("no_batches", "no batches", 90),
+            ("no_batches", "no batches", 50),
+            ("ratio", "far", 9),
+        ]
+    ]
+    found = lines(row("trainer", State.STOPPED, reason="stopped with the stack", age=1), phase=Phase.ENDED,
+                  exit_code=130, reason="interrupted by SIGTERM", records=said)  # fmt: skip
+    told = paragraph(found, "trainer")
+    assert [line.split(" ")[0] for line in told] == ["stopped", *["diagnosis", "evidence:", "fix:"] * 2]
+    assert (
+        told[1].endswith(": no batches") and told[4].endswith(": far") and told[2:4] == ["evidence: 180 s", "fix: look"]
+    )
+    many = [DiagnosisRecord(component="env", rule=f"r{at}", title=f"t{at}", time=NOW - 9 + at) for at in range(8)]
+    ended = paragraph(lines(phase=Phase.ENDED, exit_code=3, records=many), "env")
+    assert len(ended) == 6 and ended[-2].endswith(": t7")
+    assert ended[-1] == "and 3 before: atropos-tui events --kind diagnosis --component env"
 
 
 def test_after_the_end_no_clock_runs() -> None:
@@ -156,7 +234,7 @@ def test_on_a_terminal_long_lines_go_on_below_their_beginning() -> None:
     status = RunStatus(
         run_id="demo-1", name="demo", mode="none", run_dir="/r", phase=Phase.RUNNING, started_at=0.0, components=[part]
     )
-    found = Picture(status, RunInfo(), {}, NOW).lines(columns=60)
+    found = Picture(status, RunInfo(), RunState(), NOW).lines(columns=60)
     assert max(map(len, found)) <= 60
     assert found[-3:] == [
         "  trainer  ● healthy    waiting for: first batch for 5.0 s",

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_tui.stack.checks import check_profile
+from atropos_tui.stack.checks import check_notes, check_profile
 from atropos_tui.stack.plan import build_stack, make_site
 from tests.unit.small_models import CONFIGS, build
 from tests.unit.test_stack_plan import profile
@@ -226,7 +226,7 @@ def test_a_trainer_that_dies_is_an_error_on_the_server(make: Make, receivers: li
 
         try:
             client.receive(TransferUpdate(weight_version=1, timeout_s=300))
-        except EngineError as error:
+        except EngineGone as error:
             errors.append(str(error))
 
     waiting = [threading.Thread(target=receive, args=(client,)) for client in clients]
@@ -347,6 +347,11 @@ def test_meeting_point(method: str, env: dict[str, str], expected: tuple[str, in
 def test_a_meeting_point_that_cannot_be_is_refused(make: Make) -> None:
     with pytest.raises(UsageError, match="MASTER_PORT=70000"):
         meeting_point("env://", {"MASTER_PORT": "70000"})
+    for everywhere in ("0.0.0.0", "[::]", "0"):
+        with pytest.raises(UsageError, match=r"every interface.* by default it is 127\.0\.0\.1"):
+            meeting_point(f"tcp://{everywhere}:5000", {})
+    with pytest.raises(UsageError, match=r"MASTER_ADDR=0\.0\.0\.0 MASTER_PORT=0: that is every interface"):
+        meeting_point("env://", {"MASTER_ADDR": "0.0.0.0"})
     with pytest.raises(ValueError, match="init_method"):
         TrainingConfig(model_name="m", init_method="file:///tmp/x")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -399,6 +404,30 @@ def test_the_plan_feeds_every_engine_and_a_restart_takes_nobody_along() -> None:
         assert stack[name].env["ATROPOS_WEIGHT_UPDATES"] == stack[name].env["ATROPOS_HOLD_GENERATION"] == "1"
         assert stack[name].restart_with == []
         assert f"http://127.0.0.1:{port}/v1" in stack["x" if name == "a" else "y"].command
+
+
+def test_the_servers_of_a_plan_meet_the_trainer_where_the_profile_says() -> None:
+    def hosts(**trainer: Any) -> list[str | None]:
+        site = two_engines(trainer=trainer)
+        stack = build_stack(site.profile, Path("/runs/r"), run_id="r")
+        return [part.env.get("ATROPOS_TRAINER_HOSTS") for part in stack.components if part.role == "engine"]
+
+    assert hosts() == hosts(init_method="tcp://127.0.0.1:5000") == hosts(env={"MASTER_ADDR": "localhost"}) == [None] * 2
+    assert hosts(init_method="tcp://10.0.0.7:5000") == hosts(env={"MASTER_ADDR": "10.0.0.7"}) == ["10.0.0.7"] * 2
+    assert hosts(env={"MASTER_ADDR": "${HERE}"}) == ["${HERE}"] * 2, "looked up when the process starts"
+
+
+def test_a_public_meeting_point_is_warned_of_and_every_interface_is_refused() -> None:
+    assert check_notes(two_engines(trainer={"init_method": "tcp://[::1]:5000"})) == []
+    (note,) = check_notes(two_engines(trainer={"init_method": "tcp://10.0.0.7:5000"}))
+    assert note.startswith("WARNING trainer.init_method: the broadcast's group meets at 10.0.0.7, beyond the loopback")
+    (note,) = check_notes(two_engines(trainer={"env": {"MASTER_ADDR": "node-3"}}))
+    assert note.startswith("WARNING trainer.env.MASTER_ADDR: the broadcast's group meets at node-3")
+    for trainer in ({"init_method": "tcp://0.0.0.0:5000"}, {"init_method": "tcp://[::]:0"}):
+        (problem,) = check_profile(two_engines(trainer=trainer), "p.toml")
+        assert problem.key == "trainer.init_method" and "every interface" in problem.reason and problem.fix
+    (problem,) = check_profile(two_engines(trainer={"env": {"MASTER_ADDR": "0.0.0.0"}}), "p.toml")
+    assert problem.key == "trainer.env.MASTER_ADDR"
 
 
 def test_the_plan_counts_inference_nodes() -> None:

@@ -17,10 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.strangers import as_another_user, needs_another_user, squat, stranger
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.control import Accepted, CommandRequest, CommandStatus, Recipe, Refusal
 from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
 from trainer_core.engine import child as child_module
+from trainer_core.engine import waiting
 from trainer_core.engine.child import ServerChild
 from trainer_core.engine.client import EngineClient
 from trainer_core.engine.lifecycle import Lifecycle, Supervised, make_lifecycle
@@ -228,9 +230,9 @@ def test_a_server_that_runs_already_is_used_with_the_token_and_left_alone(
     other = subprocess.Popen([sys.executable, str(CHILD), str(lifecycle.config.vllm_port)], env=environment)
     try:
         deadline = time.monotonic() + 10
-        while child_module._can_bind(lifecycle.config.vllm_port) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(0.2)
+        with socket.socket() as probe:
+            while probe.connect_ex(("127.0.0.1", lifecycle.config.vllm_port)) and time.monotonic() < deadline:
+                time.sleep(0.02)
         monkeypatch.setenv(ENV_TOKEN, token)
         if not works:
             with pytest.raises(UsageError, match=f"is taken: .*403.*set {ENV_TOKEN}"):
@@ -245,6 +247,27 @@ def test_a_server_that_runs_already_is_used_with_the_token_and_left_alone(
     finally:
         other.kill()
         other.wait()
+
+
+@needs_another_user
+def test_no_other_user_gets_the_port_between_two_servers(made: Any) -> None:
+    lifecycle = made()
+    lifecycle.ensure()
+    with stranger(lambda: squat(lifecycle.config.vllm_port, 4.0)) as waiting:
+        while waiting.waits():
+            lifecycle.restart("for the test")
+        assert waiting.said() == []
+    lifecycle.close()
+    assert as_another_user(lambda: squat(lifecycle.config.vllm_port, 2.0)) != [], "with the trainer it is free again"
+
+
+def test_a_start_that_failed_can_be_tried_again(made: Any) -> None:
+    """The port that is held from the first try on is no server of somebody else."""
+    lifecycle = made("--exit", "1")
+    for _ in range(2):
+        with pytest.raises(EngineError, match="exit code 1"):
+            lifecycle.ensure()
+    assert lifecycle.can_restart
 
 
 def test_a_stop_while_it_starts_ends_it(made: Any, tmp_path: Path) -> None:
@@ -268,7 +291,7 @@ def test_the_command_and_environment_are_the_same_at_every_start(
     assert isinstance(lifecycle, ServerChild)
     assert lifecycle.command() == lifecycle.command()
     assert lifecycle.command()[1:] == [
-        "-m", "vllm_server", "--model", "m", "--host", "127.0.0.1", "--port", str(settings.vllm_port), "--dtype",
+        "-P", "-m", "vllm_server", "--model", "m", "--host", "127.0.0.1", "--port", str(settings.vllm_port), "--dtype",
         "float32", "--seed", "5", "--gpu-memory-utilization", "0.3", "--max-model-len", "128", "--enable-lora",
     ]  # fmt: skip
     first = lifecycle._environment()
@@ -285,6 +308,7 @@ class Supervisor:
 
     def __init__(self, path: Path) -> None:
         self.engines = [("vllm", 9001), ("other", 9002)]
+        self.state = "healthy"
         self.refuse = 0
         self.statuses: list[Any] = ["running", "done"]
         self.detail = ""
@@ -328,7 +352,7 @@ class Supervisor:
             return CommandStatus(
                 command_id="c1", action="restart", component="vllm", status=status, detail=self.detail
             ).model_dump_json()
-        parts = [{"name": name, "role": "engine", "state": "healthy", "port": port} for name, port in self.engines]
+        parts = [{"name": name, "role": "engine", "state": self.state, "port": port} for name, port in self.engines]
         run = {"run_id": "r", "name": "n", "mode": "m", "run_dir": "/r", "phase": "running", "started_at": 0.0}
         return json.dumps(run | {"components": [{"name": "trainer", "role": "trainer", "state": "healthy"}, *parts]})
 
@@ -385,3 +409,38 @@ def test_a_supervisor_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv(ENV_CONTROL_SOCKET, str(tmp_path / "nobody.sock"))
     with pytest.raises(EngineGone, match="the supervisor does not answer /status"):
         ask(tmp_path).restart("x")
+
+
+def test_time_does_not_run_while_the_supervisor_brings_the_engine_back(
+    supervisor: Supervisor, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "ASK_S", 0.05)
+    stack = ask(tmp_path, vllm_port=9002)
+    assert isinstance(stack, Supervised)
+    supervisor.state = "backoff"
+    began, tries = time.monotonic(), 0
+
+    def ready() -> float:
+        nonlocal tries
+        tries += 1
+        if time.monotonic() - began < 0.9:
+            raise EngineGone("connection refused")
+        return time.monotonic() - began
+
+    assert waiting.wait_for_server(ready, 0.3, stack.stop, coming=stack.coming) >= 0.9
+    assert "Waiting for the inference server: other is backoff: connection refused" in capsys.readouterr().out
+    supervisor.state = "stopped"  # by hand: nobody brings it back
+
+    def never() -> None:
+        raise EngineGone("connection refused")
+
+    with pytest.raises(EngineGone, match=r"connection refused \(waited 0 s\)"):
+        waiting.wait_for_server(never, 0.3, stack.stop, coming=stack.coming)
+
+
+def test_a_supervisor_that_does_not_answer_is_no_reason_to_wait_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_CONTROL_SOCKET, str(tmp_path / "nobody.sock"))
+    stack = ask(tmp_path)
+    assert isinstance(stack, Supervised) and stack.coming() is None

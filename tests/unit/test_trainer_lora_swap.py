@@ -16,6 +16,12 @@ from trainer_core.loop import train
 from trainer_core.weight_sync import lora_restart
 from trainer_core.weight_sync.lora_swap import KEPT
 
+ANSWERS = {
+    "its engine is dead": (503, "EngineCore encountered an issue"),
+    "it ends": (500, "Internal Server Error"),
+    "a proxy speaks for it": (502, "Bad Gateway"),
+}
+"""What one that is going away says."""
 STEPS = 4
 VICTIM = 2
 """The weight version in whose publish the server dies."""
@@ -45,9 +51,9 @@ class AdapterEngine(Engine):
 
     def _load(self, body: dict[str, Any]) -> None:
         death = self.death if (self.life, body["weight_version"]) == (1, VICTIM) else None
-        if death == "its engine is dead":
+        if death in ANSWERS:
             self._fall()
-            raise Refused(503, "EngineCore encountered an issue")
+            raise Refused(*ANSWERS[death])
         if death != "before it has read the adapter":
             tensors = load_file(Path(body["path"]) / "adapter_model.safetensors")
             self.serves = {"version": body["weight_version"], "path": body["path"], "tensors": tensors}
@@ -96,7 +102,7 @@ def straight(base: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
     return run(AdapterEngine(tmp_path / "straight", base), base, tmp_path / "straight")
 
 
-DEATHS = ["before it has read the adapter", "after it has taken it, answer lost", "its engine is dead"]
+DEATHS = ["before it has read the adapter", "after it has taken it, answer lost", *ANSWERS]
 
 
 @pytest.mark.parametrize("death", DEATHS)
@@ -135,9 +141,32 @@ def test_a_refused_adapter_is_no_death(base: Path, tmp_path: Path) -> None:
                 raise Refused(400, "the adapter is not one of this model")
             super()._load(body)
 
-    with pytest.raises(EngineError, match="the adapter is not one of this model") as caught:
+    with pytest.raises(EngineError, match="the adapter is not one of this model"):
         run(Refusing(tmp_path, base), base, tmp_path)
-    assert not isinstance(caught.value, EngineGone)
+    saved = {path.name for path in (tmp_path / "out").glob("adapter_step_*")}
+    assert saved == {f"adapter_step_{VICTIM}"}, "the step that could not be published is not lost"
+
+
+def test_a_crash_of_any_kind_costs_no_step(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The weights are the trainer's own: what is trained is saved, and the next attempt goes on from there."""
+    engine = AdapterEngine(tmp_path, base)
+    torch.manual_seed(1)
+    batches = [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)] for _ in range(2)]
+
+    class Breaking(Recorded):
+        def next_batch(self, step: int, on_idle: Any = None) -> Any:
+            if step == 2:
+                raise KeyError("a fault of ours")
+            return super().next_batch(step, on_idle)
+
+    settings = run_config(
+        engine, base, tmp_path, weight_bridge_mode="lora_only", training_steps=STEPS, probe_interval=0, lora_r=4,
+        vllm_urls=[engine.url], vllm_config_path=None, engine_timeout=10, checkpoint_interval=0,
+    )  # fmt: skip
+    with pytest.raises(KeyError, match="a fault of ours"):
+        train(settings, api=Breaking(batches))  # type: ignore[arg-type]
+    assert {path.name for path in (tmp_path / "out").glob("adapter_step_*")} == {"adapter_step_2"}
+    assert "No step is lost: the weights of step 2 outlived the error" in capsys.readouterr().out
 
 
 class Restarts:

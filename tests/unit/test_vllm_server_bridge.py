@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from trainer_core.contracts.bridge import PauseRequest, ResumeRequest
-from trainer_core.contracts.transfer import TransferUpdate
+from trainer_core.contracts.transfer import TransferInit, TransferUpdate
 from vllm_server import broadcast
 from vllm_server.bridge import Bridge, make_router
 from vllm_server.broadcast import BrokenTransfer, Transfers
@@ -238,6 +238,49 @@ async def test_health_tells_why_generation_fails(config: ServerConfig, monkeypat
     monkeypatch.setattr("vllm_server.bridge.PROBE_TIMEOUT_S", 0.1)
     slow = await bridge.health_generate(SlowGenerator(60))  # type: ignore[arg-type]
     assert slow.status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("address", "env", "taken"),
+    [
+        ("127.0.0.1", {}, True),
+        ("localhost", {}, True),
+        ("::1", {}, True),
+        ("10.0.0.7", {}, False),
+        ("0.0.0.0", {}, False),
+        ("localhost.evil.example", {}, False),
+        ("10.0.0.7", {"ATROPOS_TRAINER_HOSTS": "10.0.0.6, 10.0.0.7"}, True),
+        ("Node-3", {"ATROPOS_TRAINER_HOSTS": "node-3"}, True),
+        ("10.0.0.8", {"ATROPOS_TRAINER_HOSTS": "10.0.0.7"}, False),
+        ("10.0.0.7", {"MASTER_ADDR": "10.0.0.7"}, True),
+    ],
+)
+async def test_weights_come_from_the_loopback_or_from_where_the_configuration_says(
+    address: str, env: dict[str, str], taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge, _ = make(ServerConfig.from_env({"LOGDIR": str(tmp_path)} | env))
+    asked: list[dict[str, Any]] = []
+
+    async def init(engine: Any, info: dict[str, Any]) -> None:
+        asked.append(info)
+        raise RuntimeError("nobody is there")
+
+    monkeypatch.setattr(broadcast, "_init", init)
+    app = FastAPI()
+    app.include_router(broadcast.make_router(Transfers(bridge)))
+    request = TransferInit(
+        backend="gloo", address=address, port=5000, key="k", secret=b"s" * 32, first_rank=1, world_size=2, timeout_s=1,
+        chunk_bytes=1, tensors=[],
+    )  # fmt: skip
+    transport: Any = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        answer = await http.post("/bridge/transfer/init", json=request.model_dump())
+    if taken:
+        assert (answer.status_code, answer.json()["error"]) == (503, "nobody is there")
+        assert TransferInit(**asked[0]) == request, "the worker reads what the trainer wrote"
+    else:
+        assert answer.status_code == 409 and not asked
+        assert f"ATROPOS_TRAINER_HOSTS={address}" in answer.json()["error"]
 
 
 async def test_routes_speak_the_contract(config: ServerConfig) -> None:

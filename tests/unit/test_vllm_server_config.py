@@ -83,6 +83,13 @@ def test_environment_for_vllm_on_the_cpu() -> None:
     assert any("VLLM_USE_V1 is ignored" in note for note in notes)
 
 
+def test_helpers_of_vllm_keep_out_of_the_working_directory_where_the_server_does() -> None:
+    code = "from vllm_server.config import prepare_environment as p; env = {}; p(env, cpu=True); print('safe', env)"
+    for flags, safe in (["-P"], True), ([], False):
+        said = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert ("'PYTHONSAFEPATH': '1'" in said) == safe
+
+
 def test_environment_for_vllm_on_a_gpu_keeps_what_the_user_set() -> None:
     env = {"VLLM_PLUGINS": "atropos_bridge,other"}
     assert prepare_environment(env, cpu=False) == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 import httpx
 import pytest
@@ -12,7 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from vllm_server.guard import Door, Gate, Guard, allowed_hosts, host_name, path_kind
+from trainer_core.contracts.bridge import INSTANCE_HEADER, TOKEN_HEADER
+from trainer_core.contracts.hosts import allowed_hosts, host_name
+from vllm_server.guard import ENDING, ENGINE_DIED, Door, Gate, Guard, path_kind
 
 TOKEN = "0123456789abcdef"
 
@@ -151,3 +155,70 @@ async def test_a_fault_refuses_health_and_generation_with_its_reason() -> None:
         assert answer.status_code == 503
         assert answer.json()["error"] == "half-written weights"
     assert (await http.get("/bridge/info", headers={"X-Atropos-Token": TOKEN})).status_code == 200
+
+
+# ------------------------------------------------------------------------------------------- no engine behind the door
+
+
+class Failing:
+    """An app whose route fails in one of the ways in which vLLM's do once its engine is gone."""
+
+    def __init__(self, how: str, **door: object) -> None:
+        self.how = how
+        app = Starlette(routes=[Route("/{rest:path}", self.route, methods=["POST"])], middleware=[Middleware(Guard)])
+        self.door = app.state.atropos_door = Door(
+            TOKEN, allowed_hosts(None), Gate(held=False), instance_id="i-1", **door
+        )  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        self.http = httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1:9001", headers={TOKEN_HEADER: TOKEN}
+        )
+
+    async def route(self, request: Request) -> JSONResponse:
+        if self.how == "raises":
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        return JSONResponse({"error": "what vLLM says"}, status_code=int(self.how))
+
+
+@pytest.mark.parametrize("how", ["400", "500", "503", "raises"])
+@pytest.mark.parametrize("path", ["/generate", "/lora/load", "/bridge/transfer/update", "/v1/completions"])
+async def test_without_an_engine_every_failure_is_503_with_the_reason(how: str, path: str) -> None:
+    answer = await Failing(how, engine_died=lambda: True).http.post(path)
+    assert (answer.status_code, answer.json()) == (503, {"error": ENGINE_DIED})
+
+
+@pytest.mark.parametrize(("how", "status"), [("400", 400), ("500", 500), ("raises", 500), ("200", 200)])
+async def test_with_an_engine_a_route_speaks_for_itself(how: str, status: int) -> None:
+    assert (await Failing(how).http.post("/lora/load")).status_code == status
+
+
+async def test_what_a_dead_engine_had_answered_already_is_delivered() -> None:
+    assert (await Failing("200", engine_died=lambda: True).http.post("/generate")).status_code == 200
+
+
+async def test_a_server_that_ends_takes_no_new_work() -> None:
+    app = Failing("200", ending=True)
+    for path in ("/generate", "/lora/load", "/bridge/load"):
+        answer = await app.http.post(path)
+        assert (answer.status_code, answer.json()["error"]) == (503, ENDING)
+    assert (await app.http.post("/health")).status_code == 200, "probes are told by vLLM itself"
+
+
+async def test_a_request_for_another_server_is_not_carried_out() -> None:
+    app = Failing("200")
+    assert (await app.http.post("/bridge/resume", headers={INSTANCE_HEADER: "i-1"})).status_code == 200
+    answer = await app.http.post("/bridge/resume", headers={INSTANCE_HEADER: "i-0"})
+    assert answer.status_code == 503 and "i-0 is gone" in answer.json()["error"]
+
+
+def test_the_door_knows_of_the_end_before_those_who_act_on_the_signal() -> None:
+    seen: list[bool] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(door.ending))
+    try:
+        door = Door(TOKEN, allowed_hosts(None), Gate(held=False), signals=(signal.SIGUSR1,))
+        door.watch_signals()
+        door.watch_signals()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert seen == [True], "who took the signal before is called, once, and later"
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI, Request
 
 from vllm_server.generate import RequestError, parse_body
-from vllm_server.sampling import PlainSampling, leaks, served_defaults
+from vllm_server.sampling import PlainSampling, instead, leaks, served_defaults
 
 LEAKING: list[dict[str, Any]] = [
     {"top_p": 0.9},
@@ -34,6 +34,17 @@ def test_generate_refuses_it_with_the_reason_and_the_way_out(option: dict[str, A
     with pytest.raises(RequestError, match=f"{name}=.*importance ratio.*for_training"):
         parse_body(json.dumps({"prompt": [3], **option}).encode())
     assert parse_body(json.dumps({"prompt": [3], "for_training": False, **option}).encode()).for_training is False
+
+
+def test_what_to_send_instead_can_be_sent() -> None:
+    """Whatever is named is a value that is let in."""
+    for option in LEAKING:
+        (name,) = option
+        said = instead(leaks(option))
+        if said != f"Leave out {name}":
+            neutral = json.loads(said.removeprefix(f"Send {name}="))
+            assert parse_body(json.dumps({"prompt": [3], name: neutral}).encode())
+    assert instead(["top_p=0.9", "logit_bias={'5': 1.0}"]) == "Send top_p=1 and leave out logit_bias"
 
 
 def test_what_atroposlib_sends_and_greedy_evaluation_pass() -> None:

@@ -7,7 +7,8 @@
     POST /bridge/versions   VersionsRequest      -> VersionsResponse
     POST /lora/load         LoadAdapterRequest   -> AdapterInfo  (fresh name and id; version set, hold released)
 
-All carry the run's token in the header `TOKEN_HEADER`.
+All carry the run's token in the header `TOKEN_HEADER`. A request may name the server that it means in
+`INSTANCE_HEADER`: another one in its place, and one that ends or whose engine has died, answers 503 to all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 TOKEN_HEADER = "X-Atropos-Token"
+INSTANCE_HEADER = "X-Atropos-Instance"
+"""Of a request: the `instance_id` of the one server that may answer it."""
+GONE_STATUS = 503
+"""How a server answers that cannot do what it is asked now, and perhaps never: wait for it, or for the next one."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for --max-lora-rank."""
 FEW_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class State(StrEnum):
-    """States of a component. `stopped`, `failed` and `completed` are resting: no process is left."""
+    """States of a component."""
 
     PENDING = "pending"
     STARTING = "starting"
@@ -31,6 +31,16 @@ class State(StrEnum):
     BACKOFF = "backoff"
     FAILED = "failed"
     COMPLETED = "completed"
+
+    @property
+    def is_resting(self) -> bool:
+        """No process, and none will come without a command: it can be started, and there is nothing to stop."""
+        return self in (State.STOPPED, State.FAILED, State.COMPLETED)
+
+    @property
+    def has_process(self) -> bool:
+        """A process lives. Without one it rests, or (`pending`, `backoff`) waits to be started."""
+        return self in (State.STARTING, State.HEALTHY, State.UNHEALTHY, State.STOPPING)
 
 
 class Role(StrEnum):

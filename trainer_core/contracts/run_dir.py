@@ -24,10 +24,17 @@ ENV_ATTEMPT = "ATROPOS_ATTEMPT"
 """How often this component was started in this run, from 1."""
 ENV_HOLD_GENERATION = "ATROPOS_HOLD_GENERATION"
 """"1": the server answers only requests with the token until `/bridge/resume` names a weight version."""
+ENV_TRAINER_HOSTS = "ATROPOS_TRAINER_HOSTS"
+"""Addresses, with commas between them, at which the server may meet a trainer that broadcasts weights, besides the
+loopback and MASTER_ADDR."""
 ENV_WAIT_FOR_GO = "ATROPOS_WAIT_FOR_GO"
 """"1": the server imports everything, then waits for the line `go` on its standard input before it takes port and GPU.
 The end of that input ends it."""
 GO_LINE = b"go\n"
+ENV_HELD_PORT = "ATROPOS_HELD_PORT"
+"""The port that whoever started this process holds for it (`contracts/ports.py`)."""
+ENV_ALLOWED_HOSTS = "ATROPOS_ALLOWED_HOSTS"
+"""Names, divided by commas, that our servers take in the Host header besides the loopback's and the bound one."""
 
 MANIFEST_NAME = "vllm_bridge_config.json"
 LATEST_TIME = 253_402_300_799.0

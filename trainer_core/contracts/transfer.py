@@ -9,12 +9,16 @@ from the tensors' names, types and shapes, so a broadcast carries bytes alone. T
 
 from __future__ import annotations
 
+import base64
+import ipaddress
 import math
-from collections.abc import Iterator, Sequence
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from trainer_core.contracts.bridge import BridgeMessage, InFlight
 
@@ -27,6 +31,16 @@ SLOTS = 2
 """Receive buffers of a worker: one is filled while the other is emptied."""
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _from_base64(value: Any) -> Any:
+    return base64.b64decode(value, validate=True) if isinstance(value, str) else value
+
+
+Secret = Annotated[
+    bytes, BeforeValidator(_from_base64), PlainSerializer(lambda value: base64.b64encode(value).decode(), str)
+]
+"""Bytes, as base64 in a message."""
 
 
 class SentTensor(BridgeMessage):
@@ -49,12 +63,45 @@ class TransferInit(BridgeMessage):
     port: int = Field(ge=1, le=65535)
     """Of the trainer's key-value store, where the group meets."""
     key: str
-    """Prefix in that store: known to those only who know the run's token, and new for each group."""
+    """Prefix of the group's keys in that store, new for each group. No secret: whoever reaches the port can list it."""
+    secret: Secret = Field(min_length=32, repr=False)
+    """Of the group, and new for each one: what is said in the store without it does not count."""
+    nccl_id: Secret = Field(b"", repr=False)
+    """By which the ranks of NCCL find and know each other; empty over gloo. As secret."""
     first_rank: int = Field(ge=1)
     world_size: int = Field(ge=2)
     timeout_s: float = Field(gt=0)
     chunk_bytes: int = Field(ge=1)
     tensors: list[SentTensor]
+
+
+def meeting_place(init_method: str, env: Mapping[str, str]) -> tuple[str, str]:
+    """Address and port, as text, where a broadcast's group meets: `--init-method`, else MASTER_ADDR and MASTER_PORT; by
+    default the loopback and any free port."""
+    found = re.fullmatch(r"tcp://\[?(.+?)\]?:(\d+)", init_method)
+    if found:
+        return found[1], found[2]
+    return env.get("MASTER_ADDR") or "127.0.0.1", env.get("MASTER_PORT") or "0"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches `address`. Of names `localhost` alone is known; nothing is looked up."""
+    return address.lower() == "localhost" or any(each.is_loopback for each in _numbers(address))
+
+
+def is_wildcard(address: str) -> bool:
+    """Whether to listen on `address` is to listen on every interface."""
+    return any(each.is_unspecified for each in _numbers(address))
+
+
+def _numbers(address: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """`address` where it is a number, in any of the ways in which it can be written."""
+    try:
+        (found, *_) = socket.getaddrinfo(address, None, flags=socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        return []
+    made = ipaddress.ip_address(str(found[4][0]).partition("%")[0])
+    return [getattr(made, "ipv4_mapped", None) or made]
 
 
 class TransferUpdate(BridgeMessage):

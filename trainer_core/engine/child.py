@@ -20,7 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_TOKEN, ENV_WAIT_FOR_GO, GO_LINE
+from trainer_core.contracts import ports
+from trainer_core.contracts.run_dir import ENV_HELD_PORT, ENV_HOLD_GENERATION, ENV_TOKEN, ENV_WAIT_FOR_GO, GO_LINE
 from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
 
@@ -51,6 +52,8 @@ class ServerChild:
         self._spare: subprocess.Popen[bytes] | None = None
         """The next server: it has imported what it needs, or does so now, and waits for `go`."""
         self._foreign = False
+        self._port: socket.socket | None = None
+        """Holds the port, so that no other user takes it between two servers."""
         # As it is now: torch puts the places of its own caches there as soon as the trainer compiles something, and a
         # server that took those over would find nothing of what the server before it compiled.
         self._inherited = {**env, **os.environ}
@@ -91,9 +94,12 @@ class ServerChild:
         spare, self._spare = self._spare, None
         if spare is not None:
             _kill_session(spare)
+        if self._port is not None:
+            self._port.close()
+            self._port = None
 
     def _somebody_else(self) -> bool:
-        """Whether a server of ours runs at the port, or is being started there.
+        """Whether a server of ours runs at the port, or is being started there; if not, the port is held from here on.
 
         Raises:
             UsageError: another program has the port.
@@ -102,7 +108,7 @@ class ServerChild:
             with socket.create_connection(("127.0.0.1", self.config.vllm_port), timeout=5):
                 pass
         except OSError:
-            return not _can_bind(self.config.vllm_port)  # taken, not listening yet: a server that loads its model
+            return not self._hold_port()  # taken, not listening yet: a server that loads its model
         engine = EngineClient(self.url, timeout_s=10.0)
         try:
             engine.info()
@@ -116,6 +122,13 @@ class ServerChild:
         finally:
             engine.close()
         return True
+
+    def _hold_port(self) -> bool:
+        """Keep the port for our servers; False if somebody has it."""
+        if self._port is None:
+            with suppress(OSError):
+                self._port = ports.hold(self.config.vllm_port)
+        return self._port is not None
 
     def _start(self) -> None:
         self._process = self._released() or self._spawn()
@@ -158,7 +171,7 @@ class ServerChild:
         """What is executed."""
         config = self.config
         return [
-            sys.executable, "-m", "vllm_server", "--model", config.model_name, "--host", "127.0.0.1",
+            sys.executable, "-P", "-m", "vllm_server", "--model", config.model_name, "--host", "127.0.0.1",
             "--port", str(config.vllm_port), "--dtype", config.dtype, "--seed", str(config.seed),
             "--gpu-memory-utilization", str(config.gpu_memory_utilization),
             "--max-model-len", str(config.max_model_len), *self.flags,
@@ -166,7 +179,8 @@ class ServerChild:
 
     def _environment(self) -> dict[str, str]:
         # The same at every start, so that vLLM finds its compile cache again.
-        found = self._inherited | {ENV_HOLD_GENERATION: "1", "LOGDIR": str(self.log.with_name("vllm-bridge"))}
+        held = {ENV_HELD_PORT: str(self.config.vllm_port), ENV_HOLD_GENERATION: "1"}
+        found = self._inherited | held | {"LOGDIR": str(self.log.with_name("vllm-bridge"))}
         found.pop("VLLM_BRIDGE_CONFIG_PATH", None)
         found.pop(ENV_WAIT_FOR_GO, None)
         if self.config.vllm_gpu is not None:
@@ -219,14 +233,3 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _can_bind(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-            probe.listen(1)
-        except OSError:
-            return False
-    return True

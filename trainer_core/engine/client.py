@@ -10,6 +10,7 @@ import httpx
 from pydantic import ValidationError
 
 from trainer_core.contracts.bridge import (
+    INSTANCE_HEADER,
     TOKEN_HEADER,
     AdapterInfo,
     BridgeInfo,
@@ -42,8 +43,9 @@ class EngineClient:
     """One inference server. Safe to share between threads.
 
     Raises (every method):
-        EngineGone: it does not answer.
-        EngineError: it answers with an error.
+        EngineGone: it does not answer, or cannot now (HTTP 5xx): it ends, its engine has died, or it is another one
+            than `instance`.
+        EngineError: it refuses the request itself.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class EngineClient:
         token = os.environ.get(ENV_TOKEN, "") if token is None else token
         headers = {TOKEN_HEADER: token} if token else {}
         self.base_url = base_url.rstrip("/")
+        self.instance: str | None = None
+        """The one server that may answer; another in its place does not. Null: whoever is there."""
         self._timeout_s = timeout_s
         self._http = httpx.Client(
             base_url=self.base_url, headers=headers, timeout=timeout_s, limits=LIMITS, transport=transport,
@@ -64,7 +68,17 @@ class EngineClient:
         )  # fmt: skip
 
     def info(self) -> BridgeInfo:
-        return _parse(BridgeInfo, self._call("GET", "/bridge/info"))
+        info: BridgeInfo = _parse(BridgeInfo, self._call("GET", "/bridge/info"))
+        if self.instance not in (None, info.instance_id):
+            raise EngineGone(f"{self.base_url} is another server now", answered=True)
+        return info
+
+    def meet(self) -> BridgeInfo:
+        """Take whoever is there now for the one server that may answer."""
+        self.instance = None
+        info = self.info()
+        self.instance = info.instance_id
+        return info
 
     def pause(
         self, *, dirty: bool, lease_s: float = 60.0, in_flight: InFlight = "keep", wait_s: float = 30.0
@@ -137,17 +151,15 @@ class EngineClient:
 
     def _call(self, method: str, path: str, body: Any = None, *, more_s: float = 0.0) -> Any:
         payload = body.model_dump() if hasattr(body, "model_dump") else body
+        meant = {INSTANCE_HEADER: self.instance} if self.instance else {}
         try:
-            response = self._http.request(method, path, json=payload, timeout=self._timeout_s + more_s)
+            response = self._http.request(method, path, json=payload, headers=meant, timeout=self._timeout_s + more_s)
         except httpx.TransportError as error:
             detail = str(error) or type(error).__name__
             raise EngineGone(f"the inference server at {self.base_url} does not answer {path} ({detail})") from None
         if response.status_code >= 400:
-            refused = EngineError(
-                f"{self.base_url}{path}: HTTP {response.status_code} {_said(response)}{_hint(response)}"
-            )
-            refused.status = response.status_code
-            raise refused
+            what = f"{self.base_url}{path}: HTTP {response.status_code} {_said(response)}{_hint(response)}"
+            raise EngineGone(what, answered=True) if response.status_code >= 500 else EngineError(what)
         try:
             return response.json()
         except ValueError:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -30,6 +31,7 @@ from trainer_core.contracts.control import (
     Refusal,
     Role,
     RunStatus,
+    State,
 )
 from trainer_core.contracts.http import LIMITS
 from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET
@@ -95,8 +97,17 @@ def make_lifecycle(
         flags: of `python -m vllm_server`, beyond what `config` says, for an own child.
         env: variables of an own child, where this process has none of that name.
     """
+    return supervised(config, stop) or ServerChild(config, stop, flags, env)
+
+
+def supervised(config: TrainingConfig, stop: threading.Event) -> Supervised | None:
+    """The server of a run with a supervisor; null where there is none to ask."""
     socket = os.environ.get(ENV_CONTROL_SOCKET)
-    return Supervised(config, stop, socket) if socket else ServerChild(config, stop, flags, env)
+    return Supervised(config, stop, socket) if socket else None
+
+
+ON_ITS_WAY = (State.PENDING, State.STARTING, State.STOPPING, State.BACKOFF)
+"""States in which the supervisor sees to it that an engine comes."""
 
 
 class Supervised:
@@ -112,6 +123,16 @@ class Supervised:
 
     def ensure(self) -> None:
         """Nothing to do: the supervisor starts it, and again after a crash."""
+
+    def coming(self) -> str | None:
+        """What the supervisor does to bring a server (back) that gets weights, in words; null when it does nothing, or
+        does not say."""
+        ports = {urlsplit(url).port for url in self.config.engine_urls}
+        with suppress(EngineGone, EngineError):
+            for engine in self._engines():
+                if engine.port in ports and engine.state in ON_ITS_WAY:
+                    return f"{engine.name} is {engine.state}" + (f" ({engine.reason})" if engine.reason else "")
+        return None
 
     def prepare(self) -> None:
         """Nothing to do: only the supervisor starts processes, and it starts one when the one before has ended."""
@@ -139,12 +160,15 @@ class Supervised:
         Raises:
             UsageError: the run has none there.
         """
-        engines = [c for c in self._ask("GET", "/status", RunStatus).components if c.role is Role.ENGINE]
+        engines = self._engines()
         found = next((c for c in engines if c.port == self.config.vllm_port), None)
         if found is None:
             ports = ", ".join(f"{c.name} at {c.port}" for c in engines) or "none"
             raise UsageError(f"--vllm-port {self.config.vllm_port}: no engine of this run is there; it has {ports}")
         return found
+
+    def _engines(self) -> list[ComponentStatus]:
+        return [c for c in self._ask("GET", "/status", RunStatus).components if c.role is Role.ENGINE]
 
     def _submit(self, name: str, deadline: float) -> str:
         """The command's id; while another command on the engine is under way, wait for its end."""

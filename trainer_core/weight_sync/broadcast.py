@@ -35,8 +35,6 @@ BRISK_S = 0.05
 """After this long without an end, polls become rare."""
 LAST_WORDS_S = 1.0
 """Time that the other servers get to say what they saw, when one call has failed."""
-BROKEN = 503
-"""How a server answers to which the broadcast did not come whole; the next one may."""
 
 T = TypeVar("T")
 
@@ -81,7 +79,7 @@ class Broadcast(OwnWeights):
             reports = self._send(self._group)
         except EngineGone as error:
             print(f"[WARNING] version {version} did not reach every server: {error}")
-            self._instances.clear()
+            self.fed.clear()
             try:
                 self._serve_again(self.engines[0])
             except Stopped:
@@ -104,16 +102,16 @@ class Broadcast(OwnWeights):
         first = self.config.in_flight_timeout if self.config.in_flight == "wait" else 0.0
         return self.config.broadcast_timeout + first
 
-    def _give(self, engine: EngineClient) -> None:
+    def _give(self, engine: EngineClient, info: BridgeInfo) -> None:
         """Form a new group of all servers and give all of them the weights: a group is whole or none."""
-        infos = {each: each.info() for each in self.engines}
+        infos = {each: info if each is engine else each.meet() for each in self.engines}
         with self.backoff.attempt(*(info.instance_id for info in infos.values())):
             self._leave()
             self._group = self._form(infos)
             self._send(self._group)
         workers = sum(info.workers for info in infos.values())
         print(f"✓ Broadcast group: the trainer and {workers} workers of {', '.join(e.base_url for e in infos)}")
-        self._instances.update({each.base_url: info.instance_id for each, info in infos.items()})
+        self.fed.update(infos)
 
     def _form(self, infos: Mapping[EngineClient, BridgeInfo]) -> Group:
         """Let everyone meet, then connect.
@@ -122,13 +120,15 @@ class Broadcast(OwnWeights):
             EngineGone: somebody did not come; says who, and in which phase.
         """
         backend, timeout_s = self._backend(infos), self._limit_s
-        meeting = self._meeting = Meeting(*self._place, 1 + sum(info.workers for info in infos.values()), timeout_s)
+        world_size = 1 + sum(info.workers for info in infos.values())
+        meeting = self._meeting = Meeting(backend, *self._place, world_size, timeout_s)
         requests, first_rank = {}, 1
         owners: dict[int, str] = {}
         for engine, info in infos.items():
             requests[engine] = TransferInit(
-                backend=backend, address=meeting.address, port=meeting.port, key=meeting.key, first_rank=first_rank,
-                world_size=meeting.world_size, timeout_s=timeout_s, chunk_bytes=CHUNK_BYTES, tensors=self._tensors,
+                backend=backend, address=meeting.address, port=meeting.port, key=meeting.key, secret=meeting.secret,
+                nccl_id=meeting.nccl_id, first_rank=first_rank, world_size=world_size, timeout_s=timeout_s,
+                chunk_bytes=CHUNK_BYTES, tensors=self._tensors,
             )  # fmt: skip
             owners |= dict.fromkeys(range(first_rank, first_rank + info.workers), engine.base_url)
             first_rank += info.workers
@@ -140,7 +140,7 @@ class Broadcast(OwnWeights):
 
         self._until(lambda: not meeting.missing(), joins, "rendezvous", who_is_missing)
         meeting.go()
-        connecting = Calls({"the trainer": lambda: connect(backend, meeting, self.device, timeout_s)})
+        connecting = Calls({"the trainer": lambda: connect(meeting, self.device, timeout_s)})
 
         def connected() -> bool:
             connecting.raise_failure()
@@ -204,9 +204,9 @@ class Broadcast(OwnWeights):
         """The server that died, or says nothing, explains the others' complaints; a refusal is final."""
         failures = calls.failures() or [error]
         for failure in failures:
-            if isinstance(failure, EngineError) and failure.status != BROKEN:
+            if isinstance(failure, EngineError):
                 return failure
-        dead = [failure for failure in failures if isinstance(failure, EngineGone)]
+        dead = [failure for failure in failures if isinstance(failure, EngineGone) and not failure.answered]
         silent = [f"no word from {name}" for name in calls.waiting() if not dead]
         text = "; ".join([*silent, *(str(failure).strip().splitlines()[0] for failure in dead or failures)])
         return EngineGone(f"the broadcast broke (phase {phase}): {text}")

@@ -1,18 +1,11 @@
-"""The trainer's end of the group in which weights are broadcast: where it meets, and how bytes leave.
-
-The only file of the trainer that may import vLLM, and only for a broadcast between GPUs: NCCL by vLLM's communicator,
-the one that its workers use.
-"""
+"""The trainer's end of the group in which weights are broadcast: where it meets, and how bytes leave."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import re
 import secrets
 import socket
-import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -20,24 +13,27 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from trainer_core.contracts.transfer import Chunk
+from trainer_core.contracts import nccl
+from trainer_core.contracts.group import SECRET_BYTES, Gloo, Nccl, SealedStore
+from trainer_core.contracts.transfer import Chunk, is_wildcard, meeting_place
 from trainer_core.errors import UsageError
-
-ABORT_S = 5.0
-"""An abort may itself wait for the device; longer than this it is left to its thread."""
 
 
 def meeting_point(init_method: str, env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Address and port (0: any free one) from `--init-method`, else from MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        UsageError: a port that is none.
+        UsageError: a port that is none, or an address that is every interface.
     """
-    found = re.fullmatch(r"tcp://\[?(.+?)\]?:(\d+)", init_method)
-    address, port = found.groups() if found else (env.get("MASTER_ADDR") or "127.0.0.1", env.get("MASTER_PORT") or "0")
+    address, port = meeting_place(init_method, env)
+    named = f"MASTER_ADDR={address} MASTER_PORT={port}" if init_method == "env://" else f"--init-method {init_method}"
     if not port.isdecimal() or int(port) > 65535:
-        where = f"--init-method {init_method}" if found else f"MASTER_PORT={port}"
-        raise UsageError(f"{where}: a port from 1 to 65535 is needed, or 0 for any free one")
+        raise UsageError(f"{named}: a port from 1 to 65535 is needed, or 0 for any free one")
+    if is_wildcard(address):
+        raise UsageError(
+            f"{named}: that is every interface, and the group meets at one address. Name the one that the servers "
+            "reach; by default it is 127.0.0.1"
+        )
     return address, int(port)
 
 
@@ -45,14 +41,15 @@ class Meeting:
     """A key-value store in which the workers of one group report and learn how to connect, and later whether the
     trainer still lives: it stays for as long as the group."""
 
-    def __init__(self, address: str, port: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, backend: str, address: str, port: int, world_size: int, timeout_s: float) -> None:
         """Listen on `address` alone, not on every interface.
 
         Raises:
-            UsageError: the address is not this machine's, or the port is taken.
+            UsageError: the address is not this machine's, the port is taken, or there is no NCCL.
         """
-        self.address, self.world_size = address, world_size
-        self.key = secrets.token_hex(16)
+        self.backend, self.address, self.world_size = backend, address, world_size
+        self.key, self.secret = secrets.token_hex(16), secrets.token_bytes(SECRET_BYTES)
+        self.nccl_id = _nccl_id() if backend == "nccl" else b""
         try:
             family = socket.getaddrinfo(address, None)[0][0]
             listener = socket.create_server((address, port), family=family)
@@ -68,7 +65,7 @@ class Meeting:
         )
         # A client of its own, so that who keeps the store for longer does not keep the port.
         client = dist.TCPStore(address, self.port, None, False, timeout, wait_for_workers=False)
-        self.store: Any = dist.PrefixStore(self.key, client)
+        self.store = SealedStore(dist.PrefixStore(self.key, client), self.secret, timeout)
 
     def missing(self) -> list[int]:
         """Ranks that have not reported yet."""
@@ -105,29 +102,24 @@ class Group(Protocol):
         ...
 
 
-def connect(backend: str, meeting: Meeting, device: torch.device, timeout_s: float) -> Group:
+def connect(meeting: Meeting, device: torch.device, timeout_s: float) -> Group:
     """Connect to everyone who reported.
 
     Raises:
-        RuntimeError: somebody did not.
+        RuntimeError: somebody did not, or a stranger did.
     """
-    return GlooGroup(meeting, timeout_s) if backend == "gloo" else NcclGroup(meeting, device)
+    return GlooGroup(meeting, timeout_s) if meeting.backend == "gloo" else NcclGroup(meeting, device)
 
 
 class GlooGroup:
     """Through CPU memory."""
 
     def __init__(self, meeting: Meeting, timeout_s: float) -> None:
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.address)]
-        self._group = dist.ProcessGroupGloo(meeting.store, 0, meeting.world_size, options)
+        self._gloo = Gloo(meeting.store, 0, meeting.world_size, meeting.address, timeout_s)
         self._works: list[Any] = []
 
     def send(self, stream: torch.Tensor, parts: Sequence[Chunk]) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._works = [self._group.broadcast([stream[part.start : part.end]], options) for part in parts]
+        self._works = [self._gloo.broadcast(stream[part.start : part.end]) for part in parts]
 
     def sent(self) -> bool:
         if not all(work.is_completed() for work in self._works):
@@ -137,55 +129,32 @@ class GlooGroup:
         return True
 
     def close(self) -> None:
-        # The group's end waits for what is under way, up to its timeout; nobody here does. Only the interpreter: it
-        # aborts (SIGABRT) when it ends while a daemon thread is in there.
-        last = [self._works, self._group]
-        del self._works, self._group
-        threading.Thread(target=last.clear).start()
+        self._gloo.close(self._works)
 
 
 class NcclGroup:
     """Between GPUs, on a stream of its own."""
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
-        self._communicator = _communicator(meeting, device)
-        if self._communicator.disabled:
-            raise RuntimeError("the NCCL library does not load: see NCCL_DEBUG=INFO and VLLM_NCCL_SO_PATH")
+        self._nccl = Nccl(meeting.nccl_id, 0, meeting.world_size, device)
         self._stream = torch.cuda.Stream(device)
         self._done = torch.cuda.Event()
 
     def send(self, stream: torch.Tensor, parts: Sequence[Chunk]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(stream.device))
         for part in parts:
-            self._communicator.broadcast(stream[part.start : part.end], src=0, stream=self._stream)
+            self._nccl.broadcast(stream[part.start : part.end], self._stream)
         self._done.record(self._stream)
 
     def sent(self) -> bool:
         return self._done.query()
 
     def close(self) -> None:
-        """Abort: destroying would wait for peers that may be gone."""
-        if self._communicator.disabled:
-            return
-        self._communicator.disabled, self._communicator.available = True, False
-        abort = threading.Thread(
-            target=self._communicator.nccl.lib.ncclCommAbort, args=(self._communicator.comm,), daemon=True
-        )
-        abort.start()
-        abort.join(ABORT_S)
+        self._nccl.close()
 
 
-def _communicator(meeting: Meeting, device: torch.device) -> Any:
+def _nccl_id() -> bytes:
     try:
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-        from vllm.distributed.utils import StatelessProcessGroup
-    except ImportError as error:
-        raise UsageError(
-            f"a broadcast between GPUs needs vLLM in the trainer's environment too ({error}): "
-            "pip install 'atropos-tui[gpu]'"
-        ) from None
-    named = {field.name for field in dataclasses.fields(StatelessProcessGroup)}
-    extra = {"socket": None} if "socket" in named else {}  # releases that keep the listening socket there
-    group = StatelessProcessGroup(rank=0, world_size=meeting.world_size, store=meeting.store, **extra)
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return PyNcclCommunicator(group, device=torch.device("cuda", index))
+        return nccl.unique_id()
+    except nccl.NcclError as error:
+        raise UsageError(f"a broadcast between GPUs needs NCCL: {error}") from None

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import LORA_RANKS, server_rank
+from trainer_core.contracts.bridge import LORA_RANKS, BridgeInfo, server_rank
 from trainer_core.contracts.run_dir import RunDir
 from trainer_core.engine.client import EngineClient
-from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
+from trainer_core.errors import EngineGone, Stopped, UsageError
 from trainer_core.policy.lora import add_adapter, load_adapter, save_adapter
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
 from trainer_core.weight_sync.own_weights import OwnWeights
@@ -26,8 +26,6 @@ from trainer_core.weight_sync.own_weights import OwnWeights
 KEPT = 4
 """Newest adapters left on disk: a request may have chosen one, and not have reached the engine yet. Older ones stay
 while a server still finishes completions on them."""
-SERVER_DIES = 503
-"""How a server answers whose engine has died: it ends in a moment, and another one comes."""
 
 
 class LoraSwap(OwnWeights):
@@ -79,23 +77,21 @@ class LoraSwap(OwnWeights):
         """Every server answers with the present adapter; one that is away is waited for."""
         for engine in self.engines:
             try:
-                self._give(engine)
+                self._load(engine)
             except EngineGone:
                 try:
                     self._serve_again(engine)
                 except Stopped:
                     return  # the update is complete, and nobody waits for it any more
 
-    def _give(self, engine: EngineClient) -> None:
+    def _give(self, engine: EngineClient, info: BridgeInfo) -> None:
+        self._load(engine)
+
+    def _load(self, engine: EngineClient) -> None:
         self._require_lora(engine)
         if not self._path(self.version).is_dir():
             self._save()
-        try:
-            engine.load_adapter(str(self._path(self.version)), self.version)
-        except EngineError as error:
-            if error.status == SERVER_DIES:
-                raise EngineGone(str(error)) from None
-            raise
+        engine.load_adapter(str(self._path(self.version)), self.version)
 
     def _save(self) -> None:
         """The present adapter for the server, which computes with it in the base model's type."""

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 from trainer_core.config import TrainingConfig
+from trainer_core.contracts.bridge import BridgeInfo
 from trainer_core.engine.client import EngineClient
+from trainer_core.engine.lifecycle import supervised
 from trainer_core.engine.waiting import wait_for_server
 from trainer_core.errors import EngineGone
 from trainer_core.policy.load import dtype_of, load_config, load_model
@@ -67,10 +69,12 @@ class OwnWeights(ABC):
         self.stop = stop
         self.version = 0
         self.engines: list[EngineClient] = []
-        self._instances: dict[str, str] = {}
-        """Base URL -> the server that has the present weights there."""
+        self.fed: set[EngineClient] = set()
+        """Servers that answer with the present weights, as far as is known."""
         self._looked = 0.0
         self.backoff = Backoff()
+        supervisor = supervised(config, stop)
+        self._coming = supervisor.coming if supervisor else lambda: None
 
     @property
     def engine(self) -> EngineClient | None:
@@ -84,8 +88,8 @@ class OwnWeights(ABC):
     def publish(self, version: int, write: Callable[[], None]) -> SyncReport: ...
 
     @abstractmethod
-    def _give(self, engine: EngineClient) -> None:
-        """Let `engine` answer with the trainer's present weights, as `self.version`.
+    def _give(self, engine: EngineClient, info: BridgeInfo) -> None:
+        """Let `engine`, which said `info` of itself, answer with the trainer's present weights, as `self.version`.
 
         Raises:
             EngineGone: it does not answer; tried again.
@@ -104,7 +108,7 @@ class OwnWeights(ABC):
         """
         self.engines = [EngineClient(url) for url in self.config.engine_urls]
         for engine in self.engines:
-            if engine.base_url not in self._instances:
+            if engine not in self.fed:
                 self._serve_again(engine)
 
     def check(self) -> None:
@@ -119,10 +123,10 @@ class OwnWeights(ABC):
         self._looked = now
         for engine in self.engines:
             try:
-                same = engine.info().instance_id == self._instances.get(engine.base_url)
+                engine.info()
             except EngineGone:
-                same = False
-            if not same:
+                self.fed.discard(engine)
+            if engine not in self.fed:
                 self._serve_again(engine)
 
     def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
@@ -134,10 +138,9 @@ class OwnWeights(ABC):
             engine.close()
 
     def _serve_again(self, engine: EngineClient) -> None:
-        def give() -> str:
-            instance = engine.info().instance_id
-            self._give(engine)
-            return instance
-
-        self._instances[engine.base_url] = wait_for_server(give, self.config.engine_timeout, self.stop)
+        self.fed.discard(engine)
+        wait_for_server(
+            lambda: self._give(engine, engine.meet()), self.config.engine_timeout, self.stop, coming=self._coming
+        )
+        self.fed.add(engine)
         print(f"✓ The server at {engine.base_url} answers with weight version {self.version}")

@@ -24,13 +24,11 @@ from trainer_core.contracts.bridge import BridgeInfo, LoadWeightsRequest
 from trainer_core.contracts.run_dir import RunDir
 from trainer_core.engine.client import EngineClient
 from trainer_core.engine.lifecycle import Lifecycle, make_lifecycle
-from trainer_core.errors import EngineError, EngineGone, Stopped, TrainerError, UsageError
+from trainer_core.errors import EngineGone, Stopped, TrainerError, UsageError
 from trainer_core.policy.load import weights
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
 from trainer_core.weight_sync.own_weights import OwnWeights
 
-BROKEN = 503
-"""How a server answers whose load broke off: its weights are mixed until a load succeeds, or a new server comes."""
 TAKES_WEIGHTS = "ATROPOS_WEIGHT_UPDATES"
 """What the server's environment must say."""
 
@@ -98,7 +96,7 @@ class Reload(OwnWeights):
         for engine in self.engines:
             began = time.perf_counter()
             try:
-                self._give(engine)
+                self._give(engine, engine.info())
             except EngineGone:
                 self._serve_again(engine)
                 restarts += time.perf_counter() - began
@@ -109,8 +107,7 @@ class Reload(OwnWeights):
             self.lifecycle.ensure()
         super()._serve_again(engine)
 
-    def _give(self, engine: EngineClient) -> None:
-        info = engine.info()
+    def _give(self, engine: EngineClient, info: BridgeInfo) -> None:
         with self.backoff.attempt(info.instance_id):
             self._offer(engine, info)
 
@@ -125,12 +122,7 @@ class Reload(OwnWeights):
         reason = info.load_obstacle or restart
         if reason and (named or info.started_from != str(path)):
             self._restart(engine, path, reason)
-        try:
-            answer = engine.load_weights(self._request(path))
-        except EngineError as error:
-            if error.status != BROKEN:
-                raise
-            raise EngineGone(str(error)) from None  # it may succeed next time, or a new server comes
+        answer = engine.load_weights(self._request(path))
         for name, seconds in answer.phases.items():
             self._loaded[name] = self._loaded.get(name, 0.0) + seconds
 

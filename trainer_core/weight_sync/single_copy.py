@@ -19,6 +19,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.contracts.manifest import Manifest, ManifestError, read_manifest
 from trainer_core.contracts.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
 from trainer_core.engine.client import EngineClient
+from trainer_core.engine.lifecycle import supervised
 from trainer_core.engine.waiting import wait_for_server
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.load import attach_views, copy_weights, differences, empty_model, load_config, load_model
@@ -63,7 +64,7 @@ class SingleCopy:
         """
         manifest = self._await_manifest()
         self.engine = EngineClient(manifest.base_url, _token(self.path))
-        info = self.engine.info()
+        info = self.engine.meet()
         if info.instance_id != manifest.instance_id:
             raise ManifestError(
                 f"{self.path} belongs to server instance {manifest.instance_id}, but {manifest.base_url} is "
@@ -143,9 +144,11 @@ class SingleCopy:
 
     def _await_manifest(self) -> Manifest:
         """The manifest of a live server that answers."""
+        supervisor = supervised(self.config, self.stop)
         return wait_for_server(
-            self._usable_manifest, self.config.engine_timeout, self.stop, meanwhile=(ManifestError, EngineGone)
-        )
+            self._usable_manifest, self.config.engine_timeout, self.stop, meanwhile=(ManifestError, EngineGone),
+            coming=supervisor.coming if supervisor else lambda: None,
+        )  # fmt: skip
 
     def _usable_manifest(self) -> Manifest:
         manifest = read_manifest(self.path)

@@ -23,6 +23,7 @@ class Entry:
     kinds: tuple[Kind, ...]
 
 
+REFUSALS = {"rollouts_refused": "an engine refuses the requests of an environment"}
 WAITING = {
     "no_batches": "no batches: the trainer stands still",
     "slow_start": "a component takes unusually long to start",
@@ -55,6 +56,7 @@ SUPERVISOR = {
 def _all() -> dict[str, Entry]:
     sources: list[tuple[Kind, dict[str, str]]] = [
         ("log line", {rule.name: rule.title for rule in reversed(LOG_RULES)}),
+        ("log line", REFUSALS),
         ("number", {rule.name: rule.title for rule in reversed(NUMBER_RULES)}),
         ("waiting", WAITING),
         ("exit", EXITS),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atropos_tui.stack.spec import ComponentSpec
 from atropos_tui.supervisor.diagnoses.lines import LOG_RULES
@@ -25,6 +25,8 @@ class Evidence:
     exit_code: int
     lines: list[str]
     names: Names = USUAL
+    above: tuple[str, ...] = ()
+    """Lines before those: no rule recognises anything in them, but the cause of what one recognised may lie there."""
 
     def last(self, pattern: str) -> tuple[re.Match[str], str] | None:
         """The last line that matches, with its match."""
@@ -35,7 +37,7 @@ class Evidence:
 
     def plain(self) -> Evidence:
         """The same without colours."""
-        return Evidence(self.spec, self.exit_code, [ANSI.sub("", line) for line in self.lines], self.names)
+        return replace(self, lines=[ANSI.sub("", line) for line in self.lines])
 
 
 ExitRule = Callable[[Evidence], Diagnosis | None]
@@ -139,9 +141,9 @@ def _from_lines(found: Evidence, *, waits: bool) -> Diagnosis | None:
     for rule in LOG_RULES:
         if rule.at_exit and rule.concerns(found.spec.role):
             for line, match in _hits(rule, found.lines, waits):
-                return rule.explain(
-                    Sighting(found.spec, found.names, line.strip(), tuple(group or "" for group in match.groups()))
-                )
+                groups = tuple(group or "" for group in match.groups())
+                around = (*found.above, *found.lines)
+                return rule.explain(Sighting(found.spec, found.names, line.strip(), groups, around))
     return None
 
 

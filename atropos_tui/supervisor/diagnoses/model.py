@@ -59,6 +59,8 @@ class Sighting:
     names: Names
     line: str
     groups: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()
+    """What the component printed last, the line included, for rules that look for a cause there."""
 
     def fill(self, text: str) -> str:
         """`text` with `{name}`, `{api}`, `{env}`, `{engine}`, `{trainer}` and `{0}`, `{1}`... replaced."""

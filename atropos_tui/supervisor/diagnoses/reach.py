@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from atropos_tui.supervisor.diagnoses.model import Diagnosis, Sighting
+from atropos_tui.supervisor.diagnoses.roots import VANISHED, root_error
 from atropos_tui.supervisor.diagnoses.signs import LogRule, Sign
 from trainer_core.contracts.control import Role
 
@@ -77,10 +79,24 @@ HEALTH_TIMEOUT = LogRule(
         Sign("vLLM failed to start after"),
     ),
 )
+
+
+def _engine_dead(found: Sighting) -> Diagnosis:
+    """The evidence is what the dying process said, not what others say of its death."""
+    root = root_error(found.around) or found.line
+    fix = "its traceback, and what led to it: atropos-tui logs {engine} --grep 'Error|ERROR' -n 40"
+    if VANISHED.search(root):
+        fix = (
+            "it said nothing before, so a signal ended it. If nobody killed it, the kernel's out-of-memory killer did: "
+            "see dmesg, and use less memory (atropos-tui ps shows it)"
+        )
+    return Diagnosis("vLLM's engine process died", root, found.fill(fix))
+
+
 ENGINE_DEAD = LogRule(
     "engine_dead",
     "vLLM's engine process died",
-    "the first error above it is the cause: atropos-tui logs {engine} --grep 'Error|ERROR' -n 40",
+    "",
     (
         Sign("EngineCore encountered a fatal error"),
         Sign("EngineDeadError"),
@@ -88,6 +104,9 @@ ENGINE_DEAD = LogRule(
         Sign("the engine died; its own log lines"),
     ),
     roles=(Role.ENGINE,),
+    unless=("kv_cache_too_small", "out_of_memory", "out_of_host_memory", "shm_full", "gpu_unusable"),
+    tell=_engine_dead,
+    settle_s=2.0,
 )
 MANIFEST_MISSING = LogRule(
     "manifest_missing",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atropos_tui.stack.spec import ComponentSpec
 from atropos_tui.supervisor.diagnoses.lines import LOG_RULES
@@ -25,6 +25,8 @@ from trainer_core.contracts.control import Role
 HEAD = 160 * 1024
 REST = 32 * 1024
 LINES = 20
+RECENT = 64 * 1024
+"""Of what was printed last, for rules that look for a cause around their sign."""
 MUCH = 16 * 1024
 """With more bytes than this at hand the event loop is let through between two signs: it has a flood to drain."""
 
@@ -34,10 +36,15 @@ COUNTED: dict[Role, dict[str, bytes]] = {
         "timed-out rollouts": b"has timed out after",
         "registrations": b"registered as environment ",
         "stock registrations": b"Initialized env with id ",
+        "refusals": b"/generate: 4",
+        "stock refusals": b"ClientResponseError",
+        "openai refusals": b"BadRequestError",
     },
     Role.API: {"disconnections": b'"POST /disconnect-env HTTP/1.1" 200'},
 }
 """Lines whose number tells why no batch comes; in a flood they are counted only as far as they are kept."""
+NOTED: dict[Role, bytes] = {Role.ENGINE: b"[vllm_server] refused "}
+"""Lines that are kept as they are, for rules about other components."""
 
 
 @dataclass
@@ -55,6 +62,8 @@ class LogScanner:
         self.spec = spec
         self.names = names
         self.counts: Counter[str] = Counter()
+        self.noted: list[str] = []
+        """Newest lines with the role's needle in `NOTED`; whoever takes them clears the list."""
         self._head: list[bytes] = []
         self._room = HEAD
         self._rest = bytearray()
@@ -65,6 +74,8 @@ class LogScanner:
         self._counted = COUNTED.get(spec.role, {})
         self._voices: dict[str, Voice] = {}
         self._open: dict[Sign, _Open] = {}
+        self._settling: dict[str, tuple[LogRule, _Open]] = {}
+        self._recent: bytearray | None = bytearray() if any(rule.settle_s for rule, _ in self._signs) else None
 
     def feed(self, data: bytes) -> None:
         """Keep `data` for the next look, or its two ends."""
@@ -104,26 +115,34 @@ class LogScanner:
                 cut = len(text)
             said += self._look(text[:cut], now)
             self._carry = text[cut:]
-        return said + self._impatient(now, starting)
+        return said + self._settled(now) + self._impatient(now, starting)
 
     def close(self, now: float) -> list[Diagnosis]:
         """The attempt is over: its last line may lack its newline, and it waits for nothing any more."""
         text, self._carry = self._carry, b""
         said = self._look(text, now)
         self._open.clear()
-        return said
+        return said + self._settled(float("inf"))
 
     def _look(self, text: bytes, now: float) -> list[Diagnosis]:
         said: list[Diagnosis] = []
+        if self._recent is not None:
+            self._recent += text
+            del self._recent[:-RECENT]
         for rule, sign in self._signs:
             if len(text) > MUCH:
                 time.sleep(0)
             if sign.patience_s > 0:
                 self._wait(rule, sign, text, now)
             elif (found := self._find(sign, text, 0, self._most(rule))) is not None:
-                said += self._say(rule, found, now)
+                if rule.settle_s:
+                    self._settling.setdefault(rule.name, (rule, _Open(now, found)))
+                else:
+                    said += self._say(rule, found, now)
         for name, needle in self._counted.items():
             self.counts[name] += text.count(needle)
+        if (wanted := NOTED.get(self.spec.role)) is not None:
+            self.noted = [*self.noted, *_lines_with(text, wanted, 0, LINES)][-LINES:]
         return said
 
     def _wait(self, rule: LogRule, sign: Sign, text: bytes, now: float) -> None:
@@ -145,6 +164,16 @@ class LogScanner:
     def _most(self, rule: LogRule) -> int:
         voice = self._voices.get(rule.name)
         return 1 if voice is not None and voice.active else LINES
+
+    def _settled(self, now: float) -> list[Diagnosis]:
+        """What is to be said of signs after which the program has told all that it had to tell."""
+        said: list[Diagnosis] = []
+        for name, (rule, seen) in list(self._settling.items()):
+            if now - seen.since >= rule.settle_s:
+                del self._settling[name]
+                around = tuple(bytes(self._recent or b"").decode(errors="replace").splitlines())
+                said += self._say(rule, replace(seen.found, around=around), seen.since)
+        return said
 
     def _impatient(self, now: float, starting: Collection[Role]) -> list[Diagnosis]:
         said: list[Diagnosis] = []

@@ -65,6 +65,8 @@ class LogRule:
     unless: tuple[str, ...] = ()
     """Rules that explain the same line better; this one is silent while one of them has spoken."""
     tell: Tell | None = None
+    settle_s: float = 0.0
+    """So long a program goes on telling why after such a line: only then is it explained."""
 
     def concerns(self, role: Role) -> bool:
         return not self.roles or role in self.roles

@@ -29,6 +29,8 @@ class Part:
     state: State
     since: float
     start_timeout_s: float = 600.0
+    started_at: float = 0.0
+    attempt: int = 0
     gated: bool = False
     """It has a probe that says when it is ready."""
     waiting_for: str = ""
@@ -63,6 +65,8 @@ class Scene:
     """Counted log lines since the newest step, see `scanner.COUNTED`."""
     ghosts: int = 0
     """Environments that run-api still counts although they are gone."""
+    refused: tuple[str, ...] = ()
+    """Environments whose requests the engine refuses, which is said of them."""
     api: ApiView | None = None
     """Asked for only when a run stands still."""
     free_bytes: int | None = None
@@ -98,11 +102,11 @@ class Cause:
 
 
 def no_batches(scene: Scene) -> Diagnosis | None:
-    """The trainer stands still: which of the usual causes fits what is seen."""
+    """The trainer stands still: which of the usual causes fits what is seen, and is not said elsewhere."""
     silent = stalled_s(scene)
-    if silent is None:
+    cause = next((found for look in CAUSES if (found := look(scene)) is not None), None)
+    if silent is None or cause is None:
         return None
-    cause = next(found for look in CAUSES if (found := look(scene)) is not None)
     after = f"no optimizer step for {silent:.0f} s" + (f" after step {scene.step}" if scene.step else "")
     names = scene.names
     fix = cause.fix.format(api=names.api, env=names.env, engine=names.engine, trainer=names.trainer)
@@ -196,7 +200,9 @@ def _ghosts(scene: Scene) -> Cause | None:
     return Cause("run-api waits for an environment that is gone", evidence, fix)
 
 
-def _slow_rollouts(scene: Scene) -> Cause:
+def _slow_rollouts(scene: Scene) -> Cause | None:
+    if scene.refused:
+        return None
     queue = f"{scene.api.queue} groups wait at run-api" if scene.api else "run-api was not asked"
     fix = (
         "rollouts are slow, or none is begun: atropos-tui logs {env} -n 50, and does {engine} generate? Shorter "
@@ -209,7 +215,7 @@ CAUSES: tuple[Callable[[Scene], Cause | None], ...] = (
     _api_away, _nobody_registered, _sizes, _trainer_hangs, _no_environment, _engine_unwell, _dropped, _timed_out,
     _ghosts, _slow_rollouts,
 )  # fmt: skip
-"""The more certain first; the last one always fits."""
+"""The more certain first; the last one fits wherever it is not known why no rollouts come."""
 
 
 def slow_start(part: Part, now: float) -> Diagnosis | None:

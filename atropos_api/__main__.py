@@ -1,0 +1,67 @@
+"""Start run-api behind its door: `python -m atropos_api [--host 127.0.0.1] [--port 8000]`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+
+import uvicorn
+
+from atropos_api.door import Door
+from atropos_api.settings import ENV_MAX_BODY, ENV_UIDS, Settings
+from trainer_core.contracts import ports
+from trainer_core.contracts.bridge import TOKEN_HEADER
+from trainer_core.contracts.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
+
+NOT_STARTED = 3
+"""uvicorn's own exit code for a server that could not begin."""
+ENVIRONMENT = f"""\
+environment:
+  {ENV_UIDS}=1001,1002        users of this machine who may call, besides root and your own; `any`: everyone,
+                                 from other machines too
+  {ENV_MAX_BODY}=512    largest body in MiB, as sent and unpacked
+  {ENV_ALLOWED_HOSTS}=A,B      further names accepted in the Host header
+  {ENV_TOKEN}=SECRET           lets /reset_data through, in the header {TOKEN_HEADER}
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM.
+
+    Returns:
+        0 stopped, 1 the port is somebody else's, 2 a mistake in flags, environment or installation.
+    """
+    parser = argparse.ArgumentParser(
+        "python -m atropos_api",
+        description=__doc__,
+        epilog=ENVIRONMENT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to bind (default: %(default)s)")
+    asked = parser.parse_args(argv)
+    try:
+        settings = Settings.from_env(os.environ, asked.host)
+        from atroposlib.api import app
+    except (ValueError, ImportError) as error:
+        print(f"atropos_api: {error}", file=sys.stderr)
+        return 2
+    try:
+        listener = ports.bind(asked.host, asked.port, held=ports.is_held(asked.port, os.environ))
+        ports.listen(listener)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        print(f"atropos_api: {asked.host}:{asked.port} cannot be bound ({why}); choose another --port", file=sys.stderr)
+        return 1
+    print(f"run-api serves on http://{asked.host}:{asked.port}", flush=True)
+    # The door goes by the caller's true address: no header may name another. No route is a WebSocket.
+    server = uvicorn.Server(uvicorn.Config(Door(app, settings), proxy_headers=False, ws="none"))
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
+    return 0 if server.started else NOT_STARTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""What a restart, a kill or a stopped process costs a run: time to the next step, steps lost, the trainer's attempts.
+
+    python benchmarks/restarts.py [--modes lora_only ...] [--events "restart vllm" ...] [--times 20] [--seed 0] [--json]
+
+The demo's real stack (real vLLM on the CPU) for each mode, under 16 streams of completions beside the environment's own
+load. An event comes at a random moment of a step, and the next one when the stack has recovered and trained two more
+steps. `kill` and `restart` are the product's own commands, the others are signals to single processes of the engine; a
+worker is one of two tensor parallel ones. Next step: seconds from the event to the first step that ends after every
+component is healthy again (for a stopped process: after it goes on). Lost: steps that a later attempt of the trainer
+did again. Attempts: of the trainer, beyond the one that ran. Runs are kept in --folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from atropos_tui.supervisor.client import ControlClient, NoSupervisor
+from tests.e2e.live_stack import LiveStack
+from tests.e2e.streams import Streams
+from trainer_core.contracts.control import CommandRequest, ComponentStatus, RunStatus, State
+
+MODES = ("shared_vllm", "broadcast", "lora_only", "lora_restart", "none")
+STOPPED_S = 30.0
+"""How long a stopped process stands still."""
+STEPS_AFTER = 2
+"""Steps from the recovery to the next event."""
+RECOVERY_S = 240.0
+SETTLED = (State.HEALTHY, State.COMPLETED)
+PROMPT = [2 + i % 12 for i in range(12)]
+
+
+class NotRecovered(Exception):
+    """The stack did not come back; the message says what it is doing."""
+
+
+@dataclass
+class Outcome:
+    """One event of one mode."""
+
+    next_step_s: float
+    lost: int
+    attempts: int
+    engine_attempts: int
+
+
+@dataclass
+class Row:
+    """All outcomes of one event in one mode."""
+
+    mode: str
+    event: str
+    outcomes: list[Outcome] = field(default_factory=list)
+    error: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        waits = [each.next_step_s for each in self.outcomes]
+        return {
+            "mode": self.mode, "event": self.event, "times": len(waits),
+            "next_step_s": round(median(waits), 1) if waits else None,
+            "worst_s": round(max(waits), 1) if waits else None,
+            "lost": sum(each.lost for each in self.outcomes),
+            "attempts": sum(each.attempts for each in self.outcomes),
+            "error": self.error,
+        }  # fmt: skip
+
+
+class Stack:
+    """A running demo, and what is known of it from outside."""
+
+    def __init__(self, root: Path, mode: str, *, workers: int) -> None:
+        sets = {"mode": mode, "trainer.training_steps": 1_000_000}
+        for name in (
+            "vllm",
+            "trainer",
+        ):  # a run gives up after three crashes in ten minutes; here they come one a minute
+            sets |= {f"{name}.restart.max_restarts": 10_000, f"{name}.restart.max_backoff_s": 1}
+        if workers > 1:
+            sets |= {"vllm.tensor_parallel": workers, "vllm.env.OMP_NUM_THREADS": "1"}
+        self.live = LiveStack(root, sets=sets)
+        self._steps: list[tuple[float, int]] = []
+        self._read = 0
+
+    def status(self) -> RunStatus:
+        return asyncio.run(self._status())
+
+    async def _status(self) -> RunStatus:
+        try:
+            return await ControlClient(self.live.root).status()
+        except NoSupervisor:
+            result = self.live.run.result_json
+            raise NotRecovered(f"the run ended: {result.read_text()[:200] if result.exists() else ''}") from None
+
+    def component(self, name: str) -> ComponentStatus:
+        return next(each for each in self.status().components if each.name == name)
+
+    def command(self, action: str, name: str) -> None:
+        async def ask() -> None:
+            request = CommandRequest.model_validate({"action": action, "component": name})
+            await ControlClient(self.live.root).command(request)
+
+        asyncio.run(ask())
+
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.component('vllm').port}"
+
+    def steps(self) -> list[tuple[float, int]]:
+        """When each step ended, and its number, as written."""
+        with contextlib.suppress(FileNotFoundError), self.live.run.telemetry_jsonl.open("rb") as stream:
+            stream.seek(self._read)
+            whole = stream.read().rpartition(b"\n")[0]
+            self._read += len(whole) + 1 if whole else 0
+            records = (json.loads(line) for line in whole.splitlines() if b'"kind":"step"' in line)
+            self._steps += [(record["time"], record["step"]) for record in records]
+        return self._steps
+
+    def wait(self, done: Callable[[], bool], what: str, seconds: float = RECOVERY_S) -> None:
+        deadline = time.monotonic() + seconds
+        while not done():
+            if self.live.process is not None and self.live.process.poll() is not None:
+                raise NotRecovered(f"the run ended with code {self.live.process.returncode}")
+            if time.monotonic() > deadline:
+                states = ", ".join(f"{each.name} {each.state} ({each.attempt})" for each in self.status().components)
+                raise NotRecovered(f"{what} not within {seconds:.0f} s: {states}")
+            time.sleep(0.1)
+
+    def settled(self) -> bool:
+        return all(each.state in SETTLED for each in self.status().components)
+
+    def process(self, kind: str) -> psutil.Process:
+        """A process of the engine: its server, its core or the last worker.
+
+        Raises:
+            NotRecovered: there is none.
+        """
+        vllm = self.component("vllm")
+        if kind == "server":
+            return psutil.Process(vllm.pid)
+        for pid in reversed(vllm.pids):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                title = " ".join(process.cmdline())
+                if {"core": "EngineCore", "worker": "Worker"}[kind] in title:
+                    return process
+        raise NotRecovered(f"the engine has no {kind} process")
+
+
+Act = Callable[[Stack], float]
+"""Carries out an event; returns seconds for which a process was stopped."""
+
+
+def commanded(action: str, name: str) -> Act:
+    def act(stack: Stack) -> float:
+        stack.command(action, name)
+        return 0.0
+
+    return act
+
+
+def killed(kind: str) -> Act:
+    def act(stack: Stack) -> float:
+        stack.process(kind).kill()
+        return 0.0
+
+    return act
+
+
+def stopped(kind: str) -> Act:
+    def act(stack: Stack) -> float:
+        process = stack.process(kind)
+        process.suspend()
+        time.sleep(STOPPED_S)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+        return STOPPED_S
+
+    return act
+
+
+EVENTS: dict[str, Act] = {
+    "restart vllm": commanded("restart", "vllm"),
+    "kill vllm": commanded("kill", "vllm"),
+    "SIGKILL core": killed("core"),
+    "SIGKILL server": killed("server"),
+    "SIGSTOP core": stopped("core"),
+    "SIGSTOP server": stopped("server"),
+    "restart api": commanded("restart", "api"),
+    "restart arithmetic": commanded("restart", "arithmetic"),
+    "SIGKILL worker": killed("worker"),
+}
+TENSOR_PARALLEL = ("SIGKILL worker",)
+"""Events of an engine with two workers, for modes that can have one."""
+TENSOR_PARALLEL_MODES = ("broadcast", "none")
+
+
+def lost_steps(steps: list[tuple[float, int]], since: float) -> int:
+    """Steps written after `since` that had been written before."""
+    last = next((step for moment, step in reversed(steps) if moment <= since), 0)
+    lost = 0
+    for moment, step in steps:
+        if moment > since:
+            lost += max(last + 1 - step, 0)
+            last = step
+    return lost
+
+
+def one_event(stack: Stack, act: Act, moments: random.Random) -> Outcome:
+    """Wait for a healthy stack, act at a random moment of a step, wait until it trains again.
+
+    Raises:
+        NotRecovered: it does not.
+    """
+    begun = len(stack.steps())
+    stack.wait(lambda: stack.settled() and len(stack.steps()) >= begun + STEPS_AFTER, "two steps")
+    trainer, engine = stack.component("trainer").attempt, stack.component("vllm").attempt
+    time.sleep(moments.random())
+    before = {each.name: each.attempt for each in stack.status().components}
+    at = time.time()
+    still_s = act(stack)
+    went_on = time.time() if still_s else at
+    if not still_s:
+        stack.wait(
+            lambda: not stack.settled() or {e.name: e.attempt for e in stack.status().components} != before,
+            "the event", 60.0,
+        )  # fmt: skip
+    stack.wait(stack.settled, "every component healthy")
+    healthy = max(time.time(), went_on)
+    stack.wait(lambda: any(moment > healthy for moment, _ in stack.steps()), "a step")
+    steps = stack.steps()
+    following = min(moment for moment, _ in steps if moment > healthy)
+    return Outcome(
+        following - at, lost_steps(steps, at), stack.component("trainer").attempt - trainer,
+        stack.component("vllm").attempt - engine,
+    )  # fmt: skip
+
+
+def run_mode(mode: str, events: list[str], times: int, seed: int, folder: Path, *, workers: int = 1) -> list[Row]:
+    """Every event `times` times; a stack that does not recover is begun anew for the next event."""
+    rows: list[Row] = []
+    while len(rows) < len(events):
+        stack = Stack(folder / f"{mode}-{workers}-{len(rows)}", mode, workers=workers)
+        stack.live.up()
+        try:
+            run_stack(stack, mode, events, times, seed, rows)
+        finally:
+            stack.live.close()
+    return rows
+
+
+def run_stack(stack: Stack, mode: str, events: list[str], times: int, seed: int, rows: list[Row]) -> None:
+    """The events that have no row yet, until the stack does not recover from one."""
+    try:
+        stack.wait(stack.live.run.control_sock.exists, "the supervisor", 60)
+        stack.wait(lambda: len(stack.steps()) >= STEPS_AFTER, "the first steps")
+    except NotRecovered as error:
+        rows.append(Row(mode, events[len(rows)], error=f"{error}; {stack.live.root}"))
+        return
+    with Streams(stack.url(), prompt=PROMPT, max_tokens=40, patient=True):
+        for event in events[len(rows) :]:
+            row = Row(mode, event)
+            rows.append(row)
+            moments = random.Random(f"{seed} {mode} {event}")
+            try:
+                for _ in range(times):
+                    row.outcomes.append(one_event(stack, EVENTS[event], moments))
+                    print(f"  {mode} {event}: {row.outcomes[-1]}", file=sys.stderr, flush=True)
+            except NotRecovered as error:
+                row.error = f"{error}; {stack.live.root}"
+                return
+
+
+def table(rows: list[Row]) -> str:
+    """As Markdown."""
+    lines = [
+        "| mode | event | times | next step, s (worst) | steps lost | attempts | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        one = row.fields()
+        wait = f"{one['next_step_s']} ({one['worst_s']})"
+        lines.append(
+            f"| {row.mode} | {row.event} | {one['times']} | {wait} | {one['lost']} | {one['attempts']} | {row.error} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--events", nargs="+", choices=list(EVENTS), default=list(EVENTS))
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="keep the runs here")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    with contextlib.ExitStack() as stack:
+        folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for mode in options.modes:
+            plain = [event for event in options.events if event not in TENSOR_PARALLEL]
+            rows += run_mode(mode, plain, options.times, options.seed, folder)
+            split = [event for event in options.events if event in TENSOR_PARALLEL]
+            if split and mode in TENSOR_PARALLEL_MODES:
+                rows += run_mode(mode, split, options.times, options.seed, folder, workers=2)
+            print(table(rows), file=sys.stderr, flush=True)
+    print(json.dumps({"rows": [row.fields() for row in rows]}) if options.json else table(rows))
+
+
+if __name__ == "__main__":
+    main()

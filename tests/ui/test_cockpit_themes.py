@@ -1,0 +1,101 @@
+"""Every theme that is offered: bars can be read, lines are seen, labels are legible. Computed, without pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.segment import Segment
+from rich.style import Style
+from textual.color import Color
+
+from atropos_tui.ui.benchmark import Benchmark
+from atropos_tui.ui.curves import Chart
+from atropos_tui.ui.header import Header
+from atropos_tui.ui.look import THEME
+from tests.ui.conftest import Screen, cockpit
+from tests.ui.fakes import FakeControl
+from tests.ui.run_maker import T0, live_status, make_run, still
+
+NOW = T0 + 31 + 0.33 * 37 + 0.4
+LABEL, LINE = 3.0, 1.25
+"""Least contrast of what is read (WCAG's for large text and marks), and of lines that are only to be seen."""
+
+
+def contrast(one: Color, other: Color) -> float:
+    """As WCAG defines it: 1 is none, 21 is black on white."""
+
+    def luminance(colour: Color) -> float:
+        shares = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in colour.normalized]
+        return 0.2126 * shares[0] + 0.7152 * shares[1] + 0.0722 * shares[2]
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def bars(panel: Header | Benchmark) -> list[tuple[Segment, Segment]]:
+    """What is done and what is left of each bar of a panel, where it has both."""
+    lines = Console(width=400, color_system="truecolor").render_lines(panel.render(), pad=False)
+    found = []
+    for line in lines:
+        done = [piece for piece in line if piece.text.startswith("━")]
+        if done:
+            left = line[line.index(done[0]) + 1]
+            found.append((done[0], left))
+    return found
+
+
+async def test_in_every_theme_a_bar_shows_its_share_and_labels_can_be_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+        await screen.shows("step 37/60")
+        await screen.shows("fetch")
+        themes = list(screen.app.available_themes)
+        assert len(themes) > 15 and THEME.name in themes
+        for name in themes:
+            screen.app.theme = name
+            await screen.pilot.pause()
+            found = bars(screen.app.query_one(Header)) + bars(screen.app.query_one("#benchmark", Benchmark))
+            assert len(found) >= 4, name
+            for done, left in found:
+                assert set(done.text) == {"━"} and set(left.text) == {"┄"}, f"{name}: told apart without colours"
+                assert colour(done) != colour(left), f"{name}: and with them"
+            if not screen.app.current_theme.ansi:
+                can_be_seen(screen, name)
+
+
+def colour(segment: Segment) -> object:
+    assert isinstance(segment.style, Style)
+    return segment.style.color
+
+
+def can_be_seen(screen: Screen, name: str) -> None:
+    """Contrast against the ground, of every style that says something or draws a line."""
+    ground = screen.app.screen.styles.background
+    classes = {
+        LABEL: [(Header, "header--quiet"), (Benchmark, "benchmark--label"), (Chart, "chart--axis")],
+        LINE: [(Header, "header--track"), (Benchmark, "benchmark--track"), (Chart, "chart--grid")],
+    }
+    for least, wanted in classes.items():
+        for kind, style in wanted:
+            shown = screen.app.query(kind).first().get_component_styles(style).color
+            assert contrast(shown, ground) >= least, f"{style} in {name}"
+    chart = screen.app.query(Chart).first()
+    assert contrast(chart.styles.border_top[1], ground) >= LINE, f"frames in {name}"
+    assert chart.styles.border_top[1] != chart.get_component_styles("chart--primary").color, (
+        f"curve and frame in {name}"
+    )
+    assert contrast(screen.app.query_one("#notices").styles.color, ground) >= LABEL, f"notices in {name}"
+
+
+async def test_in_the_terminal_s_own_colours_no_ground_hides_a_curve(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+        await screen.shows("step 37/60")
+        for name in ("ansi-light", "ansi-dark"):
+            screen.app.theme = name
+            await screen.pilot.pause()
+            for chart in screen.app.query(Chart):
+                ground = chart.get_component_styles("chart--healthy").background
+                inks = [chart.get_component_styles(f"chart--{ink}").color for ink in ("primary", "success", "warning")]
+                assert ground.ansi not in [ink.ansi for ink in inks]

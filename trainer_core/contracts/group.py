@@ -1,0 +1,154 @@
+"""How both ends of a broadcast meet: the trainer's store, in which only the group's own words count, and gloo over it.
+
+Whoever reaches the store's port may list, read, write and delete its keys. Every value therefore carries a MAC made
+with the group's secret; one without is as if it were not there. So a stranger can keep a group from forming, or break
+it, and no more: none of his values is believed, or read as anything but bytes. Needs torch, unlike other contracts.
+"""
+
+from __future__ import annotations
+
+import hmac
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer_core.contracts.nccl import Communicator
+
+SECRET_BYTES = 32
+POLL_S = 0.001
+_MAC_BYTES = 32
+
+
+class SealedStore(dist.Store):  # type: ignore[misc]
+    """A key-value store over another one, in which only values count that somebody with the secret has set."""
+
+    def __init__(self, store: Any, secret: bytes, timeout: timedelta) -> None:
+        super().__init__()
+        self._store, self._secret, self._timeout = store, secret, timeout
+
+    def mac(self, name: str, value: bytes = b"") -> bytes:
+        """What nobody without the secret can say of `name` and `value`."""
+        text = name.encode()
+        return hmac.digest(self._secret, len(text).to_bytes(8, "big") + text + value, "sha256")
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, self.mac(key, value) + value)
+
+    def get(self, key: str) -> bytes:
+        """Waits for the key.
+
+        Raises:
+            RuntimeError: nobody of the group has set it within the timeout, or the store is gone.
+        """
+        (value,) = self._awaited([key], self._timeout)
+        return value
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether the group has set all of them."""
+        return all(self._own(key) is not None for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._awaited(keys, timeout or self._timeout)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def _awaited(self, keys: list[str], limit: timedelta) -> list[bytes]:
+        deadline = time.monotonic() + limit.total_seconds()
+        while True:
+            found = [value for key in keys if (value := self._own(key)) is not None]
+            if len(found) == len(keys):
+                return found
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"nobody of the group said {', '.join(keys)} within {limit.total_seconds():.0f} s")
+            time.sleep(POLL_S)
+
+    def _own(self, key: str) -> bytes | None:
+        if not self._store.check([key]):
+            return None
+        sealed = bytes(self._store.get(key))
+        mac, value = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
+        return value if hmac.compare_digest(mac, self.mac(key, value)) else None
+
+
+class Gloo:
+    """One rank of a group over gloo, through CPU memory. Broadcasts come from rank 0."""
+
+    def __init__(self, store: SealedStore, rank: int, world_size: int, address: str, timeout_s: float) -> None:
+        """Connect to every rank, and let each prove that it belongs to the group.
+
+        Raises:
+            RuntimeError: somebody does not come, or a stranger has come in somebody's place.
+        """
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # one machine: loopback
+        self._parts: list[Any] = [store, dist.ProcessGroupGloo(store, rank, world_size, options)]
+        try:
+            self._prove(store, rank, [peer for peer in range(world_size) if peer != rank])
+        except RuntimeError:
+            self.close()
+            raise
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """The work that fills `tensor`, or sends it; keep it until it is over."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self._parts[1].broadcast([tensor], options)
+
+    def close(self, works: Sequence[Any] = ()) -> None:
+        """Leave. The end of a group waits for what is under way, up to its timeout; nobody here does."""
+        # Only the interpreter does: it aborts (SIGABRT) when it ends while a daemon thread is in there.
+        parts, self._parts = [*works, *self._parts], []
+        threading.Thread(target=parts.clear).start()
+
+    def _prove(self, store: SealedStore, rank: int, peers: list[int]) -> None:
+        """gloo takes whoever connects to a rank's port with the number of a peer; only a peer can say its word."""
+        group = self._parts[1]
+        said = {peer: _tensor(store.mac(f"{rank} to {peer}")) for peer in peers}
+        heard = {peer: torch.zeros(_MAC_BYTES, dtype=torch.uint8) for peer in peers}
+        works = [group.send([said[peer]], peer, 0) for peer in peers]
+        works += [group.recv([heard[peer]], peer, 0) for peer in peers]
+        for work in works:
+            work.wait()
+        for peer in peers:
+            if not hmac.compare_digest(bytes(heard[peer].tolist()), store.mac(f"{peer} to {rank}")):
+                raise RuntimeError(f"a stranger has connected in the place of rank {peer}")
+
+
+class Nccl:
+    """One rank of a group over NCCL, on `device`. Broadcasts come from rank 0."""
+
+    def __init__(self, group_id: bytes, rank: int, world_size: int, device: torch.device) -> None:
+        """Connect, and move one byte: NCCL makes its connections when it first uses them.
+
+        Raises:
+            RuntimeError: no connection.
+        """
+        with torch.cuda.device(device):
+            self._communicator = Communicator(group_id, world_size, rank)
+            stream = torch.cuda.current_stream(device)
+            try:
+                self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), stream)
+                stream.synchronize()
+            except RuntimeError:
+                self.close()
+                raise
+
+    def broadcast(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Queue the broadcast of `tensor`, which is contiguous, on a CUDA stream."""
+        size = tensor.numel() * tensor.element_size()
+        self._communicator.broadcast(tensor.data_ptr(), size, 0, stream.cuda_stream)
+
+    def close(self) -> None:
+        """Leave, whatever state the others are in."""
+        self._communicator.abort()
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)

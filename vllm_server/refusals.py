@@ -1,0 +1,189 @@
+"""Says in the log why requests are refused: each reason once, then how often, so that no client's error is a riddle.
+
+    refused 331 requests to /generate (400): top_p=0.95: changes ... Send top_p=1 [of 332 since 10:04:51]
+
+The cockpit's `supervisor/diagnoses/refusals.py` reads these lines. Reasons that differ in values only are one; clients
+choose the words, so lines are cut, control characters are escaped, and few reasons are kept apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_server.guard import path_kind
+
+logger = logging.getLogger(__name__)
+
+FIRST_GAP_S = 5.0
+"""Between the first two lines of a reason; three times as long after each later one, as long as it is refused."""
+LAST_GAP_S = 300.0
+FEW = 10
+"""Up to so many refusals the time between lines does not grow."""
+FORGET_S = 600.0
+"""A reason not heard of for so long is a new one when it comes back."""
+REASONS = 32
+"""Kept apart; what else is refused is counted as one, under the words of the newest."""
+BODY_BYTES = 64 * 1024
+REASON_CHARACTERS = 480
+PATH_CHARACTERS = 60
+
+_VALUES = re.compile(r"""\{[^{}]*\}|\[[^\[\]]*\]|'[^']*'|"[^"]*"|[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?""")
+_OTHERS = (0, "", "")
+
+
+@dataclass
+class _Reason:
+    """One reason from its first refusal on."""
+
+    path: str
+    status: int
+    text: str
+    ended_before: int
+    """Requests that had been answered before it."""
+    since: float
+    """Unix seconds."""
+    count: int = 0
+    said: int = 0
+    said_at: float = float("-inf")
+    """Of the event loop's clock, as `heard_at`."""
+    heard_at: float = 0.0
+    gap_s: float = field(default_factory=lambda: FIRST_GAP_S)
+    timer: asyncio.TimerHandle | None = None
+
+
+class RefusalLog:
+    """Counts requests and writes the lines. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.ended = 0
+        self._reasons: dict[tuple[int, str, str], _Reason] = {}
+
+    def note(self, path: str, status: int, body: bytes) -> None:
+        """A request that has not ended yet was answered with `status` and `body`."""
+        now = asyncio.get_running_loop().time()
+        text = shown(reason_of(body), REASON_CHARACTERS)
+        reason = self._reason(path, status, text, now)
+        reason.count += 1
+        reason.heard_at = now
+        if reason.timer is not None:
+            return
+        if (wait := reason.said_at + reason.gap_s - now) > 0:
+            reason.timer = asyncio.get_running_loop().call_later(wait, self._say, reason)
+        else:
+            self._say(reason)
+
+    def close(self) -> None:
+        """The server ends: say what is not said yet."""
+        for reason in self._reasons.values():
+            self._say(reason)
+
+    def _reason(self, path: str, status: int, text: str, now: float) -> _Reason:
+        """The reason that this refusal belongs to, made if it is new."""
+        key = (status, path, _VALUES.sub("", text))
+        if key not in self._reasons and len(self._reasons) >= REASONS:
+            self._forget(now)
+            key = _OTHERS if len(self._reasons) >= REASONS else key
+        reason = self._reasons.get(key)
+        if reason is None or now - reason.heard_at > FORGET_S:
+            if reason is not None:
+                self._say(reason)
+            reason = self._reasons[key] = _Reason(path, status, text, self.ended, time.time())
+        if key == _OTHERS:
+            reason.path, reason.status, reason.text = path, status, text
+        return reason
+
+    def _forget(self, now: float) -> None:
+        for key, reason in list(self._reasons.items()):
+            if now - reason.heard_at > FORGET_S:
+                self._say(reason)
+                del self._reasons[key]
+
+    def _say(self, reason: _Reason) -> None:
+        """The line, unless it is said."""
+        if reason.timer is not None:
+            reason.timer.cancel()
+            reason.timer = None
+        if reason.count == reason.said:
+            return
+        if reason.said and reason.count > FEW:
+            reason.gap_s = min(3 * reason.gap_s, LAST_GAP_S)
+        reason.said, reason.said_at = reason.count, asyncio.get_running_loop().time()
+        logger.warning(
+            "refused %d request%s to %s (%d): %s [of %d since %s]",
+            reason.count, "" if reason.count == 1 else "s", shown(quote(reason.path), PATH_CHARACTERS), reason.status,
+            reason.text, self.begun - reason.ended_before, time.strftime("%H:%M:%S", time.localtime(reason.since)),
+        )  # fmt: skip
+
+
+class Refusals:
+    """ASGI middleware, the outermost: sees what we, vLLM or the door refuse on generating routes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.log = RefusalLog()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                self.log.close()
+        elif scope["type"] == "http" and scope["method"] == "POST" and path_kind(_path(scope)) == "generation":
+            await self._watch(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _watch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status, body = 0, bytearray()
+
+        async def listen(message: Message) -> None:
+            nonlocal status
+            if status:
+                body.extend(message.get("body", b"")[: BODY_BYTES - len(body)])
+            elif message["type"] == "http.response.start" and 400 <= message["status"] < 500:
+                status = message["status"]
+            await send(message)
+
+        self.log.begun += 1
+        try:
+            await self.app(scope, receive, listen)
+        finally:
+            if status:
+                self.log.note(_path(scope), status, bytes(body))
+            self.log.ended += 1
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def reason_of(body: bytes) -> str:
+    """The words of an error answer: ours, vLLM's or FastAPI's; the body itself where it has no such form."""
+    text = body.decode(errors="replace")
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return text or "no reason was given"
+    if isinstance(found, dict):
+        found = found.get("error", found.get("detail", found))
+    if isinstance(found, dict):
+        found = found.get("message", found)
+    return found if isinstance(found, str) else json.dumps(found)
+
+
+def shown(text: str, limit: int) -> str:
+    """`text` as one line: control characters escaped, cut in its middle where it is too long."""
+    text = " ".join(text.split())
+    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
