@@ -40,7 +40,7 @@ from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_TRAINER_HOST
 from trainer_core.contracts.transfer import is_loopback, meeting_place
 
 PYTHON = sys.executable
-OUR_PACKAGES = ("atropos_tui", "atropos_envs", "trainer_core", "vllm_server", "atroposlib")
+OUR_PACKAGES = ("atropos_tui", "atropos_api", "atropos_envs", "trainer_core", "vllm_server", "atroposlib")
 """Are installed: a folder of one of these names where atropos-tui is started is none of them."""
 SERVES_TILL_STOPPED = RestartPolicy(policy="always")
 """For servers: an end that nobody asked for is a crash, whatever the exit code."""
