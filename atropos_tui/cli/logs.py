@@ -49,18 +49,15 @@ class Filter:
     def of(self, lines: Iterable[Line]) -> Iterator[Line]:
         """Those of `lines` that are wanted, their text made harmless for a terminal."""
         source = (line for line in lines if line.time >= self.since)
-        while batch := list(itertools.islice(source, AT_ONCE)):
-            texts = [one_line(line.text) for line in batch]
-            for number in self._matching(texts, batch):
-                yield batch[number]._replace(text=texts[number])
-
-    def _matching(self, texts: list[str], batch: list[Line]) -> Iterable[int]:
-        """The numbers of the lines that match as they are shown, or as they were printed."""
         if self.pattern is None:
-            return range(len(batch))
-        changed = [number for number, line in enumerate(batch) if line.text != texts[number]]
-        as_printed = self.pattern.matching([batch[number].text for number in changed])
-        return sorted({*self.pattern.matching(texts), *(changed[number] for number in as_printed)})
+            yield from (line._replace(text=one_line(line.text)) for line in source)
+            return
+        while batch := list(itertools.islice(source, AT_ONCE)):
+            shown, printed = [one_line(line.text) for line in batch], [line.text for line in batch]
+            matching = set(self.pattern.matching(shown))
+            if shown != printed:
+                matching.update(self.pattern.matching(printed))
+            yield from (batch[number]._replace(text=shown[number]) for number in sorted(matching))
 
 
 @dataclass(frozen=True)
