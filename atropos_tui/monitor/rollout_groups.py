@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from atropos_tui.monitor.patterns import Pattern
 from trainer_core.contracts.records import RolloutRecord
 
 Change = Literal["same", "gone", "new"]
@@ -26,7 +27,7 @@ class Group:
     rollouts: tuple[RolloutRecord, ...]
 
 
-def groups(rollouts: Iterable[RolloutRecord], pattern: re.Pattern[str] | None = None) -> list[Group]:
+def groups(rollouts: Iterable[RolloutRecord], pattern: Pattern | None = None) -> list[Group]:
     """Newest step first; within a step by prompt, in the order of the stream. With `pattern`, only what matches it.
 
     A match in the prompt keeps the whole group, one in a completion keeps that completion.
@@ -43,7 +44,7 @@ def _key(rollout: RolloutRecord) -> tuple[int, str, str]:
     return rollout.step, rollout.env, rollout.prompt
 
 
-def _matches(rollout: RolloutRecord, pattern: re.Pattern[str]) -> bool:
+def _matches(rollout: RolloutRecord, pattern: Pattern) -> bool:
     return any(pattern.search(text) for text in (rollout.prompt, rollout.completion, rollout.env))
 
 
