@@ -27,8 +27,8 @@ from tests.e2e.streams import Streams
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, largest_gap, start_server
 from trainer_core.contracts.bridge import InFlight
 from trainer_core.contracts.records import StepRecord
-from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineGone
+from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync import single_copy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -134,7 +134,7 @@ def _digests(answer: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(("in_flight", "versions"), [("keep", [20, 21]), ("wait", [20, 20]), ("recompute", [21, 21])])
 def test_a_publish_and_completions_in_flight(server: Server, in_flight: InFlight, versions: list[int]) -> None:
-    engine = EngineClient(server.url, TOKEN)
+    engine = ServerClient(server.url, TOKEN)
     for _ in range(8):
         server.publish(20)
         if answer := asyncio.run(_across(server, engine, in_flight)):
@@ -149,7 +149,7 @@ def test_a_publish_and_completions_in_flight(server: Server, in_flight: InFlight
 AT_ONCE = 96
 
 
-async def _across(server: Server, engine: EngineClient, in_flight: InFlight) -> dict[str, Any] | None:
+async def _across(server: Server, engine: ServerClient, in_flight: InFlight) -> dict[str, Any] | None:
     """Publish 21 while completions run; their answer, or null when they had ended before generation was paused."""
     async with httpx.AsyncClient(timeout=60) as http:
         body = {"prompt": PROMPTS[0][:6], "n": AT_ONCE, "max_tokens": 240, "ignore_eos": True}
@@ -178,7 +178,7 @@ def _running(server: Server) -> float:
 
 def test_waiting_has_an_end(server: Server) -> None:
     server.publish(30)
-    engine = EngineClient(server.url, TOKEN)
+    engine = ServerClient(server.url, TOKEN)
     with Streams(server.url, TOKEN, count=2, recorded=6, max_tokens=170) as load:
         for version in range(31, 39):
             while _running(server) < 8:

@@ -21,12 +21,12 @@ from tests.strangers import as_another_user, needs_another_user, squat, stranger
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.control import Accepted, CommandRequest, CommandStatus, Recipe, Refusal
 from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
-from trainer_core.engine import child as child_module
-from trainer_core.engine import waiting
-from trainer_core.engine.child import ServerChild
-from trainer_core.engine.client import EngineClient
-from trainer_core.engine.lifecycle import Lifecycle, Supervised, make_lifecycle
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
+from trainer_core.server import child as child_module
+from trainer_core.server import waiting
+from trainer_core.server.child import ServerChild
+from trainer_core.server.client import ServerClient
+from trainer_core.server.lifecycle import Lifecycle, Supervised, make_lifecycle
 
 CHILD = Path(__file__).with_name("engine_child.py")
 
@@ -76,7 +76,7 @@ def made(tmp_path: Path) -> Iterator[Any]:
 
 
 def instance(lifecycle: ServerChild) -> str:
-    engine = EngineClient(lifecycle.url)
+    engine = ServerClient(lifecycle.url)
     try:
         info = engine.info()
         assert info.held, "a server without the trainer's weights serves nobody"

@@ -14,7 +14,7 @@ from tests.unit.trainer_stand_ins import TOKEN, Engine, Recorded, Refused, group
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.loop import train
 from trainer_core.weight_sync import lora_restart
-from trainer_core.weight_sync.lora_swap import KEPT
+from trainer_core.weight_sync.lora import KEPT
 
 ANSWERS = {
     "its engine is dead": (503, "EngineCore encountered an issue"),
