@@ -119,6 +119,20 @@ def test_overlong_completions_are_masked_and_counted() -> None:
     assert float(batch.rollouts[0].advantages[1]) > 0, "they still are what the others are compared with"
 
 
+def test_overlong_is_a_turn_not_a_rollout() -> None:
+    """Two turns of 3 with a tool's 6 tokens between them: nothing was cut off at 5."""
+    tokens = list(range(5, 18))
+    mask = [-100, *tokens[1:4], *[-100] * 6, *tokens[10:]]
+    raw = _group([1.0, 0.0], [12, 2])
+    raw |= {"tokens": [tokens, raw["tokens"][1]], "masks": [mask, raw["masks"][1]]}
+    batch = read_batch([raw], seq_len=64, selection=Selection(max_completion=5, overlong_mask=True))
+    assert len(batch.rollouts) == 2 and not batch.left_out
+    buffered = read_batch(
+        [raw], seq_len=64, advantage_std=False, selection=Selection(max_completion=5, overlong_buffer=2)
+    )
+    assert [float(r.advantages[1]) for r in buffered.rollouts] == [0.5, -0.5], "3 of 5 tokens are not in the buffer"
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

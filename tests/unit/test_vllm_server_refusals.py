@@ -15,10 +15,11 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from trainer_core.contracts.hosts import allowed_hosts
 from vllm_server import refusals
 from vllm_server.answers import error_response
 from vllm_server.generate import RequestError, parse_body
-from vllm_server.guard import Door, Gate, Guard, allowed_hosts
+from vllm_server.guard import Door, Gate, Guard
 from vllm_server.refusals import REASON_CHARACTERS, REASONS, Refusals, reason_of
 from vllm_server.sampling import PlainSampling
 
