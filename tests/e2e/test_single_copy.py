@@ -29,7 +29,7 @@ from trainer_core.contracts.bridge import InFlight
 from trainer_core.contracts.records import StepRecord
 from trainer_core.errors import EngineGone
 from trainer_core.server.client import ServerClient
-from trainer_core.weight_sync import single_copy
+from trainer_core.weight_sync import shared_vllm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 IN_CI = "qwen2"
@@ -201,11 +201,11 @@ import os, signal, sys
 from pathlib import Path
 from tests.e2e.gate import train_on
 from tests.e2e.vllm_server_live import Server
-from trainer_core.weight_sync import single_copy
+from trainer_core.weight_sync import shared_vllm
 
 url, bridge_dir, model, folder = sys.argv[1:]
-single_copy.LEASE_S = 1.0
-publish = single_copy.SingleCopy.publish
+shared_vllm.LEASE_S = 1.0
+publish = shared_vllm.SingleCopy.publish
 
 def killed_at_two(self, version, write):
     def half():
@@ -213,7 +213,7 @@ def killed_at_two(self, version, write):
         os.kill(os.getpid(), signal.SIGKILL)
     return publish(self, version, half if version == 2 else write)
 
-single_copy.SingleCopy.publish = killed_at_two
+shared_vllm.SingleCopy.publish = killed_at_two
 train_on(Server(None, url, Path(bridge_dir), None, Path(model)), Path(folder))
 """
 """A trainer that is killed after it has written its second update, before the server knows."""
@@ -241,7 +241,7 @@ def test_a_trainer_killed_while_it_writes(server: Server, tmp_path: Path) -> Non
 
 def _dies_in_publish(server: Server, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server and its engine are killed when the update of `version` is written, before they are told."""
-    publish, family = single_copy.SingleCopy.publish, psutil.Process(server.process.pid)
+    publish, family = shared_vllm.SingleCopy.publish, psutil.Process(server.process.pid)
 
     def killing(self: Any, now: int, write: Any) -> Any:
         def and_kill() -> None:
@@ -251,7 +251,7 @@ def _dies_in_publish(server: Server, version: int, monkeypatch: pytest.MonkeyPat
 
         return publish(self, now, and_kill if now == version else write)
 
-    monkeypatch.setattr(single_copy.SingleCopy, "publish", killing)
+    monkeypatch.setattr(shared_vllm.SingleCopy, "publish", killing)
 
 
 def test_a_server_killed_in_the_middle_of_a_publish(
