@@ -37,7 +37,7 @@ def meeting_point(init_method: str, env: Mapping[str, str] = os.environ) -> tupl
     return address, int(port)
 
 
-class Meeting:
+class Rendezvous:
     """A key-value store in which the workers of one group report and learn how to connect, and later whether the
     trainer still lives: it stays for as long as the group."""
 
@@ -82,7 +82,7 @@ class Meeting:
         del self.store, self._server
 
 
-class Group(Protocol):
+class BroadcastGroup(Protocol):
     """The connected group; the trainer is rank 0."""
 
     def send(self, stream: torch.Tensor, parts: Sequence[Chunk]) -> None:
@@ -102,7 +102,7 @@ class Group(Protocol):
         ...
 
 
-def connect(meeting: Meeting, device: torch.device, timeout_s: float) -> Group:
+def connect(meeting: Rendezvous, device: torch.device, timeout_s: float) -> BroadcastGroup:
     """Connect to everyone who reported.
 
     Raises:
@@ -114,7 +114,7 @@ def connect(meeting: Meeting, device: torch.device, timeout_s: float) -> Group:
 class GlooGroup:
     """Through CPU memory."""
 
-    def __init__(self, meeting: Meeting, timeout_s: float) -> None:
+    def __init__(self, meeting: Rendezvous, timeout_s: float) -> None:
         self._gloo = Gloo(meeting.store, 0, meeting.world_size, meeting.address, timeout_s)
         self._works: list[Any] = []
 
@@ -135,7 +135,7 @@ class GlooGroup:
 class NcclGroup:
     """Between GPUs, on a stream of its own."""
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+    def __init__(self, meeting: Rendezvous, device: torch.device) -> None:
         self._nccl = Nccl(meeting.nccl_id, 0, meeting.world_size, device)
         self._stream = torch.cuda.Stream(device)
         self._done = torch.cuda.Event()

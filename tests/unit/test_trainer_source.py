@@ -19,10 +19,10 @@ from trainer_core.config import TrainingConfig
 from trainer_core.contracts.bridge import MOST_DIGESTS
 from trainer_core.contracts.control import Role
 from trainer_core.contracts.records import StepRecord, parse_line
-from trainer_core.intake import UNSENDABLE, Intake, LagMeter
 from trainer_core.loop import train
+from trainer_core.metrics.telemetry import Telemetry
 from trainer_core.rollouts.batch import Selection, read_batch
-from trainer_core.telemetry import Telemetry
+from trainer_core.rollouts.source import UNSENDABLE, BatchSource, LagMeter
 
 GOOD = {
     "tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [1.0, 0.0],
@@ -46,9 +46,9 @@ class Feed:
         pass
 
 
-def _intake(tmp_path: Path, batches: list[Any], **fields: Any) -> Intake:
+def _intake(tmp_path: Path, batches: list[Any], **fields: Any) -> BatchSource:
     config = TrainingConfig(model_name="m", save_path=str(tmp_path), batch_size=4, **fields)
-    return Intake(
+    return BatchSource(
         config, Feed(batches), Telemetry(tmp_path / "t.jsonl"), selection=Selection(vocab_size=512),  # type: ignore[arg-type]
         advantage_std=True, servers=[], while_waiting=lambda: None,
     )  # fmt: skip
@@ -80,7 +80,7 @@ def test_the_same_again_is_said_once_a_minute_with_the_count_since(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("trainer_core.intake.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainer_core.rollouts.source.time.monotonic", lambda: now[0])
     intake = _intake(tmp_path, [[BAD, GOOD]] * 5)
     for _ in range(4):
         intake.next_batch(0, 0)

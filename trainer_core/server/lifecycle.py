@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -35,13 +35,16 @@ from trainer_core.contracts.control import (
 )
 from trainer_core.contracts.http import LIMITS
 from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET
-from trainer_core.engine.child import ServerChild
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
+from trainer_core.server.child import ServerChild
 
 POLL_S = 0.1
+ASK_S = 1.0
+"""Between two questions to the supervisor."""
 ANSWER_S = 30.0
 """The supervisor answers commands at once; this is for a machine under load."""
 
+T = TypeVar("T")
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
@@ -106,6 +109,46 @@ def supervised(config: TrainingConfig, stop: threading.Event) -> Supervised | No
     return Supervised(config, stop, socket) if socket else None
 
 
+def wait_for_server(
+    ready: Callable[[], T],
+    timeout_s: float,
+    stop: threading.Event,
+    *,
+    meanwhile: tuple[type[Exception], ...] = (EngineGone,),
+    coming: Callable[[], str | None] = lambda: None,
+) -> T:
+    """What `ready` returns once it no longer raises one of `meanwhile`; why it waits is printed once for each reason.
+
+    Args:
+        coming: what somebody who sees to the server says of it ("vllm is starting"). The time does not run while he
+            does: he has limits of his own. Null: nobody sees to it.
+
+    Raises:
+        Exception: the last of `meanwhile`, after `timeout_s`.
+        Stopped: `stop` was set.
+    """
+    deadline = time.monotonic() + timeout_s
+    asked = 0.0
+    printed = ""
+    while True:
+        try:
+            return ready()
+        except meanwhile as error:
+            now = time.monotonic()
+            if now - asked >= ASK_S:
+                asked = now
+                news = coming()
+                deadline = max(deadline, now + timeout_s) if news else deadline
+                reason = f"{news}: {error}" if news else str(error)
+                if reason != printed:
+                    printed = reason
+                    print(f"Waiting for the inference server: {reason}")
+            if now > deadline:
+                raise type(error)(f"{error} (waited {timeout_s:.0f} s)") from None
+        if stop.wait(POLL_S):
+            raise Stopped
+
+
 ON_ITS_WAY = (State.PENDING, State.STARTING, State.STOPPING, State.BACKOFF)
 """States in which the supervisor sees to it that an engine comes."""
 
@@ -143,12 +186,12 @@ class Supervised:
         print(f"Asking the supervisor to restart {name}: {reason}")
         command = self._submit(name, deadline)
         while True:
-            found = self._ask("GET", f"/commands/{command}", CommandStatus)
-            if found.status == "done":
+            state = self._ask("GET", f"/commands/{command}", CommandStatus)
+            if state.status == "done":
                 return
-            if found.status == "failed":
+            if state.status == "failed":
                 self._pause()  # a stack that is being stopped tells its trainer so in a moment
-                raise EngineGone(f"the restart of {name} failed: {found.detail or 'see atropos-tui why ' + name}")
+                raise EngineGone(f"the restart of {name} failed: {state.detail or 'see atropos-tui why ' + name}")
             self._in_time(deadline, f"the restart of {name} is not done")
 
     def close(self) -> None:
@@ -161,11 +204,11 @@ class Supervised:
             UsageError: the run has none there.
         """
         engines = self._engines()
-        found = next((c for c in engines if c.port == self.config.vllm_port), None)
-        if found is None:
+        engine = next((c for c in engines if c.port == self.config.vllm_port), None)
+        if engine is None:
             ports = ", ".join(f"{c.name} at {c.port}" for c in engines) or "none"
             raise UsageError(f"--vllm-port {self.config.vllm_port}: no engine of this run is there; it has {ports}")
-        return found
+        return engine
 
     def _engines(self) -> list[ComponentStatus]:
         return [c for c in self._ask("GET", "/status", RunStatus).components if c.role is Role.ENGINE]
@@ -210,7 +253,7 @@ class _Refused(EngineError):
 
     def __init__(self, response: httpx.Response) -> None:
         self.status = response.status_code
-        said = Refusal(error=f"HTTP {response.status_code}")
+        refusal = Refusal(error=f"HTTP {response.status_code}")
         with suppress(ValidationError):
-            said = Refusal.model_validate_json(response.content)
-        super().__init__(f"{said.error}; {said.fix}" if said.fix else said.error)
+            refusal = Refusal.model_validate_json(response.content)
+        super().__init__(f"{refusal.error}; {refusal.fix}" if refusal.fix else refusal.error)

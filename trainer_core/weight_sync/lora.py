@@ -6,6 +6,7 @@ holds its generation until it has the trainer's present adapter again, which `ch
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
 import threading
@@ -15,20 +16,21 @@ from pathlib import Path
 import torch
 
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import LORA_RANKS, BridgeInfo, server_rank
+from trainer_core.contracts.bridge import LORA_RANKS, BridgeInfo, few_graph_sizes, server_rank
 from trainer_core.contracts.run_dir import RunDir
-from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineGone, Stopped, UsageError
 from trainer_core.policy.lora import add_adapter, load_adapter, save_adapter
+from trainer_core.server.client import ServerClient
+from trainer_core.server.lifecycle import make_lifecycle
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
-from trainer_core.weight_sync.own_weights import OwnWeights
+from trainer_core.weight_sync.separate_weights import SeparateWeights
 
 KEPT = 4
 """Newest adapters left on disk: a request may have chosen one, and not have reached the engine yet. Older ones stay
 while a server still finishes completions on them."""
 
 
-class LoraSwap(OwnWeights):
+class LoraSwap(SeparateWeights):
     """Strategy of mode `lora_only`."""
 
     mode = "lora_only"
@@ -84,10 +86,10 @@ class LoraSwap(OwnWeights):
                 except Stopped:
                     return  # the update is complete, and nobody waits for it any more
 
-    def _give(self, engine: EngineClient, info: BridgeInfo) -> None:
+    def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
         self._load(engine)
 
-    def _load(self, engine: EngineClient) -> None:
+    def _load(self, engine: ServerClient) -> None:
         self._require_lora(engine)
         if not self._path(self.version).is_dir():
             self._save()
@@ -113,7 +115,7 @@ class LoraSwap(OwnWeights):
             if str(path) not in needed:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _require_lora(self, engine: EngineClient) -> None:
+    def _require_lora(self, engine: ServerClient) -> None:
         status = engine.adapters()
         if not status.enabled:
             raise UsageError(f"{engine.base_url} was started without --enable-lora: restart it with that flag")
@@ -122,3 +124,59 @@ class LoraSwap(OwnWeights):
                 f"--lora-r {self.config.lora_r} is above the server's --max-lora-rank {status.max_lora_rank}: "
                 "lower the one or raise the other"
             )
+
+
+class LoraRestart(LoraSwap):
+    """Strategy of mode `lora_restart`."""
+
+    mode = "lora_restart"
+
+    def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
+        super().__init__(config, device, stop)
+        flags = ["--enable-lora", "--max-lora-rank", str(server_rank(config.lora_r))]
+        flags += ["--cudagraph-capture-sizes", *map(str, few_graph_sizes())]
+        self.lifecycle = make_lifecycle(config, stop, flags=flags)
+
+    def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
+        """Step the adapter; when a restart is due, save it, restart the server, load it."""
+        clock = Phases()
+        with clock("write"):
+            write()
+        self.version = version
+        moved = False
+        if version % self.config.vllm_restart_interval == 0:
+            with clock("save"):
+                self._save()
+            with contextlib.suppress(Stopped):  # the update is complete, and nobody waits for a server any more
+                self._restart(clock)
+                moved = True
+            self._forget()
+        self.lifecycle.prepare()
+        return SyncReport(self.mode, version, sum(clock.seconds.values()), clock.seconds, moved=moved)
+
+    def connect(self) -> None:
+        self.lifecycle.ensure()  # first: an own child brings the token
+        super().connect()
+
+    def close(self) -> None:
+        super().close()
+        self.lifecycle.close()
+
+    def _restart(self, clock: Phases) -> None:
+        """A new server with the present adapter; one that cannot be restarted from here gets it as it runs."""
+        if not self.lifecycle.can_restart:
+            with clock("load"):
+                self._give_all()
+            return
+        with clock("restart"):
+            try:
+                self.lifecycle.restart(f"adapter of version {self.version}")
+            except EngineGone as error:
+                print(f"[WARNING] {error}")  # whoever comes back there gets the adapter
+        with clock("load"):
+            for engine in self.engines:
+                self._serve_again(engine)
+
+    def _serve_again(self, engine: ServerClient) -> None:
+        self.lifecycle.ensure()
+        super()._serve_again(engine)

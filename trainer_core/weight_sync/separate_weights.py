@@ -13,11 +13,10 @@ import torch
 
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.bridge import BridgeInfo
-from trainer_core.engine.client import EngineClient
-from trainer_core.engine.lifecycle import supervised
-from trainer_core.engine.waiting import wait_for_server
 from trainer_core.errors import EngineGone
 from trainer_core.policy.load import dtype_of, load_config, load_model
+from trainer_core.server.client import ServerClient
+from trainer_core.server.lifecycle import supervised, wait_for_server
 from trainer_core.weight_sync.base import Start, SyncReport
 
 LOOK_S = 1.0
@@ -32,7 +31,7 @@ class Backoff:
     def __init__(self) -> None:
         self._failed: tuple[str, ...] = ()
         """Instances of the last attempt, if it failed."""
-        self._said = ""
+        self._last_error = ""
         self._pause_s = self._not_before = 0.0
 
     @contextmanager
@@ -44,18 +43,18 @@ class Backoff:
         """
         again = instances == self._failed
         if again and time.monotonic() < self._not_before:
-            raise EngineGone(self._said)
+            raise EngineGone(self._last_error)
         try:
             yield
         except EngineGone as error:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if again else FIRST_PAUSE_S
-            self._failed, self._said = instances, str(error)
+            self._failed, self._last_error = instances, str(error)
             self._not_before = time.monotonic() + self._pause_s
             raise
         self._failed = ()
 
 
-class OwnWeights(ABC):
+class SeparateWeights(ABC):
     """Base of a strategy: which servers there are, and that each one answers with the trainer's present weights.
 
     A server started with `ATROPOS_HOLD_GENERATION=1` serves nobody until it has them.
@@ -68,8 +67,8 @@ class OwnWeights(ABC):
         self.device = device
         self.stop = stop
         self.version = 0
-        self.engines: list[EngineClient] = []
-        self.fed: set[EngineClient] = set()
+        self.engines: list[ServerClient] = []
+        self.fed: set[ServerClient] = set()
         """Servers that answer with the present weights, as far as is known."""
         self._looked = 0.0
         self.backoff = Backoff()
@@ -77,7 +76,7 @@ class OwnWeights(ABC):
         self._coming = supervisor.coming if supervisor else lambda: None
 
     @property
-    def engine(self) -> EngineClient | None:
+    def engine(self) -> ServerClient | None:
         """The server that the probe asks: the first."""
         return self.engines[0] if self.engines else None
 
@@ -88,7 +87,7 @@ class OwnWeights(ABC):
     def publish(self, version: int, write: Callable[[], None]) -> SyncReport: ...
 
     @abstractmethod
-    def _give(self, engine: EngineClient, info: BridgeInfo) -> None:
+    def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
         """Let `engine`, which said `info` of itself, answer with the trainer's present weights, as `self.version`.
 
         Raises:
@@ -106,7 +105,7 @@ class OwnWeights(ABC):
         Raises:
             EngineGone: one did not answer within `engine_timeout`.
         """
-        self.engines = [EngineClient(url) for url in self.config.engine_urls]
+        self.engines = [ServerClient(url) for url in self.config.engine_urls]
         for engine in self.engines:
             if engine not in self.fed:
                 self._serve_again(engine)
@@ -137,7 +136,7 @@ class OwnWeights(ABC):
         for engine in self.engines:
             engine.close()
 
-    def _serve_again(self, engine: EngineClient) -> None:
+    def _serve_again(self, engine: ServerClient) -> None:
         self.fed.discard(engine)
         wait_for_server(
             lambda: self._give(engine, engine.meet()), self.config.engine_timeout, self.stop, coming=self._coming

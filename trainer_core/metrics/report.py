@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from trainer_core.benchmark import memory_fields
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.records import (
     AlignmentRecord,
@@ -17,11 +16,12 @@ from trainer_core.contracts.records import (
     SyncRecord,
     TimingRecord,
 )
-from trainer_core.intake import Lags
-from trainer_core.objective.alignment import Alignment, Probe
+from trainer_core.metrics.benchmark import memory_fields
+from trainer_core.metrics.telemetry import Telemetry
+from trainer_core.objective.alignment import Alignment, ProbeDiffs
 from trainer_core.rollouts.batch import Batch, Rollout
+from trainer_core.rollouts.source import Lags
 from trainer_core.step import StepOutcome
-from trainer_core.telemetry import Telemetry
 from trainer_core.weight_sync.base import SyncReport
 
 TEXT_LIMIT = 4000
@@ -38,7 +38,7 @@ class StepReport:
     batch: Batch
     outcome: StepOutcome
     lags: Lags
-    probe: Probe | None
+    probe: ProbeDiffs | None
     alignment: Alignment
     sync: SyncReport | None
     """Null when the step was skipped, its gradient not being finite."""

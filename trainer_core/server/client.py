@@ -39,7 +39,7 @@ class Completion:
     """Tokens of the prompt that came from the prefix cache; null when the server does not say."""
 
 
-class EngineClient:
+class ServerClient:
     """One inference server. Safe to share between threads.
 
     Raises (every method):
@@ -158,7 +158,7 @@ class EngineClient:
             detail = str(error) or type(error).__name__
             raise EngineGone(f"the inference server at {self.base_url} does not answer {path} ({detail})") from None
         if response.status_code >= 400:
-            what = f"{self.base_url}{path}: HTTP {response.status_code} {_said(response)}{_hint(response)}"
+            what = f"{self.base_url}{path}: HTTP {response.status_code} {_error_text(response)}{_hint(response)}"
             raise EngineGone(what, answered=True) if response.status_code >= 500 else EngineError(what)
         try:
             return response.json()
@@ -166,7 +166,7 @@ class EngineClient:
             raise EngineError(f"{self.base_url}{path} does not answer JSON: is it python -m vllm_server?") from None
 
 
-def _said(response: httpx.Response) -> str:
+def _error_text(response: httpx.Response) -> str:
     """What our servers put under `error`, or the start of what another one answers."""
     try:
         error = response.json()["error"]

@@ -22,18 +22,18 @@ from safetensors import SafetensorError
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.bridge import BridgeInfo, LoadWeightsRequest
 from trainer_core.contracts.run_dir import RunDir
-from trainer_core.engine.client import EngineClient
-from trainer_core.engine.lifecycle import Lifecycle, make_lifecycle
 from trainer_core.errors import EngineGone, Stopped, TrainerError, UsageError
 from trainer_core.policy.load import weights
+from trainer_core.server.client import ServerClient
+from trainer_core.server.lifecycle import Lifecycle, make_lifecycle
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
-from trainer_core.weight_sync.own_weights import OwnWeights
+from trainer_core.weight_sync.separate_weights import SeparateWeights
 
 TAKES_WEIGHTS = "ATROPOS_WEIGHT_UPDATES"
 """What the server's environment must say."""
 
 
-class Reload(OwnWeights):
+class Reload(SeparateWeights):
     """Strategy of mode `none`."""
 
     mode = "none"
@@ -102,16 +102,16 @@ class Reload(OwnWeights):
                 restarts += time.perf_counter() - began
         return {"restart": restarts} if restarts else self._loaded
 
-    def _serve_again(self, engine: EngineClient) -> None:
+    def _serve_again(self, engine: ServerClient) -> None:
         if self.lifecycle is not None:
             self.lifecycle.ensure()
         super()._serve_again(engine)
 
-    def _give(self, engine: EngineClient, info: BridgeInfo) -> None:
+    def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
         with self.backoff.attempt(info.instance_id):
             self._offer(engine, info)
 
-    def _offer(self, engine: EngineClient, info: BridgeInfo) -> None:
+    def _offer(self, engine: ServerClient, info: BridgeInfo) -> None:
         """In place where that can be, else by a restart."""
         named = info.weight_version is not None
         if self._base and not info.weight_version and not info.dirty and info.started_from is None:
@@ -126,7 +126,7 @@ class Reload(OwnWeights):
         for name, seconds in answer.phases.items():
             self._loaded[name] = self._loaded.get(name, 0.0) + seconds
 
-    def _restart(self, engine: EngineClient, path: Path, reason: str) -> None:
+    def _restart(self, engine: ServerClient, path: Path, reason: str) -> None:
         """Let a new server begin with the weights in `path`.
 
         Raises:

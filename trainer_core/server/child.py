@@ -1,6 +1,6 @@
 """An inference server as this trainer's own child: started when nobody else has, ended with the trainer.
 
-The child dies with the trainer even when that is killed: `die_with_parent.py` arms the kernel's signal before it
+The child dies with the trainer even when that is killed: `contracts/parent_death.py` arms the kernel's signal before it
 becomes the server.
 """
 
@@ -20,10 +20,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts import ports
+from trainer_core.contracts import parent_death, ports
 from trainer_core.contracts.run_dir import ENV_HELD_PORT, ENV_HOLD_GENERATION, ENV_TOKEN, ENV_WAIT_FOR_GO, GO_LINE
-from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
+from trainer_core.server.client import ServerClient
 
 POLL_S = 0.1
 GRACE_S = 20.0
@@ -109,7 +109,7 @@ class ServerChild:
                 pass
         except OSError:
             return not self._hold_port()  # taken, not listening yet: a server that loads its model
-        engine = EngineClient(self.url, timeout_s=10.0)
+        engine = ServerClient(self.url, timeout_s=10.0)
         try:
             engine.info()
         except EngineError as error:
@@ -145,10 +145,9 @@ class ServerChild:
         # Both sides read it from their environment; a restart keeps it.
         token = os.environ.setdefault(ENV_TOKEN, secrets.token_urlsafe(24))
         env = self._environment() | {ENV_TOKEN: token} | ({ENV_WAIT_FOR_GO: "1"} if waits else {})
-        shim = Path(__file__).with_name("die_with_parent.py")
         with self.log.open("ab") as out:
             return subprocess.Popen(
-                [sys.executable, "-I", "-S", str(shim), str(os.getpid()), *self.command()],
+                [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), "", *self.command()],
                 env=env, stdin=subprocess.PIPE if waits else subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True,
             )  # fmt: skip
@@ -160,8 +159,8 @@ class ServerChild:
             return None
         assert spare.stdin is not None
         try:
-            with spare.stdin as told:
-                told.write(GO_LINE)
+            with spare.stdin as pipe:
+                pipe.write(GO_LINE)
         except BrokenPipeError:  # it has died, which says nothing about the next
             _kill_session(spare)
             return None
@@ -180,17 +179,17 @@ class ServerChild:
     def _environment(self) -> dict[str, str]:
         # The same at every start, so that vLLM finds its compile cache again.
         held = {ENV_HELD_PORT: str(self.config.vllm_port), ENV_HOLD_GENERATION: "1"}
-        found = self._inherited | held | {"LOGDIR": str(self.log.with_name("vllm-bridge"))}
-        found.pop("VLLM_BRIDGE_CONFIG_PATH", None)
-        found.pop(ENV_WAIT_FOR_GO, None)
+        env = self._inherited | held | {"LOGDIR": str(self.log.with_name("vllm-bridge"))}
+        env.pop("VLLM_BRIDGE_CONFIG_PATH", None)
+        env.pop(ENV_WAIT_FOR_GO, None)
         if self.config.vllm_gpu is not None:
-            found["CUDA_VISIBLE_DEVICES"] = str(self.config.vllm_gpu)
-        return found
+            env["CUDA_VISIBLE_DEVICES"] = str(self.config.vllm_gpu)
+        return env
 
     def _await(self, process: subprocess.Popen[bytes]) -> None:
         """Return when the new server answers."""
         deadline = time.monotonic() + self.config.engine_timeout
-        engine = EngineClient(self.url, timeout_s=10.0)
+        engine = ServerClient(self.url, timeout_s=10.0)
         try:
             while True:
                 if (code := process.poll()) is not None:

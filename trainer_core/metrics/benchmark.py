@@ -1,17 +1,22 @@
-"""Where the time went, as the guides' BENCHMARK SUMMARY and as a record; and the memory of this process."""
+"""Where the time went, as the guides' BENCHMARK SUMMARY and as a record; MFU; and the memory of this process."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import torch
 
+from trainer_core.contracts.benchmark_summary import summary_sections, summary_text
+from trainer_core.contracts.model_math import Dimensions, peak_flops, step_flops
+from trainer_core.contracts.records import BenchmarkRecord
+
 
 @dataclass
-class Benchmark:
+class BenchmarkTotals:
     """Sums over the steps of one attempt; seconds and bytes."""
 
     mode: str
@@ -58,33 +63,20 @@ class Benchmark:
 
     def summary(self) -> str:
         """The guides' block of text."""
-        f = self.fields()
-        line = "=" * 70
+        figures = BenchmarkRecord(**self.fields())
+        return summary_text(f"({self.mode})", summary_sections(figures, no_memory="n/a (CPU)"))
 
-        def memory(value: int | None) -> str:
-            return "n/a (CPU)" if value is None else f"{value / 1e9:.2f} GB"
 
-        return "\n".join(
-            [
-                line,
-                f"BENCHMARK SUMMARY ({self.mode})",
-                line,
-                f"  Total training time:     {f['total_s']:.2f}s ({f['total_s'] / 60:.2f} min)",
-                f"  Total steps:             {f['steps']}",
-                "  TIMING BREAKDOWN:",
-                f"    Avg step time:         {f['avg_step_s']:.2f}s",
-                f"    Total step time:       {f['total_step_s']:.2f}s",
-                f"    Avg sync time:         {f['avg_sync_s']:.3f}s (x{f['syncs']} syncs)",
-                f"    Total sync time:       {f['total_sync_s']:.2f}s",
-                f"    Avg data fetch time:   {f['avg_data_wait_s']:.2f}s",
-                f"    Total data fetch time: {f['total_data_wait_s']:.2f}s",
-                f"    Tokens per second:     {f['tokens_per_s']:.0f}",
-                "  MEMORY:",
-                f"    Peak GPU memory:       {memory(f['peak_bytes'])}",
-                f"    Avg GPU memory:        {memory(f['avg_bytes'])}",
-                line,
-            ]
-        )
+class MfuMeter:
+    """MFU of the training part of a step, on a GPU whose peak is known."""
+
+    def __init__(self, model: Dimensions, device: torch.device) -> None:
+        self._model = model
+        self._peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+    def measure(self, lengths: Sequence[int], seconds: float) -> float | None:
+        """Share of the peak, from 0 to 1; null where there is no peak to compare with."""
+        return step_flops(self._model, lengths) / seconds / self._peak if self._peak and seconds > 0 else None
 
 
 def memory_fields() -> dict[str, int | None]:

@@ -6,6 +6,7 @@ optimizer writes in place, the device is synchronised, generation goes on with a
 
 from __future__ import annotations
 
+import base64
 import os
 import threading
 import time
@@ -16,16 +17,14 @@ import psutil
 import torch
 
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.manifest import Manifest, ManifestError, read_manifest
+from trainer_core.contracts.manifest import CudaIpc, Manifest, ManifestError, Shard, TensorEntry, read_manifest
 from trainer_core.contracts.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
-from trainer_core.engine.client import EngineClient
-from trainer_core.engine.lifecycle import supervised
-from trainer_core.engine.waiting import wait_for_server
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.load import attach_views, copy_weights, differences, empty_model, load_config, load_model
 from trainer_core.policy.logprobs import sequence_logprobs
+from trainer_core.server.client import ServerClient
+from trainer_core.server.lifecycle import supervised, wait_for_server
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
-from trainer_core.weight_sync.server_memory import one_dtype, open_tensors
 
 PROOF = 64.0
 """By so much, and as many times its size, one value is changed to see the server follow."""
@@ -44,7 +43,7 @@ class SingleCopy:
         self.device = device
         self.stop = stop
         self.path = manifest_path(config)
-        self.engine: EngineClient | None = None
+        self.engine: ServerClient | None = None
         self._process: psutil.Process | None = None
         self._model: torch.nn.Module | None = None
         self._start = Start()
@@ -52,7 +51,7 @@ class SingleCopy:
         """What `let_go` answered."""
 
     @property
-    def engines(self) -> list[EngineClient]:
+    def engines(self) -> list[ServerClient]:
         return [self.engine] if self.engine else []
 
     def attach(self, start: Start) -> torch.nn.Module:
@@ -63,7 +62,7 @@ class SingleCopy:
             UsageError: another model or dtype, or tensors that cannot be mapped.
         """
         manifest = self._await_manifest()
-        self.engine = EngineClient(manifest.base_url, _token(self.path))
+        self.engine = ServerClient(manifest.base_url, _token(self.path))
         info = self.engine.meet()
         if info.instance_id != manifest.instance_id:
             raise ManifestError(
@@ -156,7 +155,7 @@ class SingleCopy:
         port = f":{self.config.vllm_port}"
         if "vllm_port" in self.config.model_fields_set and not manifest.base_url.endswith(port):
             raise UsageError(f"{self.path} is of the server at {manifest.base_url}, not of --vllm-port {port[1:]}")
-        probe = EngineClient(manifest.base_url, _token(self.path), timeout_s=5.0)
+        probe = ServerClient(manifest.base_url, _token(self.path), timeout_s=5.0)
         try:
             probe.info()
         finally:
@@ -281,3 +280,88 @@ def _live_server(manifest: Manifest, path: Path) -> psutil.Process:
     if not (alive and same):
         raise ManifestError(f"{path}: its server (pid {manifest.server_pid}) is gone; start vLLM again")
     return process
+
+
+def one_dtype(shard: Shard, wanted: str) -> torch.dtype:
+    """The type of all tensors, which must be the one that the trainer was told (`wanted`; "auto": any).
+
+    Raises:
+        UsageError: several types, or another one.
+        ManifestError: none that torch has.
+    """
+    dtypes = {entry.dtype for entry in shard.param_mappings.values()}
+    if len(dtypes) != 1:
+        raise UsageError(
+            f"the server's tensors are of several types ({', '.join(sorted(dtypes))}); start it with --dtype"
+        )
+    dtype = dtypes.pop()
+    if wanted not in ("auto", dtype):
+        raise UsageError(f"the server's weights are {dtype}, the trainer was told {wanted}: pass --dtype {dtype}")
+    return _dtype(dtype)
+
+
+def open_tensors(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
+    """The server's tensors by its own names, on its own memory.
+
+    Raises:
+        ManifestError: the memory is gone, or lies on the other kind of device.
+    """
+    if shard.kind == "shm":
+        return _open_shm(shard, device)
+    if device.type != "cuda":
+        raise ManifestError("the server's weights are on a GPU: train with --device cuda on the same one")
+    opened: dict[str, torch.Tensor] = {}
+    for name, entry in shard.param_mappings.items():
+        if entry.ipc_handle is None:
+            raise ManifestError(f"{name}: no CUDA handle in the manifest")
+        opened[name] = _view(_open_cuda(entry.ipc_handle, device), entry, name)
+    return opened
+
+
+def _open_shm(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
+    path = Path(shard.shm_path or "")
+    if device.type != "cpu":
+        raise ManifestError(f"the server's weights are in {path}, CPU memory: train with --device cpu")
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ManifestError(f"{path}: the server's weights are gone ({error.strerror}); restart vLLM") from None
+    if size < shard.shm_bytes:
+        raise ManifestError(f"{path}: {size} bytes, the manifest says {shard.shm_bytes}; restart vLLM")
+    storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=shard.shm_bytes)
+    return {name: _view(storage, entry, name) for name, entry in shard.param_mappings.items()}
+
+
+def _open_cuda(ipc: CudaIpc, device: torch.device) -> torch.UntypedStorage:
+    torch.cuda.init()
+    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
+        device.index if device.index is not None else torch.cuda.current_device(),
+        base64.b64decode(ipc.handle), ipc.storage_bytes, ipc.storage_offset_bytes,
+        base64.b64decode(ipc.ref_counter_handle), ipc.ref_counter_offset,
+        base64.b64decode(ipc.event_handle), ipc.event_sync_required,
+    )  # fmt: skip
+    return storage
+
+
+def _view(storage: torch.UntypedStorage, entry: TensorEntry, name: str) -> torch.Tensor:
+    """The tensor of `entry` in `storage`.
+
+    Raises:
+        ManifestError: it does not lie in there.
+    """
+    empty = torch.empty(0, dtype=_dtype(entry.dtype), device=storage.device)
+    try:
+        end = entry.offset + sum((n - 1) * step for n, step in zip(entry.shape, entry.stride, strict=True)) + 1
+        if min([entry.offset, *entry.shape, *entry.stride]) < 0 or end * empty.element_size() > storage.nbytes():
+            raise ValueError(f"of {storage.nbytes()} bytes it would take {end * empty.element_size()}")
+        return empty.set_(storage, entry.offset, tuple(entry.shape), tuple(entry.stride))
+    except (RuntimeError, ValueError) as error:
+        raise ManifestError(f"{name}: not a tensor of the server's memory ({error}); restart vLLM") from None
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Raises ManifestError where torch has none of this name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ManifestError(f"the manifest speaks of a type {name}, which this torch does not have")
+    return dtype

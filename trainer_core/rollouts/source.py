@@ -12,9 +12,9 @@ from trainer_core.config import TrainingConfig
 from trainer_core.contracts.bridge import MOST_DIGESTS
 from trainer_core.contracts.records import MISSING, AlignmentRecord
 from trainer_core.errors import EngineError, EngineGone, MissingLogprobs
+from trainer_core.metrics.telemetry import Telemetry
 from trainer_core.rollouts.batch import Batch, Rollout, Selection, read_batch
 from trainer_core.rollouts.client import RawBatch, RunApi
-from trainer_core.telemetry import Telemetry
 
 REPEAT_S = 60.0
 """Between two lines about the same thing."""
@@ -39,10 +39,10 @@ class LagMeter:
 
     def measure(self, rollouts: list[Rollout], version: int) -> Lags:
         """`version` (what the policy holds) minus the oldest version of each rollout."""
-        found = iter(self._ask([digest for r in rollouts for digest in r.digests]))
+        versions = iter(self._ask([digest for r in rollouts for digest in r.digests]))
         lags: Lags = []
         for rollout in rollouts:
-            oldest = [pair[0] for pair in (next(found) for _ in rollout.digests) if pair is not None]
+            oldest = [pair[0] for pair in (next(versions) for _ in rollout.digests) if pair is not None]
             lags.append(version - min(oldest) if oldest else None)
         return lags
 
@@ -63,29 +63,29 @@ class LagMeter:
         return known
 
 
-class Teller:
+class RateLimitedWarnings:
     """Warns on the console: of something new at once, of the same again every `REPEAT_S`, with the count since."""
 
     def __init__(self) -> None:
-        self._untold: Counter[str] = Counter()
-        self._told_at: dict[str, float] = {}
+        self._unprinted: Counter[str] = Counter()
+        self._printed_at: dict[str, float] = {}
 
     def count(self, what: str, count: int, why: str = "") -> None:
         """`count` times `what`, which a line ends with after the number; `why` explains it in that line."""
-        self._untold[what] += count
+        self._unprinted[what] += count
         now = time.monotonic()
-        if now - self._told_at.get(what, -REPEAT_S) >= REPEAT_S:
-            self._told_at[what] = now
-            print(f"[WARNING] {self._untold.pop(what)} {what}{f'; {why}' if why else ''}")
+        if now - self._printed_at.get(what, -REPEAT_S) >= REPEAT_S:
+            self._printed_at[what] = now
+            print(f"[WARNING] {self._unprinted.pop(what)} {what}{f'; {why}' if why else ''}")
 
 
-class Streak:
+class EmptyBatches:
     """Batches in a row in which nothing was left to train on."""
 
     def __init__(self) -> None:
         self.left_out: Counter[str] = Counter()
         self._batches = 0
-        self._began = self._told_at = 0.0
+        self._began = self._printed_at = 0.0
 
     def add(self, batch: Batch) -> None:
         """One more; says so at the first, and clearly once there are many."""
@@ -93,10 +93,10 @@ class Streak:
         self.left_out.update(batch.left_out)
         self._batches += 1
         if self._batches == 1:
-            self._began, self._told_at = now, now - REPEAT_S
+            self._began, self._printed_at = now, now - REPEAT_S
             print("[WARNING] nothing to train on in this batch; taking the next one")
-        elif self._batches >= MANY_EMPTY and now - self._told_at >= REPEAT_S:
-            self._told_at = now
+        elif self._batches >= MANY_EMPTY and now - self._printed_at >= REPEAT_S:
+            self._printed_at = now
             reason, count = self.left_out.most_common(1)[0] if self.left_out else ("they are empty", 0)
             print(
                 f"[WARNING] nothing to train on in the last {self._batches} batches ({now - self._began:.0f} s): "
@@ -105,7 +105,7 @@ class Streak:
             )
 
 
-class Intake:
+class BatchSource:
     """Batches for one policy."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Intake:
         self.lag_meter = LagMeter(servers)
         self.while_waiting = while_waiting
         self._greeted = False
-        self._teller = Teller()
+        self._warnings = RateLimitedWarnings()
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, Lags]:
         """The next batch that holds something to train on, and the policy lag of each of its rollouts.
@@ -143,14 +143,14 @@ class Intake:
         Raises:
             MissingLogprobs: nothing has logprobs, from the first batch on; a record for the screen is written.
         """
-        streak = Streak()
+        streak = EmptyBatches()
         while True:
             # Without a server a batch stays in run-api, for whoever goes on with a new one.
             self.while_waiting()
             batch = self._read(self.api.next_batch(step, on_idle=self.while_waiting), step)
             measured = self.lag_meter.measure(batch.rollouts, version)
             lags = leave_out_by_lag(batch, measured, self.config.max_policy_lag)
-            self._tell(batch)
+            self._print_remarks(batch)
             if batch.trained_tokens:
                 for reason, count in streak.left_out.items():
                     batch.leave_out(reason, count)
@@ -179,19 +179,19 @@ class Intake:
             target.mkdir(parents=True, exist_ok=True)
             (target / "temp.json").write_text(json.dumps({"batch": raw}))
         except (OSError, RecursionError) as error:
-            self._teller.count("batches could not be kept as temp.json", 1, str(error))
+            self._warnings.count("batches could not be kept as temp.json", 1, str(error))
 
-    def _tell(self, batch: Batch) -> None:
+    def _print_remarks(self, batch: Batch) -> None:
         """On the console: the first batch with logprobs, and what is odd about any."""
         if not self._greeted and batch.sample_len:
             self._greeted = True
             print(f"✓ inference_logprobs found in batch (sample len: {batch.sample_len})")
         if batch.logprob_warning:
-            self._teller.count("batches whose inference_logprobs are no logprobs", 1, batch.logprob_warning)
+            self._warnings.count("batches whose inference_logprobs are no logprobs", 1, batch.logprob_warning)
         for reason, count in batch.left_out.items():
-            self._teller.count(f"sequences left out: {reason}", count, batch.examples[reason])
+            self._warnings.count(f"sequences left out: {reason}", count, batch.examples[reason])
         for text, count in batch.remarks.items():
-            self._teller.count(text, count)
+            self._warnings.count(text, count)
 
 
 def leave_out_by_lag(batch: Batch, lags: Lags, most: int | None) -> Lags:

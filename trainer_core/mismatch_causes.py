@@ -31,23 +31,23 @@ LAG_INTERVAL = 10
 
 @torch.no_grad()
 def explain(
-    found: Alignment, model: torch.nn.Module, rollouts: Sequence[Rollout], answers: Answers, *, step: int,
+    judged: Alignment, model: torch.nn.Module, rollouts: Sequence[Rollout], answers: Answers, *, step: int,
     lag_max: float | None,
 ) -> Alignment:  # fmt: skip
-    """`found`, or a mismatch with the cause that accounts for it.
+    """`judged`, or a mismatch with the cause that accounts for it.
 
     Args:
         rollouts: of the step's batch.
         answers: of the step's probe, at the model's present weights; empty when there was none.
         lag_max: oldest rollout in weight versions; null when unknown.
     """
-    if found.verdict == "ok":
-        return found
-    cause = found.cause.partition(":")[0]
+    if judged.verdict == "ok":
+        return judged
+    cause = judged.cause.partition(":")[0]
     often = lag_max is None or lag_max <= 1 or step % LAG_INTERVAL == 1
     if cause == SAMPLING or (cause == POLICY_LAG and often):
-        return found.explained(_of_rollouts(model, rollouts))
-    return found.explained(_of_head(model, answers)) if cause == OTHER_WEIGHTS else found
+        return judged.explained(_of_rollouts(model, rollouts))
+    return judged.explained(_of_head(model, answers)) if cause == OTHER_WEIGHTS else judged
 
 
 def _of_rollouts(model: torch.nn.Module, rollouts: Sequence[Rollout]) -> str | None:
