@@ -20,9 +20,8 @@ from typing import Any
 
 import pytest
 
-from atropos_tui.stack.notify_policy import NotifyPolicy
 from atropos_tui.stack.plan import redacted
-from atropos_tui.stack.spec import ComponentSpec, StackSpec
+from atropos_tui.stack.spec import ComponentSpec, NotifyPolicy, StackSpec
 from atropos_tui.supervisor import notify
 from atropos_tui.supervisor.journal import Journal
 from atropos_tui.supervisor.ledger import Ledger
