@@ -39,7 +39,7 @@ END_PATIENCE_S = 10.0
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RuntimeError)
 """What a POST may raise; RuntimeError where no thread can be started that looks a name up."""
 QUIET_S = 600.0
-"""A mismatch that goes on is told again only after so long."""
+"""A mismatch that goes on is posted again only after so long, in seconds."""
 MOST_TEXT = 1500
 """Discord refuses more than 2,000 characters."""
 
@@ -141,7 +141,7 @@ class Notifier:
         self._listener = asyncio.create_task(self._listen())
 
     def _resolved(self) -> str | None:
-        """The address; one that cannot be resolved is said at the start of the run, not after a week."""
+        """The address; one that cannot be resolved is diagnosed at the start of the run, not after a week."""
         if self._policy.webhook is None:
             return None
         try:
