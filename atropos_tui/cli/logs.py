@@ -34,7 +34,7 @@ LINES = 200
 LIVE_S = 0.5
 """Between two looks at whether the run still lives."""
 AT_ONCE = 1000
-"""Lines per write to the terminal."""
+"""Lines per search, and per write to the terminal."""
 COLOURS = (36, 33, 32, 35, 34, 96)
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -47,7 +47,7 @@ class Filter:
     since: float
 
     def of(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """Those of `lines` that are wanted, their text made harmless for a terminal."""
+        """The lines that are wanted, their text made harmless for a terminal."""
         source = (line for line in lines if line.time >= self.since)
         if self.pattern is None:
             yield from (line._replace(text=one_line(line.text)) for line in source)

@@ -55,8 +55,7 @@ class LogReader:
     Args:
         folder: `RUN/logs/COMPONENT`.
         attempt: `"all"` begins with the first attempt that is there; a number reads that attempt alone.
-        lossy: prefer the newest lines to all of them. Attempts that are over when a newer one is found are read to
-            their end all the same, as far as a chunk reaches.
+        lossy: prefer the newest lines to all of them; the last words of an attempt that is over are read all the same.
     """
 
     def __init__(self, folder: Path, attempt: int | Literal["all"] | None = None, *, lossy: bool = False) -> None:
@@ -157,7 +156,7 @@ class LogReader:
             if self._file is None:
                 return
             newer = self._rotated(self._path, self._file)  # before reading: a renamed file grows no more
-            yield from self._lines(self._file, is_over or newer is not None)
+            yield from self._lines(self._file, grows=newer is None and not is_over)
             if newer is None:
                 return
             if self._lossy:
@@ -197,18 +196,19 @@ class LogReader:
         except OSError:
             return None  # between the two steps of a rotation
 
-    def _lines(self, file: BinaryIO, is_last: bool) -> Iterator[Line]:
-        """What `file` holds; of a lossy reader one chunk, which is the newest one if `is_last`."""
+    def _lines(self, file: BinaryIO, grows: bool) -> Iterator[Line]:
+        """What is unread of `file`; a lossy reader leaves most of it out, or for later if the file still grows."""
         assert self._times is not None
-        left = os.fstat(file.fileno()).st_size - file.tell()
-        if left < 0:  # somebody cut the file: it comes again from its start
-            left = left + file.tell() - file.seek(0)
+        size = os.fstat(file.fileno()).st_size
+        if size < file.tell():  # somebody cut it: it comes again from its start
+            file.seek(0)
             self._partial = b""
             yield self._own(ROTATED)
         if self._lossy:
             at_once = CHUNK_BYTES if self._calm >= CALM_READS else FLOOD_BYTES
-            yield from self._jump(file, left, at_once, is_last)
-            left = min(left, at_once)
+            yield from self._jump(file, size - file.tell(), at_once)
+            size = min(size, file.tell() + at_once) if grows else size
+        left = size - file.tell()
         while left > 0 and (data := file.read(min(CHUNK_BYTES, left))):
             left -= len(data)
             end = file.tell() - len(data) - len(self._partial)
@@ -224,10 +224,10 @@ class LogReader:
                 else:
                     yield self._line(line, end - 1, read_at)
 
-    def _jump(self, file: BinaryIO, left: int, at_once: int, is_last: bool) -> Iterator[Line]:
-        """Move a lossy reader that is late to where `at_once` bytes are left; says so in a note."""
+    def _jump(self, file: BinaryIO, left: int, at_once: int) -> Iterator[Line]:
+        """Move a lossy reader that is late to where `at_once` bytes are left, and say so in a note."""
         assert self._times is not None
-        is_late = left > (MAX_BEHIND_BYTES if self._begun and not is_last else at_once)
+        is_late = left > (MAX_BEHIND_BYTES if self._begun else at_once)
         self._calm = 0 if is_late and self._begun else self._calm + 1
         if is_late:
             where = "skipped here" if self._begun else "earlier"

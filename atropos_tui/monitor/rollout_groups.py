@@ -91,17 +91,17 @@ def _stayed(before: list[str], after: list[str]) -> list[tuple[int, int]]:
         row = (row + met | row - met) & everywhere
         rows.append(row)
     # Bit j of row i is 0 where `after[j]` makes the subsequence of `before[: i + 1]` and `after[: j + 1]` longer.
-    found = []
+    pairs = []
     i, j = len(before) - 1, len(after) - 1
     while i >= 0 and j >= 0:
         if before[i] == after[j]:
-            found.append((i, j))
+            pairs.append((i, j))
             i, j = i - 1, j - 1
         elif rows[i] >> j & 1:
             j -= 1
         else:
             i -= 1
-    return found[::-1]
+    return pairs[::-1]
 
 
 def _replaced(before: str, after: str) -> list[tuple[Change, str]]:

@@ -156,24 +156,24 @@ class RolloutDetail(VerticalScroll):
 
     def tell(self, message: Rollouts.Pointed) -> None:
         """Show what the list points at."""
-        found = message.rollout
-        about = f"step {found.step} · {one_line(found.env)}" if found else "no data"
+        rollout = message.rollout
+        about = f"step {rollout.step} · {one_line(rollout.env)}" if rollout else "no data"
         self.border_title = title("Rollout", (about, "quiet"), (message.words, "accent"))
-        self.query_one("#rollout-text", Static).update(self._text(found, message.base) if found else "")
+        self.query_one("#rollout-text", Static).update(self._text(rollout, message.base) if rollout else "")
 
-    def _text(self, found: RolloutRecord, base: RolloutRecord | None) -> Text:
+    def _text(self, rollout: RolloutRecord, base: RolloutRecord | None) -> Text:
         label = self.get_component_rich_style("detail--label", partial=True)
         text = Text()
         figures = [
-            ("reward", number(found.reward, 2)),
-            ("advantage", number(found.advantage, 2)),
-            ("policy lag", number(found.policy_lag, 1)),
+            ("reward", number(rollout.reward, 2)),
+            ("advantage", number(rollout.advantage, 2)),
+            ("policy lag", number(rollout.policy_lag, 1)),
         ]
         for name, value in figures:
             text.append(f"{name} ", label).append(f"{value}   ")
         for name, old, new in (
-            ("prompt", base.prompt if base else None, found.prompt),
-            ("completion", base.completion if base else None, found.completion),
+            ("prompt", base.prompt if base else None, rollout.prompt),
+            ("completion", base.completion if base else None, rollout.completion),
         ):
             text.append(f"\n\n{name}\n", label)
             text.append_text(self._changes(plain(old), plain(new)) if old is not None else Text(plain(new)))

@@ -52,7 +52,7 @@ class SearchBar(Horizontal):
 
     @staticmethod
     def _applied(apply: Apply, text: str) -> str:
-        """Look for `text`; what is said of it."""
+        """Look for `text`; the words that are shown beside it: what matches, or why it is no pattern."""
         try:
             result = apply(compiled(text) if text else None)
         except PatternError as error:
