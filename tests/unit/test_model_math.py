@@ -112,7 +112,8 @@ def test_a_gpu_that_is_not_known_has_no_peak() -> None:
 def test_the_summary_shows_whatever_a_record_holds() -> None:
     figures = BenchmarkRecord(
         mode="none", total_s=90.0, steps=3, avg_step_s=float("nan"), total_step_s=float("inf"), avg_sync_s=0.0123,
-        syncs=2, total_sync_s=1e300, avg_data_wait_s=0.5, total_data_wait_s=1.5, peak_bytes=10**400, tokens_per_s=1234.5,
+        syncs=2, total_sync_s=1e300, avg_data_wait_s=0.5, total_data_wait_s=1.5, peak_bytes=10**400,
+        tokens_per_s=1234.5,
     )  # fmt: skip
     text = summary_text(f"({figures.mode})", summary_sections(figures, no_memory="n/a (CPU)"))
     assert "BENCHMARK SUMMARY (none)\n" in text and "  Total training time:     90.00s (1.50 min)\n" in text
