@@ -33,7 +33,7 @@ from trainer_core.errors import UsageError
 from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.broadcast import Broadcast
 from trainer_core.weight_sync.collectives import Rendezvous
-from vllm_server import links
+from vllm_server import collectives
 
 __all__ = ["base", "make", "receivers"]
 
@@ -75,7 +75,7 @@ def invited(meeting: Rendezvous, **fields: Any) -> TransferInit:
 
 def test_a_forged_go_or_presence_starts_nothing() -> None:
     meeting = Rendezvous("gloo", "127.0.0.1", 0, 3, 20)
-    waiting = threading.Thread(target=links.Lifeline, args=(invited(meeting), 1))
+    waiting = threading.Thread(target=collectives.Lifeline, args=(invited(meeting), 1))
     waiting.start()
     stranger = Stranger(meeting.port)
     stranger.plant("go", b"1")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from trainer_core.contracts.transfer import SentTensor, chunks
-from vllm_server.direct_copies import Recorder, addresses, named_views
+from vllm_server.copy_recorder import CopyRecorder, addresses, named_views
 
 
 class Fused(torch.nn.Module):
@@ -39,12 +39,12 @@ SENT = [
 ]  # fmt: skip
 
 
-def loaded(model: Fused, sent: list[SentTensor]) -> tuple[Recorder, torch.Tensor]:
+def loaded(model: Fused, sent: list[SentTensor]) -> tuple[CopyRecorder, torch.Tensor]:
     (whole,) = chunks(sent, 1 << 20)
     buffer = torch.empty(whole.nbytes, dtype=torch.uint8)
     for _, view in named_views(whole, buffer):
         view.normal_()
-    recorder = Recorder(model)
+    recorder = CopyRecorder(model)
     with recorder, torch.no_grad():
         model.load_weights(recorder.give(named_views(whole, buffer)))
     return recorder, buffer
@@ -111,7 +111,7 @@ def test_a_tied_head_and_another_rank_s_layers_are_no_such_tensors() -> None:
 
 def test_one_by_one_holds_no_tensor_and_names_the_same() -> None:
     model = Fused()
-    recorder = Recorder(model)
+    recorder = CopyRecorder(model)
     freed: list[weakref.ref[torch.Tensor]] = []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -134,7 +134,7 @@ def test_one_by_one_holds_no_tensor_and_names_the_same() -> None:
 def test_an_empty_share_of_a_tensor_is_a_place() -> None:
     """As a rank of a tiny vocabulary has it: the rows begin where the tensor ends."""
     model, embed = Fused(), torch.ones(5, 4)
-    recorder = Recorder(model)
+    recorder = CopyRecorder(model)
     with recorder, torch.no_grad():
         recorder.give([("embed", embed)])
         model.embed.data[:0].copy_(embed.narrow(0, 5, 0))

@@ -55,7 +55,7 @@ def path_kind(path: str) -> Kind:
     return "control"
 
 
-class Gate:
+class GenerationHold:
     """Whether generation may go on: open, held, or refused with a reason."""
 
     def __init__(self, *, held: bool) -> None:
@@ -81,12 +81,12 @@ ENGINE_DIED = "the engine of this server has died, and the server ends with it; 
 
 
 @dataclass
-class Door:
+class Access:
     """What the guard asks for; the app carries it as `app.state.atropos_door`."""
 
     token: str
     hosts: frozenset[str]
-    gate: Gate
+    gate: GenerationHold
     hold_timeout_s: float = 600.0
     instance_id: str = ""
     engine_died: Callable[[], bool] = lambda: False
@@ -120,8 +120,8 @@ class Door:
         return told
 
 
-class Guard:
-    """ASGI middleware, named to vLLM by its own `--middleware`; it finds its `Door` in the app that serves."""
+class AuthMiddleware:
+    """ASGI middleware, named to vLLM by its own `--middleware`; it finds its `Access` in the app that serves."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -130,7 +130,7 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        door: Door = scope["app"].state.atropos_door
+        door: Access = scope["app"].state.atropos_door
         door.watch_signals()
         headers = Headers(scope=scope)
         path = _route_path(scope)
@@ -156,7 +156,7 @@ class Guard:
         else:
             await refusal(scope, receive, send)
 
-    async def _hold(self, door: Door, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _hold(self, door: Access, scope: Scope, receive: Receive, send: Send) -> None:
         """Wait for the release, keeping the request's body; give up when the client does or the time is over."""
         body: list[Message] = []
         release = asyncio.ensure_future(door.gate.wait())
@@ -178,7 +178,7 @@ class Guard:
             return
         await self._answer(door, scope, _replay(body, receive), send)
 
-    async def _answer(self, door: Door, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, door: Access, scope: Scope, receive: Receive, send: Send) -> None:
         """The route's answer; if it fails without an engine, for whatever reason it gives, 503 with ours."""
         answered: Literal["no", "by the route", "by us"] = "no"
 
@@ -202,7 +202,7 @@ class Guard:
                 await _error(GONE_STATUS, gone)(scope, receive, send)
 
 
-def _check_server(headers: Headers, door: Door) -> JSONResponse | None:
+def _check_server(headers: Headers, door: Access) -> JSONResponse | None:
     """Refuse new work at the end, and what was meant for another server."""
     meant = headers.get(INSTANCE_HEADER)
     if meant is not None and meant != door.instance_id:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from trainer_core.contracts.bridge import INSTANCE_HEADER, TOKEN_HEADER
 from trainer_core.contracts.hosts import allowed_hosts, host_name
-from vllm_server.guard import ENDING, ENGINE_DIED, Door, Gate, Guard, path_kind
+from vllm_server.auth import ENDING, ENGINE_DIED, Access, AuthMiddleware, GenerationHold, path_kind
 
 TOKEN = "0123456789abcdef"
 
@@ -27,10 +27,12 @@ async def echo(request: Request) -> JSONResponse:
 
 def client(
     *, held: bool = False, hold_timeout_s: float = 5.0, host: str = "127.0.0.1"
-) -> tuple[httpx.AsyncClient, Gate]:
-    gate = Gate(held=held)
-    app = Starlette(routes=[Route("/{rest:path}", echo, methods=["GET", "POST"])], middleware=[Middleware(Guard)])
-    app.state.atropos_door = Door(TOKEN, allowed_hosts(host), gate, hold_timeout_s)
+) -> tuple[httpx.AsyncClient, GenerationHold]:
+    gate = GenerationHold(held=held)
+    app = Starlette(
+        routes=[Route("/{rest:path}", echo, methods=["GET", "POST"])], middleware=[Middleware(AuthMiddleware)]
+    )
+    app.state.atropos_door = Access(TOKEN, allowed_hosts(host), gate, hold_timeout_s)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1:9001"), gate
 
 
@@ -140,11 +142,11 @@ async def test_a_client_that_leaves_during_the_hold_never_reaches_the_engine() -
         sent.append(message)
 
     app = Starlette()
-    app.state.atropos_door = Door(TOKEN, allowed_hosts(None), Gate(held=True), 5.0)
+    app.state.atropos_door = Access(TOKEN, allowed_hosts(None), GenerationHold(held=True), 5.0)
     scope = {
         "type": "http", "app": app, "path": "/generate", "method": "POST", "headers": [(b"host", b"localhost")],
     }  # fmt: skip
-    await asyncio.wait_for(Guard(inner)(scope, receive, send), timeout=2)  # type: ignore[arg-type]
+    await asyncio.wait_for(AuthMiddleware(inner)(scope, receive, send), timeout=2)  # type: ignore[arg-type]
     assert (reached, sent) == ([], [])
 
 
@@ -165,9 +167,11 @@ class Failing:
 
     def __init__(self, how: str, **door: object) -> None:
         self.how = how
-        app = Starlette(routes=[Route("/{rest:path}", self.route, methods=["POST"])], middleware=[Middleware(Guard)])
-        self.door = app.state.atropos_door = Door(
-            TOKEN, allowed_hosts(None), Gate(held=False), instance_id="i-1", **door
+        app = Starlette(
+            routes=[Route("/{rest:path}", self.route, methods=["POST"])], middleware=[Middleware(AuthMiddleware)]
+        )
+        self.door = app.state.atropos_door = Access(
+            TOKEN, allowed_hosts(None), GenerationHold(held=False), instance_id="i-1", **door
         )  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(
@@ -215,7 +219,7 @@ def test_the_door_knows_of_the_end_before_those_who_act_on_the_signal() -> None:
     seen: list[bool] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(door.ending))
     try:
-        door = Door(TOKEN, allowed_hosts(None), Gate(held=False), signals=(signal.SIGUSR1,))
+        door = Access(TOKEN, allowed_hosts(None), GenerationHold(held=False), signals=(signal.SIGUSR1,))
         door.watch_signals()
         door.watch_signals()
         os.kill(os.getpid(), signal.SIGUSR1)

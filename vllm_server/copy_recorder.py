@@ -26,7 +26,7 @@ _CONSTANT = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 """What pads a vocabulary: the same at every update."""
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[misc]
+class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
     """While it is entered, notes every copy from a view of what is `given` to a view of a parameter."""
 
     def __init__(self, model: torch.nn.Module) -> None:
