@@ -16,7 +16,7 @@ import httpx
 from atropos_tui.supervisor import cgroup, diagnoses, environment, procfs, shared_memory
 from atropos_tui.supervisor.adoption import Estate, Heir, log_patterns
 from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence, Names
-from atropos_tui.supervisor.diagnoses.repeats import lasting_error
+from atropos_tui.supervisor.diagnoses.roots import lasting_error
 from atropos_tui.supervisor.diagnoses.scanner import LogScanner
 from atropos_tui.supervisor.environment import Launch, LaunchError
 from atropos_tui.supervisor.gpu_memory import GpuMemory

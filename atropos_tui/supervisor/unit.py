@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from atropos_tui.stack.spec import ComponentSpec, RestartPolicy
-from atropos_tui.supervisor.diagnoses.repeats import same_words
+from atropos_tui.supervisor.diagnoses.roots import same_words
 from atropos_tui.supervisor.diagnoses.scanner import LogScanner
 from atropos_tui.supervisor.environment import Launch
 from atropos_tui.supervisor.logs import LogDrain

@@ -20,7 +20,7 @@ from atropos_tui.stack.preflight import preflight
 from atropos_tui.stack.profile import EngineSection, Profile, parse_profile
 from tests.unit.small_models import CONFIGS, SMALL, build, saved, sizes_of
 from trainer_core.config import TrainingConfig
-from trainer_core.optimizers import Stepper
+from trainer_core.optim import Stepper
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import train_only
 from trainer_core.policy.logprobs import row_logprobs

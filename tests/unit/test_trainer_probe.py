@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from trainer_core.config import TrainingConfig
-from trainer_core.engine.client import Completion
 from trainer_core.errors import EngineError
-from trainer_core.probe import Prober
+from trainer_core.probe import LogprobProbe
+from trainer_core.server.client import Completion
 
 PROMPTS = [[2 + i] * 20 for i in range(3)]
 ALL = 2 * len(PROMPTS) + 1
@@ -45,9 +45,9 @@ class Engine:
     def answer(self, number: int) -> None: ...
 
 
-def _prober(engine: Engine) -> Prober:
+def _prober(engine: Engine) -> LogprobProbe:
     config = TrainingConfig(model_name="m", probe_prompts=len(PROMPTS), max_model_len=64)
-    prober = Prober(engine, config)  # type: ignore[arg-type]
+    prober = LogprobProbe(engine, config)  # type: ignore[arg-type]
     rollouts = [SimpleNamespace(tokens=torch.tensor(prompt), prompt_length=len(prompt)) for prompt in PROMPTS]
     prober.learn(SimpleNamespace(rollouts=rollouts))  # type: ignore[arg-type]
     return prober
