@@ -13,19 +13,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from atropos_tui.stack.hardware import Inventory, Machine
-from atropos_tui.stack.models import LAYER, Model, Shape, Shapes
+from atropos_tui.stack.models import LAYER, Model, Shapes
 from atropos_tui.stack.modes import TRAITS
 from atropos_tui.stack.plan import Site, training_config
 from atropos_tui.stack.profile import EngineSection, Profile
 from trainer_core.config import TrainingConfig
+from trainer_core.contracts import model_math
 
 HOST = "host"
 VLLM_FRACTION = 0.92
 """vLLM's default for gpu_memory_utilization."""
-BITS8_SMALLEST, BITS8_BLOCK = 4096, 256
-"""bitsandbytes keeps smaller tensors in float32, and one float32 scale for each block and moment."""
-LOGITS = {True: 1 << 29, False: 1 << 26}
-"""Logits that the trainer works on at a time, on a GPU or not (`trainer_core/policy/logprobs.py`)."""
 CONTEXT = 750 * 1024**2
 """A process's CUDA context and libraries, in bytes; 0.73 GiB on an H200."""
 _BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
@@ -210,14 +207,14 @@ class _Builder:
             add("adapters", 4 * count(trained), f"rank {settings.lora_r}, float32")
         parameters = count(trained)
         note = "float32" if parameters == model.parameters else f"{parameters:,} parameters are trained"
-        add("gradients", 4 * parameters, note)
+        add("gradients", model_math.GRADIENT_BYTES * parameters, note)
         if half:
             add("master weights", 4 * parameters, "float32")
         optimizer = effective_optimizer(settings, on_gpu=on_gpu)
-        add("optimizer state", optimizer_bytes(trained, optimizer), optimizer)
+        add("optimizer state", model_math.optimizer_bytes(trained.values(), optimizer), optimizer)
         tokens = tokens_per_pass(settings, self.profile.vllm[0].max_model_len)
-        estimate, formula = activation_bytes(model, tokens, width, on_gpu=on_gpu)
-        self.add(names, "trainer", "activations", estimate, formula, estimate=True)
+        kept = model_math.activation_bytes(model.dimensions, tokens, width=width, on_gpu=on_gpu, largest=model.largest)
+        self.add(names, "trainer", "activations", kept.total, kept.formula, estimate=True)
         if on_gpu:
             self.add(names, "trainer", "CUDA context", CONTEXT, estimate=True)
 
@@ -293,11 +290,11 @@ def as_lines(budget: Budget) -> list[str]:
 
 def kv_bytes_per_token(section: EngineSection, model: Model, width: int) -> int:
     """On one device, in bytes: keys and values of every layer; heads are replicated where there are fewer than GPUs."""
-    _, keys, size = model.widths
-    heads = max(1, keys // size // section.tensor_parallel)
-    layers = math.ceil(model.layers / section.flag_number("pipeline-parallel-size", 1))
+    dimensions = model.dimensions
+    heads = max(1, dimensions.kv_heads // section.tensor_parallel)
+    layers = math.ceil(dimensions.layers / section.flag_number("pipeline-parallel-size", 1))
     one = 1 if str(section.flag("kv-cache-dtype")).startswith("fp8") else width
-    return 2 * layers * heads * size * one
+    return 2 * layers * heads * dimensions.head_size * one
 
 
 def working_memory(section: EngineSection, model: Model, width: int, total: int | None) -> int:
@@ -309,8 +306,9 @@ def working_memory(section: EngineSection, model: Model, width: int, total: int 
     large = total is not None and total >= 70 * 1024**3
     tokens = section.flag_number("max-num-batched-tokens", 8192 if large else 2048)
     sequences = section.flag_number("max-num-seqs", 1024 if large else 256)
-    activations = tokens * width * (4 * model.hidden + math.ceil(3 * model.inner / section.tensor_parallel))
-    return activations + sequences * model.vocab * 8 + CONTEXT
+    dimensions = model.dimensions
+    inner = math.ceil(3 * dimensions.inner / section.tensor_parallel)
+    return tokens * width * (4 * dimensions.hidden + inner) + sequences * dimensions.vocab * 8 + CONTEXT
 
 
 def tokens_per_pass(settings: TrainingConfig, longest: int | None) -> int:
@@ -319,57 +317,10 @@ def tokens_per_pass(settings: TrainingConfig, longest: int | None) -> int:
     return min(max(settings.tokens_per_pass, sequence), settings.sequences_per_step * sequence)
 
 
-def activation_bytes(model: Model, tokens: int, width: int, *, on_gpu: bool) -> tuple[int, str]:
-    """What one pass keeps for its backward pass, the logits of one chunk, and the largest gradient while it is made.
-
-    Per token and layer: two norms that keep their input in float32, queries, keys, values and the attention's output
-    (keys and values repeated for each query head), four tensors inside the MLP, and four of the hidden size. On an H200
-    within 5 % of the peak of uncompiled layers (Qwen3 0.6B and 1.7B, Llama 1B; 4,096-16,384 tokens); compiled layers
-    keep about 40 % less.
-    """
-    queries, _, _ = model.widths
-    per_token = 8 * model.hidden + width * (4 * model.hidden + 4 * queries + 4 * model.inner)
-    if any("q_norm" in name for name in model.shapes):
-        per_token += 2 * (4 + width) * queries
-    chunk = min(tokens * model.vocab, LOGITS[on_gpu])
-    largest = model.largest * (4 + width)
-    ends = 8 * model.hidden
-    formula = f"{tokens:,} tokens x ({model.layers} layers x {per_token:,} B + {ends:,} B) + logits + largest gradient"
-    # Logits and their gradient; on a CPU the float32 softmax between them too, which a GPU computes in one kernel.
-    logits = chunk * (2 * width + (0 if on_gpu else 12))
-    return tokens * (model.layers * per_token + ends) + logits + largest, formula
-
-
-def optimizer_bytes(shapes: Shapes, optimizer: str) -> int:
-    """State of `trainer_core/optimizers.py` over tensors of these shapes, all kept in float32 but for adamw_8bit."""
-    return sum(_STATE[optimizer](shape) for shape in shapes.values())
-
-
-def _adamw(shape: Shape) -> int:
-    """Two float32 moments."""
-    return 8 * math.prod(shape)
-
-
-def _adamw_8bit(shape: Shape) -> int:
-    """Two moments of one byte, and their scales."""
-    count = math.prod(shape)
-    return 2 * (count + 4 * math.ceil(count / BITS8_BLOCK)) if count >= BITS8_SMALLEST else 8 * count
-
-
-def _adafactor(shape: Shape) -> int:
-    """Without momentum: a row and a column of second moments for a matrix, all of them for a vector."""
-    if len(shape) < 2:
-        return 4 * math.prod(shape)
-    return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
-
-
-_STATE = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
-
-
 def effective_optimizer(settings: TrainingConfig, *, on_gpu: bool) -> str:
-    """On a CPU the default 8-bit optimizer becomes adamw; one that was asked for stays."""
-    default = settings.optimizer == "adamw_8bit" and "optimizer" not in settings.model_fields_set
-    return "adamw" if default and not on_gpu else settings.optimizer
+    """The optimizer that the trainer takes on such a device."""
+    chosen = "optimizer" in settings.model_fields_set
+    return model_math.effective_optimizer(settings.optimizer, chosen=chosen, on_gpu=on_gpu)
 
 
 def adapter_shapes(model: Model, settings: TrainingConfig) -> Shapes:

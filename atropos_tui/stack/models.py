@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer_core.contracts.model_math import Dimensions
+
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
@@ -45,37 +47,9 @@ class Model:
         return max(math.prod(shape) for shape in self.shapes.values())
 
     @property
-    def layers(self) -> int:
-        """Number of transformer layers."""
-        return int(self.config.get("num_hidden_layers") or self.config["n_layer"])
-
-    @property
-    def heads(self) -> int:
-        """Number of attention heads for queries."""
-        return int(self.config.get("num_attention_heads") or self.config["n_head"])
-
-    @property
-    def hidden(self) -> int:
-        """Width of the hidden state."""
-        return int(self.config.get("hidden_size") or self.config["n_embd"])
-
-    @property
-    def inner(self) -> int:
-        """Width inside the MLP."""
-        return int(self.config.get("intermediate_size") or self.config.get("n_inner") or 4 * self.hidden)
-
-    @property
-    def vocab(self) -> int:
-        """Rows of the embedding."""
-        return int(self.config["vocab_size"])
-
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """Width of all queries, of all keys, and of one head."""
-        queries, keys, size = attention_widths(
-            {"num_attention_heads": self.heads, "hidden_size": self.hidden} | self.config
-        )
-        return queries, keys, size
+    def dimensions(self) -> Dimensions:
+        """Sizes of its layers, by which memory is estimated."""
+        return Dimensions.of(self.config, head_norms=any("q_norm" in name for name in self.shapes))
 
     @property
     def max_length(self) -> int | None:
@@ -115,7 +89,7 @@ def read_model(name: str) -> Model | str:
             return f"no formula for {architecture(config)}, and no safetensors beside its config.json"
         model = Model(name, config, shapes, source)
         # Read now what the budget needs, so that a configuration without it is found here.
-        _ = (model.layers, model.heads, model.hidden, model.inner, model.vocab, model.widths, model.max_length)
+        _ = (model.dimensions, model.max_length)
         return model
     except KeyError as error:
         return f"{path} lacks {error.args[0]}"

@@ -237,20 +237,20 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory, file
             file,
             "model",
         )
-    beyond = [layer for layer in settings.train_layer_indices or [] if layer >= first.layers]
+    beyond = [layer for layer in settings.train_layer_indices or [] if layer >= first.dimensions.layers]
     if beyond:
-        reason = f"the model has layers 0-{first.layers - 1}, and no {', '.join(map(str, beyond[:5]))}"
-        yield Problem(reason, f"name layers up to {first.layers - 1}", file, "trainer.train_layer_indices")
+        reason = f"the model has layers 0-{first.dimensions.layers - 1}, and no {', '.join(map(str, beyond[:5]))}"
+        yield Problem(reason, f"name layers up to {first.dimensions.layers - 1}", file, "trainer.train_layer_indices")
 
 
 def _engine_fits(engine: EngineSection, model: Model, index: int, file: str) -> Iterator[Problem]:
     parallel = engine.tensor_parallel
-    keys = model.widths[1] // model.widths[2]
+    heads, keys = model.dimensions.heads, model.dimensions.kv_heads
     odd = keys % parallel if keys >= parallel else parallel % keys
-    if model.heads % parallel or odd:
-        possible = [n for n in range(1, model.heads + 1) if model.heads % n == 0 and (keys % n == 0 or n % keys == 0)]
+    if heads % parallel or odd:
+        possible = [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
         yield Problem(
-            f"{model.heads} attention heads with {keys} for keys cannot be divided among {parallel} GPUs",
+            f"{heads} attention heads with {keys} for keys cannot be divided among {parallel} GPUs",
             f"use one of: {', '.join(map(str, possible))}",
             file,
             f"vllm.{index}.tensor_parallel",

@@ -20,6 +20,7 @@ from atropos_tui.stack.preflight import preflight
 from atropos_tui.stack.profile import EngineSection, Profile, parse_profile
 from tests.unit.small_models import CONFIGS, SMALL, build, saved, sizes_of
 from trainer_core.config import TrainingConfig
+from trainer_core.contracts import model_math
 from trainer_core.optim import Stepper
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import train_only
@@ -52,12 +53,12 @@ def test_gradients_masters_and_optimizer_are_what_the_stepper_allocates(
     shapes = saved(CONFIGS["qwen3"], tmp_path).trained(layers)
     assert gradients == 4 * memory.count(shapes)
     assert masters == (4 * memory.count(shapes) if dtype == torch.bfloat16 else 0)
-    assert state == memory.optimizer_bytes(shapes, optimizer)
+    assert state == model_math.optimizer_bytes(shapes.values(), optimizer)
 
 
 def test_eight_bit_state_is_two_bytes_and_two_scales_a_block() -> None:
-    assert memory.optimizer_bytes({"a": (64, 64)}, "adamw_8bit") == 2 * 4096 + 2 * 4 * 16
-    assert memory.optimizer_bytes({"a": (4095,)}, "adamw_8bit") == 8 * 4095, (
+    assert model_math.optimizer_bytes([(64, 64)], "adamw_8bit") == 2 * 4096 + 2 * 4 * 16
+    assert model_math.optimizer_bytes([(4095,)], "adamw_8bit") == 8 * 4095, (
         "bitsandbytes keeps small tensors in float32"
     )
 
@@ -92,8 +93,8 @@ def test_the_activation_estimate_is_near_what_autograd_keeps(name: str, tmp_path
     shape = Model("m", config.to_dict(), sizes_of(config), "")
     # Twice the tokens less once: what grows with tokens, which the largest gradient does not. The logits of a tiny
     # vocabulary hardly count.
-    estimate = memory.activation_bytes(shape, 2 * tokens, 2, on_gpu=True)[0]
-    estimate -= memory.activation_bytes(shape, tokens, 2, on_gpu=True)[0]
+    estimate = model_math.activation_bytes(shape.dimensions, 2 * tokens, width=2, on_gpu=True).total
+    estimate -= model_math.activation_bytes(shape.dimensions, tokens, width=2, on_gpu=True).total
     assert 0.8 < estimate / sum(kept.values()) < 1.5, (estimate, sum(kept.values()))
 
 

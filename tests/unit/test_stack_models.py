@@ -21,7 +21,8 @@ def test_parameters_are_those_of_transformers(name: str, tmp_path: Path) -> None
     model = saved(CONFIGS[name], tmp_path)
     assert model.shapes == real and model.source == "config.json"
     assert model.parameters == sum(math.prod(shape) for shape in real.values())
-    assert (model.hidden, model.heads, model.vocab) == (32, 4, 80)
+    dimensions = model.dimensions
+    assert (dimensions.hidden, dimensions.heads, dimensions.vocab) == (32, 4, 80)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
