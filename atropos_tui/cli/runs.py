@@ -16,7 +16,7 @@ from typing import Any
 import platformdirs
 
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.stack.listening import listens
+from atropos_tui.stack.ports import listens
 from trainer_core.contracts.files import read_regular
 from trainer_core.contracts.run_dir import LATEST_TIME, RunDir
 

@@ -1,4 +1,4 @@
-"""TCP ports of this machine: whether one is free, and who holds it."""
+"""Ports and sockets of this machine: whether a port is free, who holds it, and whether a Unix socket is answered."""
 
 from __future__ import annotations
 
@@ -12,9 +12,25 @@ from pathlib import Path
 
 import psutil
 
-from atropos_tui.stack.listening import listens
 from trainer_core.contracts.ports import LOOPBACK, bind, is_held
 from trainer_core.contracts.run_dir import ENV_COMPONENT, ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID
+
+CONNECT_S = 1.0
+"""Connecting to a local socket is immediate; only a full backlog takes longer."""
+
+
+def listens(address: str) -> bool:
+    """Whether somebody listens on the Unix socket at `address`: the one sign of a live supervisor that a killed one
+    does not leave."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(CONNECT_S)
+            probe.connect(address)
+    except (BlockingIOError, TimeoutError):
+        return True  # it listens, but has more callers than it can take just now
+    except (OSError, ValueError):  # ValueError: a NUL in the address
+        return False
+    return True
 
 
 def is_free(port: int, *, held: bool = False) -> bool:

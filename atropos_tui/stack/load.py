@@ -1,6 +1,7 @@
-"""From files to one table: finding a profile, reading its TOML, and merging what it `extends`.
+"""From files to one table: finding a profile, reading its TOML, merging what it `extends`, and applying `--set`.
 
     extends = "base.toml"     # a path relative to this file, or the name of a shipped profile
+    --set trainer.lr=1e-4     # a dotted key and a TOML value (or else a plain string), after everything is merged
 
 Tables merge key by key and the extending profile wins; a list (`gpus`, `[[env]]`) replaces the whole list. `Origins`
 remembers which file each key comes from, so that a problem names the place where it must be mended.
@@ -8,7 +9,6 @@ remembers which file each key comes from, so that a problem names the place wher
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
 from collections.abc import Sequence
@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from atropos_tui.errors import Problem, UserError
-from atropos_tui.stack.shown import KeyPath, printable, shown
+from atropos_tui.stack.errors import SECTION_LISTS, KeyPath, did_you_mean, printable, value_text
 
 MAX_PROFILE_BYTES = 1024 * 1024
-MAX_CHAIN = 8
-"""So many profiles may extend one another."""
-MAX_NESTING = 32
-"""Tables and lists inside one another; a real profile needs seven."""
+"""A larger file is no profile, but a model given in its place."""
+SET = "--set"
+"""What a problem names in the place of a file."""
 
 PROGRAMS = {"module", "script", "command"}
 """Of these an environment has one: who names one takes back the others that are inherited."""
@@ -94,21 +93,15 @@ def find_profile(name_or_path: str) -> Path:
 
 
 def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # such as a name that is too long
-        return False
+    """Whether `path` is a regular file; as a function of os.path it never raises, whatever the name."""
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def _not_found(path: Path, name: str) -> tuple[str, str]:
+    """Reason and fix for a profile that is no file."""
     shipped = shipped_profiles()
-    near = difflib.get_close_matches(Path(name[:200]).stem, shipped, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    try:
-        reason = "is a directory" if path.is_dir() else "is not a regular file" if path.exists() else "no such profile"
-    except OSError:
-        reason = "no such profile"
-    return reason, f"{hint}give a path, or one of: {', '.join(shipped) or '(none shipped)'}"
+    reason = "is a directory" if os.path.isdir(path) else "no such profile"  # noqa: PTH112
+    return reason, f"{did_you_mean(Path(name).stem, shipped)}give a path, or one of: {', '.join(shipped)}"
 
 
 def file_text(path: Path) -> str:
@@ -117,7 +110,11 @@ def file_text(path: Path) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse `path`; raises UserError for anything that is not TOML of a sensible size and depth."""
+    """The tables of the TOML file `path`.
+
+    Raises:
+        UserError: it cannot be read, is larger than `MAX_PROFILE_BYTES`, or is not TOML.
+    """
     file = file_text(path)
     try:
         with path.open("rb") as stream:
@@ -125,38 +122,15 @@ def read_toml(path: Path) -> dict[str, Any]:
         if len(content) > MAX_PROFILE_BYTES:
             raise _invalid("larger than 1 MiB: not a profile", "check that this is the file you meant", file)
         # Editors on Windows begin files with a byte order mark.
-        data = tomllib.loads(content.decode("utf-8-sig"))
+        return tomllib.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise _invalid(f"not UTF-8 text (byte {error.start})", "save it as UTF-8", file) from None
-    except RecursionError:
-        raise _too_deep(file) from None
     except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
         raise _invalid(f"not TOML: {printable(str(error))}", "correct the syntax at that place", file) from None
     except OSError as error:
         raise UserError(
             "unreadable profile", [Problem(str(error.strerror), "make it a readable file", file=file)]
         ) from None
-    check_nesting(data, file)
-    return data
-
-
-def check_nesting(data: dict[str, Any], file: str) -> None:
-    """Refuse data that is nested so deep that walking it could end in a RecursionError."""
-    level: list[Any] = [data]
-    for _ in range(MAX_NESTING):
-        level = [
-            inner
-            for node in level
-            for inner in (node.values() if isinstance(node, dict) else node)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return
-    raise _too_deep(file)
-
-
-def _too_deep(file: str) -> UserError:
-    return _invalid(f"tables or lists nested more than {MAX_NESTING} deep", "take some levels out", file)
 
 
 def _invalid(reason: str, fix: str, file: str, key: str = "") -> UserError:
@@ -167,7 +141,7 @@ def read_merged(path: Path) -> tuple[dict[str, Any], Origins]:
     """Read `path` and what it extends, merged. The result has no `extends` any more.
 
     Raises:
-        UserError: a file cannot be read, or the chain is circular, broken or too long.
+        UserError: a file cannot be read, or the chain is circular or broken.
     """
     chain = [path]
     layers = [read_toml(path)]
@@ -191,8 +165,6 @@ def _nest_flags(layer: dict[str, Any]) -> None:
             continue
         for flag in [key for key in args if "." in key]:
             *tables, last = flag.split(".")
-            if len(tables) > MAX_NESTING // 2:
-                continue
             node: Any = args
             for table in tables:
                 node = node.setdefault(table, {}) if isinstance(node, dict) else None
@@ -205,21 +177,20 @@ def _extended(wanted: Any, chain: list[Path]) -> Path:
     file = file_text(chain[-1])
     if not isinstance(wanted, str) or not wanted:
         raise _invalid(
-            f"must name one profile (got {shown(wanted)})", 'write extends = "base.toml", or a name', file, "extends"
+            f"must name one profile (got {value_text(wanted)})",
+            'write extends = "base.toml", or a name',
+            file,
+            "extends",
         )
     path = chain[-1].parent / Path(wanted).expanduser()
     if not _is_file(path):
         path = shipped_profiles().get(wanted, path)
-    told = " → ".join(file_text(link) for link in [*chain, path])
+    links = " → ".join(file_text(link) for link in [*chain, path])
     if not _is_file(path):
         reason, fix = _not_found(path, wanted)
-        raise _invalid(f"{reason}: {told}", f"{fix}; a path is relative to this file", file, "extends")
+        raise _invalid(f"{reason}: {links}", f"{fix}; a path is relative to this file", file, "extends")
     if any(path.samefile(link) for link in chain):
-        raise _invalid(f"goes in a circle: {told}", "take one of these `extends` away", file, "extends")
-    if len(chain) >= MAX_CHAIN:
-        raise _invalid(
-            f"more than {MAX_CHAIN} profiles in a row: {told}", "bring some of them together in one", file, "extends"
-        )
+        raise _invalid(f"goes in a circle: {links}", "take one of these `extends` away", file, "extends")
     return path
 
 
@@ -234,3 +205,68 @@ def _merge(base: dict[str, Any], over: dict[str, Any], origins: Origins, file: s
         else:
             base[key] = value
             origins.note((*path, key), value, file, old)
+
+
+def apply_sets(data: dict[str, Any], sets: Sequence[str], origins: Origins | None = None) -> None:
+    """Apply overrides in place, and note them in `origins`.
+
+    `[[env]]` and `[[vllm]]` are reached by index (`vllm.1.port=9002`), or through their first entry (`vllm.port=9002`).
+
+    Raises:
+        UserError: not KEY=VALUE, or the key leads through something that is no table.
+    """
+    for item in sets:
+        key, separator, text = item.partition("=")
+        if not separator or not key.strip():
+            raise _invalid_set(f'"{printable(item)}" is not KEY=VALUE', "write e.g. --set trainer.lr=1e-4", "")
+        value, parts = toml_value(text), key.strip().split(".")
+        if parts == ["extends"]:
+            raise _invalid_set(
+                "cannot be set: it is followed before --set applies", "write it in the profile", "extends"
+            )
+        path = _assign(data, parts, value, printable(key.strip()))
+        if origins is not None:
+            origins.note(path, value, SET)
+
+
+def toml_value(text: str) -> Any:
+    """`text` as TOML reads it, else the text itself: `8` is a number, `/models/m` a string."""
+    try:
+        parsed = tomllib.loads(f"v = {text}")
+    except ValueError:  # TOMLDecodeError, and numbers of thousands of digits
+        return text
+    return parsed["v"] if len(parsed) == 1 else text
+
+
+def _assign(data: dict[str, Any], parts: list[str], value: Any, key: str) -> KeyPath:
+    """Set one value and return the path by which it is found in `data`."""
+    node: Any = data
+    path: KeyPath = ()
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(node, list):
+            index = int(part) if part.isdecimal() and len(part) < 10 else 0
+            if index >= len(node):
+                raise _invalid_set(f"there are only {len(node)} entries", "count them from 0", key)
+            path += (index,)
+            if part.isdecimal() and last:
+                node[index] = value
+                return path
+            node = node[index]
+            if part.isdecimal():
+                continue
+        if not isinstance(node, dict):
+            raise _invalid_set(f"{printable('.'.join(parts[:depth]))} is not a table", "set a key of a table", key)
+        if part == "0" and not last and parts[:depth] in [[section] for section in SECTION_LISTS]:
+            continue  # one [env] is the first of [[env]]
+        path += (part,)
+        if not last:
+            node = node.setdefault(part, {})
+    if path[0] == "env" and len(path) > 1 and all(isinstance(part, int) for part in path[1:-1]):
+        displace(node, {parts[-1]})
+    node[parts[-1]] = value
+    return path
+
+
+def _invalid_set(reason: str, fix: str, key: str) -> UserError:
+    return UserError("invalid --set", [Problem(reason, fix, SET, key)])

@@ -1,4 +1,4 @@
-"""How much memory a stack will want, per GPU or on the host, before it says so itself. A function from data to data.
+"""How much memory a stack will want, per GPU or on the host, before it says so itself: the budget and its formulas.
 
 What is allocated for certain (weights, gradients, master weights, optimizer state, vLLM's share of a GPU) is exact for
 each tensor; activations are an estimate, and its formula is shown. In single copy the weights count once, on the
@@ -12,15 +12,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from atropos_tui.stack import sizes
-from atropos_tui.stack.flags import number, ways, written
-from atropos_tui.stack.machine import Machine
-from atropos_tui.stack.models import Model
+from atropos_tui.stack.hardware import Inventory, Machine
+from atropos_tui.stack.models import LAYER, Model, Shape, Shapes
 from atropos_tui.stack.modes import TRAITS
+from atropos_tui.stack.plan import Site, training_config
 from atropos_tui.stack.profile import EngineSection, Profile
 from trainer_core.config import TrainingConfig
 
 HOST = "host"
+VLLM_FRACTION = 0.92
+"""vLLM's default for gpu_memory_utilization."""
+BITS8_SMALLEST, BITS8_BLOCK = 4096, 256
+"""bitsandbytes keeps smaller tensors in float32, and one float32 scale for each block and moment."""
+LOGITS = {True: 1 << 29, False: 1 << 26}
+"""Logits that the trainer works on at a time, on a GPU or not (`trainer_core/policy/logprobs.py`)."""
+CONTEXT = 750 * 1024**2
+"""A process's CUDA context and libraries, in bytes; 0.73 GiB on an H200."""
+_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -93,9 +101,14 @@ def make_budget(
     return Budget(devices, notes, [*builder.warnings, *overflows])
 
 
+def site_budget(site: Site, inventory: Inventory) -> Budget:
+    """The budget of a profile on the machine of `inventory`."""
+    return make_budget(site.profile, training_config(site), inventory.models, inventory.machine)
+
+
 def engine_devices(section: EngineSection, machine: Machine) -> list[str]:
     """Where an engine lies: its GPUs, else the first ones that it sees, else the host."""
-    indices = section.gpus or (range(ways(section)) if machine.gpus else [])
+    indices = section.gpus or (range(section.gpus_per_copy) if machine.gpus else [])
     return [f"GPU {index}" for index in indices] or [HOST]
 
 
@@ -135,26 +148,26 @@ class _Builder:
         """Weights, what vLLM needs to compute, and the KV cache that its share of the device leaves."""
         names = engine_devices(section, self.machine)
         fed = section is self.profile.vllm[0]
-        width = sizes.dtype_bytes(section.dtype or self.settings.dtype, model)
-        weights = math.ceil(model.parameters * width / ways(section))
+        width = dtype_bytes(section.dtype or self.settings.dtype, model)
+        weights = math.ceil(model.parameters * width / section.gpus_per_copy)
         only = "the only copy: the trainer attaches to it" if self.traits.shares_memory and fed else ""
         self.add(names, section.name, "weights", weights, only)
         held = weights
         if self.traits.lora and fed:
-            slots = math.ceil(sizes.slot_elements(model, section, self.settings) * width / ways(section))
+            slots = math.ceil(slot_elements(model, section, self.settings) * width / section.gpus_per_copy)
             self.add(names, section.name, "adapters", slots)
             held += slots
         total = self.device(names[0]).total
         if names != [HOST]:
-            working = sizes.working_memory(section, model, width, total)
+            working = working_memory(section, model, width, total)
             self.add(names, section.name, "working memory", working, "activations, sampler, CUDA", estimate=True)
             held += working
         self._kv_cache(names, section, model, width, held)
 
     def _kv_cache(self, names: list[str], section: EngineSection, model: Model, width: int, held: int) -> None:
         device = self.device(names[0])
-        per_token = sizes.kv_bytes_per_token(section, model, width)
-        share = section.gpu_memory_utilization or sizes.VLLM_FRACTION
+        per_token = kv_bytes_per_token(section, model, width)
+        share = section.gpu_memory_utilization or VLLM_FRACTION
         given = self._given_kv_cache(names, section)
         if given is None and device.total is None:
             note = f"{share:.0%} of the GPU less the above; {per_token:,} B a token"
@@ -173,7 +186,7 @@ class _Builder:
 
     def _given_kv_cache(self, names: list[str], section: EngineSection) -> int | None:
         """The size that the profile names; it wins over the share of the device."""
-        if (given := number(section, "kv-cache-memory-bytes", 0)) > 0:
+        if (given := section.flag_number("kv-cache-memory-bytes", 0)) > 0:
             return given
         gib = section.env.get("VLLM_CPU_KVCACHE_SPACE", "") if names == [HOST] else ""
         return int(gib) * 1024**3 if gib.isdecimal() else None
@@ -183,7 +196,7 @@ class _Builder:
         settings = self.settings
         names = trainer_devices(self.profile, settings, self.machine)
         on_gpu = names != [HOST]
-        width = sizes.dtype_bytes(settings.dtype, model)
+        width = dtype_bytes(settings.dtype, model)
 
         def add(what: str, size: int, note: str = "") -> None:
             self.add(names, "trainer", what, math.ceil(size / len(names)), note)
@@ -192,19 +205,20 @@ class _Builder:
             add("weights", model.parameters * width, "a copy of its own")
         trained, half = model.trained(settings.train_layer_indices), width < 4
         if self.traits.lora:
-            trained, half = sizes.adapter_shapes(model, settings), False
-            add("adapters", 4 * sizes.count(trained), f"rank {settings.lora_r}, float32")
-        count = sizes.count(trained)
-        add("gradients", 4 * count, "float32" if count == model.parameters else f"{count:,} parameters are trained")
+            trained, half = adapter_shapes(model, settings), False
+            add("adapters", 4 * count(trained), f"rank {settings.lora_r}, float32")
+        parameters = count(trained)
+        note = "float32" if parameters == model.parameters else f"{parameters:,} parameters are trained"
+        add("gradients", 4 * parameters, note)
         if half:
-            add("master weights", 4 * count, "float32")
-        optimizer = sizes.effective_optimizer(settings, on_gpu=on_gpu)
-        add("optimizer state", sizes.optimizer_bytes(trained, optimizer), optimizer)
-        tokens = sizes.tokens_per_pass(settings, self.profile.vllm[0].max_model_len)
-        estimate, formula = sizes.activation_bytes(model, tokens, width, on_gpu=on_gpu)
+            add("master weights", 4 * parameters, "float32")
+        optimizer = effective_optimizer(settings, on_gpu=on_gpu)
+        add("optimizer state", optimizer_bytes(trained, optimizer), optimizer)
+        tokens = tokens_per_pass(settings, self.profile.vllm[0].max_model_len)
+        estimate, formula = activation_bytes(model, tokens, width, on_gpu=on_gpu)
         self.add(names, "trainer", "activations", estimate, formula, estimate=True)
         if on_gpu:
-            self.add(names, "trainer", "CUDA context", sizes.CONTEXT, estimate=True)
+            self.add(names, "trainer", "CUDA context", CONTEXT, estimate=True)
 
 
 def overflow(device: Device, profile: Profile, settings: TrainingConfig) -> str | None:
@@ -223,8 +237,8 @@ def given_cache(device: Device, profile: Profile) -> str | None:
     for index, section in enumerate(profile.vllm):
         if (largest.component, largest.what) != (section.name, "KV cache"):
             continue
-        if number(section, "kv-cache-memory-bytes", 0) > 0:
-            return f"vllm.{index}.args.{written(section, 'kv-cache-memory-bytes')}"
+        if section.flag_number("kv-cache-memory-bytes", 0) > 0:
+            return f"vllm.{index}.args.{section.flag_key('kv-cache-memory-bytes')}"
         if device.name == HOST and section.env.get("VLLM_CPU_KVCACHE_SPACE"):
             return f"vllm.{index}.env.VLLM_CPU_KVCACHE_SPACE"
     return None
@@ -232,7 +246,7 @@ def given_cache(device: Device, profile: Profile) -> str | None:
 
 def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list[str]:
     """The five of the guides, as keys of the profile with their present values; first what is largest by request."""
-    share = profile.vllm[0].gpu_memory_utilization or sizes.VLLM_FRACTION
+    share = profile.vllm[0].gpu_memory_utilization or VLLM_FRACTION
     cache = given_cache(device, profile)
     if cache and len(profile.vllm) == 1:
         cache = cache.replace("vllm.0.", "vllm.")
@@ -274,3 +288,112 @@ def as_lines(budget: Budget) -> list[str]:
             size = "unknown" if item.bytes is None else ("~" if item.estimate else "") + size_text(item.bytes)
             lines.append(f"    {item.component:<10} {item.what:<16} {size:>12}  {item.note}".rstrip())
     return [*lines, *(f"  WARNING {warning}" for warning in budget.warnings)]
+
+
+def kv_bytes_per_token(section: EngineSection, model: Model, width: int) -> int:
+    """On one device, in bytes: keys and values of every layer; heads are replicated where there are fewer than GPUs."""
+    _, keys, size = model.widths
+    heads = max(1, keys // size // section.tensor_parallel)
+    layers = math.ceil(model.layers / section.flag_number("pipeline-parallel-size", 1))
+    one = 1 if str(section.flag("kv-cache-dtype")).startswith("fp8") else width
+    return 2 * layers * heads * size * one
+
+
+def working_memory(section: EngineSection, model: Model, width: int, total: int | None) -> int:
+    """What vLLM measures before the rest becomes KV cache: a full batch, float32 logits of every sequence, CUDA.
+
+    Args:
+        total: bytes of the GPU, by which vLLM chooses its largest batch; None for a small one.
+    """
+    large = total is not None and total >= 70 * 1024**3
+    tokens = section.flag_number("max-num-batched-tokens", 8192 if large else 2048)
+    sequences = section.flag_number("max-num-seqs", 1024 if large else 256)
+    activations = tokens * width * (4 * model.hidden + math.ceil(3 * model.inner / section.tensor_parallel))
+    return activations + sequences * model.vocab * 8 + CONTEXT
+
+
+def tokens_per_pass(settings: TrainingConfig, longest: int | None) -> int:
+    """Upper bound of tokens in one pass of the trainer, given the longest sequence that the engine makes."""
+    sequence = min(settings.seq_len, longest or settings.seq_len)
+    return min(max(settings.tokens_per_pass, sequence), settings.sequences_per_step * sequence)
+
+
+def activation_bytes(model: Model, tokens: int, width: int, *, on_gpu: bool) -> tuple[int, str]:
+    """What one pass keeps for its backward pass, the logits of one chunk, and the largest gradient while it is made.
+
+    Per token and layer: two norms that keep their input in float32, queries, keys, values and the attention's output
+    (keys and values repeated for each query head), four tensors inside the MLP, and four of the hidden size. On an H200
+    within 5 % of the peak of uncompiled layers (Qwen3 0.6B and 1.7B, Llama 1B; 4,096-16,384 tokens); compiled layers
+    keep about 40 % less.
+    """
+    queries, _, _ = model.widths
+    per_token = 8 * model.hidden + width * (4 * model.hidden + 4 * queries + 4 * model.inner)
+    if any("q_norm" in name for name in model.shapes):
+        per_token += 2 * (4 + width) * queries
+    chunk = min(tokens * model.vocab, LOGITS[on_gpu])
+    largest = model.largest * (4 + width)
+    ends = 8 * model.hidden
+    formula = f"{tokens:,} tokens x ({model.layers} layers x {per_token:,} B + {ends:,} B) + logits + largest gradient"
+    # Logits and their gradient; on a CPU the float32 softmax between them too, which a GPU computes in one kernel.
+    logits = chunk * (2 * width + (0 if on_gpu else 12))
+    return tokens * (model.layers * per_token + ends) + logits + largest, formula
+
+
+def optimizer_bytes(shapes: Shapes, optimizer: str) -> int:
+    """State of `trainer_core/optimizers.py` over tensors of these shapes, all kept in float32 but for adamw_8bit."""
+    return sum(_STATE[optimizer](shape) for shape in shapes.values())
+
+
+def _adamw(shape: Shape) -> int:
+    """Two float32 moments."""
+    return 8 * math.prod(shape)
+
+
+def _adamw_8bit(shape: Shape) -> int:
+    """Two moments of one byte, and their scales."""
+    count = math.prod(shape)
+    return 2 * (count + 4 * math.ceil(count / BITS8_BLOCK)) if count >= BITS8_SMALLEST else 8 * count
+
+
+def _adafactor(shape: Shape) -> int:
+    """Without momentum: a row and a column of second moments for a matrix, all of them for a vector."""
+    if len(shape) < 2:
+        return 4 * math.prod(shape)
+    return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
+
+
+_STATE = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
+
+
+def effective_optimizer(settings: TrainingConfig, *, on_gpu: bool) -> str:
+    """On a CPU the default 8-bit optimizer becomes adamw; one that was asked for stays."""
+    default = settings.optimizer == "adamw_8bit" and "optimizer" not in settings.model_fields_set
+    return "adamw" if default and not on_gpu else settings.optimizer
+
+
+def adapter_shapes(model: Model, settings: TrainingConfig) -> Shapes:
+    """The two float32 matrices of each adapted linear layer."""
+    wanted = set(settings.lora_target_modules or ["q_proj", "v_proj"])
+    shapes: Shapes = {}
+    for name, shape in model.trained(settings.lora_layer_indices).items():
+        if len(shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in wanted:
+            shapes[f"{name}.lora_A"] = (settings.lora_r, shape[1])
+            shapes[f"{name}.lora_B"] = (shape[0], settings.lora_r)
+    return shapes
+
+
+def slot_elements(model: Model, section: EngineSection, settings: TrainingConfig) -> int:
+    """Elements of vLLM's adapter slots: each has room for every linear layer at the largest rank."""
+    rank = section.flag_number("max-lora-rank", settings.lora_r)
+    linear = [shape for name, shape in model.shapes.items() if len(shape) == 2 and LAYER.search(name)]
+    return section.flag_number("max-loras", 1) * sum(rank * (rows + columns) for rows, columns in linear)
+
+
+def dtype_bytes(dtype: str, model: Model) -> int:
+    """Bytes of one weight; `auto` is the type it is stored in."""
+    return _BYTES.get(model.dtype if dtype == "auto" else dtype, 2)
+
+
+def count(shapes: Shapes) -> int:
+    """Parameters in all."""
+    return sum(math.prod(shape) for shape in shapes.values())
