@@ -14,8 +14,8 @@ import pytest
 
 from atropos_tui.stack.spec import LogPolicy, RestartPolicy, Stage
 from atropos_tui.supervisor import keeping, leftovers, procfs
-from atropos_tui.supervisor.journal import ProcessTable
 from atropos_tui.supervisor.logs import last_lines
+from atropos_tui.supervisor.store import ProcessTable
 from tests.supervisor.harness import QUICK, alive, part, python, ready, script, wait_until
 from tests.supervisor.test_adoption import (
     COUNT,
