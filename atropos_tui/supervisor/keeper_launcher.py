@@ -78,7 +78,8 @@ class KeeperLauncher:
     ) -> Living:
         group = cgroup.part_group(self._group, spec.name, attempt)
         handle = self._start(launch, self._run.log(spec.name, attempt), group)
-        kept = Kept(handle, on_exit, on_problem)
+        log = LogDrain(None, None)
+        kept = Kept(handle, log.take, on_exit, on_problem)
         row = procfs.read(handle.keeper_pid)
         entry = entry_of(kept.pid, kept.ticks, attempt, launch, group).model_copy(
             update={
@@ -88,12 +89,12 @@ class KeeperLauncher:
                 "keeper_ticks": row.ticks if row else 0,
             }
         )
-        return Living(kept, LogDrain(handle.view, None), launch, entry)
+        return Living(kept, log, launch, entry)
 
     def adopt(self, name: str, on_exit: OnExit, on_problem: OnProblem) -> Living:
         heir = self.inherited[name]
-        log = ResumedDrain(heir.handle.view, self._run.log(name, heir.entry.attempt), heir.entry.seen)
-        return Living(Kept(heir.handle, on_exit, on_problem), log, heir.launch, heir.entry)
+        log = ResumedDrain(self._run.log(name, heir.entry.attempt), heir.entry.seen)
+        return Living(Kept(heir.handle, log.take, on_exit, on_problem), log, heir.launch, heir.entry)
 
     def prepare(self, spec: ComponentSpec, attempt: int, launch: Launch) -> int | None:
         return None  # a keeper starts its own
@@ -211,13 +212,12 @@ class ResumedDrain(LogDrain):
     """The output of an adopted component: what comes now, and for patterns also what its log holds already.
 
     Args:
-        view: read end of the keeper's pipe; the keeper writes the log.
-        log: the log of this attempt.
+        log: the log of this attempt; the keeper writes it.
         seen: patterns that an earlier supervisor saw, perhaps in lines that rotation has dropped since.
     """
 
-    def __init__(self, view: int, log: Path, seen: list[str]) -> None:
-        super().__init__(view, None)
+    def __init__(self, log: Path, seen: list[str]) -> None:
+        super().__init__(None, None)
         self._parts = (log.with_name(log.name + ".1"), log)
         self._seen_before = set(seen)
         for path in self._parts:
