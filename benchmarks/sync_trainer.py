@@ -36,7 +36,7 @@ from trainer_core.policy.load import empty_model, load_config, load_model
 from trainer_core.policy.logprobs import chunked_logprobs, completions_logprobs
 from trainer_core.rollouts.batch import read_batch
 from trainer_core.rollouts.packing import pack
-from trainer_core.server.client import Completion, ServerClient
+from trainer_core.server.client import GeneratedTokens, ServerClient
 from trainer_core.step import accumulate
 from trainer_core.weight_sync.base import Start, make_sync
 from vllm_server.standby import ENGINE_IMPORTED, IMPORTED
@@ -52,7 +52,7 @@ BRIDGE_MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def ask(engine: ServerClient, vocabulary: int) -> list[tuple[list[int], Completion]]:
+def ask(engine: ServerClient, vocabulary: int) -> list[tuple[list[int], GeneratedTokens]]:
     """Prompts with two completions each, the second on the cached prefix."""
     dice = random.Random(7)
     prompts = [[dice.randrange(2, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]

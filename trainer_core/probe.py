@@ -19,9 +19,9 @@ from trainer_core.errors import EngineError, EngineGone
 from trainer_core.objective.alignment import DiffSums, ProbeDiffs, diff_sums
 from trainer_core.policy.logprobs import completions_logprobs
 from trainer_core.rollouts.batch import Batch
-from trainer_core.server.client import Completion, ServerClient
+from trainer_core.server.client import GeneratedTokens, ServerClient
 
-Answers = list[tuple[list[int], Completion, Completion]]
+Answers = list[tuple[list[int], GeneratedTokens, GeneratedTokens]]
 """Prompt, decoded fresh, decoded on the cached prefix."""
 
 
@@ -30,7 +30,7 @@ class ProbeAnswers:
     """What the server answered to one probe."""
 
     answers: Answers
-    anchor: tuple[list[int], Completion]
+    anchor: tuple[list[int], GeneratedTokens]
 
 
 class LogprobProbe:
@@ -117,7 +117,7 @@ def _ask(
     if engine.info().weight_version != version:
         return None
 
-    def unseen(prompt: list[int], seed: int | None = None) -> Future[Completion]:
+    def unseen(prompt: list[int], seed: int | None = None) -> Future[GeneratedTokens]:
         return pool.submit(engine.generate, prompt, tokens, seed=seed, salt=secrets.token_hex(8))
 
     again = unseen(anchor, seed=0)
@@ -128,7 +128,7 @@ def _ask(
     return ProbeAnswers(answers, (anchor, again.result()))
 
 
-def _on_cached_prefix(engine: ServerClient, prompt: list[int], tokens: int) -> Completion:
+def _on_cached_prefix(engine: ServerClient, prompt: list[int], tokens: int) -> GeneratedTokens:
     """Rollouts may have left this prefix in the cache already, from older weights even if its reset failed."""
     first = engine.generate(prompt, tokens)
     return engine.generate(prompt, tokens) if first.cached_tokens == 0 else first

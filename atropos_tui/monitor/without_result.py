@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from atropos_tui.monitor.plain import counted
 from atropos_tui.supervisor import leftovers
-from atropos_tui.supervisor.journal import ProcessTable
 from atropos_tui.supervisor.leftovers import Leftover
+from atropos_tui.supervisor.store import ProcessTable
 from trainer_core.contracts.control import ComponentStatus, Phase, RunStatus, State
 from trainer_core.contracts.run_dir import RunDir
 

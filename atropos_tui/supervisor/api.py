@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from atropos_tui.supervisor.core import Core
-from atropos_tui.supervisor.events import Subscription
 from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.operations import RefusedError
+from atropos_tui.supervisor.store import Subscription
+from atropos_tui.supervisor.supervisor import Supervisor
 from atropos_tui.supervisor.waiting import wait_for
 from trainer_core.contracts.control import CommandRequest, Refusal, Snapshot
 from trainer_core.contracts.records import Record
@@ -28,10 +28,10 @@ MOST_LINES = 100_000
 
 
 class Routes:
-    """Answers requests from the core's state; changes nothing but through `Core.submit`."""
+    """Answers requests from the supervisor's state; changes nothing but through `Supervisor.submit`."""
 
-    def __init__(self, core: Core, run: RunDir) -> None:
-        self._core = core
+    def __init__(self, supervisor: Supervisor, run: RunDir) -> None:
+        self._supervisor = supervisor
         self._run = run
 
     def app(self) -> Starlette:
@@ -49,18 +49,18 @@ class Routes:
         )
 
     async def status(self, _: Request) -> Response:
-        usage = await self._core.sampler.fresh()
-        return answer(self._core.ledger.status(usage, self._core.sampler.gpus))
+        usage = await self._supervisor.sampler.fresh()
+        return answer(self._supervisor.status(usage))
 
     async def events(self, request: Request) -> Response:
         try:
             after = int(request.query_params["after"]) if "after" in request.query_params else None
         except ValueError:
             return refuse(422, Refusal(error="after must be a number", fix="leave it out to begin with now"))
-        usage = await self._core.sampler.fresh()
-        ledger = self._core.ledger
-        status, live = ledger.hub.subscribe(lambda: ledger.status(usage, self._core.sampler.gpus))
-        missed = iter(()) if after is None else ledger.journal.between(after, status.seq)
+        usage = await self._supervisor.sampler.fresh()
+        store = self._supervisor.store
+        status, live = store.hub.subscribe(lambda: self._supervisor.status(usage))
+        missed = iter(()) if after is None else store.journal.between(after, status.seq)
         lines = self._lines(Snapshot(status=status), missed, live)
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
@@ -83,12 +83,12 @@ class Routes:
             where = ".".join(map(str, first["loc"])) or "body"
             return refuse(422, Refusal(error=f"{where}: {first['msg']}", fix="see CommandRequest in the contracts"))
         try:
-            return answer(await self._core.submit(wanted), 202)
+            return answer(await self._supervisor.submit(wanted), 202)
         except RefusedError as error:
             return refuse(error.status, error.refusal)
 
     async def command_status(self, request: Request) -> Response:
-        operation = self._core.operations.get(request.path_params["command_id"])
+        operation = self._supervisor.operations.get(request.path_params["command_id"])
         if operation is None:
             return refuse(404, Refusal(error=f"no command {request.path_params['command_id']!r}"))
         return answer(operation.as_status())
@@ -96,7 +96,7 @@ class Routes:
     async def recipe(self, request: Request) -> Response:
         try:
             wanted = CommandRequest.model_validate(dict(request.query_params))
-            return answer(self._core.recipe_for(wanted))
+            return answer(self._supervisor.recipe_for(wanted))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             return refuse(422, Refusal(error=f"{'.'.join(map(str, first['loc']))}: {first['msg']}"))
@@ -104,17 +104,17 @@ class Routes:
             return refuse(error.status, error.refusal)
 
     async def logs(self, request: Request) -> Response:
-        unit = self._core.units.get(request.path_params["component"])
-        if unit is None:
-            known = ", ".join(self._core.units)
+        component = self._supervisor.components.get(request.path_params["component"])
+        if component is None:
+            known = ", ".join(self._supervisor.components)
             return refuse(404, Refusal(error=f"no component {request.path_params['component']!r}", fix=known))
         try:
             count = min(max(int(request.query_params.get("n", 100)), 0), MOST_LINES)
         except ValueError:
             return refuse(422, Refusal(error="n must be a number"))
-        if not unit.attempt:
+        if not component.attempt:
             return PlainTextResponse("")
-        lines = await asyncio.to_thread(last_lines, self._run.log(unit.name, unit.attempt), count)
+        lines = await asyncio.to_thread(last_lines, self._run.log(component.name, component.attempt), count)
         return PlainTextResponse("".join(line + "\n" for line in lines))
 
     async def wait(self, request: Request) -> Response:
@@ -123,10 +123,10 @@ class Routes:
             timeout = float(request.query_params["timeout"]) if "timeout" in request.query_params else None
         except ValueError:
             return refuse(422, Refusal(error="timeout must be a number of seconds"))
-        if target not in ("ready", "done") and target not in self._core.units:
-            known = ", ".join(["ready", "done", *self._core.units])
+        if target not in ("ready", "done") and target not in self._supervisor.components:
+            known = ", ".join(["ready", "done", *self._supervisor.components])
             return refuse(404, Refusal(error=f"nothing called {target!r} to wait for", fix=f"one of: {known}"))
-        return answer(await wait_for(self._core.ledger, target, timeout))
+        return answer(await wait_for(self._supervisor, target, timeout))
 
 
 def answer(message: BaseModel, status: int = 200) -> Response:
@@ -148,11 +148,11 @@ class _Server(uvicorn.Server):
 
 
 class ApiServer:
-    """Serves the routes on a bound Unix socket, in the loop of the core."""
+    """Serves the routes on a bound Unix socket, in the supervisor's event loop."""
 
-    def __init__(self, core: Core, run: RunDir, listening: socket.socket) -> None:
+    def __init__(self, supervisor: Supervisor, run: RunDir, listening: socket.socket) -> None:
         config = uvicorn.Config(
-            Routes(core, run).app(),
+            Routes(supervisor, run).app(),
             log_config=None,
             log_level="critical",
             access_log=False,

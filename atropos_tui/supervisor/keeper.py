@@ -2,14 +2,12 @@
 
     python -I -S -c 'sys.path.insert(0, ROOT); from atropos_tui.supervisor.keeper import main; main()' LISTENER
 
-LISTENER is the descriptor of a Unix socket. The supervisor connects and, when it wants a component, sends `start` with
-the write end of a pipe and a file of marshalled `Job` fields. The component is the keeper's child, in a session of its
-own, and dies with it. From then on the keeper copies to that pipe what it writes to the log, and tells the exit. It
-holds the zombie until it hears `finish`, so that pid and process group stay the component's. When the supervisor dies,
-all this goes on without it; the next one connects and sends `attach` with a pipe of its own. Nothing passes through the
-hands of a process that may be killed on the way: only the keeper reads the component's output.
-
-Lines to the supervisor: `kept KEEPER PID TICKS STARTED`, `notes TEXT`, `exit CODE`, `ready`; `problem TEXT`.
+LISTENER is the descriptor of a Unix socket. The supervisor connects and, when it wants a component, says `start` with
+the marshalled fields of a `Job` (`keeper_line` has the frames). The component is the keeper's child, in a session of
+its own, and dies with it. From then on the keeper says what it writes to the log, and tells the exit. It holds the
+zombie until it hears `finish`, so that pid and process group stay the component's. When the supervisor dies, all this
+goes on without it; the next one connects and says `attach`. Nothing passes through the hands of a process that may be
+killed on the way: only the keeper reads the component's output.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_tui.supervisor import procfs, shim
+from atropos_tui.supervisor.keeper_line import Line, LineClosedError
 from atropos_tui.supervisor.log_file import CHUNK, SAY_AGAIN_S, LogFile, widen
 
 MOST_LEFT = 64 * 1024 * 1024
@@ -40,8 +39,9 @@ class Keeper:
     def __init__(self, job: dict[str, Any], listener: socket.socket) -> None:
         self._notes: str = job["notes"]
         self._listener = listener
-        self._line: socket.socket | None = None
-        self._view = -1
+        self._line: Line | None = None
+        self._muted = False
+        """Nobody reads the line any more: its end of file is yet to come."""
         self._exit: int | None = None
         self._trouble = ""
         """Trouble with the log that nobody has heard of yet."""
@@ -73,7 +73,7 @@ class Keeper:
                     self._ended()
                 elif descriptor == self._listener.fileno():
                     self._accept()
-                elif self._line is not None and descriptor == self._line.fileno():
+                elif self._line is not None and descriptor == self._line.reading:
                     self._listen()
 
     def _open_log(self, path: str, max_bytes: int) -> None:
@@ -87,65 +87,59 @@ class Keeper:
         line = accept(self._listener)
         if line is None:
             return
-        line.settimeout(GREETING_S)
         try:
-            said, descriptors = receive(line)
-        except OSError:
-            said, descriptors = b"", []
-        if said == b"attach\n" and len(descriptors) == 1:
-            self.greet(line, descriptors[0])
-            return
-        for descriptor in descriptors:
-            os.close(descriptor)
-        line.close()
+            kind, _ = line.hear(GREETING_S)
+        except LineClosedError:
+            kind = ""
+        if kind == "attach":
+            self.greet(line)
+        else:
+            line.close()
 
-    def greet(self, line: socket.socket, view: int) -> None:
-        """Serve the supervisor behind `line`, which reads the component's output from the pipe `view`."""
+    def greet(self, line: Line) -> None:
+        """Serve the supervisor at the other end of `line`."""
         self._let_go()
-        self._line, self._view = line, view
-        os.set_blocking(self._view, False)
-        self._poll.register(line, select.POLLIN)
-        self._say(f"kept {os.getpid()} {self._pid} {self._ticks} {self._started}")
-        self._say(f"notes {self._notes}")
+        self._line, self._muted = line, False
+        self._poll.register(line.reading, select.POLLIN)
+        self._say("kept", f"{os.getpid()} {self._pid} {self._ticks} {self._started}")
+        self._say("notes", self._notes)
         self._tell()
         if self._exit is not None:
-            self._say(f"exit {self._exit}")
+            self._say("exit", str(self._exit))
         self._say("ready")
 
     def _let_go(self) -> None:
         """The supervisor is gone, or another one has come."""
         if self._line is not None:
-            self._poll.unregister(self._line)
+            self._poll.unregister(self._line.reading)
             self._line.close()
             self._line = None
-        if self._view >= 0:
-            os.close(self._view)
-            self._view = -1
 
-    def _say(self, text: str) -> None:
-        try:
-            if self._line is not None:
-                self._line.sendall(text.encode() + b"\n")
-        except OSError:
-            return  # its end of file is the next event
+    def _say(self, kind: str, text: str = "") -> None:
+        self._send(kind, text.encode())
+
+    def _send(self, kind: str, payload: bytes) -> None:
+        """Say it, if somebody listens; wait for a busy one, as the component itself would."""
+        if self._line is not None and not self._muted:
+            try:
+                self._line.say(kind, payload)
+            except OSError:
+                self._muted = True
 
     def _listen(self) -> None:
         assert self._line is not None
-        try:
-            said = self._line.recv(64)
-        except OSError:
-            said = b""
-        if said == b"finish\n":
-            self._finish()
-        elif not said:
+        frames = self._line.read()
+        if frames is None:
             self._let_go()
+        elif any(kind == "finish" for kind, _ in frames):
+            self._finish()
 
     def _ended(self) -> None:
         found = os.waitid(os.P_PIDFD, self._child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is not None:
             self._poll.unregister(self._child)
             self._exit = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-            self._say(f"exit {self._exit}")
+            self._say("exit", str(self._exit))
 
     def _copy(self) -> int:
         """Move one chunk; how many bytes it had."""
@@ -165,30 +159,16 @@ class Keeper:
             self._trouble = problem
             if time.monotonic() - self._told[0] >= SAY_AGAIN_S:
                 self._tell()
-        self._show(data)
+        self._send("output", data)
         return len(data)
 
     def _tell(self) -> None:
         """Tell of trouble with the log that was not told yet; without a listener it waits for the next one."""
         lost = self._log.lost_bytes if self._log else 0
         if self._line is not None and self._trouble and (self._log is None or lost > self._told[1]):
-            self._say(f"problem {self._trouble}" + (f"; {lost:,} bytes of output are lost so far" if lost else ""))
+            self._say("problem", self._trouble + (f"; {lost:,} bytes of output are lost so far" if lost else ""))
             self._told = time.monotonic(), lost
             self._trouble = ""
-
-    def _show(self, data: bytes) -> None:
-        """Copy `data` to the supervisor; wait for a busy one, as the component itself would. A dead one is an error."""
-        view = memoryview(data)
-        while view and self._view >= 0:
-            try:
-                view = view[os.write(self._view, view) :]
-            except BlockingIOError:
-                waiting = select.poll()
-                waiting.register(self._view, select.POLLOUT)
-                waiting.poll()
-            except OSError:
-                os.close(self._view)
-                self._view = -1
 
     def _finish(self) -> None:
         """Take what is still in the pipe, even if a stranger holds the other end."""
@@ -220,22 +200,28 @@ def _start(job: dict[str, Any], writing: int) -> int:
         os._exit(code)
 
 
-def accept(listener: socket.socket) -> socket.socket | None:
-    """The next caller; None if it is another user, to whom nothing is said."""
-    line, _ = listener.accept()
-    _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+def accept(listener: socket.socket) -> Line | None:
+    """The line to the next caller; None if it is another user, to whom nothing is said."""
+    caller, _ = listener.accept()
+    _, uid, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid == os.getuid():
-        return line
-    line.close()
+        descriptor = caller.detach()
+        return Line(descriptor, descriptor)
+    caller.close()
     return None
 
 
-def receive(line: socket.socket) -> tuple[bytes, list[int]]:
-    """A word and the descriptors that came with it, none of which the component may inherit."""
-    said, descriptors, _, _ = socket.recv_fds(line, 64, 2)
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)
-    return said, list(descriptors)
+def begin(line: Line, listener: socket.socket) -> None:
+    """Start and keep what the supervisor at the other end of `line` asks for; others may come by `listener`."""
+    try:
+        kind, job_fields = line.hear()
+    except LineClosedError:
+        return  # the supervisor is gone, and nothing was started
+    if kind == "start":
+        job = marshal.loads(job_fields)  # from our own supervisor
+        keeper = Keeper(job, listener)
+        keeper.greet(line)
+        keeper.serve(job)
 
 
 def main() -> None:
@@ -247,12 +233,4 @@ def main() -> None:
         line = None
         while line is None:
             line = accept(listener)
-        said, descriptors = receive(line)
-        if said != b"start\n":
-            return  # the supervisor is gone, and nothing was started
-        view, file = descriptors
-        with open(file, "rb") as job_file:  # noqa: PTH123
-            job = marshal.load(job_file)  # a memfd that our own supervisor wrote
-        keeper = Keeper(job, listener)
-        keeper.greet(line, view)
-        keeper.serve(job)
+        begin(line, listener)

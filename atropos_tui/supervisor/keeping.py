@@ -20,12 +20,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.log_file import FULL, widen
+from atropos_tui.supervisor.keeper_line import Frame, Line
+from atropos_tui.supervisor.log_file import FULL
 from atropos_tui.supervisor.process import SPAWNED
 from trainer_core.contracts.run_dir import ENV_RUN_ID, RunDir
 
@@ -46,24 +46,21 @@ class Handle:
     """A keeper that has answered, and what it said."""
 
     address: str
-    line: socket.socket
-    view: int
-    """Read end of the pipe with the component's output from now on."""
+    line: Line
     keeper_pid: int = 0
     pid: int = 0
     ticks: int = 0
     started_at: float = 0.0
     notes: Mapping[str, str] | None = None
     exit_code: int | None = None
-    rest: bytes = b""
-    """What it sent after its greeting."""
+    rest: list[Frame] = field(default_factory=list)
+    """What it said besides its greeting."""
     popen: subprocess.Popen[bytes] | None = None
     """Set where the keeper is our own child."""
 
     def close(self) -> None:
         """Let the keeper go on alone."""
         self.line.close()
-        os.close(self.view)
 
 
 @dataclass(frozen=True)
@@ -86,47 +83,42 @@ class Kept:
     def __init__(
         self,
         handle: Handle,
+        on_output: Callable[[bytes], None],
         on_exit: Callable[[], None],
         on_problem: Callable[[str], None],
     ) -> None:
-        self._line, self._rest, self._popen = handle.line, handle.rest, handle.popen
-        self._on_exit, self._on_problem = on_exit, on_problem
+        self._line, self._popen = handle.line, handle.popen
+        self._on_output, self._on_exit, self._on_problem = on_output, on_exit, on_problem
         self._loop = asyncio.get_running_loop()
         self._left = asyncio.Event()
         self.pid, self.ticks, self.started_at = handle.pid, handle.ticks, handle.started_at
         self.keeper_pid = handle.keeper_pid
         self.exit_code: int | None = None
         self.exited = asyncio.Event()
-        self._line.setblocking(False)
-        self._loop.add_reader(self._line, self._hear)
+        self._loop.add_reader(self._line.reading, self._hear)
         if handle.exit_code is not None:
             self._end(handle.exit_code)
-        self._read_lines(b"")
+        self._loop.call_soon(self._take, handle.rest)
 
     def _hear(self) -> None:
-        try:
-            data = self._line.recv(65536)
-        except BlockingIOError:
+        frames = self._line.read()
+        if frames is not None:
+            self._take(frames)
             return
-        except OSError:
-            data = b""
-        if data:
-            self._read_lines(data)
-            return
-        self._loop.remove_reader(self._line)
+        self._loop.remove_reader(self._line.reading)
         self._line.close()
         self._left.set()
         if self.exit_code is None:
             self._end(-signal.SIGKILL)  # it died with its keeper
 
-    def _read_lines(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            kind, _, text = line.decode(errors="replace").partition(" ")
-            if kind == "exit":
-                self._end(int(text))
+    def _take(self, frames: list[Frame]) -> None:
+        for kind, payload in frames:
+            if kind == "output":
+                self._on_output(payload)
+            elif kind == "exit":
+                self._end(int(payload))
             elif kind == "problem":
-                self._on_problem(text)
+                self._on_problem(payload.decode(errors="replace"))
 
     def _end(self, code: int) -> None:
         self.exit_code = code
@@ -144,7 +136,7 @@ class Kept:
         """Let the keeper write what is left and leave; the view ends with it."""
         if not self._left.is_set():
             with contextlib.suppress(OSError):
-                self._line.send(b"finish\n")
+                self._line.say("finish")
         try:
             await asyncio.wait_for(self._left.wait(), SETTLE_S)
         except TimeoutError:
@@ -199,12 +191,11 @@ class Spare:
             OSError: the log cannot be made, or the keeper failed.
         """
         _create(Path(job.log))
-        with _memory(vars(job)) as job_file:
-            try:
-                handle = _exchange(self.address, self._line, b"start\n", job_file.fileno())
-            except KeeperError:
-                self.discard()
-                raise
+        try:
+            handle = _exchange(self.address, self._line, "start", packed(job))
+        except KeeperError:
+            self.discard()
+            raise
         handle.popen = self.popen
         return handle
 
@@ -216,13 +207,16 @@ class Spare:
         SPAWNED.discard(self.popen.pid)
 
 
+def packed(job: Job) -> bytes:
+    """What `start` says. It holds the component's environment, and with it secrets: it is written nowhere."""
+    return marshal.dumps(vars(job) | {"notes": json.dumps(job.notes)})
+
+
 def lost(pid: int, ticks: int) -> Handle:
     """A stand-in for a keeper that was killed, and its component with it: ended by SIGKILL, nothing more to hear."""
-    line, other = socket.socketpair()
-    other.close()
-    view, writing = os.pipe2(os.O_CLOEXEC)
+    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.close(writing)
-    return Handle("", line, view, pid=pid, ticks=ticks, started_at=time.time(), exit_code=-signal.SIGKILL)
+    return Handle("", Line(reading, -1), pid=pid, ticks=ticks, started_at=time.time(), exit_code=-signal.SIGKILL)
 
 
 def attach(address: str) -> Handle:
@@ -231,10 +225,10 @@ def attach(address: str) -> Handle:
     Raises:
         KeeperError: nobody there, another user, or no answer in time.
     """
-    return _exchange(address, _connect(address), b"attach\n")
+    return _exchange(address, _connect(address), "attach")
 
 
-def _connect(address: str) -> socket.socket:
+def _connect(address: str) -> Line:
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         line.settimeout(GREETING_S)
@@ -245,48 +239,40 @@ def _connect(address: str) -> socket.socket:
     except OSError as error:
         line.close()
         raise KeeperError(f"its keeper cannot be reached: {error}") from None
-    return line
+    line.setblocking(False)
+    descriptor = line.detach()
+    return Line(descriptor, descriptor, GREETING_S)
 
 
-def _exchange(address: str, line: socket.socket, word: bytes, *files: int) -> Handle:
-    """Say `word`, with a pipe for the component's output and `files`, and hear the greeting."""
-    view, writing = os.pipe2(os.O_CLOEXEC)
-    widen(view)
-    handle = Handle(address, line, view)
+def _exchange(address: str, line: Line, kind: str, payload: bytes = b"") -> Handle:
+    """Say what is wanted, and hear the greeting."""
+    handle = Handle(address, line)
     try:
-        socket.send_fds(line, [word], [writing, *files])
+        line.say(kind, payload)
         _greet(handle)
     except OSError as error:
         handle.close()
         raise KeeperError(f"its keeper does not answer: {error}") from None
-    finally:
-        os.close(writing)
     return handle
 
 
 def _greet(handle: Handle) -> None:
-    data = b""
     deadline = time.monotonic() + GREETING_S
-    while b"\nready\n" not in data:
-        if time.monotonic() > deadline:
-            raise KeeperError("no greeting")
-        more = handle.line.recv(65536)
-        if not more:
-            raise KeeperError("the keeper ended")
-        data += more
-    greeting, _, handle.rest = data.partition(b"\nready\n")
-    for line in greeting.decode().splitlines():
-        kind, _, text = line.partition(" ")
+    while True:
+        kind, payload = handle.line.hear(max(0.0, deadline - time.monotonic()))
         if kind == "kept":
-            keeper, pid, ticks, started = text.split()
+            keeper, pid, ticks, started = payload.split()
             handle.keeper_pid, handle.pid, handle.ticks = int(keeper), int(pid), int(ticks)
             handle.started_at = float(started)
         elif kind == "notes":
-            handle.notes = json.loads(text)
+            handle.notes = json.loads(payload)
         elif kind == "exit":
-            handle.exit_code = int(text)
-        elif kind == "problem":
-            handle.rest = f"{line}\n".encode() + handle.rest
+            handle.exit_code = int(payload)
+        elif kind == "ready":
+            break
+        else:
+            handle.rest.append((kind, payload))
+    handle.rest += handle.line.heard()
     if not handle.pid:
         raise KeeperError("the component could not be started")
 
@@ -299,11 +285,3 @@ def _create(log: Path) -> None:
     except OSError as error:
         if error.errno not in FULL:
             raise
-
-
-def _memory(fields: Mapping[str, Any]) -> Any:
-    """An open file in memory alone: the environment of a component holds secrets."""
-    file = os.fdopen(os.memfd_create("atropos-job"), "w+b")
-    marshal.dump(dict(fields) | {"notes": json.dumps(fields["notes"])}, file)
-    file.seek(0)  # flushes; the keeper reads with this very descriptor
-    return file

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from atropos_tui.supervisor import cgroup, procfs
 from atropos_tui.supervisor.guard import run_members
-from atropos_tui.supervisor.journal import ProcessEntry, ProcessTable
+from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
 from trainer_core.contracts.run_dir import ENV_COMPONENT
 
 

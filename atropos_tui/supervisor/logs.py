@@ -21,10 +21,12 @@ LONGEST_LINE = 64 * 1024
 class LogDrain:
     """Moves bytes from a component's pipe to its log file, inside the event loop, without waiting for anyone."""
 
-    def __init__(self, descriptor: int, file: LogFile | None, on_problem: Callable[[str], None] | None = None) -> None:
-        os.set_blocking(descriptor, False)
+    def __init__(
+        self, descriptor: int | None, file: LogFile | None, on_problem: Callable[[str], None] | None = None
+    ) -> None:
+        """Without a `descriptor` somebody else reads the output, and hands it to `take`."""
         self.file = file
-        self._fd = descriptor
+        self._fd = -1 if descriptor is None else descriptor
         self._tail = bytearray()
         self._watches: dict[str, tuple[re.Pattern[bytes], list[bool]]] = {}
         self._partial = b""
@@ -34,7 +36,9 @@ class LogDrain:
         self._said = (-SAY_AGAIN_S, 0)
         """When a problem was last told, and how much was lost by then."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(descriptor, self._ready)
+        if self._fd >= 0:
+            os.set_blocking(self._fd, False)
+            self._loop.add_reader(self._fd, self._ready)
 
     def watch(self, pattern: str) -> None:
         """Look for `pattern` in every line from now on (and in the tail kept so far)."""
@@ -64,10 +68,11 @@ class LogDrain:
         if not data:
             self._close_pipe()
             return False
-        self._take(data)
+        self.take(data)
         return True
 
-    def _take(self, data: bytes) -> None:
+    def take(self, data: bytes) -> None:
+        """What the component printed next."""
         if self.file:
             problem = self.file.write(data)
             if problem and time.monotonic() - self._said[0] >= SAY_AGAIN_S:

@@ -22,9 +22,7 @@ import httpx
 from atropos_tui.stack.redact import REDACTED, mask
 from atropos_tui.stack.spec import StackSpec
 from atropos_tui.supervisor.environment import LaunchError, resolve
-from atropos_tui.supervisor.events import SubscriberDroppedError
-from atropos_tui.supervisor.ledger import Ledger
-from atropos_tui.supervisor.result import RunResult
+from atropos_tui.supervisor.store import RunResult, Store, SubscriberDroppedError
 from trainer_core.contracts.records import DiagnosisRecord, Record
 
 Event = Literal["failed", "mismatch", "done"]
@@ -128,11 +126,10 @@ def _without_address(text: str, url: str) -> str:
 class Notifier:
     """Listens to one run and posts what happens, in the supervisor's event loop, into which nothing here raises."""
 
-    def __init__(self, ledger: Ledger, decided: Callable[[], RunResult | None]) -> None:
+    def __init__(self, stack: StackSpec, store: Store, decided: Callable[[], RunResult | None]) -> None:
         """`decided` gives the outcome as soon as it is known, which is before the stack has stopped."""
-        self._ledger = ledger
-        self._stack = ledger.stack
-        self._policy = ledger.stack.notify
+        self._stack, self._store = stack, store
+        self._policy = stack.notify
         self._decided = decided
         self._url = self._resolved()
         self._posted_end = False
@@ -157,7 +154,7 @@ class Notifier:
 
     async def _listen(self) -> None:
         while True:
-            _, live = self._ledger.hub.subscribe(lambda: None)
+            _, live = self._store.hub.subscribe(lambda: None)
             try:
                 async for record in live:
                     if is_mismatch(record):
@@ -207,7 +204,7 @@ class Notifier:
         self._diagnose(f"the notification {event!r} was not delivered", evidence, fix)
 
     def _diagnose(self, title: str, evidence: str, fix: str) -> None:
-        self._ledger.emit(DiagnosisRecord(title=title, evidence=evidence, fix=fix))
+        self._store.emit(DiagnosisRecord(title=title, evidence=evidence, fix=fix))
 
     async def close(self, result: RunResult | None) -> None:
         """The run is over: tell how, wait a little for what is under way, and let go of the rest."""

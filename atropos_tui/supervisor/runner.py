@@ -15,19 +15,17 @@ import time
 import traceback
 from pathlib import Path
 
+from atropos_tui.stack.graph import check_stack
 from atropos_tui.stack.spec import StackSpec
-from atropos_tui.supervisor import adoption, cgroup, leftovers, sockets
-from atropos_tui.supervisor.adoption import Estate
+from atropos_tui.supervisor import cgroup, keeper_launcher, leftovers, sockets
 from atropos_tui.supervisor.api import ApiServer
-from atropos_tui.supervisor.conductor import EXIT_FAULT, EXIT_INTERRUPTED
-from atropos_tui.supervisor.core import Core
 from atropos_tui.supervisor.guarding import Guard
-from atropos_tui.supervisor.journal import Journal, ProcessTable, RunInUseError
-from atropos_tui.supervisor.ledger import Ledger, OnEvent
+from atropos_tui.supervisor.keeper_launcher import Estate, KeeperLauncher
+from atropos_tui.supervisor.launcher import DirectLauncher, Host, Launcher
 from atropos_tui.supervisor.notify import Notifier
 from atropos_tui.supervisor.process import become_subreaper
-from atropos_tui.supervisor.result import RunResult
-from trainer_core.contracts.control import Phase
+from atropos_tui.supervisor.store import Journal, OnEvent, ProcessTable, RunInUseError, RunResult, Store
+from atropos_tui.supervisor.supervisor import EXIT_FAULT, EXIT_INTERRUPTED, Supervisor
 from trainer_core.contracts.run_dir import ENV_TOKEN, RunDir
 
 GUARD_PATIENCE_S = 60.0
@@ -53,28 +51,31 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int
     run = RunDir(Path(stack.run_dir))
     run.create()
     with _Signals() as signals, contextlib.closing(await _journal(run, stack.run_id)) as journal:
-        ledger = Ledger(stack, journal, on_event)
+        check_stack(stack)
+        store = Store(stack, journal, on_event)
         become_subreaper()
-        estate = await asyncio.to_thread(adoption.claim, stack, run)
+        estate = await asyncio.to_thread(keeper_launcher.claim, stack, run)
         run.result_json.unlink(missing_ok=True)
-        return await _with_socket(ledger, run, signals, estate)
+        return await _with_socket(stack, store, run, signals, estate)
 
 
-async def _with_socket(ledger: Ledger, run: RunDir, signals: _Signals, estate: Estate) -> int:
+async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Signals, estate: Estate) -> int:
     listening, path = sockets.listen(run, estate.socket)
-    run_id, lock, own = ledger.stack.run_id, ledger.journal.fileno(), (path, run.control_sock)
-    guard = Guard(run_id, lock, group=_group(run_id, estate), own=own, keep=ledger.stack.survive)
+    lock, own = store.journal.fileno(), (path, run.control_sock)
+    guard = Guard(stack.run_id, lock, group=_group(stack.run_id, estate), own=own, keep=stack.survive)
     api: ApiServer | None = None
     try:
-        core = Core(ledger, guard, str(path), _token(estate), estate)
-        api = ApiServer(core, run, listening)
+        token = _token(estate)
+        launcher = _launcher(stack, guard.group, str(path), token, estate)
+        supervisor = Supervisor(store, Host(stack, guard, launcher, str(path), token, estate.table))
+        api = ApiServer(supervisor, run, listening)
         await api.started()
-        signals.attach(core)
-        notifier = Notifier(ledger, lambda: core.result)
+        signals.attach(supervisor)
+        notifier = Notifier(stack, store, lambda: supervisor.result)
         try:
-            return (await core.run()).exit_code
+            return (await supervisor.run()).exit_code
         except Exception:
-            return _fault(ledger, run, guard)
+            return _fault(supervisor, guard)
         finally:
             await notifier.close(RunResult.load(run.result_json))
     except asyncio.CancelledError:
@@ -83,8 +84,8 @@ async def _with_socket(ledger: Ledger, run: RunDir, signals: _Signals, estate: E
         raise
     finally:
         if not guard.keeps:
-            leftovers.reap(run_id, ProcessTable.load(run.journal_json))
-        ledger.hub.close()
+            leftovers.reap(stack.run_id, ProcessTable.load(run.journal_json))
+        store.hub.close()
         if api is not None:
             await api.stop()
         sockets.close(listening, path, run)
@@ -110,6 +111,12 @@ def _group(run_id: str, estate: Estate) -> str:
     return earlier if cgroup.is_of(earlier, run_id) else cgroup.run_group(run_id)
 
 
+def _launcher(stack: StackSpec, group: str, socket: str, token: str, estate: Estate) -> Launcher:
+    if stack.survive:
+        return KeeperLauncher(stack, group, socket, token, estate.heirs)
+    return DirectLauncher(stack, group)
+
+
 def _token(estate: Estate) -> str:
     """The run's token: the one that adopted components hold, the one of our own environment, or a new one."""
     if estate.token and ENV_TOKEN in os.environ:
@@ -118,22 +125,22 @@ def _token(estate: Estate) -> str:
 
 
 class _Signals:
-    """While entered, signals to this process go to the core; early ones wait for it, late ones do no harm."""
+    """While entered, signals to this process go to the supervisor; early ones wait for it, late ones do no harm."""
 
     def __init__(self) -> None:
-        self._core: Core | None = None
+        self._supervisor: Supervisor | None = None
         self._early: list[str] = []
 
-    def attach(self, core: Core) -> None:
-        self._core = core
+    def attach(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
         for name in self._early:
-            core.interrupt(name)
+            supervisor.interrupt(name)
 
     def _arrived(self, name: str) -> None:
-        if self._core is None:
+        if self._supervisor is None:
             self._early.append(name)
         else:
-            self._core.interrupt(name)
+            self._supervisor.interrupt(name)
 
     def __enter__(self) -> _Signals:
         loop = asyncio.get_running_loop()
@@ -147,18 +154,18 @@ class _Signals:
             loop.remove_signal_handler(number)
 
 
-def _fault(ledger: Ledger, run: RunDir, guard: Guard) -> int:
+def _fault(supervisor: Supervisor, guard: Guard) -> int:
     """A fault of ours: everything is ended, unless it shall survive us; the report lies beside the run."""
-    report = traceback.format_exc()
-    states = "\n".join(f"{unit.name}: {unit.state} {unit.reason}" for unit in ledger.units.values())
+    report, run, run_id = traceback.format_exc(), supervisor.run_dir, supervisor.stack.run_id
+    states = "\n".join(f"{each.name}: {each.state} {each.reason}" for each in supervisor.components.values())
     with contextlib.suppress(OSError):
-        run.fault_txt.write_text(f"atropos-tui supervisor fault, run {ledger.stack.run_id}\n\n{report}\n{states}\n")
+        run.fault_txt.write_text(f"atropos-tui supervisor fault, run {run_id}\n\n{report}\n{states}\n")
     reason = f"a fault of the supervisor: {report.strip().splitlines()[-1]}; please report {run.fault_txt}"
     if guard.keeps:
         reason += f"; the components go on: atropos-tui up --resume {run.root} adopts them, atropos-tui clean ends them"
     else:
-        leftovers.reap(ledger.stack.run_id, ProcessTable.load(run.journal_json))
-    RunResult(exit_code=EXIT_FAULT, reason=reason).write(run.result_json)
-    ledger.phase, ledger.exit_code, ledger.reason = Phase.ENDED, EXIT_FAULT, reason
-    ledger.notify()
+        leftovers.reap(run_id, ProcessTable.load(run.journal_json))
+    result = RunResult(exit_code=EXIT_FAULT, reason=reason)
+    result.write(run.result_json)
+    supervisor.ended(result)
     return EXIT_FAULT

@@ -1,7 +1,7 @@
 """The live side of the diagnoses: about once a second it looks at what components printed and the trainer recorded.
 
 Everything that takes time (finding signs, parsing records, asking run-api, who holds a port) happens in a thread; the
-event loop only hands over what was printed and gets diagnoses back, as messages to the core.
+event loop only hands over what was printed and gets diagnoses back.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 
+from atropos_tui.stack.spec import StackSpec
+from atropos_tui.supervisor.component import Component
 from atropos_tui.supervisor.diagnoses.following import NumberWatch
 from atropos_tui.supervisor.diagnoses.model import Diagnosis, Names, Voice
 from atropos_tui.supervisor.diagnoses.refusals import RefusalWatch
@@ -30,10 +32,7 @@ from atropos_tui.supervisor.diagnoses.waiting import (
     stalled_s,
     starting_roles,
 )
-from atropos_tui.supervisor.ledger import Ledger
-from atropos_tui.supervisor.messages import Message, Noted
 from atropos_tui.supervisor.record_tail import RecordTail
-from atropos_tui.supervisor.unit import Unit
 from trainer_core.contracts.control import Role
 from trainer_core.contracts.run_dir import RunDir
 
@@ -64,10 +63,10 @@ class _Printed:
 class Watcher:
     """Runs every rule that speaks while the run goes. `look` belongs to the event loop; one at a time."""
 
-    def __init__(self, ledger: Ledger, post: Callable[[Message], None]) -> None:
-        self._ledger, self._post = ledger, post
-        self._run = RunDir(Path(ledger.stack.run_dir))
-        self._names = Names.of(ledger.stack)
+    def __init__(self, stack: StackSpec, components: Mapping[str, Component]) -> None:
+        self._stack, self._components = stack, components
+        self._run = RunDir(Path(stack.run_dir))
+        self._names = Names.of(stack)
         self._numbers = NumberWatch(time.time())
         self._tails: dict[Path, RecordTail] = {}
         self._looking = asyncio.Lock()
@@ -76,7 +75,7 @@ class Watcher:
         self._episodes: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._since_step: Counter[str] = Counter()
-        self._refusals = RefusalWatch(ledger.stack)
+        self._refusals = RefusalWatch(stack)
         self._api_attempt = 0
         self._api: ApiView | None = None
         self._asked_at = self._disk_at = float("-inf")
@@ -92,24 +91,24 @@ class Watcher:
             except Exception as error:
                 fix = "the run goes on, its diagnoses may be missing; please report it with the run's supervisor.jsonl"
                 found = Diagnosis("the diagnosing itself failed", repr(error), fix, "watcher_fault")
-                self._post(Noted(next(iter(self._ledger.units)), found, 0))
+                next(iter(self._components.values())).diagnose(found, 0)
 
     async def look(self) -> None:
-        """One look at everything; what is found is posted."""
+        """One look at everything; what is found is told."""
         async with self._looking:
             await self._look()
 
     async def _look(self) -> None:
         now = time.time()
         printed = [
-            _Printed(unit.name, unit.attempt, unit.scanner, unit.scanner.take(), unit.child is None, on_purpose(unit))
-            for unit in self._ledger.units.values()
-            if unit.scanner is not None
+            _Printed(each.name, each.attempt, each.scanner, each.scanner.take(), each.child is None, on_purpose(each))
+            for each in self._components.values()
+            if each.scanner is not None
         ]
-        parts = tuple(_part(unit) for unit in self._ledger.units.values())
-        attempts = {unit.name: unit.attempt for unit in self._ledger.units.values()}
+        parts = tuple(_part(component) for component in self._components.values())
+        attempts = {component.name: component.attempt for component in self._components.values()}
         for name, found in await asyncio.to_thread(self._work, now, printed, parts):
-            self._post(Noted(name, found, attempts[name]))
+            self._components[name].diagnose(found, attempts[name])
 
     # In the thread.
 
@@ -190,7 +189,7 @@ class Watcher:
 
     def _ask(self) -> ApiView | None:
         """What run-api says of itself, where this stack has one on a known port."""
-        spec = next((spec for spec in self._ledger.stack.components if spec.role is Role.API and spec.port), None)
+        spec = next((spec for spec in self._stack.components if spec.role is Role.API and spec.port), None)
         return None if spec is None else ask_api(f"http://127.0.0.1:{spec.port}")
 
     def _speak(
@@ -220,22 +219,22 @@ def ask_api(url: str) -> ApiView:
         return ApiView(problem=f"{url}: {str(error) or type(error).__name__}")
 
 
-def on_purpose(unit: Unit) -> bool:
+def on_purpose(component: Component) -> bool:
     """Whether it was told to go."""
-    return unit.outcome in ("stopped", "killed")
+    return component.outcome in ("stopped", "killed")
 
 
-def _part(unit: Unit) -> Part:
-    row = unit.log.tail(1) if unit.log and unit.state.value == "starting" else []
+def _part(component: Component) -> Part:
+    row = component.log.tail(1) if component.log and component.state.value == "starting" else []
     return Part(
-        unit.name,
-        unit.spec.role,
-        unit.state,
-        unit.since,
-        unit.spec.start_timeout_s,
-        unit.started_at or 0.0,
-        unit.attempt,
-        unit.has_gate,
-        unit.waiting_for,
+        component.name,
+        component.spec.role,
+        component.state,
+        component.since,
+        component.spec.start_timeout_s,
+        component.started_at or 0.0,
+        component.attempt,
+        component.has_gate,
+        component.waiting_for,
         row[0].strip()[:200] if row else "",
     )

@@ -21,8 +21,8 @@ from atropos_tui.stack.spec import (
 )
 from atropos_tui.supervisor import states
 from atropos_tui.supervisor.client import ControlClient
-from atropos_tui.supervisor.result import RunResult
 from atropos_tui.supervisor.runner import run_stack
+from atropos_tui.supervisor.store import RunResult
 from trainer_core.contracts.control import State
 from trainer_core.contracts.records import Record, StateRecord, parse_line
 from trainer_core.contracts.run_dir import RunDir

@@ -17,10 +17,9 @@ import pytest
 from atropos_tui.stack import ports
 from atropos_tui.stack.spec import ComponentSpec, RestartPolicy
 from atropos_tui.supervisor import leftovers, procfs
-from atropos_tui.supervisor.core import Core
-from atropos_tui.supervisor.journal import ProcessTable
-from atropos_tui.supervisor.result import RunResult
 from atropos_tui.supervisor.runner import run_stack
+from atropos_tui.supervisor.store import ProcessTable, RunResult
+from atropos_tui.supervisor.supervisor import Supervisor
 from tests.supervisor.harness import QUICK, alive, part, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background, plant
 from trainer_core.contracts.control import CommandRequest, ComponentStatus, Role, State
@@ -312,7 +311,7 @@ async def test_a_fault_of_the_supervisor_keeps_them_too(tmp_path: Path, monkeypa
             raise RuntimeError("planted")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Core, "_reconcile", broken)
+            patch.setattr(Supervisor, "_reconcile", broken)
             assert await run_stack(first.stack) == 1
         result = RunResult.load(first.run.result_json)
         assert result is not None

@@ -14,7 +14,7 @@ import pytest
 from atropos_tui.stack.spec import RestartPolicy
 from atropos_tui.supervisor import states
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
-from atropos_tui.supervisor.result import RunResult
+from atropos_tui.supervisor.store import RunResult
 from tests.supervisor.harness import part, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background
 from trainer_core.contracts.control import Action, CommandRequest, State

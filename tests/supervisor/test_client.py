@@ -15,7 +15,8 @@ import pytest
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.stack.spec import HttpCheck, Probe, Probes
 from atropos_tui.supervisor import client as client_module
-from atropos_tui.supervisor import core, procfs
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor import supervisor as supervisor_module
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, NotAnswering, StreamLost
 from atropos_tui.supervisor.members import Tracker
 from tests.supervisor.harness import part, python, ready
@@ -128,7 +129,7 @@ async def test_a_stray_that_cannot_be_killed_does_not_keep_the_result(
 ) -> None:
     ghost = procfs.read(os.getpid())
     assert ghost is not None
-    monkeypatch.setattr(core, "STRAYS_S", 0.2)
+    monkeypatch.setattr(supervisor_module, "STRAYS_S", 0.2)
     monkeypatch.setattr(procfs, "send", lambda row, number: None)
     monkeypatch.setattr(Tracker, "strays", lambda self, since: [ghost])
     async with launch(part("brief", python("pass"))) as running:

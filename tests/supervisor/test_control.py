@@ -13,8 +13,8 @@ import pytest
 
 from atropos_tui.supervisor import sockets
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
-from atropos_tui.supervisor.journal import RunInUseError
 from atropos_tui.supervisor.runner import run_stack
+from atropos_tui.supervisor.store import RunInUseError
 from tests.supervisor.harness import part, python, ready, script
 from trainer_core.contracts.control import CommandRequest, Phase, RunStatus, Snapshot, State
 from trainer_core.contracts.records import CommandRecord, Record, parse_line
@@ -285,7 +285,7 @@ async def test_a_resumed_run_goes_on_counting(launch: Any) -> None:
 
 
 def test_events_file_is_strict_json(tmp_path: Path) -> None:
-    from atropos_tui.supervisor.journal import Journal
+    from atropos_tui.supervisor.store import Journal
     from trainer_core.contracts.records import ProbeRecord
 
     journal = Journal(tmp_path / "supervisor.jsonl", "run")

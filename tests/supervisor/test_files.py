@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from atropos_tui.supervisor import log_times
-from atropos_tui.supervisor.journal import Journal, ProcessTable, RunInUseError
 from atropos_tui.supervisor.logs import LogDrain, LogFile, last_lines, latest_attempt
+from atropos_tui.supervisor.store import Journal, ProcessTable, RunInUseError
 from trainer_core.contracts.records import DiagnosisRecord, parse_line
 
 

@@ -21,7 +21,7 @@ import pytest
 from atropos_tui.stack.spec import ComponentSpec, FileCheck, LogCheck, RestartPolicy, StopPolicy
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
-from atropos_tui.supervisor.result import RunResult
+from atropos_tui.supervisor.store import RunResult
 from tests.supervisor.harness import part, python, ready, script, wait_until
 from tests.supervisor.test_chaos import check_records
 from tests.supervisor.test_death import Background, background, plant

@@ -8,14 +8,17 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from atropos_tui.stack.spec import LogPolicy, RestartPolicy, Stage
 from atropos_tui.supervisor import keeping, leftovers, procfs
-from atropos_tui.supervisor.journal import ProcessTable
+from atropos_tui.supervisor.keeper_line import Line, LineClosedError
 from atropos_tui.supervisor.logs import last_lines
+from atropos_tui.supervisor.store import ProcessTable
 from tests.supervisor.harness import QUICK, alive, part, python, ready, script, wait_until
 from tests.supervisor.test_adoption import (
     COUNT,
@@ -189,15 +192,15 @@ async def test_a_keeper_serves_the_last_who_greets_it(tmp_path: Path) -> None:
             stranger.connect(f"\0{first.address}")
             socket.send_fds(stranger, [b"hello\n"], [stranger.fileno()])
             assert stranger.recv(64) == b"", "closed without a word"
-        printed = os.read(first.view, 100)
+        printed = b"".join(first.line.hear(5)[1] for _ in range(2)) + first.line.hear(5)[1]
         assert printed.startswith(b"['0', '1', '2', '3']\nup\nline 0\n"), "it inherits nothing (3 lists the folder)"
         second = keeping.attach(first.address)
         assert (second.pid, second.ticks, second.notes) == (first.pid, first.ticks, notes)
-        assert first.line.recv(64) == b"", "the first is let go"
-        while os.read(first.view, 1 << 20):
-            pass
-        assert os.read(second.view, 100).startswith(b"line ")
-        second.line.sendall(b"finish\n")
+        with pytest.raises(LineClosedError):  # the first is let go
+            while first.line.hear(5)[0] == "output":
+                pass
+        assert second.line.hear(5)[1].startswith(b"line ")
+        second.line.say("finish")
         assert first.popen is not None
         assert first.popen.wait(5) == 0
         second.close()
@@ -205,3 +208,42 @@ async def test_a_keeper_serves_the_last_who_greets_it(tmp_path: Path) -> None:
         first.close()
         leftovers.reap("keeper-test")
     await wait_until(lambda: not alive(first.pid))
+
+
+def test_the_line_needs_no_socket(tmp_path: Path) -> None:
+    """Two pipes will do, as ssh gives them: start, output and the exit code come through."""
+    there, ours = os.pipe(), os.pipe()
+    program = (
+        "import socket, sys\n"
+        "from atropos_tui.supervisor import keeper\n"
+        "from atropos_tui.supervisor.keeper_line import Line\n"
+        "listener = socket.socket(socket.AF_UNIX)\n"
+        "listener.bind('')\n"
+        "listener.listen()\n"
+        "keeper.begin(Line(*map(int, sys.argv[1:])), listener)"
+    )
+    command = [sys.executable, "-c", program, str(there[0]), str(ours[1])]
+    keeper = subprocess.Popen(command, pass_fds=(there[0], ours[1]), env={"ATROPOS_RUN_ID": "line-test"})
+    os.close(there[0])
+    os.close(ours[1])
+    line = Line(ours[0], there[1])
+    code = "print('x' * 2_000_000, flush=True); raise SystemExit(7)"
+    job = keeping.Job(python(code), {}, "/", "", str(tmp_path / "1.log"), 10**7, {})
+    frames: list[tuple[str, bytes]] = []
+    try:
+        line.say("start", keeping.packed(job))
+        while not frames or frames[-1][0] != "exit":
+            frames.append(line.hear(20))
+        line.say("finish")
+        with contextlib.suppress(LineClosedError):
+            while True:
+                frames.append(line.hear(5))
+        assert keeper.wait(5) == 0
+    finally:
+        line.close()
+        keeper.kill()
+        leftovers.reap("line-test")
+    assert [kind for kind, _ in frames if kind != "output"] == ["kept", "notes", "ready", "exit"]
+    assert dict(frames)["exit"] == b"7"
+    assert b"".join(payload for kind, payload in frames if kind == "output") == b"x" * 2_000_000 + b"\n"
+    assert (tmp_path / "1.log").read_bytes() == b"x" * 2_000_000 + b"\n"

@@ -23,9 +23,7 @@ import pytest
 from atropos_tui.stack.plan import redacted
 from atropos_tui.stack.spec import ComponentSpec, NotifyPolicy, StackSpec
 from atropos_tui.supervisor import notify
-from atropos_tui.supervisor.journal import Journal
-from atropos_tui.supervisor.ledger import Ledger
-from atropos_tui.supervisor.result import RunResult
+from atropos_tui.supervisor.store import Journal, RunResult, Store
 from atropos_tui.ui.bell import Bell
 from tests.supervisor.harness import Running, check_history, part, python
 from trainer_core.contracts.control import CommandRequest, Phase, RunStatus
@@ -254,12 +252,12 @@ async def test_a_mismatch_is_told_at_once_but_not_at_every_step(tmp_path: Path, 
     stack = stack_of(tmp_path, NotifyPolicy(webhook=hook.url), part("trainer"))
     RunDir(tmp_path / "run").create()
     with contextlib.closing(Journal(tmp_path / "run" / "supervisor.jsonl", stack.run_id)) as journal:
-        ledger = Ledger(stack, journal)
-        notifier = notify.Notifier(ledger, lambda: None)
+        store = Store(stack, journal)
+        notifier = notify.Notifier(stack, store, lambda: None)
         await asyncio.sleep(0)
-        ledger.emit(DiagnosisRecord(component="trainer", title="another thing"))
+        store.emit(DiagnosisRecord(component="trainer", title="another thing"))
         for _ in range(5):
-            ledger.emit(mismatch())
+            store.emit(mismatch())
         async with asyncio.timeout(10):
             while not hook.bodies:
                 await asyncio.sleep(0.01)

@@ -130,7 +130,7 @@ async def test_the_port_of_a_stranger_is_not_taken_for_ours(
     launch: Any, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the stranger would answer our probe, and the component would count as healthy."""
-    monkeypatch.setattr("atropos_tui.supervisor.launching.PORT_PATIENCE_S", 0.3)
+    monkeypatch.setattr("atropos_tui.supervisor.component.PORT_PATIENCE_S", 0.3)
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", free_port))
         stranger.listen()

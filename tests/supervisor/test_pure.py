@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atropos_tui.supervisor import shared_memory, states
-from atropos_tui.supervisor.events import Hub, SubscriberDroppedError
+from atropos_tui.supervisor.store import Hub, SubscriberDroppedError
 from trainer_core.contracts.control import State
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from atropos_tui.stack.spec import HttpCheck, Probe, Probes, RestartPolicy, StopPolicy
-from atropos_tui.supervisor.unit import next_delay
+from atropos_tui.supervisor.restarts import next_delay
 from tests.supervisor.harness import QUICK, alive, part, pids_in, python, ready, script
 from trainer_core.contracts.control import CommandRequest, Role, State
 from trainer_core.contracts.records import DiagnosisRecord, ProbeRecord
@@ -313,8 +313,8 @@ async def test_a_crashed_run_api_takes_its_environments_before_it_comes_back(lau
 
 async def test_the_backoff_begins_anew_after_health(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Crashes close together wait longer and longer; one after a time of health waits as little as the first."""
-    monkeypatch.setattr("atropos_tui.supervisor.core.HEALTHY_RESET_S", 0.4)
-    monkeypatch.setattr("atropos_tui.supervisor.unit.random.uniform", lambda low, high: 1.0)
+    monkeypatch.setattr("atropos_tui.supervisor.restarts.HEALTHY_RESET_S", 0.4)
+    monkeypatch.setattr("atropos_tui.supervisor.restarts.random.uniform", lambda low, high: 1.0)
     lives = (
         "import os,time; print('up',flush=True)\n"
         "time.sleep(.7 if os.environ['ATROPOS_ATTEMPT'] == '3' else .05); os._exit(1)"

@@ -13,8 +13,8 @@ import pytest
 
 from atropos_tui.stack.spec import FileCheck, LogCheck, Probe, Probes, StopPolicy
 from atropos_tui.supervisor import watching
+from atropos_tui.supervisor.component import stuck
 from atropos_tui.supervisor.diagnoses import model, waiting
-from atropos_tui.supervisor.launching import stuck
 from tests.supervisor.harness import NEVER, QUICK, SLEEP, Running, part, python, ready, wait_until
 from trainer_core.contracts.control import CommandRequest, Role
 from trainer_core.contracts.records import DiagnosisRecord

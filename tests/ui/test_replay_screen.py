@@ -17,7 +17,7 @@ from textual.widgets import Input
 from atropos_tui.cli import main
 from atropos_tui.monitor.replay import Recording, Replay
 from atropos_tui.supervisor.client import ControlClient
-from atropos_tui.supervisor.journal import ProcessTable
+from atropos_tui.supervisor.store import ProcessTable
 from atropos_tui.ui.layout import VIEWS
 from atropos_tui.ui.replay import ReplayApp
 from tests.ui.conftest import Screen, Supervise, small_stack

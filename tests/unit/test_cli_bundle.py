@@ -18,7 +18,7 @@ import pytest
 from atropos_tui.cli import bundle, main
 from atropos_tui.errors import Exit
 from atropos_tui.stack.redact import REDACTED, Scrubber
-from atropos_tui.supervisor.journal import ProcessTable
+from atropos_tui.supervisor.store import ProcessTable
 from tests.unit.cli_places import own_places  # noqa: F401
 from trainer_core.contracts.run_dir import RunDir
 

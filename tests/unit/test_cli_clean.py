@@ -23,7 +23,7 @@ from atropos_tui.cli import dead_runs, main, runs
 from atropos_tui.errors import Exit
 from atropos_tui.stack.spec import ComponentSpec, LogCheck, Probe, Probes, StackSpec
 from atropos_tui.supervisor import leftovers, procfs
-from atropos_tui.supervisor.journal import ProcessTable
+from atropos_tui.supervisor.store import ProcessTable
 from tests.unit.cli_places import own_places  # noqa: F401
 from trainer_core.contracts.run_dir import RunDir
 

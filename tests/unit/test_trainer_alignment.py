@@ -28,7 +28,7 @@ from trainer_core.objective.alignment import (
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import completions_logprobs
 from trainer_core.rollouts.batch import read_batch
-from trainer_core.server.client import Completion
+from trainer_core.server.client import GeneratedTokens
 
 BOUNDS = Thresholds(0.01, 0.1)
 TRAIN, SERVER = -1.3, -1.0
@@ -241,13 +241,13 @@ def test_a_head_in_another_type_is_named(base: Path) -> None:
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
         theirs = completions_logprobs(policy, list(zip(prompts, tokens, strict=True)), head_dtype=dtype)
         answers = [
-            (prompt, Completion(ids, values), Completion(ids, values))
+            (prompt, GeneratedTokens(ids, values), GeneratedTokens(ids, values))
             for prompt, ids, values in zip(prompts, tokens, theirs, strict=True)
         ]
         found = explain(Alignment("drift", "other weights: from the start"), policy, [], answers, step=1, lag_max=0)
         assert found.verdict == "mismatch"
         assert found.cause == f"head dtype: the server computes with its head in {name}, the trainer in float32"
-    other = [(p, Completion(c.token_ids, [v - 0.1 for v in c.logprobs]), c) for p, c, _ in answers]
+    other = [(p, GeneratedTokens(c.token_ids, [v - 0.1 for v in c.logprobs]), c) for p, c, _ in answers]
     left = Alignment("drift", "other weights: from the start")
     assert explain(left, policy, [], other, step=1, lag_max=0) == left, "a difference of another kind stays unexplained"
 

@@ -30,7 +30,7 @@ from trainer_core.errors import EngineError, EngineGone
 
 
 @dataclass(frozen=True)
-class Completion:
+class GeneratedTokens:
     """Generated tokens and their logprobs in nats, both of length T."""
 
     token_ids: list[int]
@@ -126,7 +126,7 @@ class ServerClient:
         temperature: float = 1.0,
         seed: int | None = None,
         salt: str | None = None,
-    ) -> Completion:
+    ) -> GeneratedTokens:
         """Decode exactly `max_tokens` tokens after the token ids of `prompt`; with a new `salt`, without the cache."""
         request = {
             "prompt": {"prompt_token_ids": prompt, "cache_salt": salt},
@@ -140,7 +140,7 @@ class ServerClient:
         try:
             steps = [next(iter(step[0].items())) for step in answer["logprobs"][0]]
             ids, logprobs = [int(token) for token, _ in steps], [float(value) for _, value in steps]
-            return Completion(ids, logprobs, (answer.get("cached_tokens") or [None])[0])
+            return GeneratedTokens(ids, logprobs, (answer.get("cached_tokens") or [None])[0])
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, StopIteration):
             raise EngineError(
                 f"{self.base_url}/generate answers without logprobs: is it python -m vllm_server?"

@@ -1,8 +1,10 @@
-"""What lives on of a run whose supervisor was killed (`survive = true`), for the next supervisor of that run to adopt.
+"""The launcher of `survive = true`: components below keepers, and how the next supervisor goes on with them.
 
-Each component that `journal.json` names is asked of its keeper. One that runs is taken in with its pid, its attempt and
-its log; one that ended meanwhile is taken in, too, so that its exit code is judged like any other and its restart
-takes with it what the recipe says; one whose plan says something else now is restarted. All else of the run is killed.
+A keeper (`keeper.py`) is the parent of one component, and lives on without us. After a kill of the supervisor the next
+one claims what lives before it starts anything (`claim`): each component that `journal.json` names is asked of its
+keeper. One that runs is taken in with its pid, its attempt and its log; one that ended meanwhile is taken in, too, so
+that its exit code is judged like any other and its restart takes with it what the recipe says; one whose plan says
+something else now is restarted. All else of the run is killed.
 """
 
 from __future__ import annotations
@@ -13,29 +15,31 @@ import json
 import mmap
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from atropos_tui.stack.graph import StackError
-from atropos_tui.stack.spec import ComponentSpec, LogCheck, StackSpec
-from atropos_tui.supervisor import cgroup, environment, keeping, leftovers
+from atropos_tui.stack.spec import ComponentSpec, StackSpec
+from atropos_tui.supervisor import cgroup, environment, keeping, leftovers, procfs
 from atropos_tui.supervisor.environment import Launch, LaunchError
-from atropos_tui.supervisor.journal import ProcessEntry, ProcessTable
-from atropos_tui.supervisor.keeping import Handle, KeeperError
+from atropos_tui.supervisor.keeping import Handle, Job, KeeperError, Kept, Spare
+from atropos_tui.supervisor.launcher import Inherited, Living, OnExit, OnProblem, entry_of
 from atropos_tui.supervisor.logs import TAIL_BYTES, LogDrain
 from atropos_tui.supervisor.members import Tracker
+from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
 from trainer_core.contracts.run_dir import RunDir
+
+KEEPER_TRIES = 2
+"""A keeper that is killed before it has started the component is nobody's crash: so many more are tried."""
 
 
 @dataclass(frozen=True)
-class Heir:
-    """One component to adopt."""
+class Heir(Inherited):
+    """One component to adopt, and the way to its keeper."""
 
-    entry: ProcessEntry
     handle: Handle
     launch: Launch
-    changed: bool
-    """Its plan says something else now: it must be restarted."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,76 @@ class Estate:
     token: str = ""
     """They hold the run's token and the path of the control socket in their environment."""
     socket: str = ""
+
+
+class KeeperLauncher:
+    """Starts each component below a keeper of its own, which is started before it is needed.
+
+    Args:
+        group: the run's control group, if it has one.
+        socket: path of the control socket, as the components know it.
+        token: the run's token.
+        heirs: what an earlier supervisor left.
+    """
+
+    adoptable = True
+
+    def __init__(self, stack: StackSpec, group: str, socket: str, token: str, heirs: Mapping[str, Heir]) -> None:
+        self._stack, self._group, self._token = stack, group, token
+        self._notes = {"token": token, "socket": socket}
+        self._run = RunDir(Path(stack.run_dir))
+        self.inherited = heirs
+        self._spares = [self._spare() for _ in stack.components]
+
+    def start(
+        self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
+    ) -> Living:
+        group = cgroup.part_group(self._group, spec.name, attempt)
+        handle = self._start(launch, self._run.log(spec.name, attempt), group)
+        log = LogDrain(None, None)
+        kept = Kept(handle, log.take, on_exit, on_problem)
+        row = procfs.read(handle.keeper_pid)
+        entry = entry_of(kept.pid, kept.ticks, attempt, launch, group).model_copy(
+            update={
+                "digest": digest(self._stack, spec, launch, self._token),
+                "keeper": handle.address,
+                "keeper_pid": handle.keeper_pid,
+                "keeper_ticks": row.ticks if row else 0,
+            }
+        )
+        return Living(kept, log, launch, entry)
+
+    def adopt(self, name: str, on_exit: OnExit, on_problem: OnProblem) -> Living:
+        heir = self.inherited[name]
+        log = ResumedDrain(self._run.log(name, heir.entry.attempt), heir.entry.seen)
+        return Living(Kept(heir.handle, log.take, on_exit, on_problem), log, heir.launch, heir.entry)
+
+    def prepare(self, spec: ComponentSpec, attempt: int, launch: Launch) -> int | None:
+        return None  # a keeper starts its own
+
+    def drop_next(self, name: str | None = None) -> None:
+        return
+
+    def close(self) -> None:
+        while self._spares:
+            self._spares.pop().discard()
+
+    def _start(self, launch: Launch, log: Path, group: str) -> Handle:
+        cwd = launch.cwd or os.getcwd()  # noqa: PTH109
+        job = Job(launch.command, launch.env, cwd, group, str(log), self._stack.logs.max_bytes, self._notes)
+        for _ in range(len(self._spares) + KEEPER_TRIES):
+            with contextlib.suppress(KeeperError):  # someone has killed it
+                return self._started_by(self._spares.pop() if self._spares else self._spare(), job)
+        return self._started_by(self._spare(), job)
+
+    def _started_by(self, spare: Spare, job: Job) -> Handle:
+        handle = spare.start(job)
+        if not self._spares:
+            self._spares.append(self._spare())  # ready by the time of the next restart
+        return handle
+
+    def _spare(self) -> Spare:
+        return Spare(self._run, self._stack.run_id)
 
 
 def claim(stack: StackSpec, run: RunDir) -> Estate:
@@ -94,7 +168,8 @@ def _compare(stack: StackSpec, table: ProcessTable | None, reached: dict[str, tu
         spec = stack.component(name)
         assert spec is not None
         launch = environment.prepare(stack, spec, entry.attempt, socket, token)
-        heirs[name] = Heir(entry, handle, launch, changed=digest(stack, spec, launch, token) != entry.digest)
+        changed = digest(stack, spec, launch, token) != entry.digest
+        heirs[name] = Heir(entry, changed, handle, launch)
     kept = {name: heir.entry for name, heir in heirs.items()}
     return Estate(heirs, table.model_copy(update={"components": kept}), token, socket)
 
@@ -133,24 +208,16 @@ def _reap_others(run_id: str, table: ProcessTable | None, estate: Estate) -> Non
                 cgroup.remove(entry.group)
 
 
-def log_patterns(spec: ComponentSpec) -> list[str]:
-    """Patterns that this component's log is searched for."""
-    probes = [probe for probe in (spec.probes.startup, spec.probes.readiness, spec.probes.liveness) if probe]
-    checks = [check.pattern for probe in probes for check in probe.checks if isinstance(check, LogCheck)]
-    return [*checks, *(stage.pattern for stage in spec.stages)]
-
-
 class ResumedDrain(LogDrain):
     """The output of an adopted component: what comes now, and for patterns also what its log holds already.
 
     Args:
-        view: read end of the keeper's pipe; the keeper writes the log.
-        log: the log of this attempt.
+        log: the log of this attempt; the keeper writes it.
         seen: patterns that an earlier supervisor saw, perhaps in lines that rotation has dropped since.
     """
 
-    def __init__(self, view: int, log: Path, seen: list[str]) -> None:
-        super().__init__(view, None)
+    def __init__(self, log: Path, seen: list[str]) -> None:
+        super().__init__(None, None)
         self._parts = (log.with_name(log.name + ".1"), log)
         self._seen_before = set(seen)
         for path in self._parts:

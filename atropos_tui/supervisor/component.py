@@ -1,0 +1,616 @@
+"""One component of a run: its state, its present attempt, and every step from one to the next.
+
+    PENDING -> STARTING -> HEALTHY <-> UNHEALTHY -> STOPPING -> COMPLETED, STOPPED, FAILED or BACKOFF -> PENDING
+
+(`states.TRANSITIONS` is the table.) `start` makes an attempt; its end (`_exited`, or `end` from outside) begins `_end`,
+which returns when no process of the set is left; then `_gone` hands an `Ended` to the supervisor, who decides what
+follows. Only this class writes a component's fields, and only in the supervisor's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from atropos_tui.stack.spec import ComponentSpec, LogCheck, Stage
+from atropos_tui.supervisor import diagnoses, procfs, states
+from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence, describe_exit
+from atropos_tui.supervisor.diagnoses.roots import lasting_error
+from atropos_tui.supervisor.diagnoses.scanner import LogScanner
+from atropos_tui.supervisor.environment import Launch
+from atropos_tui.supervisor.ladder import end_set
+from atropos_tui.supervisor.launcher import Host, Living
+from atropos_tui.supervisor.logs import LogDrain
+from atropos_tui.supervisor.probe import Checker, Prober, ProbeResult
+from atropos_tui.supervisor.process import Leader
+from atropos_tui.supervisor.restarts import Restarts
+from atropos_tui.supervisor.sampling import Usage
+from atropos_tui.supervisor.store import Store
+from trainer_core.contracts.control import ComponentStatus, Role, StageStatus, State
+from trainer_core.contracts.records import DiagnosisRecord, ProbeRecord, StageRecord, StateRecord
+
+PROVEN_S = 5.0
+"""A component without probes that lived this long has shown that it can start."""
+SILENT_START_S = 60.0
+"""The same for one whose stages tell of its start, and who has reached none."""
+PORT_PATIENCE_S = 5.0
+"""How long a port that a stranger holds may take to become free."""
+STAGE_LOOK_S = 0.2
+EVIDENCE = 200
+"""Lines of a log in which rules look for what explains an end."""
+LOOKED_BACK = 1000
+"""Lines in which the cause of that may lie: vLLM's tracebacks are long, and each of its processes prints one."""
+SAID_KEPT = 100
+SIGNALS = {name: getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "HUP", "QUIT", "KILL")}
+
+Outcome = Literal["", "stopped", "crash", "killed", "timeout"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An attempt of which no process is left, and whose GPU memory is back."""
+
+    outcome: Outcome
+    exit_code: int
+    killed: int = 0
+    """How many processes did not go by themselves."""
+    diagnosis: Diagnosis | None = None
+    error: str = ""
+    """The error line of its log, where another start would fail in the same way."""
+
+
+class Owner(Protocol):
+    """What a component needs of its supervisor."""
+
+    def post(self, act: Callable[..., None], *args: Any) -> None:
+        """Call `act` soon, then look at what has become possible."""
+
+    def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` beside everything else; a fault in it ends the run."""
+
+    def on_gone(self, component: Component, ended: Ended) -> None:
+        """Nothing of an attempt is left."""
+
+    def on_port_taken(self, component: Component, found: Diagnosis) -> None:
+        """A stranger holds its port and did not let it go."""
+
+
+class Component:
+    """Live state of one component."""
+
+    def __init__(self, spec: ComponentSpec, host: Host, store: Store, owner: Owner, attempt: int) -> None:
+        """`attempt` counts those of earlier supervisors of the run."""
+        self.spec = spec
+        self._host, self._store, self._owner = host, store, owner
+        self.state = State.PENDING
+        self.reason = ""
+        self.since = time.time()
+        self.waiting_for = ""
+        self.attempt = attempt
+        self.started_at: float | None = None
+        self.exited_at: float | None = None
+        """When its main process ended; others of its set, or its GPU memory, may take longer."""
+        self.exit_code: int | None = None
+        self.diagnosis = ""
+        self._said: list[tuple[int, str, int]] = []
+        """Attempt, rule and episode of what was diagnosed last, oldest first."""
+        self._command_id: str | None = None
+        """The command that its next transitions belong to."""
+
+        self.child: Leader | None = None
+        """The main process of the present attempt, until nothing of its set is left."""
+        self.log: LogDrain | None = None
+        self.scanner: LogScanner | None = None
+        """Looks for telling lines in what the present attempt prints."""
+        self.outcome: Outcome = ""
+        """What the end of the set means; empty: the process ended by itself, its exit code decides."""
+        self._launch: Launch | None = None
+        self._prober: Prober | None = None
+        self._stage_watch: StageWatch | None = None
+        self._stages: dict[str, float] = {}
+        """When each stage of the present attempt was reached, in Unix seconds."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
+        """Runs while the process set is being ended."""
+        self._draining = ""
+        """GPU memory that is not back yet, while no process is left."""
+        self._hurry = asyncio.Event()
+
+        self._restarts = Restarts(spec.restart)
+        self._retry_at: float | None = None
+        """While it is in backoff: when it is started again, in Unix seconds."""
+        self._port_wait: float | None = None
+        """When its port was first found taken."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def one_shot(self) -> bool:
+        """A step that is done when it exits with 0, not when it is healthy."""
+        return self.spec.role is Role.PREPARE or self.spec.creates is not None
+
+    @property
+    def has_gate(self) -> bool:
+        return self.spec.probes.startup is not None or self.spec.probes.readiness is not None
+
+    # What is told of it.
+
+    def _move(self, new: State, reason: str = "", exit_code: int | None = None) -> None:
+        """Take it to state `new`: the only way there."""
+        old = self.state
+        states.check(old, new)
+        self.state, self.reason, self.since, self.waiting_for = new, reason, time.time(), ""
+        self._store.emit(
+            StateRecord(
+                component=self.name,
+                old=old.value,
+                new=new.value,
+                attempt=self.attempt,
+                reason=reason,
+                command_id=self._command_id,
+                pid=self.child.pid if self.child else None,
+                exit_code=exit_code,
+            )
+        )
+        if new in (State.HEALTHY, State.COMPLETED, State.FAILED):
+            self._command_id = None
+
+    def diagnose(self, found: Diagnosis, attempt: int | None = None, *, ending: bool = False) -> None:
+        """Publish what is known about a failure.
+
+        Args:
+            attempt: of a rule that watches: it is not said twice in that attempt.
+            ending: what explains an end is said again only when something else was said last.
+        """
+        self.diagnosis = f"{found.title}: {found.fix}"
+        said = (self.attempt if attempt is None else attempt, found.rule, found.episode)
+        recent = self._said[-1:] if ending else self._said if attempt is not None else []
+        if found.rule and said in recent:
+            return
+        self._said = [*self._said[-SAID_KEPT:], said]
+        self._store.emit(
+            DiagnosisRecord(
+                component=self.name, rule=found.rule, title=found.title, evidence=found.evidence, fix=found.fix
+            )
+        )
+
+    def newest_probe(self) -> ProbeResult | None:
+        """The round that matters now: readiness once it runs, else startup or liveness."""
+        last = self._prober.last if self._prober else {}
+        return last.get("readiness") or last.get("startup") or last.get("liveness")
+
+    def row(self, usage: Usage) -> ComponentStatus:
+        """One row of `ps`."""
+        probe = self.newest_probe()
+        child = self.child
+        current = usage if child and usage.at >= child.started_at else Usage([child.pid] if child else [])
+        running = child is not None and child.exit_code is None
+        return ComponentStatus(
+            name=self.name,
+            role=self.spec.role,
+            state=self.state,
+            attempt=self.attempt,
+            restarts=self._restarts.count,
+            pid=child.pid if child and running else None,
+            pids=current.pids if running or self._ending else [],
+            port=self.spec.port,
+            started_at=self.started_at,
+            since=self.since,
+            waiting_for=self._waits_for(probe),
+            healthy=probe.ok if probe else None,
+            probe=probe.which if probe else "",
+            probe_latency_s=probe.latency_s if probe else None,
+            probe_detail=probe.detail if probe else "",
+            cpu_percent=current.cpu_percent,
+            memory_bytes=current.memory_bytes,
+            gpu_bytes=current.gpu_bytes,
+            retry_at=self._retry_at if self.state is State.BACKOFF else None,
+            crashes=self._restarts.recent(),
+            stages=[
+                StageStatus(name=stage.name, reached_at=self._stages.get(stage.name), usually=stage.usually)
+                for stage in self.spec.stages
+            ],
+            exit_code=self.exit_code,
+            reason=f"{self.reason}; waiting for {self._draining}" if self._draining else self.reason,
+            diagnosis=self.diagnosis,
+        )
+
+    def _waits_for(self, probe: ProbeResult | None) -> str:
+        if self.state is State.STOPPING:
+            return f"{self._draining} to be given back" if self._draining else self.waiting_for
+        if self.state is State.STARTING and not self.waiting_for:
+            return probe.detail if probe and not probe.ok else "its probe" if self.has_gate else "its exit"
+        return self.waiting_for if self.state in (State.PENDING, State.STARTING) else ""
+
+    # A start.
+
+    def release(self, reason: str, command_id: str | None = None) -> None:
+        """It shall run. By a command (`command_id`) whatever hindered it may have been mended."""
+        if command_id is not None:
+            self._command_id = command_id
+            self._port_wait = None
+            self._restarts.forgive()
+        if self.state.is_resting or self.state is State.BACKOFF:
+            self._move(State.PENDING, reason)
+
+    def start(self, missing: str = "") -> None:
+        """Start it, unless something is in the way: what it depends on (`missing`), its port, memory of its cards.
+
+        Raises:
+            LaunchError: it cannot be started as written.
+        """
+        self.waiting_for = missing
+        if missing:
+            return
+        attempt = self.attempt + 1
+        launch = self._host.launch(self.spec, attempt)
+        if launch.creates and launch.creates.exists():
+            self._move(State.COMPLETED, f"skipped: {launch.creates} exists")
+        elif self._port_is_free() and self._gpus_are_free():
+            living = self._host.start(self.spec, attempt, launch, *self._listeners(attempt))
+            self._begin(living)
+            self._move(State.STARTING, f"attempt {attempt}{', which waited' if living.waited else ''}")
+            self._watch()
+            if not self.has_gate and not self.one_shot:
+                self._healthy("started; it has no probe")
+
+    def adopt(self) -> None:
+        """Go on with what an earlier supervisor started; if it ended since, that is told at once."""
+        entry = self._host.launcher.inherited[self.name].entry
+        self._begin(self._host.adopt(self.name, *self._listeners(entry.attempt)))
+        self._stages = dict(entry.stages)
+        self._restarts.proven = entry.proven
+        self._restarts.came_up = entry.proven or bool(self._stages)
+        self._move(State.STARTING, f"adopted, attempt {entry.attempt}")
+        self._watch()
+        if self.child and self.child.exit_code is None and not self.has_gate and not self.one_shot:
+            self._healthy("adopted; it has no probe")
+
+    def done_before(self) -> None:
+        """It was done under an earlier supervisor whose other components live on."""
+        self._move(State.COMPLETED, "done before, under the earlier supervisor")
+
+    def _listeners(self, attempt: int) -> tuple[Callable[[], None], Callable[[str], None]]:
+        """Whom its end and trouble with its log are told."""
+        return lambda: self._owner.post(self._exited, attempt), self._disk_trouble
+
+    def _disk_trouble(self, problem: str) -> None:
+        fix = "free disk space; the run goes on, and lost log output is counted"
+        self._owner.post(self.diagnose, Diagnosis("the log cannot be written", problem, fix, "log_unwritable"))
+
+    def _begin(self, living: Living) -> None:
+        """A new attempt: nothing of the last one counts any more."""
+        child = living.child
+        self._launch, self.log = living.launch, living.log
+        self.scanner = LogScanner(self.spec, self._host.names)
+        living.log.scanner = self.scanner.feed
+        self.child, self.attempt, self.started_at = child, living.entry.attempt, child.started_at
+        self._hurry, self.outcome, self.exit_code = asyncio.Event(), "", None
+        self._port_wait, self.exited_at, self._stages = None, None, {}
+        self._restarts.begin()
+
+    def _watch(self) -> None:
+        """Watch its log, its probes and the clock."""
+        assert self._launch and self.log
+        attempt, post, probes = self.attempt, self._owner.post, self.spec.probes
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self.spec.start_timeout_s, post, self._late, attempt)
+        self._stage_watch = StageWatch(self.spec.stages, self.log, lambda stage: post(self._staged, attempt, stage))
+        if self.spec.stages:
+            self._owner.task(self._stage_watch.follow())
+        if probes.startup or probes.readiness or probes.liveness:
+            checker = Checker(self._host.http, self._launch, self.log)
+            self._prober = Prober(probes, checker, lambda found: post(self._judged, attempt, found), self._owner.task)
+
+    def _port_is_free(self) -> bool:
+        port = self.spec.port
+        if port is None or self._host.ports.is_free(self.spec):
+            self._port_wait = None
+            return True
+        now = time.monotonic()
+        if self._port_wait is None:
+            self._port_wait = now
+        if now - self._port_wait < PORT_PATIENCE_S:
+            self.waiting_for = f"port {port}, which another process holds"
+            asyncio.get_running_loop().call_later(0.25, self._owner.post, look_again)
+        elif self._port_wait != float("inf"):
+            self._port_wait = float("inf")  # said once
+            self._owner.task(self._name_holder(port))
+        return False
+
+    async def _name_holder(self, port: int) -> None:
+        evidence = f"{self.name} was not started: port {port} did not become free in {PORT_PATIENCE_S:g} s"
+        found = await asyncio.to_thread(diagnoses.port_taken, self.name, port, evidence)
+        self._owner.post(self._owner.on_port_taken, self, found)
+
+    def _gpus_are_free(self) -> bool:
+        gpus, name = self._host.gpus, self.name
+        if gpus.admitted(name, self.spec.gpus):
+            return True
+        if name not in gpus.asking:
+            shared, again = self._host.shares_with(name), lambda: self._owner.post(look_again)
+            self._owner.task(gpus.admit(name, self.spec.gpus, shared, again))
+        self.waiting_for = gpus.asking.get(name, "a look at its GPU memory")
+        return False
+
+    # What happens to a living attempt. `attempt` tells a late call from a present one.
+
+    def _is_present(self, attempt: int) -> bool:
+        return self.attempt == attempt and self.child is not None
+
+    def _staged(self, attempt: int, stage: str) -> None:
+        if self._is_present(attempt):
+            self._stages[stage] = time.time()
+            self._restarts.came_up |= not self.has_gate
+            self._store.emit(StageRecord(component=self.name, stage=stage, attempt=attempt))
+            self.note_progress()
+
+    def _judged(self, attempt: int, found: ProbeResult) -> None:
+        """A probe changed its mind."""
+        if not self._is_present(attempt) or self._ending is not None:
+            return
+        if found.ok or self.state is not State.STARTING:
+            self._store.emit(
+                ProbeRecord(
+                    component=self.name,
+                    probe=found.which,
+                    ok=found.ok,
+                    latency_s=found.latency_s,
+                    detail=found.detail,
+                )
+            )
+        if found.which == "liveness":
+            if not found.ok:
+                self._does_not_answer(found.detail)
+        elif found.which == "startup" and (not found.ok or self.spec.probes.readiness):
+            return
+        elif found.ok and self.state in (State.STARTING, State.UNHEALTHY):
+            self._healthy(found.detail)
+        elif not found.ok and self.state is State.HEALTHY:
+            self._move(State.UNHEALTHY, found.detail)
+
+    def _healthy(self, reason: str) -> None:
+        if self._timer and not self.one_shot:
+            self._timer.cancel()
+        self._restarts.proven |= self.has_gate
+        self._restarts.came_up |= self.has_gate
+        self._restarts.healthy()
+        self.note_progress()
+        self._move(State.HEALTHY, reason)
+        self._host.prepare_next(self.spec, self.attempt + 1)
+
+    def _does_not_answer(self, detail: str) -> None:
+        reason = f"liveness failed: {detail}"
+        fix = f"it is being restarted; atropos-tui logs {self.name} shows what it was doing"
+        self.diagnose(Diagnosis(f"{self.name} runs but does not answer", detail, fix, "not_answering"))
+        if self.state is State.HEALTHY:
+            self._move(State.UNHEALTHY, reason)
+        self._begin_end("crash")
+        self._move(State.STOPPING, reason)
+
+    def _late(self, attempt: int) -> None:
+        """`start_timeout_s` is over."""
+        if not self._is_present(attempt) or self.state is not State.STARTING or self._ending is not None:
+            return
+        probe = self.newest_probe()
+        detail = probe.detail if probe else "it has not finished"
+        reason = f"not {'done' if self.one_shot else 'healthy'} within {self.spec.start_timeout_s:g} s: {detail}"
+        fix = f"see atropos-tui logs {self.name}; if it only needs longer, raise start_timeout_s"
+        rule = "health_timeout" if self.spec.role is Role.ENGINE else "not_ready"
+        self.diagnose(Diagnosis(f"{self.name} did not become ready", detail, fix, rule))
+        self._begin_end("timeout")
+        self._move(State.STOPPING, reason)
+
+    def note_progress(self) -> None:
+        """Write down what an adopting supervisor could not find out: health, lines seen, sessions of descendants."""
+        if self._host.launcher.adoptable:
+            probes = [self.spec.probes.startup, self.spec.probes.readiness, self.spec.probes.liveness]
+            checks = [check for probe in probes if probe for check in probe.checks]
+            patterns = [check.pattern for check in checks if isinstance(check, LogCheck)]
+            patterns += [stage.pattern for stage in self.spec.stages]
+            seen = [pattern for pattern in patterns if self.log and self.log.seen(pattern)]
+            found = {"proven": self._restarts.proven, "seen": seen, "stages": dict(self._stages)}
+            self._host.note_progress(self.name, found)
+
+    # An end.
+
+    def stop(self, command_id: str | None, reason: str) -> None:
+        """End it on purpose, with its signal and its grace; an end that is under way counts as that."""
+        if self.state is not State.STOPPING:
+            self._command_id = command_id
+            self._begin_end("stopped")
+            self._move(State.STOPPING, reason)
+        elif self.outcome != "stopped":
+            self._begin_end("stopped")
+
+    def kill(self, command_id: str | None) -> None:
+        """End it at once, which counts as a crash."""
+        self._command_id = command_id
+        self._begin_end("killed", signal.SIGKILL)
+
+    def hurry(self) -> None:
+        """Patience is over: kill what is left of it."""
+        if self.child is not None:
+            self._begin_end("stopped", signal.SIGKILL)
+
+    def call_off(self, command_id: str | None, reason: str) -> None:
+        """It is not started after all."""
+        self._command_id = command_id
+        self._move(State.STOPPED, reason)
+
+    def _exited(self, attempt: int) -> None:
+        """The main process ended; others of its set may live."""
+        if self._is_present(attempt):
+            self.exited_at = time.time()
+            if self._ending is None:
+                self._begin_end("", signal.SIGKILL)
+
+    def _begin_end(self, outcome: Outcome, number: int | None = None) -> None:
+        """Start ending the set; `_gone` follows. While that runs, a stop overrides and a KILL hurries."""
+        assert self.child is not None
+        if self._ending is not None:
+            if outcome == "stopped" or not self.outcome:
+                self.outcome = outcome
+            if number == signal.SIGKILL:
+                self._hurry.set()
+            return
+        self.outcome = outcome
+        self._unwatch()
+        stop = self.spec.stop
+        first, grace_s = (SIGNALS[stop.signal], stop.grace_s) if number is None else (number, 0.0)
+        self._ending = self._owner.task(self._end(self.child, self.attempt, first, grace_s))
+
+    def _unwatch(self) -> None:
+        if self._prober:
+            self._prober.cancel()
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _end(self, child: Leader, attempt: int, number: int, grace_s: float) -> None:
+        host, post = self._host, self._owner.post
+        look = self._owner.task(host.look_at_gpus(self.name)) if self.spec.gpus else None
+        killed = await end_set(
+            child,
+            lambda: host.tracker.members(self.name),
+            number,
+            grace_s,
+            self._hurry,
+            lambda count: post(self._left_over, attempt, count),
+            lambda rows: post(self.diagnose, stuck(rows)),
+            host.table.components[self.name].group,
+        )
+        await child.settle()
+        await host.remove_shared_memory(self.name)
+        assert self.log is not None
+        self.log.finish()
+        if self._stage_watch:
+            self._stage_watch.look()
+        if look:
+            await look
+            await self._gpu_memory_back(attempt)
+        diagnosis, error = await self._explain(child, self.log)
+        post(self._gone, attempt, killed, diagnosis, error)
+
+    async def _gpu_memory_back(self, attempt: int) -> None:
+        gpus, shared = self._host.gpus, self._host.shares_with(self.name)
+        found = await gpus.leave(
+            self.name,
+            self.spec.gpus,
+            shared,
+            self._hurry,
+            lambda memory: self._owner.post(self._drains, attempt, memory),
+        )
+        if found:
+            self._owner.post(self.diagnose, found)
+
+    async def _explain(self, child: Leader, log: LogDrain) -> tuple[Diagnosis | None, str]:
+        """Why it ended by itself, and its error line, where another start would fail in the same way."""
+        if not child.exit_code or self.outcome:
+            return None, ""
+        lines = log.tail(LOOKED_BACK)
+        found = Evidence(self.spec, child.exit_code, lines[-EVIDENCE:], self._host.names, tuple(lines[:-EVIDENCE]))
+        diagnosis = await asyncio.to_thread(diagnoses.diagnose, found)
+        return diagnosis, lasting_error(diagnosis.rule, lines) if child.exit_code > 0 else ""
+
+    def _left_over(self, attempt: int, count: int) -> None:
+        """It ended by itself and left so many others, which are being ended."""
+        if not self._is_present(attempt) or self.child is None or self.child.exit_code is None:
+            return
+        if self.state is not State.STOPPING:
+            reason = f"{describe_exit(self.child.exit_code)}; ending {count} processes that it left"
+            self._move(State.STOPPING, reason, self.child.exit_code)
+
+    def _drains(self, attempt: int, memory: str) -> None:
+        """No process of its set is left, but this much GPU memory is not back yet."""
+        if not self._is_present(attempt) or self.child is None or self.child.exit_code is None:
+            return
+        if self.state is not State.STOPPING:
+            end = describe_exit(self.child.exit_code)
+            self._move(State.STOPPING, f"{end}; waiting for {memory}", self.child.exit_code)
+            self.reason = end
+        self._draining = memory
+        self._store.notify()
+
+    def _gone(self, attempt: int, killed: int, diagnosis: Diagnosis | None, error: str) -> None:
+        """No process of its set is left, and its GPU memory is back."""
+        if not self._is_present(attempt):
+            return
+        child, launch = self.child, self._launch
+        assert child is not None and child.exit_code is not None and launch is not None
+        self._unwatch()
+        try:
+            self._host.leave(self.spec, child, launch, done=self.one_shot and child.exit_code == 0)
+        except OSError as problem:
+            fix = "remove it by hand before the next start"
+            self.diagnose(Diagnosis("a stale file cannot be removed", str(problem), fix, "stale_file"))
+        self.child, self._ending, self._prober, self._stage_watch = None, None, None, None
+        self._draining = ""
+        self.exit_code = child.exit_code
+        if not self.has_gate:
+            lived_s = (self.exited_at or time.time()) - (self.started_at or 0.0)
+            self._restarts.proven |= lived_s > PROVEN_S
+            self._restarts.came_up |= lived_s > (SILENT_START_S if self.spec.stages else PROVEN_S)
+        self._owner.on_gone(self, Ended(self.outcome, child.exit_code, killed, diagnosis, error))
+
+    # What follows from an end, as the supervisor decides.
+
+    def rest(self, state: State, reason: str) -> None:
+        """It is down: COMPLETED, STOPPED or FAILED."""
+        self._move(state, reason, self.exit_code)
+
+    def delay_after_crash(self, error: str) -> tuple[float | None, str]:
+        """Seconds until it is started again, which is counted; or None, and why it is not (`Restarts.delay`)."""
+        return self._restarts.delay(self.exit_code, error)
+
+    def back_off(self, delay: float, reason: str) -> None:
+        """It crashed, and is started again after `delay` seconds."""
+        self._command_id = None
+        self._retry_at = time.time() + delay
+        self._move(State.BACKOFF, f"{reason}; again in {delay:.1f} s", self.exit_code)
+
+
+class StageWatch:
+    """Finds stages, milestones that a component prints, in the log of one attempt. They gate nothing."""
+
+    def __init__(self, stages: Sequence[Stage], log: LogDrain, reached: Callable[[str], None]) -> None:
+        """`reached` is told once of every stage whose line has been printed."""
+        self._log = log
+        self._reached = reached
+        self._waiting: list[Stage] = []
+        for stage in stages:
+            with contextlib.suppress(re.error):  # a stage that cannot be seen is shown as not reached
+                log.watch(stage.pattern)
+                self._waiting.append(stage)
+
+    def look(self) -> None:
+        """Tell of the stages that were reached since the last look."""
+        reached = [stage for stage in self._waiting if self._log.seen(stage.pattern)]
+        self._waiting = [stage for stage in self._waiting if stage not in reached]
+        for stage in reached:
+            self._reached(stage.name)
+
+    async def follow(self) -> None:
+        """Look again and again until every stage is reached."""
+        while self._waiting:
+            await asyncio.sleep(STAGE_LOOK_S)
+            self.look()
+
+
+def stuck(rows: list[procfs.Proc]) -> Diagnosis:
+    """The diagnosis for processes that outlive SIGKILL, by pid and state."""
+    who = ", ".join(f"pid {row.pid} (state {row.state})" for row in rows)
+    fix = "state D is a wait inside the kernel, for a disk or a driver (GPU: see dmesg); only that can end it"
+    return Diagnosis("a process cannot be killed", who, fix, "unkillable")
+
+
+def look_again() -> None:
+    """Nothing but a reason to look at what has become possible."""

@@ -1,0 +1,331 @@
+"""What a run writes down and tells: its journal, the table of its processes, its result, and the hub of its events.
+
+`supervisor.jsonl` (`Journal`: every record, one writer), `journal.json` (`ProcessTable`: who lives) and `result.json`
+(`RunResult`: how it ended). Records go to the file before anyone hears of them (`Store.emit`, `Hub`). On open a torn
+last line is repaired and the sequence goes on. A full disk does not stop the run: lines wait in memory and are written,
+in order, as soon as the disk takes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from atropos_tui.stack.spec import StackSpec
+from trainer_core.contracts.files import write_private
+from trainer_core.contracts.records import ComponentRecord, Record
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+Event = TypeVar("Event")
+Snapshot = TypeVar("Snapshot")
+OnEvent = Callable[[Record], object]
+
+_SEQ = re.compile(rb'"seq":\s*(\d+)')
+BACKLOG_LINES = 10_000
+"""Lines kept in memory while the disk refuses them."""
+
+
+class RunInUseError(ValueError):
+    """Another supervisor owns this run directory."""
+
+
+class Journal:
+    """The single writer of `supervisor.jsonl`."""
+
+    def __init__(self, path: Path, run_id: str) -> None:
+        """Open `path`, repairing its end.
+
+        Raises:
+            RunInUseError: another supervisor has it open.
+        """
+        self.path = path
+        self.run_id = run_id
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._fd)
+            raise RunInUseError(
+                f"{path.parent}: another supervisor runs here; attach to it, or name another --run-dir"
+            ) from None
+        self.repaired_bytes = _repair(self._fd)
+        self.seq = _last_seq(path)
+        self._backlog: deque[bytes] = deque(maxlen=BACKLOG_LINES)
+        self._torn = b""
+
+    def fileno(self) -> int:
+        """The locked descriptor: who inherits it keeps the run directory locked."""
+        return self._fd
+
+    def append(self, record: AnyRecord) -> AnyRecord:
+        """Stamp `record` with run, time and sequence, write it, and give back the stamped one."""
+        self.seq += 1
+        stamped = record.model_copy(update={"run_id": self.run_id, "time": time.time(), "seq": self.seq})
+        self._backlog.append(stamped.to_line().encode())
+        self._flush()
+        return stamped
+
+    def _flush(self) -> None:
+        while self._torn or self._backlog:
+            line = self._torn or self._backlog.popleft()
+            try:
+                written = os.write(self._fd, line)
+            except OSError:
+                self._torn = line
+                return
+            self._torn = line[written:]
+
+    def between(self, after: int, upto: int) -> Iterator[str]:
+        """Lines of the file with `after < seq <= upto`."""
+        with self.path.open("rb") as file:
+            for line in file:
+                if after < _seq_of(line) <= upto:
+                    yield line.decode()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._flush()
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _repair(descriptor: int) -> int:
+    """Cut a last line without its newline away; the number of bytes cut."""
+    size = os.fstat(descriptor).st_size
+    end = size
+    while end > 0:
+        start = max(0, end - 65536)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return size - end
+
+
+def _seq_of(line: bytes) -> int:
+    """Sequence of a line, -1 if it has none; without parsing it, since a long run has many."""
+    found = _SEQ.search(line)
+    return int(found.group(1)) if found else -1
+
+
+def _last_seq(path: Path) -> int:
+    with path.open("rb") as file:
+        return max(map(_seq_of, file), default=-1)
+
+
+class ProcessEntry(BaseModel):
+    """One process that the supervisor started. `create_time` counts seconds after the boot named by `boot_id`."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+    pid: int
+    create_time: float
+    ticks: int
+    """The same in clock ticks, exact."""
+    pgid: int
+    boot_id: str
+    attempt: int = 0
+    group: str = ""
+    """Its control group, if it has one."""
+    clears: list[str] = Field(default_factory=list)
+    """Files that must not outlive it."""
+    sessions: dict[int, int] = Field(default_factory=dict)
+    """Sessions that its descendants started: session id -> start ticks of its leader."""
+    keeper: str = ""
+    """Address of the process that keeps it while no supervisor runs (`survive`)."""
+    keeper_pid: int = 0
+    keeper_ticks: int = 0
+    digest: str = ""
+    """Of what was started, to tell whether the plan still says the same."""
+    proven: bool = False
+    """It was healthy once."""
+    seen: list[str] = Field(default_factory=list)
+    """Patterns of its log checks and stages that a line has matched."""
+    stages: dict[str, float] = Field(default_factory=dict)
+    """Stages that it has reached, and when, in Unix seconds."""
+
+
+class ProcessTable(BaseModel):
+    """`journal.json`: which processes a crashed supervisor may have left."""
+
+    model_config = ConfigDict(extra="ignore")
+    run_id: str
+    supervisor: ProcessEntry | None = None
+    components: dict[str, ProcessEntry] = Field(default_factory=dict)
+    group: str = ""
+    """The run's control group, if it has one."""
+    done: list[str] = Field(default_factory=list)
+    """One-shot steps that were done; they are not repeated under components that live on."""
+
+    def write(self, path: Path) -> None:
+        """Replace `path` atomically. A disk that refuses leaves the old file; the marker still finds all."""
+        with contextlib.suppress(OSError):
+            write_private(path, self.model_dump_json(indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> ProcessTable | None:
+        """The table in `path`; None when there is none or it cannot be read."""
+        try:
+            return cls.model_validate(json.loads(path.read_bytes()))
+        except (OSError, ValueError, ValidationError):
+            return None
+
+
+class RunResult(BaseModel):
+    """Exit code as in the table of exit codes: 0 done, 1 fault, 3 failed, 4 timed out, 130 interrupted."""
+
+    model_config = ConfigDict(extra="ignore")
+    exit_code: int
+    reason: str
+    component: str | None = None
+    """The component that decided it."""
+    last_lines: list[str] = Field(default_factory=list)
+    """The end of its log."""
+    ended_at: float = Field(default_factory=time.time)
+
+    def write(self, path: Path) -> None:
+        """Replace `path` atomically. A full disk costs the file, not the clean end."""
+        with contextlib.suppress(OSError):
+            write_private(path, self.model_dump_json(indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> RunResult | None:
+        """The result in `path`; None while the run goes on, or when it was cut short."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValueError):
+            return None
+
+
+class SubscriberDroppedError(Exception):
+    """This subscriber was too slow and has lost events; subscribe again for a fresh snapshot."""
+
+
+class Subscription(Generic[Event]):
+    """Asynchronous iterator over events in order; ends when the hub closes."""
+
+    def __init__(self, hub: Hub[Event], limit: int) -> None:
+        self._hub = hub
+        self._limit = limit
+        self._events: deque[Event] = deque()
+        self._wake = asyncio.Event()
+        self._closed = False
+        self.dropped = False
+
+    def _offer(self, event: Event) -> None:
+        if len(self._events) >= self._limit:
+            self.dropped = True
+            self._events.clear()
+            self._hub.unsubscribe(self)
+        else:
+            self._events.append(event)
+        self._wake.set()
+
+    def _end(self) -> None:
+        self._closed = True
+        self._wake.set()
+
+    def close(self) -> None:
+        """Stop receiving."""
+        self._hub.unsubscribe(self)
+        self._end()
+
+    def __aiter__(self) -> Subscription[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._events:
+            if self.dropped:
+                raise SubscriberDroppedError
+            if self._closed:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        return self._events.popleft()
+
+
+class Hub(Generic[Event]):
+    """Hands every event to every subscriber: a late one gets a snapshot and every event after it.
+
+    The publisher never waits; a subscriber that falls behind is dropped, and told so. All methods belong to the thread
+    of the event loop.
+    """
+
+    def __init__(self, limit: int = 2000) -> None:
+        self._limit = limit
+        self._subscribers: set[Subscription[Event]] = set()
+        self._closed = False
+
+    def publish(self, event: Event) -> None:
+        """Give `event` to all; never waits."""
+        for subscriber in list(self._subscribers):
+            subscriber._offer(event)
+
+    def subscribe(
+        self, snapshot: Callable[[], Snapshot], limit: int | None = None
+    ) -> tuple[Snapshot, Subscription[Event]]:
+        """A snapshot and all events after it: nothing can be published between the two, since neither waits."""
+        subscription = Subscription(self, limit or self._limit)
+        if self._closed:
+            subscription._end()
+        else:
+            self._subscribers.add(subscription)
+        return snapshot(), subscription
+
+    def unsubscribe(self, subscription: Subscription[Event]) -> None:
+        self._subscribers.discard(subscription)
+
+    def close(self) -> None:
+        """End every subscription once it has delivered what it holds."""
+        self._closed = True
+        for subscriber in list(self._subscribers):
+            subscriber._end()
+        self._subscribers.clear()
+
+
+class Store:
+    """The stream of a run's records: written to the journal, then told to everyone."""
+
+    def __init__(self, stack: StackSpec, journal: Journal, on_event: OnEvent | None = None) -> None:
+        self.journal = journal
+        self.hub: Hub[Record] = Hub()
+        self._roles = {spec.name: spec.role.value for spec in stack.components}
+        self._node = platform.node()
+        self._on_event = on_event
+        self._changed = asyncio.Event()
+
+    def emit(self, record: Record) -> None:
+        """Stamp a component's record with its role and this node, journal it, then tell everyone."""
+        if isinstance(record, ComponentRecord):
+            role = self._roles.get(record.component or "", record.role)
+            record = record.model_copy(update={"role": role, "node": self._node})
+        stamped = self.journal.append(record)
+        self.hub.publish(stamped)
+        if self._on_event:
+            with contextlib.suppress(Exception):  # a listener's fault must not stop the run
+                self._on_event(stamped)
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake everyone who waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change; take it before looking, then wait for it."""
+        return self._changed
