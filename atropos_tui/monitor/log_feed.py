@@ -5,7 +5,7 @@ It keeps a screen fresh whatever is printed: in a flood it jumps ahead and leave
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from atropos_tui.monitor.log_buffer import Classifier, Entry
@@ -22,18 +22,22 @@ class EntryMaker:
         """The attempt of each component's last line."""
         self._classifiers: dict[str, Classifier] = {}
 
-    def entries(self, line: Line) -> Iterator[Entry]:
-        """The entry of `line`, perhaps after a note."""
-        before = self.attempts.get(line.component)
-        self.attempts[line.component] = line.attempt
-        if before not in (None, line.attempt):
-            yield Entry("note", f"── attempt {line.attempt} of {line.component} ──", line.component, line.time)
-        if line.is_note:
-            yield Entry("note", line.text, line.component, line.time)
-            return
-        classifier = self._classifiers.setdefault(line.component, Classifier())
-        text = plain_text(line.text)
-        yield Entry(classifier.kind(text), text, line.component, line.time)
+    def entries(self, lines: Iterable[Line]) -> list[Entry]:
+        """The entries of `lines`, and the notes between them."""
+        entries: list[Entry] = []
+        for at, name, attempt, text, _, is_note in lines:
+            if self.attempts.get(name) != attempt:
+                if name in self.attempts:
+                    entries.append(Entry("note", f"── attempt {attempt} of {name} ──", name, at))
+                else:
+                    self._classifiers[name] = Classifier()
+                self.attempts[name] = attempt
+            if is_note:
+                entries.append(Entry("note", text, name, at))
+            else:
+                text = plain_text(text)
+                entries.append(Entry(self._classifiers[name].kind(text), text, name, at))
+        return entries
 
 
 class LogFeed:
@@ -55,4 +59,4 @@ class LogFeed:
             self._merged.close()
             self._readers = {name: LogReader(self._run.logs / name, lossy=True) for name in names}
             self._merged, self._maker = MergedLogs(list(self._readers.values())), EntryMaker()
-        return [entry for line in self._merged.ready() for entry in self._maker.entries(line)]
+        return self._maker.entries(self._merged.ready())

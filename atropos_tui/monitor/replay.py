@@ -240,7 +240,7 @@ class ReplayLogs:
             if line.time > now:
                 break
             self._waiting = None
-            for entry in self._maker.entries(line):
+            for entry in self._maker.entries([line]):
                 passed += len(entries) == LINES_AT_ONCE
                 entries.append(entry)
         if not passed:
