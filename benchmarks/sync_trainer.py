@@ -28,17 +28,17 @@ from benchmarks.children import answer
 from benchmarks.trainer_step import make_batch
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
-from trainer_core.engine.client import Completion, EngineClient
 from trainer_core.objective.alignment import DiffSums, diff_sums
-from trainer_core.optimizers import Stepper
+from trainer_core.objective.registry import Objective
+from trainer_core.optim import Stepper
 from trainer_core.policy.attention import layout
 from trainer_core.policy.load import empty_model, load_config, load_model
 from trainer_core.policy.logprobs import chunked_logprobs, completions_logprobs
 from trainer_core.rollouts.batch import read_batch
 from trainer_core.rollouts.packing import pack
+from trainer_core.server.client import GeneratedTokens, ServerClient
 from trainer_core.step import accumulate
-from trainer_core.weight_sync.base import Start
-from trainer_core.weight_sync.factory import make_sync
+from trainer_core.weight_sync.base import Start, make_sync
 from vllm_server.standby import ENGINE_IMPORTED, IMPORTED
 
 PROMPTS, PROMPT_TOKENS, PROBE_TOKENS = 8, 100, 64
@@ -52,7 +52,7 @@ BRIDGE_MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def ask(engine: EngineClient, vocabulary: int) -> list[tuple[list[int], Completion]]:
+def ask(engine: ServerClient, vocabulary: int) -> list[tuple[list[int], GeneratedTokens]]:
     """Prompts with two completions each, the second on the cached prefix."""
     dice = random.Random(7)
     prompts = [[dice.randrange(2, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
@@ -128,7 +128,7 @@ class Trainer:
             began = time.perf_counter()
             batch = read_batch(make_batch(self.shape, "short", groups=2, prompt=64), seq_len=self.config.seq_len)
             rows = pack(batch.rollouts, self.config.tokens_per_pass)
-            outcome = accumulate(self.model, self.stepper, rows, self.config, step)
+            outcome = accumulate(self.model, self.stepper, rows, Objective(self.config), step)
             assert outcome.finite, outcome
             self.stepper.compute()
             if self.device.type == "cuda":
@@ -188,7 +188,7 @@ class Heads:
     def against(self, url: str) -> dict[str, float]:
         """Mean |difference| of the server at `url` to our half-precision and our fp32 head."""
         half, wide = DiffSums(), DiffSums()
-        for prompt, completion in ask(EngineClient(url), self.model.config.vocab_size):
+        for prompt, completion in ask(ServerClient(url), self.model.config.vocab_size):
             half += diff_sums(self.ours(prompt, completion.token_ids, wide=False), completion.logprobs)
             wide += diff_sums(self.ours(prompt, completion.token_ids, wide=True), completion.logprobs)
         return {"ours_half": half.abs_diff / half.tokens, "ours_fp32": wide.abs_diff / wide.tokens}

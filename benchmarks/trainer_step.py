@@ -29,12 +29,13 @@ import numpy as np
 import torch
 
 from trainer_core.config import TrainingConfig
-from trainer_core.optimizers import Stepper, for_device
+from trainer_core.contracts.model_math import Dimensions, step_flops
+from trainer_core.objective.registry import Objective
+from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.attention import register
 from trainer_core.policy.checkpointing import use_checkpointing
 from trainer_core.policy.compiled import compile_layers
-from trainer_core.policy.flops import step_flops
-from trainer_core.policy.lanes import use_cores
+from trainer_core.policy.parallel import use_cores
 from trainer_core.rollouts.batch import read_batch
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
@@ -130,7 +131,7 @@ class Ours:
         self.config = for_device(TrainingConfig.model_validate(defaults | settings), device)
         self.model = build(shape, device, register()).eval()
         compile_layers(self.model, self.config.compile, device)
-        self.lanes = use_cores(self.model, self.config, device)
+        self.threads = use_cores(self.model, self.config, device)
         self.stepper = Stepper(self.model, self.config)
         use_checkpointing(
             self.model, self.config.gradient_checkpointing, device=device, optimizer=self.config.optimizer,
@@ -140,8 +141,8 @@ class Ours:
 
     def step(self, batch: list[dict[str, Any]]) -> None:
         self.taken += 1
-        rows = pack(read_batch(batch, seq_len=self.config.seq_len).rollouts, self.config.tokens_per_pass, self.lanes)
-        accumulate(self.model, self.stepper, rows, self.config, self.taken, lanes=self.lanes)
+        rows = pack(read_batch(batch, seq_len=self.config.seq_len).rollouts, self.config.tokens_per_pass, self.threads)
+        accumulate(self.model, self.stepper, rows, Objective(self.config), self.taken, threads=self.threads)
         self.stepper.compute()
         self.stepper.write()
 
@@ -215,7 +216,8 @@ def check_gradient(shape: str, device: torch.device) -> dict[str, float]:
     batch = make_batch(shape, "short", groups=1, prompt=16)
     ours = Ours(shape, device, max_grad_norm=0.0)
     read = read_batch(batch, seq_len=8192)
-    accumulate(ours.model, ours.stepper, pack(read.rollouts, 1024, ours.lanes), ours.config, 1, lanes=ours.lanes)
+    rows = pack(read.rollouts, 1024, ours.threads)
+    accumulate(ours.model, ours.stepper, rows, Objective(ours.config), 1, threads=ours.threads)
     mine = torch.cat([master.grad.double().flatten().cpu() for master in ours.stepper.masters])
     wide = build(shape, device, "eager").double()
     wide.load_state_dict({k: v.double() for k, v in ours.model.state_dict().items()})
@@ -240,7 +242,7 @@ def check_gradient(shape: str, device: torch.device) -> dict[str, float]:
 def compare(options: argparse.Namespace, mix: str, device: torch.device) -> dict[str, Any]:
     """Peer and ours on one batch of this mix."""
     batch = make_batch(options.shape, mix)
-    flops = step_flops(model_config(options.shape), sizes(batch))
+    flops = step_flops(Dimensions.of(model_config(options.shape).to_dict()), sizes(batch))
     cores = {} if options.threads is None else {"torch_threads": options.threads}
     runs: dict[str, Callable[[], Ours | Peer]] = {
         f"peer, micro-batch {n}": lambda n=n: Peer(options.shape, device, n, len(sizes(batch))) for n in options.peer

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from trainer_core.config import TrainingConfig as TrainingConfig
     from trainer_core.loop import train as train
     from trainer_core.objective.loss import cispo_loss as cispo_loss
-    from trainer_core.objective.loss import dapo_loss as dapo_loss
-    from trainer_core.objective.loss import dr_grpo_loss as dr_grpo_loss
     from trainer_core.objective.loss import grpo_loss as grpo_loss
     from trainer_core.objective.loss import gspo_loss as gspo_loss
 
@@ -25,13 +23,11 @@ _EXPORTS = {
     "TrainingConfig": "trainer_core.config",
     "train": "trainer_core.loop",
     "grpo_loss": _LOSSES,
-    "dr_grpo_loss": _LOSSES,
-    "dapo_loss": _LOSSES,
     "gspo_loss": _LOSSES,
     "cispo_loss": _LOSSES,
 }
 
-__all__ = ["TrainingConfig", "cispo_loss", "dapo_loss", "dr_grpo_loss", "grpo_loss", "gspo_loss", "train"]
+__all__ = ["TrainingConfig", "cispo_loss", "grpo_loss", "gspo_loss", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,10 +29,12 @@ from trainer_core.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from trainer_core.optimizers import Stepper
+    from trainer_core.optim import Stepper
 
 STATE_JSON = "trainer_state.json"
 STATE_TENSORS = "trainer_state/tensors.safetensors"
+_TENSOR, _ITEMS = "$tensor", "$items"
+"""Marks of a tensor and of a dict in `trainer_state.json`."""
 ADAPTER_JSON = "adapter_config.json"
 _STEP = re.compile(r"(adapter_)?step_(\d+)")
 
@@ -62,8 +64,8 @@ def complete_checkpoints(save_path: Path, adapters: bool = False) -> list[Path]:
     if not save_path.is_dir():
         return []
     names = ((path, _STEP.fullmatch(path.name)) for path in save_path.iterdir())
-    found = [(int(match[2]), path) for path, match in names if match and bool(match[1]) == adapters]
-    return [path for _, path in sorted(found) if (path / STATE_JSON).is_file() and (path / STATE_TENSORS).is_file()]
+    numbered = [(int(match[2]), path) for path, match in names if match and bool(match[1]) == adapters]
+    return [path for _, path in sorted(numbered) if (path / STATE_JSON).is_file() and (path / STATE_TENSORS).is_file()]
 
 
 def starting_point(config: TrainingConfig) -> StartingPoint:
@@ -75,10 +77,10 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
     if config.resume == "never":
         return StartingPoint()
     if config.resume == "auto":
-        found = complete_checkpoints(Path(config.save_path), config.trains_adapters)
-        if not found:
+        checkpoints = complete_checkpoints(Path(config.save_path), config.trains_adapters)
+        if not checkpoints:
             return StartingPoint()
-        path = found[-1]
+        path = checkpoints[-1]
     else:
         path = Path(config.resume)
     try:
@@ -147,8 +149,6 @@ def restore(path: Path, stepper: Stepper) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from trainer_core.tensor_tree import join_tensors
-
     plain = json.loads((path / STATE_JSON).read_text())["state"]
     state = join_tensors(plain, load_file(path / STATE_TENSORS))
     stepper.load_state_dict(state["stepper"])
@@ -183,8 +183,6 @@ def _save_state(path: Path, stepper: Stepper) -> Any:
     import numpy as np
     import torch
     from safetensors.torch import save_file
-
-    from trainer_core.tensor_tree import split_tensors
 
     path.parent.mkdir()
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -223,3 +221,48 @@ def _replace(target: Path, aside: Path) -> None:
         target.rename(old)
     aside.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def split_tensors(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The tree with names in the place of its tensors, and the tensors by name, on the CPU and contiguous.
+
+    Tensors on the same memory (such as 8-bit optimizers' tables) are kept once. Dict keys may be of any JSON type.
+
+    Raises:
+        TypeError: a value that JSON cannot hold.
+    """
+    import torch
+
+    tensors: dict[str, torch.Tensor] = {}
+    names: dict[Any, str] = {}
+
+    def name(value: torch.Tensor, path: str) -> str:
+        key = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else path
+        if key not in names:
+            names[key] = path
+            tensors[path] = value.detach().to("cpu", copy=True).contiguous()
+        return names[key]
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {_TENSOR: name(value, path)}
+        if isinstance(value, dict):
+            return {_ITEMS: [[key, walk(item, f"{path}/{key}")] for key, item in value.items()]}
+        if isinstance(value, (list, tuple)):
+            return [walk(item, f"{path}/{i}") for i, item in enumerate(value)]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise TypeError(f"{path}: {type(value).__name__} cannot be kept in a checkpoint")
+
+    return walk(tree, "state"), tensors
+
+
+def join_tensors(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The tree again; tuples come back as lists."""
+    if isinstance(plain, list):
+        return [join_tensors(item, tensors) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if _TENSOR in plain:
+        return tensors[plain[_TENSOR]]
+    return {key: join_tensors(item, tensors) for key, item in plain[_ITEMS]}

@@ -6,14 +6,59 @@ The command line is built from this class (`trainer_core/cli.py`), so a field he
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
-from trainer_core.config_checks import combinations
-from trainer_core.config_types import Betas, Duration, LayerIndices, Words
 from trainer_core.contracts.run_dir import RunDir
+
+
+def parse_layer_indices(value: Any) -> Any:
+    """`"0-3,28-31"` as the sorted list of indices; lists pass through."""
+    if not isinstance(value, str):
+        return value
+    indices: set[int] = set()
+    for part in value.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"{part.strip()!r} is no layer index; write them as 20-31 or 0-3,28-31")
+        if dash and int(last) < int(first):
+            raise ValueError(f"the range {part.strip()} runs backwards")
+        indices.update(range(int(first), int(last or first) + 1))
+    return sorted(indices)
+
+
+def _split(value: Any) -> Any:
+    """`"0.9,0.95"` or `"0.9 0.95"` as a list; anything else passes through."""
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+def parse_duration(value: Any) -> Any:
+    """`"90s"`, `"30m"`, `"2h"`, `"1d12h"` or plain seconds as seconds; anything but text passes through."""
+    if not isinstance(value, str) or re.fullmatch(r"[\d.]+", value.strip()):
+        return value
+    parts = re.findall(r"([\d.]+)\s*([dhms])", value)
+    if not parts or re.sub(r"[\d.]+\s*[dhms]", "", value).strip():
+        raise ValueError("write a duration as 90s, 30m, 2h or 1d12h")
+    return sum(float(number) * {"d": 86400, "h": 3600, "m": 60, "s": 1}[unit] for number, unit in parts)
+
+
+LayerIndices = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(parse_layer_indices)]
+Words = Annotated[list[str], BeforeValidator(_split)]
+Betas = Annotated[tuple[float, float], BeforeValidator(_split)]
+Duration = Annotated[
+    float, BeforeValidator(parse_duration), Field(gt=0), WithJsonSchema({"type": ["number", "string"]})
+]
 
 
 class TrainingConfig(BaseModel):
@@ -283,7 +328,7 @@ class TrainingConfig(BaseModel):
 
     @model_validator(mode="after")
     def _combinations(self) -> TrainingConfig:
-        if problems := combinations(self):
+        if problems := contradictions(self):
             raise ValueError("\n".join(problems))
         return self
 
@@ -334,6 +379,82 @@ class TrainingConfig(BaseModel):
             else:
                 args.append(str(value))
         return args
+
+
+def contradictions(config: TrainingConfig) -> list[str]:
+    """Every pair of settings that contradict each other, with the way out."""
+    problems = []
+    if config.single_copy and config.use_shared_memory:
+        problems.append(
+            "--single-copy and --use-shared-memory exclude each other: one copy, or a broadcast to a second"
+        )
+    if (config.single_copy or config.use_shared_memory) and config.weight_bridge_mode != "shared_vllm":
+        flag = "--single-copy" if config.single_copy else "--use-shared-memory"
+        problems.append(f"{flag} belongs to --weight-bridge-mode shared_vllm, not {config.weight_bridge_mode}")
+    if config.group_size and config.sequences_per_step % config.group_size:
+        problems.append(
+            f"--batch-size {config.batch_size} x --gradient-accumulation-steps {config.gradient_accumulation_steps} = "
+            f"{config.sequences_per_step} sequences is no multiple of --group-size {config.group_size}: run-api would "
+            "never fill a batch"
+        )
+    problems += _objective_contradictions(config)
+    if config.trains_adapters and config.train_layer_indices is not None:
+        problems.append(
+            f"--train-layer-indices is for training the model itself; with --weight-bridge-mode "
+            f"{config.weight_bridge_mode} use --lora-layer-indices"
+        )
+    if config.weight_bridge_mode == "lora_restart" and config.vllm_urls:
+        problems.append("--vllm-urls does nothing for lora_restart, which restarts the one server at --vllm-port")
+    if config.mode == "shared_vllm" and config.vllm_urls:
+        problems.append("--vllm-urls does nothing in single copy: the server is the one that the manifest names")
+    if config.trains_adapters and config.in_flight != "keep":
+        problems.append(f"--in-flight {config.in_flight} does nothing with adapters, which are swapped without a pause")
+    lag, every = config.max_policy_lag, config.vllm_restart_interval
+    if lag is not None and lag < every - 1 and config.weight_bridge_mode in ("none", "lora_restart"):
+        problems.append(
+            f"--max-policy-lag {lag} leaves out all rollouts before the server gets new weights: it has them every "
+            f"{every} steps; set --vllm-restart-interval {lag + 1} or lower, or --max-policy-lag {every - 1} or more"
+        )
+    if config.engine_reload == "restart" and config.vllm_urls:
+        problems.append("--engine-reload restart restarts the one server at --vllm-port: leave out --vllm-urls")
+    if config.engine_reload != "in_place" and config.weight_bridge_mode != "none":
+        problems.append(f"--engine-reload does nothing with --weight-bridge-mode {config.weight_bridge_mode}")
+    if config.world_size > 1:
+        problems.append(f"--world-size {config.world_size}: this version trains in one process; leave it at 1")
+    if config.trainer_rank >= config.world_size:
+        problems.append(f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}")
+    if config.alignment_ok and config.alignment_mismatch and config.alignment_ok > config.alignment_mismatch:
+        problems.append("--alignment-ok must not be above --alignment-mismatch")
+    return problems
+
+
+def _objective_contradictions(config: TrainingConfig) -> list[str]:
+    problems = []
+    if config.ratio_base == "rollout":
+        problems += [
+            f"--{name.replace('_', '-')} belongs to --ratio-base proximal: against the rollout policy the ratio "
+            "already corrects for it"
+            for name in ("tis_cap", "tis_mask", "tis_mask_low", "tis_mask_high")
+            if getattr(config, name) != type(config).model_fields[name].default
+        ]
+    if config.tis_mask_low > config.tis_mask_high:
+        problems.append("--tis-mask-low must not be above --tis-mask-high")
+    if config.dual_clip is not None and config.objective == "cispo":
+        problems.append("--dual-clip does nothing with --objective cispo, which clips the weight on both sides anyway")
+    if config.max_completion_tokens is None and (config.overlong_buffer or config.overlong_mask):
+        flag = "--overlong-mask" if config.overlong_mask else "--overlong-buffer"
+        problems.append(f"{flag} needs --max-completion-tokens: what is too long?")
+    if (
+        config.overlong_buffer
+        and config.max_completion_tokens
+        and config.overlong_buffer > config.max_completion_tokens
+    ):
+        problems.append("--overlong-buffer must not be above --max-completion-tokens")
+    if config.lr_min > config.lr:
+        problems.append(f"--lr-min {config.lr_min} must not be above --lr {config.lr}")
+    if config.master_weights == "stochastic" and config.dtype == "float16":
+        problems.append("--master-weights stochastic needs --dtype bfloat16; for float16 take fp32 or kahan")
+    return problems
 
 
 def validate(values: dict[str, Any]) -> tuple[TrainingConfig | None, list[str]]:

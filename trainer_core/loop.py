@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,32 +20,30 @@ import numpy as np
 import torch
 
 from trainer_core import checkpoint
-from trainer_core.benchmark import Benchmark, memory_fields
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.records import BenchmarkRecord, CheckpointRecord
 from trainer_core.contracts.run_dir import RunDir
 from trainer_core.errors import EngineGone, MemoryFullError, MismatchError, Stopped, TrainerError, UsageError
-from trainer_core.explain import explain
-from trainer_core.intake import Intake, Lags
-from trainer_core.objective.alignment import Alignment, Gate, Probe, thresholds
+from trainer_core.metrics.benchmark import BenchmarkTotals, MfuMeter, memory_fields
+from trainer_core.metrics.report import StepReport, TextReader, console_line, tracker_metrics, write_records
+from trainer_core.metrics.telemetry import open_telemetry
+from trainer_core.metrics.trackers import Trackers
+from trainer_core.mismatch_causes import explain
+from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiffs, thresholds
 from trainer_core.objective.registry import Objective
-from trainer_core.optimizers import Stepper, for_device
+from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.checkpointing import use_checkpointing
 from trainer_core.policy.compiled import compile_layers
-from trainer_core.policy.flops import MfuMeter
-from trainer_core.policy.lanes import use_cores
-from trainer_core.policy.load import train_only
-from trainer_core.probe import Prober
-from trainer_core.reporting import StepReport, TextReader, console_line, tracker_metrics, write_records
+from trainer_core.policy.load import dimensions, train_only
+from trainer_core.policy.parallel import use_cores
+from trainer_core.probe import LogprobProbe
 from trainer_core.rollouts.batch import Batch
 from trainer_core.rollouts.client import RunApi, open_api
 from trainer_core.rollouts.packing import pack
+from trainer_core.rollouts.source import BatchSource, Lags
 from trainer_core.step import StepOutcome, accumulate
 from trainer_core.stopping import StopConditions
-from trainer_core.telemetry import open_telemetry
-from trainer_core.trackers import Trackers
-from trainer_core.weight_sync.base import Start, SyncReport
-from trainer_core.weight_sync.factory import make_sync
+from trainer_core.weight_sync.base import Start, SyncReport, make_sync
 
 OUT_OF_MEMORY = """{error}
 The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
@@ -91,85 +90,100 @@ def train(config: TrainingConfig, *, api: RunApi | None = None, stop: threading.
     config = config.in_run_dir(RunDir.from_env())
     start = checkpoint.starting_point(config)
     print(checkpoint.describe(start, config))
-    run = Run(config, start, api or open_api(config, start.step, stop), stop)
-    try:
-        return _to_the_end(run, start)
-    except torch.OutOfMemoryError as error:
-        run.rescue(error)
-        raise MemoryFullError(OUT_OF_MEMORY.format(error=error, tokens=config.tokens_per_pass)) from None
-    except (Stopped, MismatchError):
-        raise
-    except Exception as error:
-        run.rescue(error)
-        raise
-    finally:
-        run.close()
+    with ExitStack() as opened:
+        api = api or open_api(config, start.step, stop)
+        opened.callback(api.close)
+        try:
+            return _attach(config, start, api, stop, opened).to_the_end()
+        except torch.OutOfMemoryError as error:
+            raise MemoryFullError(OUT_OF_MEMORY.format(error=error, tokens=config.tokens_per_pass)) from None
 
 
-def _to_the_end(run: Run, start: checkpoint.StartingPoint) -> TrainResult:
-    """All steps, or as many as there are before a stop condition or the stop."""
+def _attach(
+    config: TrainingConfig, start: checkpoint.StartingPoint, api: RunApi, stop: threading.Event, opened: ExitStack
+) -> Run:
+    """The run, ready for its first step; before it can rescue anything, a failure says what a next attempt begins with.
+
+    Raises:
+        Stopped: a stop was asked for while the server was awaited.
+    """
     try:
-        run.attach(start)
-        while not run.ended() and not run.stop.is_set():
-            try:
-                run.one_step()
-            except RuntimeError:
-                run.blame_the_server()
-                raise
-    except _Enough:
-        return run.finish()
+        return Run(config, start, api, stop, opened)
     except Stopped:
-        return run.save_at_stop()
-    return run.finish() if run.ended() else run.save_at_stop()
+        raise
+    except Exception:
+        print(_last_checkpoint(config))
+        raise
 
 
 class Run:
-    """One attempt: what the loop holds, and its step."""
+    """One attempt: what the loop holds, and its step. The policy is attached and ready once this is constructed."""
 
     def __init__(
-        self, config: TrainingConfig, start: checkpoint.StartingPoint, api: RunApi, stop: threading.Event
-    ) -> None:
+        self, config: TrainingConfig, start: checkpoint.StartingPoint, api: RunApi, stop: threading.Event,
+        opened: ExitStack,
+    ) -> None:  # fmt: skip
+        """Get the policy with the starting weights on both sides, and an optimizer over it.
+
+        Args:
+            opened: closes what is opened here, in reverse order.
+        """
         self.device = _device(config)
         self.config = config = for_device(config, self.device)
         self.step, self.version = start.step, start.version
         self.saved_step = start.step
-        self.api = api
         self.stop = stop
-        self.sync = make_sync(config, self.device, stop)
-        self.telemetry = open_telemetry(config.save_path, config.trainer_rank)
-        self.tracker = Trackers(config)
-        self.objective = Objective(config)
         self.stopping = StopConditions(config, start.stopping)
-        self.reader = TextReader(config.model_name)
-        self.bench = Benchmark(self.sync.mode)
         self.failed: TrainerError | None = None
         """Why the present step, which is complete, is the last one of this attempt."""
-
-    def attach(self, start: checkpoint.StartingPoint) -> None:
-        """Get the policy with the starting weights on both sides, and an optimizer over it."""
-        _seed(self.config.seed)
+        self.telemetry = open_telemetry(config.save_path, config.trainer_rank)
+        opened.callback(self.telemetry.close)
+        self.tracker = Trackers(config)
+        self.reader = TextReader(config.model_name)
+        self.sync = make_sync(config, self.device, stop)
+        opened.callback(self.sync.close)
+        _seed(config.seed)
         self.model = self.sync.attach(Start(start.path, start.version))
-        train_only(self.model, self.config.train_layer_indices)
-        self.lanes = use_cores(self.model, self.config, self.device)
-        self.stepper = Stepper(self.model, self.config)
-        if start.path is not None:
-            checkpoint.restore(start.path, self.stepper)
-        use_checkpointing(
-            self.model, self.config.gradient_checkpointing, device=self.device, optimizer=self.config.optimizer,
-            tokens=max(self.config.tokens_per_pass, self.config.seq_len),
-        )  # fmt: skip
-        compile_layers(self.model, self.config.compile, self.device)
-        self.mfu = MfuMeter(self.model.config, self.device)
+        train_only(self.model, config.train_layer_indices)
+        self.threads = use_cores(self.model, config, self.device)
+        self.stepper = _stepper(self.model, config, self.device, start.path)
+        self.mfu = MfuMeter(dimensions(self.model), self.device)
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        self.gate = Gate(thresholds(dtype, self.config.alignment_ok, self.config.alignment_mismatch))
-        self.prober = Prober(self.sync.engine, self.config)
-        self.intake = Intake(
-            self.config, self.api, self.telemetry, selection=self.objective.selection(self.model.config.vocab_size),
+        self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))
+        self.probe = LogprobProbe(self.sync.engine, config)
+        opened.callback(self.probe.close)
+        self.objective = Objective(config)
+        self.batches = BatchSource(
+            config, api, self.telemetry, selection=self.objective.selection(self.model.config.vocab_size),
             advantage_std=self.objective.advantage_std, servers=[engine.versions for engine in self.sync.engines],
             while_waiting=self.while_waiting,
         )  # fmt: skip
-        self.bench = Benchmark(self.sync.mode)
+        self.bench = BenchmarkTotals(self.sync.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
+
+    def to_the_end(self) -> TrainResult:
+        """All steps, or as many as there are before a stop condition or the stop; after a crash, save what is left."""
+        try:
+            return self._train()
+        except (Stopped, MismatchError):
+            raise
+        except Exception as error:
+            self.rescue(error)
+            raise
+
+    def _train(self) -> TrainResult:
+        try:
+            while not self.ended() and not self.stop.is_set():
+                try:
+                    self.one_step()
+                except RuntimeError:
+                    self.blame_the_server()
+                    raise
+        except _Enough:
+            return self.finish()
+        except Stopped:
+            return self.save_at_stop()
+        return self.finish() if self.ended() else self.save_at_stop()
 
     def ended(self) -> bool:
         """Whether all steps are trained, or a stop condition holds."""
@@ -178,15 +192,15 @@ class Run:
     def one_step(self) -> None:
         """One batch, one optimizer step, one version."""
         began = time.perf_counter()
-        batch, lags = self.intake.next_batch(self.step, self.version)
+        batch, lags = self.batches.next_batch(self.step, self.version)
         step = self.step + 1
-        self.prober.learn(batch)
-        self.prober.start(step, self.version)
+        self.probe.learn(batch)
+        self.probe.start(step, self.version)
         fetched = time.perf_counter()
-        rows = pack(batch.rollouts, self.config.tokens_per_pass, self.lanes)
-        outcome = accumulate(self.model, self.stepper, rows, self.config, step, lanes=self.lanes)
-        probe = self.prober.finish(self.model)
-        alignment = self.judge(outcome, probe, lags, batch)
+        rows = pack(batch.rollouts, self.config.tokens_per_pass, self.threads)
+        outcome = accumulate(self.model, self.stepper, rows, self.objective, step, threads=self.threads)
+        probe_diffs = self.probe.finish(self.model)
+        alignment = self.judge(outcome, probe_diffs, lags, batch)
         if outcome.finite:
             self.stepper.compute()
         trained = time.perf_counter()
@@ -194,11 +208,11 @@ class Run:
         self.stopping.saw(float(batch.scores.mean()))
         broken = self.config.stop_on_mismatch and alignment.verdict == "mismatch"
         if step < self.config.training_steps and not broken and self.failed is None:
-            self.prober.start(step + 1, self.version)
+            self.probe.start(step + 1, self.version)
         checkpoint_s = 0.0 if broken else self.save_if_due()
         self.report(
             StepReport(
-                step, self.version, self.config.objective, batch, outcome, lags, probe, alignment, sync,
+                step, self.version, self.config.objective, batch, outcome, lags, probe_diffs, alignment, sync,
                 wait_s=fetched - began, train_s=trained - fetched, checkpoint_s=checkpoint_s,
                 mfu=self.mfu.measure([len(r.tokens) for r in batch.rollouts], trained - fetched),
                 step_s=time.perf_counter() - began,
@@ -207,7 +221,7 @@ class Run:
         if broken:
             raise MismatchError(
                 f"--stop-on-mismatch: {alignment.cause}. The weights of this step are not saved. "
-                f"{self.last_checkpoint()}"
+                f"{_last_checkpoint(self.config)}"
             )
         if self.failed is not None:
             raise self.failed
@@ -255,9 +269,6 @@ class Run:
     def rescue(self, error: Exception) -> None:
         """After `error`: save what is not saved yet, if the weights are still the policy's, and say what remains."""
         cause = "the server" if isinstance(error, EngineGone) else "the error"
-        if not hasattr(self, "stepper"):
-            print(self.last_checkpoint())
-            return
         try:
             lost = self.sync.let_go(self.stepper.copies())
             if not lost and self.stepper.unwritten:
@@ -266,18 +277,20 @@ class Run:
                 self.save()
         except Exception as another:  # what brought us here is told, whatever comes on top of it
             lost = f"they cannot be saved ({type(another).__name__}: {another})"
-        last = self.last_checkpoint()
+        last = _last_checkpoint(self.config)
         if lost:
             print(f"The weights of step {self.step} are lost with {cause}: {lost}. {last}")
         else:
             print(f"✓ No step is lost: the weights of step {self.step} outlived {cause}. {last}")
 
-    def judge(self, outcome: StepOutcome, probe: Probe | None, lags: Lags, batch: Batch) -> Alignment:
+    def judge(self, outcome: StepOutcome, probe: ProbeDiffs | None, lags: Lags, batch: Batch) -> Alignment:
         """Before weights change: what the server said, the rollouts and the policy belong together now."""
         known = [lag for lag in lags if lag is not None]
         lag_max = max(known) if known else None
-        found = self.gate.judge(outcome.diffs, probe, lag_max=lag_max, version=self.version)
-        alignment = explain(found, self.model, batch.rollouts, self.prober.answers, step=self.step + 1, lag_max=lag_max)
+        verdict = self.gate.judge(outcome.diffs, probe, lag_max=lag_max, version=self.version)
+        alignment = explain(
+            verdict, self.model, batch.rollouts, self.probe.answers, step=self.step + 1, lag_max=lag_max
+        )
         if alignment.verdict != "ok":
             print(f"LogProb Alignment: {alignment.verdict.upper()} ({alignment.cause})")
         return alignment
@@ -308,14 +321,12 @@ class Run:
 
     def save_at_stop(self) -> TrainResult:
         """A checkpoint of what was trained since the last one."""
-        if not hasattr(self, "stepper"):
-            raise Stopped
         path = None
         # A server that has died may have taken the weights with it: what is read then is nobody's model.
         self.sync.check()
         if self.step > self.saved_step:
             path = self.save().path
-        print(f"Stopped after step {self.step}. {self.last_checkpoint()}")
+        print(f"Stopped after step {self.step}. {_last_checkpoint(self.config)}")
         return TrainResult(self.step, self.version, False, path)
 
     def finish(self) -> TrainResult:
@@ -335,25 +346,30 @@ class Run:
         print(f"Training finished: {self.step} steps{why}, final model in {final.path}")
         return TrainResult(self.step, self.version, True, final.path, reason or "")
 
-    def last_checkpoint(self) -> str:
-        """What a later attempt would go on from, in words."""
-        found = checkpoint.complete_checkpoints(Path(self.config.save_path), self.config.trains_adapters)
-        return (
-            f"Last checkpoint: {found[-1]}" if found else "There is no checkpoint: a restart begins with the base model"
-        )
-
-    def close(self) -> None:
-        if hasattr(self, "prober"):
-            self.prober.close()
-        self.sync.close()
-        self.api.close()
-        self.telemetry.close()
-
     def _record(self, saved: checkpoint.Saved) -> None:
         self.telemetry.write(
             CheckpointRecord, self.step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes
         )
         print(f"Saved {saved.path.name} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
+
+
+def _stepper(model: torch.nn.Module, config: TrainingConfig, device: torch.device, weights: Path | None) -> Stepper:
+    """The optimizer, as the checkpoint in `weights` left it, over a model that is made ready to compute."""
+    stepper = Stepper(model, config)
+    if weights is not None:
+        checkpoint.restore(weights, stepper)
+    use_checkpointing(
+        model, config.gradient_checkpointing, device=device, optimizer=config.optimizer,
+        tokens=max(config.tokens_per_pass, config.seq_len),
+    )  # fmt: skip
+    compile_layers(model, config.compile, device)
+    return stepper
+
+
+def _last_checkpoint(config: TrainingConfig) -> str:
+    """What a later attempt would go on from, in words."""
+    saved = checkpoint.complete_checkpoints(Path(config.save_path), config.trains_adapters)
+    return f"Last checkpoint: {saved[-1]}" if saved else "There is no checkpoint: a restart begins with the base model"
 
 
 def _device(config: TrainingConfig) -> torch.device:

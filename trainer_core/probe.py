@@ -15,28 +15,28 @@ from dataclasses import dataclass
 import torch
 
 from trainer_core.config import TrainingConfig
-from trainer_core.engine.client import Completion, EngineClient
 from trainer_core.errors import EngineError, EngineGone
-from trainer_core.objective.alignment import DiffSums, Probe, diff_sums
+from trainer_core.objective.alignment import DiffSums, ProbeDiffs, diff_sums
 from trainer_core.policy.logprobs import completions_logprobs
 from trainer_core.rollouts.batch import Batch
+from trainer_core.server.client import GeneratedTokens, ServerClient
 
-Answers = list[tuple[list[int], Completion, Completion]]
+Answers = list[tuple[list[int], GeneratedTokens, GeneratedTokens]]
 """Prompt, decoded fresh, decoded on the cached prefix."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProbeAnswers:
     """What the server answered to one probe."""
 
     answers: Answers
-    anchor: tuple[list[int], Completion]
+    anchor: tuple[list[int], GeneratedTokens]
 
 
-class Prober:
+class LogprobProbe:
     """Takes a probe every `probe_interval` steps."""
 
-    def __init__(self, engine: EngineClient | None, config: TrainingConfig) -> None:
+    def __init__(self, engine: ServerClient | None, config: TrainingConfig) -> None:
         self.engine = engine if config.probe_interval else None
         self.config = config
         self._block = (self.engine.info().block_size if self.engine else None) or 16
@@ -45,7 +45,7 @@ class Prober:
         self.answers: Answers = []
         """Of the probe that `finish` returned last; empty when it returned none."""
         self._pool = ThreadPoolExecutor(2 + 2 * config.probe_prompts, thread_name_prefix="probe")
-        self._running: Future[Asked | None] | None = None
+        self._running: Future[ProbeAnswers | None] | None = None
 
     def learn(self, batch: Batch) -> None:
         """Take real prompts from the newest batch: different ones, with room for the answer.
@@ -69,7 +69,7 @@ class Prober:
                 _ask, self.engine, self._pool, self._prompts, self._anchor, self.config.probe_tokens, version
             )
 
-    def finish(self, model: torch.nn.Module) -> Probe | None:
+    def finish(self, model: torch.nn.Module) -> ProbeDiffs | None:
         """The comparison; null when none was started, or the server refused or is gone: the publish finds that out."""
         running, self._running = self._running, None
         self.answers = []
@@ -90,7 +90,7 @@ class Prober:
         self._pool.shutdown(wait=False)
 
 
-def compare(model: torch.nn.Module, asked: Asked) -> Probe:
+def compare(model: torch.nn.Module, asked: ProbeAnswers) -> ProbeDiffs:
     """Sums of our logprobs against the server's: fresh, cached and the anchor apart."""
     answers, (prompt, again) = asked.answers, asked.anchor
     pairs = [(prompt, again.token_ids), *((p, c.token_ids) for p, *both in answers for c in both)]
@@ -101,7 +101,7 @@ def compare(model: torch.nn.Module, asked: Asked) -> Probe:
         fresh += diff_sums(next(ours), first.logprobs)
         cached += diff_sums(next(ours), second.logprobs)
     hits = [second.cached_tokens for _, _, second in answers if second.cached_tokens is not None]
-    return Probe(fresh, cached, sum(hits) if hits else None, anchor)
+    return ProbeDiffs(fresh, cached, sum(hits) if hits else None, anchor)
 
 
 def _strung(batch: Batch, length: int) -> list[list[int]]:
@@ -111,13 +111,13 @@ def _strung(batch: Batch, length: int) -> list[list[int]]:
 
 
 def _ask(
-    engine: EngineClient, pool: Executor, prompts: list[list[int]], anchor: list[int], tokens: int, version: int
-) -> Asked | None:
+    engine: ServerClient, pool: Executor, prompts: list[list[int]], anchor: list[int], tokens: int, version: int
+) -> ProbeAnswers | None:
     """Everything at once: the server decodes all answers together in the time of one."""
     if engine.info().weight_version != version:
         return None
 
-    def unseen(prompt: list[int], seed: int | None = None) -> Future[Completion]:
+    def unseen(prompt: list[int], seed: int | None = None) -> Future[GeneratedTokens]:
         return pool.submit(engine.generate, prompt, tokens, seed=seed, salt=secrets.token_hex(8))
 
     again = unseen(anchor, seed=0)
@@ -125,10 +125,10 @@ def _ask(
     cached = [pool.submit(_on_cached_prefix, engine, prompt, tokens) for prompt in prompts]
     wait([again, *fresh, *cached])  # none is under way when the publish comes, whatever became of the others
     answers = [(p, first.result(), second.result()) for p, first, second in zip(prompts, fresh, cached, strict=True)]
-    return Asked(answers, (anchor, again.result()))
+    return ProbeAnswers(answers, (anchor, again.result()))
 
 
-def _on_cached_prefix(engine: EngineClient, prompt: list[int], tokens: int) -> Completion:
+def _on_cached_prefix(engine: ServerClient, prompt: list[int], tokens: int) -> GeneratedTokens:
     """Rollouts may have left this prefix in the cache already, from older weights even if its reset failed."""
     first = engine.generate(prompt, tokens)
     return engine.generate(prompt, tokens) if first.cached_tokens == 0 else first

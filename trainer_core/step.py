@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_core.config import TrainingConfig
 from trainer_core.objective.alignment import DiffSums
 from trainer_core.objective.correction import Correction, Sequences
 from trainer_core.objective.loss import LossSums
 from trainer_core.objective.registry import Counts, Objective, count
-from trainer_core.optimizers import Stepper
-from trainer_core.policy.lanes import LaneGradients, in_lanes
+from trainer_core.optim import Stepper
 from trainer_core.policy.logprobs import row_logprobs
+from trainer_core.policy.parallel import ThreadGradients, in_threads
 from trainer_core.rollouts.packing import PackedRow
 
 
@@ -54,7 +53,7 @@ class StepOutcome:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _DeviceRow:
     """A packed row on the device, with what the objective needs beside it."""
 
     packed: PackedRow
@@ -63,8 +62,8 @@ class _Row:
 
 
 def accumulate(
-    model: torch.nn.Module, stepper: Stepper, rows: Sequence[PackedRow], config: TrainingConfig, step: int,
-    *, others: Counts | None = None, lanes: int = 1,
+    model: torch.nn.Module, stepper: Stepper, rows: Sequence[PackedRow], objective: Objective, step: int,
+    *, others: Counts | None = None, threads: int = 1,
 ) -> StepOutcome:  # fmt: skip
     """Gradient of one optimizer step, clipped and ready in `stepper`; no parameter changes.
 
@@ -72,18 +71,17 @@ def accumulate(
         rows: on any device; at least one trained token in all.
         step: from 1, for the learning rate.
         others: counts of the rows that other ranks train in this step; their gradients then add up.
-        lanes: rows at a time, each in a thread of its own; for models on a CPU.
+        threads: that each train rows of their own, side by side; for models on a CPU.
     """
     device = next(model.parameters()).device
-    objective = Objective(config)
-    ready = in_lanes(lambda row, _: _on_device(model, row, objective, device), rows, lanes)
+    ready = in_threads(lambda row, _: _on_device(model, row, objective, device), rows, threads)
     counts = count([(row.sequences, row.correction) for row in ready], device)
     denominator = objective.denominator(counts if others is None else counts + others)
     sums = _Sums(device)
     stepper.zero_grad()
-    gradients = LaneGradients(stepper.params, lanes) if lanes > 1 else None
+    gradients = ThreadGradients(stepper.params, threads) if threads > 1 else None
 
-    def train(row: _Row, lane: int) -> tuple[LossSums, torch.Tensor]:
+    def train(row: _DeviceRow, thread: int) -> tuple[LossSums, torch.Tensor]:
         packed = row.packed
         logprobs = row_logprobs(model, packed)
         part = objective.sums(logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction)
@@ -91,10 +89,10 @@ def accumulate(
         if gradients is None:
             loss.backward()
         else:
-            gradients.backward(loss, lane)
+            gradients.backward(loss, thread)
         return LossSums(*(value.detach() for value in part)), logprobs.detach()
 
-    for row, (part, logprobs) in zip(ready, in_lanes(train, ready, lanes), strict=True):
+    for row, (part, logprobs) in zip(ready, in_threads(train, ready, threads), strict=True):
         sums.add(part, logprobs, row)
     if gradients is not None:
         stepper.take_gradients(gradients.total())
@@ -102,16 +100,16 @@ def accumulate(
     return sums.outcome(denominator, stepper.clip(), lr)
 
 
-def _on_device(model: torch.nn.Module, row: PackedRow, objective: Objective, device: torch.device) -> _Row:
+def _on_device(model: torch.nn.Module, row: PackedRow, objective: Objective, device: torch.device) -> _DeviceRow:
     """The row moved, and with `ratio_base = proximal` the trainer's own logprobs of it before anything changes."""
     ids = row.sequences
     row = row.to(device)
     sequences = Sequences(ids.to(device, non_blocking=True), len(row.lengths))
     if objective.bounds is None:
-        return _Row(row, sequences, None)
+        return _DeviceRow(row, sequences, None)
     with torch.no_grad():
         base = row_logprobs(model, row)
-    return _Row(row, sequences, objective.correction(base, row.logprobs, sequences))
+    return _DeviceRow(row, sequences, objective.correction(base, row.logprobs, sequences))
 
 
 class _Sums:
@@ -122,7 +120,7 @@ class _Sums:
         self._largest = torch.zeros((), device=device)
 
     @torch.no_grad()
-    def add(self, part: LossSums, logprobs: torch.Tensor, row: _Row) -> None:
+    def add(self, part: LossSums, logprobs: torch.Tensor, row: _DeviceRow) -> None:
         rollout, correction = row.packed.logprobs, row.correction
         diff = logprobs - rollout
         self._largest = torch.maximum(self._largest, diff.abs().max())

@@ -20,13 +20,13 @@ from trainer_core.contracts.hosts import allowed_hosts
 from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES, Shard
 from vllm_server import bridge as bridge_routes
 from vllm_server import broadcast, compat, generate, lora, processes, reload, sampling, standby
+from vllm_server.auth import Access, GenerationHold
 from vllm_server.bridge import Bridge
 from vllm_server.config import DEFAULT_HOST, DEFAULT_PORT, ENV_EAGER_BECAUSE, ConfigError, ServerConfig
 from vllm_server.engine_start import EngineStartError, ranks, start_engine, why_not_fork
 from vllm_server.generate import Generator
 from vllm_server.graph_check import UnsafeGraphs, stale_kinds
-from vllm_server.guard import Door, Gate
-from vllm_server.span_file import SpanFile
+from vllm_server.versions import SpanFile
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
     if args.disable_access_log_for_endpoints is None:
         args.disable_access_log_for_endpoints = QUIET_ROUTES
     # The last is the outermost.
-    ours = ["vllm_server.sampling.PlainSampling", "vllm_server.guard.Guard", "vllm_server.refusals.Refusals"]
+    ours = ["vllm_server.sampling.PlainSampling", "vllm_server.auth.AuthMiddleware", "vllm_server.refusals.Refusals"]
     args.middleware = [*args.middleware, *ours]
     if config.shared_weights:
         _prepare_single_copy(args)
@@ -281,7 +281,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     app = compat.build_app(args, tasks, engine.model_config)
     await compat.init_app_state(engine, app.state, args, tasks)
 
-    gate = Gate(held=config.hold_generation)
+    gate = GenerationHold(held=config.hold_generation)
     bridge = Bridge(engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version)
     names = args.served_model_name or [args.model]
     spans = SpanFile(config.spans_path, bridge.spans)
@@ -305,7 +305,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         bridge.receives = "gloo" if compat.is_cpu() else "nccl"
         app.include_router(broadcast.make_router(broadcast.Transfers(bridge)))
     app.state.atropos_sampling = sampling.served_defaults(engine.model_config)
-    app.state.atropos_door = Door(
+    app.state.atropos_door = Access(
         config.token, allowed_hosts(args.host, config.allowed_hosts), gate, instance_id=config.instance_id,
         engine_died=lambda: bool(engine.errored), signals=(signal.SIGTERM, signal.SIGINT),
     )  # fmt: skip

@@ -30,10 +30,10 @@ from trainer_core.contracts.bridge import (
 from trainer_core.contracts.files import write_private
 from trainer_core.contracts.manifest import Manifest
 from trainer_core.contracts.transfer import TransferBackend, TransferUpdate
-from vllm_server.answers import error_response
+from vllm_server.auth import GenerationHold
 from vllm_server.config import ServerConfig
+from vllm_server.errors import error_response
 from vllm_server.generate import Generator
-from vllm_server.guard import Gate
 from vllm_server.versions import MAX_LEASE_S, BridgeState, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,9 @@ def timed(phases: dict[str, float], name: str) -> Iterator[None]:
 class Bridge:
     """The engine's pause state and weight version. One lock orders everything that changes them."""
 
-    def __init__(self, engine: Any, *, config: ServerConfig, gate: Gate, model: str, vllm_version: str) -> None:
+    def __init__(
+        self, engine: Any, *, config: ServerConfig, gate: GenerationHold, model: str, vllm_version: str
+    ) -> None:
         self.engine = engine
         self.config = config
         self.gate = gate

@@ -17,9 +17,9 @@ from fastapi import APIRouter
 from trainer_core.contracts.bridge import BridgeInfo
 from trainer_core.contracts.run_dir import ENV_TRAINER_HOSTS
 from trainer_core.contracts.transfer import TransferInit, TransferReport, TransferUpdate
-from vllm_server.answers import error_response
 from vllm_server.bridge import ASLEEP, Bridge, timed
-from vllm_server.links import REFUSED
+from vllm_server.collectives import REFUSED
+from vllm_server.errors import error_response
 
 logger = logging.getLogger(__name__)
 

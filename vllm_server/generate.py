@@ -25,7 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from trainer_core.contracts.bridge import completion_digest
 from vllm_server import sampling
-from vllm_server.answers import error_response
+from vllm_server.errors import error_response
 from vllm_server.versions import Span, SpanSink, VersionHistory
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
 from vllm_server.config import ENV_START_WEIGHTS
-from vllm_server.direct_copies import Named, Recorder
+from vllm_server.copy_recorder import CopyRecorder, Named
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class FolderLoader(DefaultModelLoader):
         load_config = copy.copy(load_config)
         load_config.load_format = "auto"
         super().__init__(load_config)
-        self._recorder: Recorder | None = None
+        self._recorder: CopyRecorder | None = None
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Load, and say which tensors the model has no place for.
@@ -64,7 +64,7 @@ class FolderLoader(DefaultModelLoader):
         if model_config.quantization is not None or type(model).__name__ not in SINGLE_COPY_ARCHITECTURES:
             super().load_weights(model, model_config)  # how others take their weights is theirs
             return
-        self._recorder = Recorder(model)
+        self._recorder = CopyRecorder(model)
         with self._recorder:
             super().load_weights(model, model_config)
         reason, self._recorder = self._recorder.without_place(), None

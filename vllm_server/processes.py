@@ -5,7 +5,6 @@ Importing this module imports neither vLLM nor torch.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -13,11 +12,11 @@ from argparse import Namespace
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from trainer_core.contracts import parent_death
 from vllm_server.config import ENV_FORK_ENGINE, ENV_INSTANCE_ID
 
 TASKS = Path("/proc/self/task")
 """This process's threads, native ones too."""
-_PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
@@ -32,8 +31,7 @@ def die_with_parent() -> None:
 
 def _tie_to_parent(pid: int) -> None:
     """Have the kernel kill this process when its parent `pid` dies; end at once if it is dead already."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != pid:
+    if not parent_death.die_with_parent(pid):
         os._exit(1)
 
 

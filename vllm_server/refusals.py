@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_server.guard import path_kind
+from vllm_server.auth import path_kind
 
 logger = logging.getLogger(__name__)
 

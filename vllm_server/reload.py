@@ -26,10 +26,10 @@ from safetensors import SafetensorError, safe_open
 from trainer_core.contracts.bridge import LoadWeightsRequest, WeightsLoaded
 from trainer_core.contracts.files import write_private
 from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
-from vllm_server.answers import error_response
 from vllm_server.bridge import ASLEEP, Bridge, timed
 from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
-from vllm_server.direct_copies import NO_WEIGHT, TIED_HEAD, Recorder
+from vllm_server.copy_recorder import NO_WEIGHT, TIED_HEAD, CopyRecorder
+from vllm_server.errors import error_response
 from vllm_server.plain_weights import FOLDER_FORMAT, PLAIN_FORMAT, register_loaders
 
 logger = logging.getLogger(__name__)
@@ -308,7 +308,7 @@ def load_in_worker(worker: Any, path: str) -> dict[str, Any]:
                     yield name, tensor
 
     began = time.perf_counter()
-    recorder = Recorder(model)
+    recorder = CopyRecorder(model)
     with recorder, set_current_vllm_config(worker.vllm_config):
         written = model.load_weights(recorder.one_by_one(tensors()))
     left = {name for name, _ in model.named_parameters()} - written

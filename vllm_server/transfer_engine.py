@@ -20,8 +20,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
 from trainer_core.contracts.transfer import SLOTS, Chunk, TransferInit, TransferUpdate, chunks
-from vllm_server import links
-from vllm_server.direct_copies import Copies, Recorder, addresses, named_views
+from vllm_server import collectives
+from vllm_server.copy_recorder import Copies, CopyRecorder, addresses, named_views
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def _noted(call: Callable[[BroadcastEngine, Any], None]) -> Callable[[BroadcastE
         _failure = None
         try:
             call(self, info)
-        except (TransferRefused, links.LinkError) as error:
+        except (TransferRefused, collectives.LinkError) as error:
             _failure = str(error)
             logger.error("%s", error)
         except Exception as error:
@@ -71,7 +71,7 @@ class TransferRefused(ValueError):
     """What the trainer sends cannot become this model's weights; trying again will not help."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(links.REFUSED + why)
+        super().__init__(collectives.REFUSED + why)
 
 
 class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
@@ -82,7 +82,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._link: links.Link | None = None
+        self._link: collectives.Link | None = None
         self._chunks: list[Chunk] = []
         self._buffers: list[torch.Tensor] = []
         self._copies: list[Copies] | None = None
@@ -102,7 +102,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         parallel = self.parallel_config
         rank = init_info.first_rank + _replica(parallel) * parallel.world_size + parallel.rank
-        self._link = links.join(init_info, rank, self.device)
+        self._link = collectives.join(init_info, rank, self.device)
         logger.info("Joined the trainer's group as rank %d of %d", rank, init_info.world_size)
 
     def start_weight_update(self) -> None:
@@ -122,7 +122,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         Noted as failures: it broke off, there is no group, the tensors do not fill the model.
         """
         if self._link is None:
-            raise links.LinkError("this server is in no group: /bridge/transfer/init comes first")
+            raise collectives.LinkError("this server is in no group: /bridge/transfer/init comes first")
         now = addresses(self.model.parameters())
         try:
             if self._copies is None or now != self._addresses:
@@ -145,9 +145,9 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         """The trainer's side in releases before 0.28; ours is `trainer_core.weight_sync.broadcast`."""
         raise NotImplementedError("the trainer sends by itself: --weight-bridge-mode shared_vllm --use-shared-memory")
 
-    def _load(self, link: links.Link) -> list[Copies] | None:
+    def _load(self, link: collectives.Link) -> list[Copies] | None:
         """Receive through the model's own loader; returns its copies, or None where they are not the whole story."""
-        recorder = Recorder(self.model)
+        recorder = CopyRecorder(self.model)
         copies: list[Copies] = []
         for index, chunk in enumerate(self._chunks):
             slot = index % SLOTS
@@ -177,7 +177,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             return None
         return copies
 
-    def _repeat(self, link: links.Link, copies: list[Copies]) -> None:
+    def _repeat(self, link: collectives.Link, copies: list[Copies]) -> None:
         for index, (chunk, (targets, sources)) in enumerate(zip(self._chunks, copies, strict=True)):
             slot = index % SLOTS
             link.receive(self._buffers[slot][: chunk.nbytes], slot)

@@ -32,12 +32,12 @@ from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import benchmark_runs, benchmarks_json, render_benchmarks
 from atropos_tui.monitor.comparison import Progress
 from atropos_tui.monitor.plain import plain_text
-from atropos_tui.stack.machine import read_machine
+from atropos_tui.stack.errors import refused
+from atropos_tui.stack.hardware import read_machine
 from atropos_tui.stack.plan import make_site
 from atropos_tui.stack.profile import Profile, find_profile, load_profile
 from atropos_tui.stack.side_by_side import separate
 from atropos_tui.stack.spec import StackSpec
-from atropos_tui.stack.wording import refused
 from trainer_core.contracts.run_dir import RunDir
 
 Found = TypeVar("Found")
@@ -153,7 +153,7 @@ def prepare(entries: Sequence[Entry], base: Path, *, sequential: bool) -> list[s
         changes = separate(loaded, len(read_machine().gpus))
         if changes.problems:
             raise refused(changes.problems, "these stacks do not fit beside one another")
-        said = changes.said
+        said = changes.lines
         for entry in entries:
             entry.sets += changes.sets[entry.label]
         loaded = _each(entries, _load)

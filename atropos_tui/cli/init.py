@@ -15,17 +15,17 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from atropos_tui.cli.profiles import checked, planned_site, schema_text
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.stack import ports
-from atropos_tui.stack.machine import gpu_count
+from atropos_tui.stack.errors import did_you_mean, printable, value_text
+from atropos_tui.stack.hardware import gpu_count
 from atropos_tui.stack.modes import TRAITS
 from atropos_tui.stack.profile import Mode, parse_profile
-from atropos_tui.stack.schema import TITLE, did_you_mean
-from atropos_tui.stack.shown import printable, shown
-from atropos_tui.stack.starter import RECIPES, SCHEMA_FILE, Answers, EnvKind, profile_text
+from atropos_tui.stack.schema import TITLE
+from atropos_tui.stack.template import SCHEMA_FILE, SCRIPT, TEMPLATES, Answers, default_model, profile_text
 from trainer_core.contracts.run_dir import is_safe_name
 
 Given = dict[str, Any]
@@ -60,7 +60,7 @@ def init(options: argparse.Namespace) -> int:
             [Problem("the questions need one", "add --yes, and flags for what differs from the defaults")],
         )
     given = _from_flags(options) if options.yes else _from_terminal(options)
-    answers = Answers(**{key: given[key] for key in Answers.__dataclass_fields__ if key != "env"}, env=given["kind"])
+    answers = Answers(**{key: given[key] for key in Answers.__dataclass_fields__})
     file = options.file or Path(f"{answers.name}.toml")
     _refuse_existing(file)
     text = profile_text(answers, file=printable(str(file)))
@@ -86,7 +86,7 @@ def _from_flags(options: argparse.Namespace) -> Given:
         try:
             given |= _answer(question, question.default(given) if text is None else text, given)
         except ValueError as error:
-            problems.append(Problem(f"cannot be {shown(text)}", str(error), key=question.flag))
+            problems.append(Problem(f"cannot be {value_text(text)}", str(error), key=question.flag))
             given |= _answer(question, question.default(given), given)
     if problems:
         raise UserError("no profile was written", problems)
@@ -125,13 +125,13 @@ def _answer(question: Question, text: str, given: Given) -> Given:
 
 def _env(text: str, given: Given) -> Given:
     """The kind of environment, and the script where it is one's own."""
-    if text in RECIPES and text != "script":
+    if text in TEMPLATES and text != SCRIPT:
         return {"kind": text, "script": ""}
     if text.endswith(".py"):
         if not Path(text).is_file():
-            raise ValueError(f"no such file: {shown(text)}")
-        return {"kind": "script", "script": str(Path(text).resolve())}
-    kinds = [kind for kind in get_args(EnvKind) if kind != "script"]
+            raise ValueError(f"no such file: {value_text(text)}")
+        return {"kind": SCRIPT, "script": str(Path(text).resolve())}
+    kinds = [kind for kind in TEMPLATES if kind != SCRIPT]
     raise ValueError(f"{did_you_mean(text, kinds)}give {', '.join(kinds)}, or a script that ends in .py")
 
 
@@ -189,7 +189,7 @@ QUESTIONS = (
     Question("env", "Environment: gsm8k, arithmetic, math-zero or your script.py",
              lambda given: "gsm8k" if gpu_count() else "arithmetic", _env),
     Question("mode", f"How weights reach vLLM: {', '.join(TRAITS)}", lambda given: "shared_vllm", _mode),
-    Question("model", "Model, a directory or a hub id", lambda given: RECIPES[given["kind"]].model, _model),
+    Question("model", "Model, a directory or a hub id", lambda given: default_model(given["kind"]), _model),
     Question("name", "Name", lambda given: Path(given["script"]).stem if given["script"] else given["kind"], _name),
     Question("vllm_gpus", "GPUs of vLLM", _vllm_gpus, _gpus),
     Question("trainer_gpus", "GPUs of the trainer", _trainer_gpus, _gpus,

@@ -18,8 +18,8 @@ from typing import Literal
 
 from atropos_tui.cli import runs
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.follow import Line, LogFollower
-from atropos_tui.monitor.merged import MergedLogs
+from atropos_tui.monitor.log_reader import Line, LogReader, MergedLogs
+from atropos_tui.monitor.patterns import Pattern, PatternError
 from atropos_tui.monitor.plain import one_line
 from atropos_tui.monitor.run_info import read_info
 from atropos_tui.supervisor.logs import attempts
@@ -28,13 +28,13 @@ from trainer_core.contracts.run_dir import RunDir, is_safe_name
 Show = Callable[[Line], str]
 
 FOLLOW_S = 0.05
-"""Between two looks at growing files; with `merged.HOLD_S` the delay of a merged line is at most 0.2 s."""
+"""Between two looks at growing files; with `log_reader.HOLD_S` the delay of a merged line is at most 0.2 s."""
 LINES = 200
 """Shown where neither -n nor --since says more."""
 LIVE_S = 0.5
 """Between two looks at whether the run still lives."""
 AT_ONCE = 1000
-"""Lines per write to the terminal."""
+"""Lines per search, and per write to the terminal."""
 COLOURS = (36, 33, 32, 35, 34, 96)
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -43,17 +43,21 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 class Filter:
     """Which lines are wanted."""
 
-    pattern: re.Pattern[str] | None
+    pattern: Pattern | None
     since: float
 
     def of(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """Those of `lines` that are wanted, their text made harmless for a terminal."""
-        for line in lines:
-            if line.time < self.since:
-                continue
-            text = one_line(line.text)
-            if self.pattern is None or self.pattern.search(text) or self.pattern.search(line.text):
-                yield line._replace(text=text)
+        """The lines that are wanted, their text made harmless for a terminal."""
+        source = (line for line in lines if line.time >= self.since)
+        if self.pattern is None:
+            yield from (line._replace(text=one_line(line.text)) for line in source)
+            return
+        while batch := list(itertools.islice(source, AT_ONCE)):
+            shown, printed = [one_line(line.text) for line in batch], [line.text for line in batch]
+            matching = set(self.pattern.matching(shown))
+            if shown != printed:
+                matching.update(self.pattern.matching(printed))
+            yield from (batch[number]._replace(text=shown[number]) for number in sorted(matching))
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,11 @@ async def logs(options: argparse.Namespace) -> int:
     entry = runs.pick(options.run_dir)
     since = -math.inf if options.since is None else moment(options.since, datetime.now())
     wanted = Filter(compiled(options.grep), since)
-    names, followers = _followers(entry.dir, options)
+    names, readers = _readers(entry.dir, options)
     count = _count(options)
-    for follower in followers:
-        follower.skip(math.inf if options.grep else count, since)
-    merged = MergedLogs(followers)
+    for reader in readers:
+        reader.skip(math.inf if options.grep else count, since)
+    merged = MergedLogs(readers)
     alone = options.no_prefix or len(options.components) == 1
     show = _text if alone else Prefix(names, _has_colour(), str(datetime.now().date()))
     first = wanted.of(merged.ready() if options.follow else merged.rest())
@@ -123,8 +127,8 @@ def _has_colour() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _followers(run: RunDir, options: argparse.Namespace) -> tuple[list[str], list[LogFollower]]:
-    """Names and followers of the components that are asked for; of all, in plan order, where none is named."""
+def _readers(run: RunDir, options: argparse.Namespace) -> tuple[list[str], list[LogReader]]:
+    """Names and readers of the components that are asked for; of all, in plan order, where none is named."""
     planned = [part.name for part in read_info(run).components if is_safe_name(part.name)]
     known = list(dict.fromkeys([*planned, *sorted(path.name for path in run.logs.glob("*") if path.is_dir())]))
     names = list(dict.fromkeys(options.components)) or known
@@ -132,15 +136,15 @@ def _followers(run: RunDir, options: argparse.Namespace) -> tuple[list[str], lis
         problems = [Problem(f"{name!r} is not part of this run", f"one of: {', '.join(known)}") for name in unknown]
         raise UserError("no such component", problems)
     attempt = _attempt(options.attempt)
-    followers = [LogFollower(run.logs / name, attempt) for name in names]
-    if isinstance(attempt, int) and not any(follower.begun for follower in followers):
+    readers = [LogReader(run.logs / name, attempt) for name in names]
+    if isinstance(attempt, int) and not any(reader.path for reader in readers):
         have = {name: sorted(int(path.stem) for path in attempts(run.logs / name)) for name in names}
-        said = ", ".join(f"{name}: {' '.join(map(str, numbers)) or 'none'}" for name, numbers in have.items())
-        raise UserError(f"no attempt {attempt}", [Problem(f"attempts with a log: {said}", "--attempt all shows all")])
-    silent = [name for name, follower in zip(names, followers, strict=True) if not follower.begun]
+        listed = ", ".join(f"{name}: {' '.join(map(str, numbers)) or 'none'}" for name, numbers in have.items())
+        raise UserError(f"no attempt {attempt}", [Problem(f"attempts with a log: {listed}", "--attempt all shows all")])
+    silent = [name for name, reader in zip(names, readers, strict=True) if reader.path is None]
     for name in silent if options.components else []:
         print(f"{name} has not printed anything yet", file=sys.stderr)
-    return names, followers
+    return names, readers
 
 
 def _attempt(text: str | None) -> int | Literal["all"] | None:
@@ -157,15 +161,15 @@ def _count(options: argparse.Namespace) -> float:
     return float(max(options.lines, 0))
 
 
-def compiled(pattern: str | None) -> re.Pattern[str] | None:
+def compiled(pattern: str | None) -> Pattern | None:
     """The regular expression of --grep.
 
     Raises:
         UserError: it is none.
     """
     try:
-        return re.compile(pattern) if pattern else None
-    except re.error as error:
+        return Pattern(pattern) if pattern else None
+    except PatternError as error:
         raise UserError("invalid --grep", [Problem(f"not a regular expression: {error}")]) from None
 
 

@@ -19,12 +19,13 @@ from atropos_tui.errors import Exit, UserError
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command and return its exit code; never raises but for argparse's own SystemExit."""
-    if argv[:1] == ["__complete"]:
+    """Run one command and return its exit code; never raises but for the SystemExit of argparse and argcomplete."""
+    parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may stand here
         from atropos_tui.cli.completion import answer
 
-        return answer(argv[1:])
-    options = build_parser().parse_args(argv)
+        answer(parser)
+    options = parser.parse_args(argv)
     module, _, name = options.handler.partition(":")
     try:
         handler = getattr(importlib.import_module(f"atropos_tui.cli.{module}"), name)

@@ -11,17 +11,14 @@ from pathlib import Path
 
 from atropos_tui.cli.env_files import read_env_files, tell_unused
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.stack.budget import as_data, as_lines, make_budget
-from atropos_tui.stack.checks import check_graph, check_notes, check_profile, preflight
-from atropos_tui.stack.components import Site
-from atropos_tui.stack.plan import make_site, redacted, stack_of, training_config
-from atropos_tui.stack.preflight import unfit
+from atropos_tui.stack.checks import check_graph, check_notes, check_profile, placed
+from atropos_tui.stack.errors import in_words, printable, refused
+from atropos_tui.stack.hardware import take_inventory
+from atropos_tui.stack.memory import as_data, as_lines, site_budget
+from atropos_tui.stack.plan import Site, make_site, redacted, stack_of
+from atropos_tui.stack.preflight import preflight, unfit
 from atropos_tui.stack.profile import Profile, load_profile, profile_schema
-from atropos_tui.stack.remainder import order_problems, placed
-from atropos_tui.stack.shown import printable
 from atropos_tui.stack.spec import ComponentSpec, StackSpec
-from atropos_tui.stack.survey import budget, survey
-from atropos_tui.stack.wording import refused
 
 
 def checked(profile: Profile, file: Path, site: Site, *, machine: bool) -> StackSpec:
@@ -30,19 +27,19 @@ def checked(profile: Profile, file: Path, site: Site, *, machine: bool) -> Stack
     Raises:
         UserError: with all problems; `machine` adds those of this machine.
     """
-    problems = check_profile(site, str(file))
-    try:
-        stack = stack_of(site)
-    except ValueError:
-        if not problems:  # else the trainer's settings contradict each other, which is among them
-            raise
-        problems += order_problems(profile, str(file))
-    else:
-        problems += check_graph(profile, stack, str(file))
-        problems += preflight(site, stack, str(file)) if machine else []
-        if not problems:
-            return stack
-    raise refused([placed(problem, profile) for problem in problems], "cannot start this profile")
+    with in_words(printable(str(file))):
+        problems = check_profile(site, str(file))
+        try:
+            stack = stack_of(site)
+        except ValueError:
+            if not problems:  # else the trainer's settings contradict each other, which is among them
+                raise
+        else:
+            problems += check_graph(profile, stack, str(file))
+            problems += preflight(site, stack, str(file)) if machine else []
+            if not problems:
+                return stack
+        raise refused([placed(problem, profile) for problem in problems], "cannot start this profile")
 
 
 def planned_site(profile: Profile, dotenv: Mapping[str, str] | None = None) -> Site:
@@ -57,7 +54,8 @@ def validate(options: argparse.Namespace) -> int:
     site = planned_site(profile, read_env_files(file))
     stack = checked(profile, file, site, machine=True)
     tell_unused(site.dotenv, stack.variables)
-    for line in [*check_notes(site), *(f"WARNING {warning}" for warning in budget(site).warnings)]:
+    warnings = site_budget(site, take_inventory(site)).warnings
+    for line in [*check_notes(site), *(f"WARNING {warning}" for warning in warnings)]:
         print(line)
     names = ", ".join(component.name for component in stack.components)
     print(f"{file}: valid ({profile.mode}: {names})")
@@ -73,14 +71,15 @@ def plan(options: argparse.Namespace) -> int:
     profile, file = load_profile(options.profile, options.sets)
     site = planned_site(profile)
     stack = checked(profile, file, site, machine=False)
-    found = survey(site)
-    made = make_budget(profile, training_config(site), found.models, found.machine)
-    lacking = [placed(problem, profile) for problem in unfit(site, str(file), found)]
+    with in_words(printable(str(file))):
+        inventory = take_inventory(site)
+        budget = site_budget(site, inventory)
+        lacking = [placed(problem, profile) for problem in unfit(site, str(file), inventory)]
     if options.json:
-        more = {"notes": check_notes(site), "budget": as_data(made), "problems": [asdict(p) for p in lacking]}
+        more = {"notes": check_notes(site), "budget": as_data(budget), "problems": [asdict(p) for p in lacking]}
         print(json.dumps(redacted(stack) | more, indent=2))
     else:
-        _print_plan(stack, [*check_notes(site), *as_lines(made)])
+        _print_plan(stack, [*check_notes(site), *as_lines(budget)])
     if lacking:
         raise refused(lacking, "this machine cannot run this profile")
     return Exit.DONE
@@ -88,9 +87,9 @@ def plan(options: argparse.Namespace) -> int:
 
 def _print_plan(stack: StackSpec, more: list[str]) -> None:
     print(f"{stack.name}: mode {stack.mode}, {len(stack.components)} components in start order")
-    for component, shown in zip(stack.components, redacted(stack)["components"], strict=True):
+    for component, data in zip(stack.components, redacted(stack)["components"], strict=True):
         print(f"\n{component.name} ({component.role})")
-        print("\n".join(f"  {line}" for line in _component_lines(component, shown["command"], shown["env"])))
+        print("\n".join(f"  {line}" for line in _component_lines(component, data["command"], data["env"])))
     print("\n" + "\n".join(more))
 
 

@@ -121,7 +121,7 @@ def _wanted_events(entry: runs.RunEntry, options: argparse.Namespace) -> Callabl
     return lambda record: (
         options.kind in (None, record.kind)
         and options.component in (None, getattr(record, "component", None))
-        and (pattern is None or pattern.search(show.event_line(record)) is not None)
+        and (pattern is None or pattern.search(show.event_line(record)))
     )
 
 

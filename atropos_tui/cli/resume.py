@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from atropos_tui.cli import runs
 from atropos_tui.errors import Problem, UserError
-from atropos_tui.stack.extends import read_toml
+from atropos_tui.stack.errors import SECTION_LISTS, KeyPath, key_text, printable
+from atropos_tui.stack.load import read_toml
 from atropos_tui.stack.profile import Profile
 from atropos_tui.stack.redact import hide_tree
-from atropos_tui.stack.shown import SECTION_LISTS, KeyPath, key_text, printable
 from trainer_core.contracts.run_dir import RunDir
 
 MAX_SHOWN = 120

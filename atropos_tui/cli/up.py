@@ -26,9 +26,9 @@ from atropos_tui.cli.steps import StepLines
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.plain import one_line
 from atropos_tui.monitor.run_info import read_info
+from atropos_tui.stack.errors import printable
 from atropos_tui.stack.plan import make_site
 from atropos_tui.stack.profile import Profile, load_profile
-from atropos_tui.stack.shown import printable
 from atropos_tui.stack.spec import StackSpec
 from trainer_core.contracts.run_dir import RunDir
 

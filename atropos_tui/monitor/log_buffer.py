@@ -1,8 +1,7 @@
 """Log lines in memory, for a screen: a bounded buffer, filtered, wrapped and searched.
 
 Entries have numbers that never change. What a screen shows are *rows*: an entry each, or several where long lines are
-wrapped; with a filter, only those that match it. Showing and extending raise `patterns.TooSlow` where that takes
-too long.
+wrapped; with a filter, only those that match it.
 """
 
 from __future__ import annotations
@@ -14,12 +13,20 @@ from typing import Literal, NamedTuple
 
 from rich.cells import cell_len, chop_cells
 
-from atropos_tui.monitor.patterns import in_time
+from atropos_tui.monitor.patterns import Pattern
 
 Kind = Literal["plain", "warning", "error", "note"]
 Level = Literal["all", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("all", "warning", "error")
 
+ROWS_AT_ONCE = 1000
+"""Searched as one text on the way to the next match."""
+_SHOWN: dict[Level, tuple[Kind, ...]] = {
+    "all": ("plain", "warning", "error", "note"),
+    "warning": ("warning", "error", "note"),
+    "error": ("error", "note"),
+}
+"""What is shown of each level; notes always are."""
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
 _WARNING = re.compile(r"\b(WARN|WARNING)\b")
 _MAYBE = ("ERROR", "CRITICAL", "FATAL", "Traceback", "Error", "Exception", "WARN")
@@ -63,7 +70,7 @@ class LogBuffer:
         self.width = 0
         """Of the longest line kept since the last clear, in cells."""
         self.level: Level = "all"
-        self.pattern: re.Pattern[str] | None = None
+        self.pattern: Pattern | None = None
         self._wrap: int | None = None
         self._entries: list[Entry] = []
         self._base = 0
@@ -110,7 +117,7 @@ class LogBuffer:
         self.dropped = self.width = 0
         self._rows = None if self._rows is None else []
 
-    def show(self, *, level: Level, pattern: re.Pattern[str] | None, wrap: int | None) -> None:
+    def show(self, *, level: Level, pattern: Pattern | None, wrap: int | None) -> None:
         """Which entries are shown, and the width at which they are wrapped (None: not at all)."""
         if (level, pattern, wrap) == (self.level, self.pattern, self._wrap):
             return
@@ -121,14 +128,20 @@ class LogBuffer:
             self._rows = self._rows_from(self._base)
 
     def _rows_from(self, first: int) -> list[tuple[int, int]]:
-        """The rows of what is shown, from an entry on; only the matching is timed."""
+        """The rows of what is shown, from an entry on."""
+        return [row for number in self._shown(first) for row in self._rows_of(number)]
 
-        def shown() -> list[int]:
-            entries = enumerate(self._entries[first - self._base :], first)
-            return [number for number, entry in entries if self._passes(entry)]
-
-        numbers = in_time(shown) if self.pattern else shown()
-        return [row for number in numbers for row in self._rows_of(number)]
+    def _shown(self, first: int) -> list[int]:
+        """The numbers of the entries that are shown, from `first` on."""
+        entries = self._entries[first - self._base :]
+        if self.pattern is None:
+            return [first + at for at, entry in enumerate(entries) if self._has_level(entry)]
+        matching = set(self.pattern.matching([entry.text for entry in entries]))
+        return [
+            first + at
+            for at, entry in enumerate(entries)
+            if entry.kind == "note" or (at in matching and self._has_level(entry))
+        ]
 
     def _rows_of(self, number: int) -> list[tuple[int, int]]:
         entry = self._entries[number - self._base]
@@ -136,14 +149,8 @@ class LogBuffer:
             return [(number, 0)]
         return [(number, part) for part in range(len(self._parts(entry.text)))]
 
-    def _passes(self, entry: Entry) -> bool:
-        if entry.kind == "note":
-            return True
-        if self.level == "error" and entry.kind != "error":
-            return False
-        if self.level == "warning" and entry.kind not in ("error", "warning"):
-            return False
-        return self.pattern is None or self.pattern.search(entry.text) is not None
+    def _has_level(self, entry: Entry) -> bool:
+        return entry.kind in _SHOWN[self.level]
 
     def _parts(self, text: str) -> list[str]:
         assert self._wrap is not None
@@ -178,20 +185,22 @@ class LogBuffer:
             return first - 1
         return first + 1 if self._rows is None else bisect_left(self._rows, (number + 1, 0))
 
-    def find(self, wanted: re.Pattern[str] | Kind, start: int, step: int) -> int | None:
+    def find(self, wanted: Pattern | Kind, start: int, step: int) -> int | None:
         """The number of the next shown entry that matches, from row `start` on, in direction `step`, around the end."""
-        height = self.height
-        seen = -1
-        for count in range(height):
-            row = (start + step * count) % height
-            number = self._base + row if self._rows is None else self._rows[row][0]
-            if number == seen:
-                continue
-            seen, entry = number, self._entries[number - self._base]
-            if entry.kind == wanted if isinstance(wanted, str) else wanted.search(entry.text):
-                return number
+        for begin in range(0, self.height, ROWS_AT_ONCE):
+            steps = range(begin, min(begin + ROWS_AT_ONCE, self.height))
+            rows = [(start + step * count) % self.height for count in steps]
+            numbers = [self._base + row if self._rows is None else self._rows[row][0] for row in rows]
+            entries = [self._entries[number - self._base] for number in numbers]
+            if isinstance(wanted, str):
+                hits = (at for at, entry in enumerate(entries) if entry.kind == wanted)
+            else:
+                hits = (at for at in wanted.matching([entry.text for entry in entries]))
+            if (hit := next(hits, None)) is not None:
+                return numbers[hit]
         return None
 
-    def count(self, pattern: re.Pattern[str]) -> int:
+    def count(self, pattern: Pattern) -> int:
         """How many shown entries match."""
-        return sum(1 for entry in self._entries if self._passes(entry) and pattern.search(entry.text))
+        texts = [self._entries[number - self._base].text for number in self._shown(self._base)]
+        return sum(1 for _ in pattern.matching(texts))

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atropos_tui.monitor.feed import Batch
-from atropos_tui.monitor.follow import Line, LogFollower
-from atropos_tui.monitor.log_buffer import Classifier, Entry
-from atropos_tui.monitor.plain import plain_text
+from atropos_tui.monitor.log_buffer import Entry
+from atropos_tui.monitor.log_feed import EntryMaker
+from atropos_tui.monitor.log_reader import Line, LogReader, MergedLogs
 from atropos_tui.monitor.run_info import RunInfo, component_rows, read_info, status_from_files
 from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import Refused
@@ -221,12 +221,13 @@ class ReplayLogs:
         self._jumps = -1
         self._lines: Iterator[Line] = iter(())
         self._waiting: Line | None = None
-        self._attempts: dict[str, int] = {}
-        self._levels: dict[str, Classifier] = {}
+        self._merged = MergedLogs([])
+        self._maker = EntryMaker()
 
     def path(self, name: str) -> Path | None:
         """The log of `name` that is being shown."""
-        return self._run.log(name, self._attempts[name]) if name in self._attempts else None
+        attempts = self._maker.attempts
+        return self._run.log(name, attempts[name]) if name in attempts else None
 
     def read(self, names: tuple[str, ...]) -> list[Entry]:
         """What became due since the last call; from a minute ago on, where `names` are others, or after a jump."""
@@ -239,7 +240,7 @@ class ReplayLogs:
             if line.time > now:
                 break
             self._waiting = None
-            for entry in self._entries(line):
+            for entry in self._maker.entries(line):
                 passed += len(entries) == LINES_AT_ONCE
                 entries.append(entry)
         if not passed:
@@ -248,26 +249,13 @@ class ReplayLogs:
 
     def _begin(self, names: tuple[str, ...]) -> None:
         self._following, self._jumps, self._waiting = names, self._clock.jumps, None
-        self._attempts, self._levels = {}, {name: Classifier() for name in names}
         since = self._clock.now() - LOOKBACK_S
-        followers = [LogFollower(self._run.logs / name, "all") for name in names]
-        for follower in followers:
-            follower.skip(since=since)
-        merged = heapq.merge(*map(_all_lines, followers), key=lambda line: line.time)
-        self._lines = (line for line in merged if line.time >= since)
-
-    def _entries(self, line: Line) -> Iterator[Entry]:
-        before = self._attempts.get(line.component)
-        self._attempts[line.component] = line.attempt
-        if before not in (None, line.attempt):
-            yield Entry("note", f"── attempt {line.attempt} of {line.component} ──", line.component, line.time)
-        text = plain_text(line.text)
-        yield Entry(self._levels[line.component].kind(text), text, line.component, line.time)
-
-
-def _all_lines(follower: LogFollower) -> Iterator[Line]:
-    yield from follower.drain()
-    yield from follower.rest()
+        readers = [LogReader(self._run.logs / name, "all") for name in names]
+        for reader in readers:
+            reader.skip(since=since)
+        self._merged.close()
+        self._merged, self._maker = MergedLogs(readers), EntryMaker()
+        self._lines = (line for line in self._merged.rest() if line.time >= since)
 
 
 class Replay:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from atropos_tui.monitor.patterns import Pattern
 from trainer_core.contracts.records import RolloutRecord
 
 Change = Literal["same", "gone", "new"]
@@ -26,7 +27,7 @@ class Group:
     rollouts: tuple[RolloutRecord, ...]
 
 
-def groups(rollouts: Iterable[RolloutRecord], pattern: re.Pattern[str] | None = None) -> list[Group]:
+def groups(rollouts: Iterable[RolloutRecord], pattern: Pattern | None = None) -> list[Group]:
     """Newest step first; within a step by prompt, in the order of the stream. With `pattern`, only what matches it.
 
     A match in the prompt keeps the whole group, one in a completion keeps that completion.
@@ -43,7 +44,7 @@ def _key(rollout: RolloutRecord) -> tuple[int, str, str]:
     return rollout.step, rollout.env, rollout.prompt
 
 
-def _matches(rollout: RolloutRecord, pattern: re.Pattern[str]) -> bool:
+def _matches(rollout: RolloutRecord, pattern: Pattern) -> bool:
     return any(pattern.search(text) for text in (rollout.prompt, rollout.completion, rollout.env))
 
 
@@ -90,17 +91,17 @@ def _stayed(before: list[str], after: list[str]) -> list[tuple[int, int]]:
         row = (row + met | row - met) & everywhere
         rows.append(row)
     # Bit j of row i is 0 where `after[j]` makes the subsequence of `before[: i + 1]` and `after[: j + 1]` longer.
-    found = []
+    pairs = []
     i, j = len(before) - 1, len(after) - 1
     while i >= 0 and j >= 0:
         if before[i] == after[j]:
-            found.append((i, j))
+            pairs.append((i, j))
             i, j = i - 1, j - 1
         elif rows[i] >> j & 1:
             j -= 1
         else:
             i -= 1
-    return found[::-1]
+    return pairs[::-1]
 
 
 def _replaced(before: str, after: str) -> list[tuple[Change, str]]:

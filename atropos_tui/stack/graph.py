@@ -60,11 +60,11 @@ def _circles(stack: StackSpec) -> list[Fault]:
         waits.setdefault(spec.name, set()).update(spec.depends_on)
     reached = {name: _reached(name, waits) for name in waits}
     faults: list[Fault] = []
-    told: set[str] = set()
+    named: set[str] = set()
     for name, others in reached.items():
-        if name in others and name not in told:
+        if name in others and name not in named:
             circle = [other for other in waits if other in others and name in reached[other]]
-            told.update(circle)
+            named.update(circle)
             reason = f"circular depends_on among: {', '.join(circle)}"
             fix = "take itself out" if len(circle) == 1 else "let one of them not wait for the next"
             faults.append(Fault(name, "depends_on", reason, fix))
@@ -73,10 +73,10 @@ def _circles(stack: StackSpec) -> list[Fault]:
 
 def _reached(start: str, waits: dict[str, set[str]]) -> set[str]:
     """Everything that `start` waits for, at any distance."""
-    found: set[str] = set()
+    reached: set[str] = set()
     open_ = [start]
     while open_:
-        new = waits.get(open_.pop(), set()) - found
-        found |= new
+        new = waits.get(open_.pop(), set()) - reached
+        reached |= new
         open_ += new
-    return found
+    return reached

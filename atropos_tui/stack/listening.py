@@ -1,4 +1,7 @@
-"""Whether somebody listens on a Unix socket: the one sign of a live supervisor that a killed one does not leave."""
+"""Whether somebody listens on a Unix socket: the one sign of a live supervisor that a killed one does not leave.
+
+Apart from `ports`, since commands that only look for live runs should not wait for psutil.
+"""
 
 from __future__ import annotations
 

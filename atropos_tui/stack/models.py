@@ -1,6 +1,8 @@
 """What a model on this machine is made of: config.json and the shapes of its tensors. Never asks the network.
 
-`read_model` looks into a directory, or for a hub id into the local cache of huggingface_hub.
+`read_model` looks into a directory, or for a hub id into the local cache of huggingface_hub. Names and shapes of the
+tensors are those of transformers, by one formula for each architecture family; a tied head is the embedding and is
+listed once.
 """
 
 from __future__ import annotations
@@ -8,11 +10,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atropos_tui.stack.shapes import Shapes, architecture, attention_widths, model_shapes
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
 
 LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _MAX_HEADER = 100_000_000
@@ -32,6 +36,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
+        """Parameters in all."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
@@ -41,14 +46,17 @@ class Model:
 
     @property
     def layers(self) -> int:
+        """Number of transformer layers."""
         return int(self.config.get("num_hidden_layers") or self.config["n_layer"])
 
     @property
     def heads(self) -> int:
+        """Number of attention heads for queries."""
         return int(self.config.get("num_attention_heads") or self.config["n_head"])
 
     @property
     def hidden(self) -> int:
+        """Width of the hidden state."""
         return int(self.config.get("hidden_size") or self.config["n_embd"])
 
     @property
@@ -58,6 +66,7 @@ class Model:
 
     @property
     def vocab(self) -> int:
+        """Rows of the embedding."""
         return int(self.config["vocab_size"])
 
     @property
@@ -71,8 +80,8 @@ class Model:
     @property
     def max_length(self) -> int | None:
         """Longest context the model was made for, in tokens."""
-        found = self.config.get("max_position_embeddings") or self.config.get("n_positions")
-        return int(found) if found else None
+        longest = self.config.get("max_position_embeddings") or self.config.get("n_positions")
+        return int(longest) if longest else None
 
     @property
     def dtype(self) -> str:
@@ -83,7 +92,7 @@ class Model:
         """The tensors that are trained when only these transformer layers are; all for None."""
         if layers is None:
             return self.shapes
-        return {n: s for n, s in self.shapes.items() if (found := LAYER.search(n)) and int(found[1]) in layers}
+        return {n: s for n, s in self.shapes.items() if (layer := LAYER.search(n)) and int(layer[1]) in layers}
 
 
 def read_model(name: str) -> Model | str:
@@ -121,10 +130,10 @@ def _config_file(name: str) -> Path | None:
             return folder / "config.json"
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(name, "config.json")
+        cached = try_to_load_from_cache(name, "config.json")
     except Exception:  # no huggingface_hub, or a name that it takes for none: either way nothing is here
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _stored_shapes(folder: Path) -> Shapes:
@@ -146,3 +155,108 @@ def _stored_shapes(folder: Path) -> Shapes:
             header = json.loads(stream.read(size))
         shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     return shapes
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """The class that transformers would build."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "(none)"
+
+
+def model_shapes(config: Mapping[str, Any]) -> Shapes | None:
+    """Every tensor of the model; None for an architecture that no formula here knows.
+
+    Raises:
+        KeyError: the configuration lacks a field that its architecture needs.
+    """
+    formula = _FORMULAS.get(architecture(config))
+    return formula(config) if formula else None
+
+
+def _decoder(config: Mapping[str, Any], *, qkv_bias: bool, output_bias: bool, head_norms: bool = False) -> Shapes:
+    """Embedding, layers of attention and gated MLP, final norm, head."""
+    hidden, vocab, inner = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
+    queries, keys, size = attention_widths(config)
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        linear = {
+            "self_attn.q_proj": (queries, hidden, qkv_bias),
+            "self_attn.k_proj": (keys, hidden, qkv_bias),
+            "self_attn.v_proj": (keys, hidden, qkv_bias),
+            "self_attn.o_proj": (hidden, queries, output_bias),
+            "mlp.gate_proj": (inner, hidden, bool(config.get("mlp_bias"))),
+            "mlp.up_proj": (inner, hidden, bool(config.get("mlp_bias"))),
+            "mlp.down_proj": (hidden, inner, bool(config.get("mlp_bias"))),
+        }
+        for name, (rows, columns, bias) in linear.items():
+            shapes[f"{layer}.{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{layer}.{name}.bias"] = (rows,)
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if head_norms:
+            norms |= {"self_attn.q_norm": size, "self_attn.k_norm": size}
+        shapes |= {f"{layer}.{name}.weight": (width,) for name, width in norms.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.get("tie_word_embeddings", False):
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+def attention_widths(config: Mapping[str, Any]) -> Shape:
+    """Width of all queries, of all keys, and of one head."""
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    return heads * size, (config.get("num_key_value_heads") or heads) * size, size
+
+
+def _llama(config: Mapping[str, Any]) -> Shapes:
+    bias = bool(config.get("attention_bias"))
+    return _decoder(config, qkv_bias=bias, output_bias=bias)
+
+
+def _mistral(config: Mapping[str, Any]) -> Shapes:
+    return _decoder(config, qkv_bias=False, output_bias=False)
+
+
+def _qwen2(config: Mapping[str, Any]) -> Shapes:
+    return _decoder(config, qkv_bias=True, output_bias=False)
+
+
+def _qwen3(config: Mapping[str, Any]) -> Shapes:
+    bias = bool(config.get("attention_bias"))
+    return _decoder(config, qkv_bias=bias, output_bias=bias, head_norms=True)
+
+
+def _gpt2(config: Mapping[str, Any]) -> Shapes:
+    hidden, vocab = config["n_embd"], config["vocab_size"]
+    inner = config.get("n_inner") or 4 * hidden
+    shapes: Shapes = {
+        "transformer.wte.weight": (vocab, hidden),
+        "transformer.wpe.weight": (config["n_positions"], hidden),
+    }
+    for index in range(config["n_layer"]):
+        layer = f"transformer.h.{index}"
+        # Conv1D: columns are the output.
+        for name, rows, columns in (
+            ("attn.c_attn", hidden, 3 * hidden),
+            ("attn.c_proj", hidden, hidden),
+            ("mlp.c_fc", hidden, inner),
+            ("mlp.c_proj", inner, hidden),
+        ):
+            shapes |= {f"{layer}.{name}.weight": (rows, columns), f"{layer}.{name}.bias": (columns,)}
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"{layer}.{name}.weight": (hidden,), f"{layer}.{name}.bias": (hidden,)}
+    shapes |= {"transformer.ln_f.weight": (hidden,), "transformer.ln_f.bias": (hidden,)}
+    if not config.get("tie_word_embeddings", True):
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+_FORMULAS: dict[str, Callable[[Mapping[str, Any]], Shapes]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "GPT2LMHeadModel": _gpt2,
+}

@@ -1,22 +1,125 @@
-"""Profile to `StackSpec`: commands, order, ports, probes, who restarts with whom. A function from data to data."""
+"""Profile to `StackSpec`: commands, order, ports, probes, who restarts with whom. A function from data to data.
+
+One builder per role makes a `ComponentSpec` of its section; what they share about a run is a `Site`.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from atropos_tui.stack import components
-from atropos_tui.stack.components import Site
-from atropos_tui.stack.profile import Profile
+from atropos_tui.stack.load import shipped_profiles
+from atropos_tui.stack.modes import TRAITS, ModeTraits
+from atropos_tui.stack.profile import (
+    ApiSection,
+    ComponentOptions,
+    EngineSection,
+    EnvSection,
+    ExtraSection,
+    PrepareSection,
+    Profile,
+)
 from atropos_tui.stack.redact import hide_tree
-from atropos_tui.stack.spec import ComponentSpec, StackSpec
-from atropos_tui.stack.variables import planning_variables, references
+from atropos_tui.stack.spec import (
+    ComponentSpec,
+    FileCheck,
+    HttpCheck,
+    LogCheck,
+    Probe,
+    Probes,
+    RestartPolicy,
+    StackSpec,
+    Stage,
+    StopPolicy,
+)
+from atropos_tui.stack.variables import expand, planning_variables, references
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.run_dir import RunDir
+from trainer_core.contracts.bridge import few_graph_sizes, server_rank
+from trainer_core.contracts.control import Role
+from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_TRAINER_HOSTS, RunDir
+from trainer_core.contracts.transfer import is_loopback, meeting_place
+
+PYTHON = sys.executable
+OUR_PACKAGES = ("atropos_tui", "atropos_api", "atropos_envs", "trainer_core", "vllm_server", "atroposlib")
+"""Are installed: a folder of one of these names where atropos-tui is started is none of them."""
+SERVES_TILL_STOPPED = RestartPolicy(policy="always")
+"""For servers: an end that nobody asked for is a crash, whatever the exit code."""
+GRAPH_FLAGS = ("cudagraph-capture-sizes", "max-cudagraph-capture-size", "compilation-config", "enforce-eager")
+"""Whoever sets one of these has chosen the sizes of CUDA graphs."""
+MOST_SEQUENCES = 1024
+"""vLLM's own --max-num-seqs on a large GPU."""
+LORA_SLOTS = 2
+"""Adapters that an engine computes with at a time: the newest, and the one on which completions in flight end."""
+
+TRAINER_STAGES = [
+    Stage(
+        name="registered",
+        pattern=r"^✓ Registered with run-api",
+        usually="run-api does not answer yet, or another trainer has registered there: see `logs api`",
+    ),
+    Stage(
+        name="attached",
+        pattern=r"^Ready to train",
+        usually="vLLM is still loading the model, which takes up to two minutes on a GPU: see `why` and `logs` of the "
+        "engine",
+    ),
+    Stage(
+        name="first batch",
+        pattern=r"^✓ inference_logprobs found in batch",
+        usually="no batch is full yet: rollouts are slow, or all groups had equal scores and were dropped "
+        "(--env.ensure_scores_are_not_same false keeps them): see `logs` of the environment",
+    ),
+]
+ENV_STAGES = [
+    Stage(
+        name="registered",
+        # Ours, then atroposlib's own words.
+        pattern=r"registered as environment \d+|Initialized env with id \d+",
+        usually="run-api takes environments only after the trainer's first request for a batch, and the trainer waits "
+        "for vLLM: see `why trainer`",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the builders share about one run."""
+
+    profile: Profile
+    run: RunDir
+    run_id: str
+    variables: Mapping[str, str]
+    """What is put in while planning."""
+    dotenv: Mapping[str, str]
+    """From `.env` files, for the references that stay until a process starts."""
+
+    @property
+    def traits(self) -> ModeTraits:
+        """What the profile's mode asks of the stack."""
+        return TRAITS[self.profile.mode]
+
+    @property
+    def model(self) -> str:
+        """The stack's model, with the variables that are known while planning put in."""
+        return self.text(self.profile.model)
+
+    def text(self, value: str) -> str:
+        """`value` with the variables put in that are known while planning."""
+        return expand(value, dict(self.variables))
+
+    def texts(self, values: list[str]) -> list[str]:
+        """The same for each of several."""
+        return [self.text(value) for value in values]
+
+    def url(self, port: int) -> str:
+        """The address of a server of this stack."""
+        return f"http://127.0.0.1:{port}"
 
 
 def make_site(profile: Profile, run_dir: Path, *, run_id: str, dotenv: Mapping[str, str] | None = None) -> Site:
@@ -47,7 +150,7 @@ def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
         **dict(site.traits.trainer_settings),
     }
     if site.traits.feeds_all:
-        derived["vllm_urls"] = [site.url(each.port) for each in components.fed_engines(profile)]
+        derived["vllm_urls"] = [site.url(each.port) for each in fed_engines(profile)]
     if site.traits.shares_memory:
         derived["vllm_config_path"] = str(site.run.manifest(engine.name))
     if engine.max_model_len is not None:
@@ -78,15 +181,15 @@ def stack_of(site: Site) -> StackSpec:
     settings = training_config(site)
     prepared: list[ComponentSpec] = []
     for section in profile.prepare:
-        prepared.append(components.prepare(site, section, [spec.name for spec in prepared]))
+        prepared.append(_prepare(site, section, [spec.name for spec in prepared]))
     after = [spec.name for spec in prepared]
     stack = [
         *prepared,
-        components.api(site, profile.api, after),
-        *(components.engine(site, section, after, settings) for section in profile.vllm),
-        *(components.environment(site, section, after, settings) for section in profile.env),
-        *(components.extra(site, name, section) for name, section in profile.component.items()),
-        components.trainer(site, settings, after),
+        _api(site, profile.api, after),
+        *(_engine(site, section, after, settings) for section in profile.vllm),
+        *(_environment(site, section, after, settings) for section in profile.env),
+        *(_extra(site, name, section) for name, section in profile.component.items()),
+        _trainer(site, settings, after),
     ]
     spec = StackSpec(
         run_id=site.run_id,
@@ -106,3 +209,289 @@ def redacted(stack: StackSpec) -> dict[str, Any]:
     """The plan as data that may be written to a file."""
     data: dict[str, Any] = hide_tree(stack.model_dump(mode="json", exclude={"variables"}))
     return data
+
+
+def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpec:
+    """Derived values, overridden by what the profile says."""
+    probes: Probes = derived.pop("probes", Probes())
+    chosen = {name: getattr(options, name) for name in ("startup", "readiness", "liveness")}
+    derived["probes"] = probes.model_copy(update={name: probe for name, probe in chosen.items() if probe is not None})
+    for name in ("restart", "stop", "start_timeout_s", "depends_on"):
+        if getattr(options, name) is not None:
+            derived[name] = getattr(options, name)
+    if options.cwd is not None:
+        derived["cwd"] = site.text(options.cwd)
+    derived["env"] = derived.get("env", {}) | {key: site.text(value) for key, value in options.env.items()}
+    return ComponentSpec(**derived)
+
+
+def _prepare(site: Site, section: PrepareSection, before: list[str]) -> ComponentSpec:
+    return ComponentSpec(
+        name=section.name,
+        role=Role.PREPARE,
+        command=_program(site.texts(section.command)),
+        env={key: site.text(value) for key, value in section.env.items()},
+        depends_on=dict.fromkeys(before, "completed"),
+        creates=site.text(section.creates) if section.creates else None,
+        restart=RestartPolicy(policy="never"),
+        start_timeout_s=24 * 3600,
+    )
+
+
+def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
+    command = [*_module("atropos_api"), "--host", section.host, "--port", str(section.port)]
+    names = [env.name for env in site.profile.env]
+    return _spec(
+        site,
+        section,
+        name="api",
+        role=Role.API,
+        command=site.texts(section.command) if section.command else command,
+        depends_on=dict.fromkeys(after, "completed"),
+        probes=Probes(
+            readiness=Probe(checks=[HttpCheck(url=f"{site.url(section.port)}/info")], interval_s=0.25),
+            liveness=Probe(
+                checks=[HttpCheck(url=f"{site.url(section.port)}/info")],
+                interval_s=5,
+                timeout_s=10,
+                failure_threshold=6,
+            ),
+        ),
+        port=section.port,
+        port_held=section.command is None,
+        # Its state is in memory only: environments must register anew, and the trainer does so by itself.
+        restart_with=names,
+        restart=SERVES_TILL_STOPPED,
+        stop=StopPolicy(grace_s=5),
+    )
+
+
+def is_fed(site: Site, section: EngineSection) -> bool:
+    """Whether the trainer's weights reach this engine. Others serve what they were started with."""
+    return any(section is each for each in fed_engines(site.profile))
+
+
+def fed_engines(profile: Profile) -> list[EngineSection]:
+    """The first engine; in a mode that feeds all of them, each that serves the stack's model."""
+    first, *others = profile.vllm
+    return [first, *(each for each in others if TRAITS[profile.mode].feeds_all and each.model is None)]
+
+
+def engine_model(site: Site, section: EngineSection) -> str:
+    """The model that an engine serves."""
+    return site.text(section.model) if section.model else site.model
+
+
+def _engine(site: Site, section: EngineSection, after: list[str], settings: TrainingConfig) -> ComponentSpec:
+    fed = is_fed(site, section)
+    environment = {"LOGDIR": str(site.run.engine_bridge(section.name))} | _gpus(section.gpus)
+    checks: list[Any] = [HttpCheck(url=f"{site.url(section.port)}/health_generate")]
+    clears: list[str] = []
+    if fed:
+        environment |= _fed_environment(site, section, settings)
+    if fed and site.traits.shares_memory:
+        manifest = str(site.run.manifest(section.name))
+        checks.append(FileCheck(path=manifest))
+        clears = [manifest, f"/dev/shm/{_shm_name(site, section)}"]
+    return _spec(
+        site,
+        section,
+        name=section.name,
+        role=Role.ENGINE,
+        command=_engine_command(site, section, settings),
+        env=environment,
+        depends_on=dict.fromkeys(after, "completed"),
+        probes=Probes(
+            readiness=Probe(checks=checks, interval_s=0.25, timeout_s=15),
+            liveness=Probe(
+                checks=[HttpCheck(url=f"{site.url(section.port)}/health")],
+                interval_s=2,
+                timeout_s=10,
+                failure_threshold=5,
+            ),
+        ),
+        port=section.port,
+        port_held=True,
+        gpus=section.gpus,
+        clears=clears,
+        restart_with=["trainer"] if fed and site.traits.trainer_follows_engine else [],
+        restart=SERVES_TILL_STOPPED,
+        stop=StopPolicy(grace_s=15),
+        start_timeout_s=1800,
+        standby=fed and site.traits.restarts_engine,
+    )
+
+
+def meeting_address(site: Site, settings: TrainingConfig) -> str:
+    """Where the trainer of a broadcast is met; a reference where only the environment knows it."""
+    environment = {name: site.text(value) for name, value in site.profile.trainer.env.items()}
+    return meeting_place(settings.init_method, environment)[0]
+
+
+def _fed_environment(site: Site, section: EngineSection, settings: TrainingConfig) -> dict[str, str]:
+    """What the mode asks of an engine that gets the trainer's weights."""
+    environment: dict[str, str] = {}
+    if site.traits.shares_memory:
+        environment |= {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_SHM_NAME": _shm_name(site, section)}
+    if site.traits.updates_weights:
+        environment["ATROPOS_WEIGHT_UPDATES"] = "1"
+    if site.traits.feeds_all and not is_loopback(address := meeting_address(site, settings)):
+        environment[ENV_TRAINER_HOSTS] = address
+    if site.traits.holds_generation:
+        environment[ENV_HOLD_GENERATION] = "1"
+    return environment
+
+
+def _shm_name(site: Site, section: EngineSection) -> str:
+    return f"atropos-{site.run_id}-{section.name}"
+
+
+def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig) -> list[str]:
+    flags: dict[str, Any] = {
+        "model": engine_model(site, section),
+        "host": "127.0.0.1",
+        "port": section.port,
+        "dtype": section.dtype or settings.dtype,
+        "seed": site.profile.seed,
+        "tensor-parallel-size": section.tensor_parallel if section.tensor_parallel > 1 else None,
+        "gpu-memory-utilization": section.gpu_memory_utilization,
+        "max-model-len": section.max_model_len,
+    }
+    if site.traits.lora and is_fed(site, section):
+        flags["enable-lora"] = True
+        if section.flag("max-lora-rank") is None:
+            flags["max-lora-rank"] = server_rank(settings.lora_r)
+        if section.flag("max-loras") is None:
+            flags["max-loras"] = LORA_SLOTS
+    if site.traits.restarts_engine and not any(section.flag(name) is not None for name in GRAPH_FLAGS):
+        flags["cudagraph-capture-sizes"] = few_graph_sizes(section.flag_number("max-num-seqs", MOST_SEQUENCES))
+    flags |= section.args
+    return [*_module("vllm_server"), *site.texts(_flags(flags))]
+
+
+def _environment(site: Site, section: EnvSection, after: list[str], settings: TrainingConfig) -> ComponentSpec:
+    engine = env_engine(site.profile, section)
+    flags: dict[str, Any] = {
+        "slurm": False,
+        "env.rollout_server_url": site.url(site.profile.api.port),
+        "env.tokenizer_name": site.model,
+        "env.use_wandb": settings.use_wandb,
+        "env.wandb_name": f"{site.profile.name}-{section.name}",
+        # run-api counts drained batches, and the environment leaves when they exceed this; the trainer ends the run.
+        "env.total_steps": 1_000_000_000,
+        "env.inference_weight": section.weight,
+        "openai.base_url": f"{site.url(engine.port)}/v1",
+        "openai.server_type": "vllm",
+        "openai.model_name": engine_model(site, engine),
+        "openai.api_key": "local",
+    } | section.args
+    if section.command:
+        command = site.texts(section.command)
+    else:
+        program = _module(site.text(section.module)) if section.module else [PYTHON, site.text(section.script or "")]
+        config = ["--config", str(config_file(site.text(section.config)))] if section.config else []
+        command = [*program, "serve", *config, *site.texts(_flags(flags, explicit_booleans=True))]
+    return _spec(
+        site,
+        section,
+        name=section.name,
+        role=Role.ENV,
+        command=command,
+        depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
+        stages=ENV_STAGES,
+        stop=StopPolicy(signal="TERM", grace_s=5),
+    )
+
+
+def env_engine(profile: Profile, section: EnvSection) -> EngineSection:
+    """The engine that generates an environment's rollouts: the one that it names, else the first."""
+    return next((engine for engine in profile.vllm if engine.name == section.engine), profile.vllm[0])
+
+
+def config_file(text: str) -> Path:
+    """An environment's YAML file: a path, else one that comes with the shipped profiles."""
+    path = Path(text).expanduser()
+    beside = [shipped.parent / text for shipped in list(shipped_profiles().values())[:1]]
+    return next((place for place in [path, *beside] if place.is_file()), path)
+
+
+def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> ComponentSpec:
+    section = site.profile.trainer
+    return _spec(
+        site,
+        section,
+        name="trainer",
+        role=Role.TRAINER,
+        command=[*_module("trainer_core"), *settings.to_args()],
+        env=_gpus(trainer_gpus(site.profile)),
+        # It imports and registers while vLLM loads, and waits for the manifest by itself.
+        depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
+        probes=Probes(
+            startup=Probe(
+                checks=[LogCheck(pattern=r"^Ready to train", label="attached to the engine")],
+                failure_threshold=1_000_000,
+            )
+        ),
+        gpus=trainer_gpus(site.profile),
+        stages=TRAINER_STAGES,
+        # On its stop signal the trainer finishes the step and writes a checkpoint.
+        stop=StopPolicy(grace_s=120),
+        start_timeout_s=1800,
+        ends_run=True,
+    )
+
+
+def trainer_gpus(profile: Profile) -> list[int]:
+    """The trainer's GPUs; single copy lives on the engine's own."""
+    return profile.trainer.gpus or (profile.vllm[0].gpus if TRAITS[profile.mode].shares_memory else [])
+
+
+def _extra(site: Site, name: str, section: ExtraSection) -> ComponentSpec:
+    return _spec(
+        site, section, name=name, role=section.role, command=_program(site.texts(section.command)), port=section.port
+    )
+
+
+def _gpus(gpus: list[int]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+
+
+def _program(command: list[str]) -> list[str]:
+    """`python` means the interpreter that runs us, so that a profile works without an activated environment."""
+    if command[0] not in ("python", "python3"):
+        return command
+    if command[1:2] == ["-m"] and len(command) > 2:
+        return [*_module(command[2]), *command[3:]]
+    return [PYTHON, *command[1:]]
+
+
+def _module(name: str) -> list[str]:
+    """Python running a module. Ours never comes from the working directory (-P), which may be somebody else's; one of
+    the user's own is looked for there first, as Python does."""
+    return [PYTHON, *(["-P"] if is_ours(name) else []), "-m", name]
+
+
+def is_ours(module: str) -> bool:
+    """Whether the module comes with atropos-tui, or is atroposlib's."""
+    return module.partition(".")[0] in OUR_PACKAGES
+
+
+def _flags(values: dict[str, Any], *, explicit_booleans: bool = False) -> list[str]:
+    """Flags from a table; None is left out, a boolean is a bare flag or `--flag true`."""
+    argv: list[str] = []
+    for name, value in values.items():
+        if value is None or (value is False and not explicit_booleans):
+            continue
+        argv.append(f"--{name}")
+        if isinstance(value, bool):
+            argv += [str(value).lower()] if explicit_booleans else []
+        elif isinstance(value, list):
+            argv += [str(item) for item in value]
+        else:
+            argv.append(str(value))
+    return argv
+
+
+def resolve_path(path: str) -> Path:
+    """`path` as an absolute one, with `~` put in and links followed."""
+    return Path(os.path.expanduser(path)).resolve()  # noqa: PTH111

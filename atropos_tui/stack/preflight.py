@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from atropos_tui.errors import Problem
-from atropos_tui.stack import budget, ports
-from atropos_tui.stack.components import Site, config_file, engine_model, is_ours, resolve_path, trainer_gpus
-from atropos_tui.stack.machine import Machine
-from atropos_tui.stack.models import Model
-from atropos_tui.stack.plan import training_config
+from atropos_tui.stack import memory, ports
+from atropos_tui.stack.hardware import Inventory, Machine, take_inventory
+from atropos_tui.stack.models import Model, architecture
+from atropos_tui.stack.plan import (
+    Site,
+    config_file,
+    engine_model,
+    is_ours,
+    resolve_path,
+    trainer_gpus,
+    training_config,
+)
 from atropos_tui.stack.profile import EngineSection, EnvSection
-from atropos_tui.stack.shapes import architecture
-from atropos_tui.stack.sizes import effective_optimizer
 from atropos_tui.stack.spec import ComponentSpec, StackSpec
-from atropos_tui.stack.survey import Survey, survey
 from atropos_tui.stack.variables import expand, references
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
@@ -39,35 +43,35 @@ ON_THE_CPU = (
 )
 
 
-def preflight(site: Site, stack: StackSpec, file: str, found: Survey | None = None) -> list[Problem]:
+def preflight(site: Site, stack: StackSpec, file: str, inventory: Inventory | None = None) -> list[Problem]:
     """What this machine lacks to start the stack.
 
     Args:
-        found: what is known about the machine; asked for when left out.
+        inventory: what is known about the machine; asked for when left out.
     """
-    found = found or survey(site)
+    inventory = inventory or take_inventory(site)
     settings = training_config(site)
     return [
         *_taken_ports(site, stack, file),
-        *_packages(site, settings, found.machine, file),
+        *_packages(site, settings, inventory.machine, file),
         *_programs(site, file),
         *_models(site, file),
-        *_model_fits(site, settings, found, file),
-        *unfit(site, file, found),
+        *_model_fits(site, settings, inventory, file),
+        *unfit(site, file, inventory),
         *_launches(site, stack, file),
     ]
 
 
-def unfit(site: Site, file: str, found: Survey) -> list[Problem]:
+def unfit(site: Site, file: str, inventory: Inventory) -> list[Problem]:
     """GPUs that this machine does not have, and memory that is too small for certain."""
-    return [*_gpus(site, found.machine, file), *_memory(site, training_config(site), found, file)]
+    return [*_gpus(site, inventory.machine, file), *_memory(site, training_config(site), inventory, file)]
 
 
 def _launches(site: Site, stack: StackSpec, file: str) -> Iterator[Problem]:
     """What no process could be started with: variables that are not set, working directories that do not exist."""
     known = stack.variables | os.environ
     variables = {*known, ENV_TOKEN, ENV_RUN_DIR, ENV_RUN_ID, ENV_CONTROL_SOCKET, ENV_COMPONENT, ENV_ATTEMPT}
-    told: set[tuple[str, str]] = set()
+    named: set[tuple[str, str]] = set()
     for component in stack.components:
         section = site.profile.section_of(component.name)
         texts = [(f"{section}.env.{name}", value) for name, value in component.env.items()]
@@ -76,8 +80,8 @@ def _launches(site: Site, stack: StackSpec, file: str) -> Iterator[Problem]:
         for key, text in texts:
             for name in references(text):
                 place = "model" if name in references(site.profile.model) and key.endswith(".command") else key
-                if name not in variables and (place, name) not in told:
-                    told.add((place, name))
+                if name not in variables and (place, name) not in named:
+                    named.add((place, name))
                     fix = f"export {name}=..., or put it into the .env file beside the profile"
                     yield Problem(f"environment variable {name} is not set", fix, file, place)
         cwd = expand(component.cwd or ".", known)
@@ -112,8 +116,8 @@ def _packages(site: Site, settings: TrainingConfig, machine: Machine, file: str)
         if importlib.util.find_spec(package) is None:
             fix = "run `make install` (CPU) or `make install EXTRA=gpu`, and start atropos-tui from that environment"
             yield Problem(f"Python package {package!r} is not installed", fix, file, key)
-    on_gpu = budget.trainer_devices(site.profile, settings, machine) != [budget.HOST]
-    eight_bit = effective_optimizer(settings, on_gpu=on_gpu) == "adamw_8bit"
+    on_gpu = memory.trainer_devices(site.profile, settings, machine) != [memory.HOST]
+    eight_bit = memory.effective_optimizer(settings, on_gpu=on_gpu) == "adamw_8bit"
     if eight_bit and importlib.util.find_spec("bitsandbytes") is None:
         yield Problem(
             "optimizer adamw_8bit needs the Python package 'bitsandbytes', which is not installed",
@@ -197,12 +201,12 @@ def _module_exists(name: str, folder: str) -> bool:
 
 def _models(site: Site, file: str) -> Iterator[Problem]:
     made = {site.text(step.creates) for step in site.profile.prepare if step.creates}
-    told: set[str] = set()
+    named: set[str] = set()
     for index, engine in enumerate(site.profile.vllm):
         model = engine_model(site, engine)
-        if model in made or model in told or _looks_like_hub_id(model):
+        if model in made or model in named or _looks_like_hub_id(model):
             continue
-        told.add(model)
+        named.add(model)
         key = f"vllm.{index}.model" if engine.model else "model"
         folder = resolve_path(model)
         if not folder.is_dir():
@@ -218,11 +222,11 @@ def _looks_like_hub_id(model: str) -> bool:
     return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not Path(model.split("/")[0]).is_dir()
 
 
-def _model_fits(site: Site, settings: TrainingConfig, found: Survey, file: str) -> Iterator[Problem]:
+def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory, file: str) -> Iterator[Problem]:
     """What the models' own configurations say against the profile."""
-    first = found.models[site.profile.vllm[0].name]
+    first = inventory.models[site.profile.vllm[0].name]
     for index, engine in enumerate(site.profile.vllm):
-        if isinstance(model := found.models[engine.name], Model):
+        if isinstance(model := inventory.models[engine.name], Model):
             yield from _engine_fits(engine, model, index, file)
     if not isinstance(first, Model):
         return
@@ -281,16 +285,16 @@ def _gpus(site: Site, machine: Machine, file: str) -> Iterator[Problem]:
             yield Problem(f"GPU {missing} does not exist: this machine has {there}", f"use {there}", file, key)
 
 
-def _memory(site: Site, settings: TrainingConfig, found: Survey, file: str) -> Iterator[Problem]:
+def _memory(site: Site, settings: TrainingConfig, inventory: Inventory, file: str) -> Iterator[Problem]:
     """Devices that are too small for certain; what is only likely is a warning of `plan`."""
-    made = budget.make_budget(site.profile, settings, found.models, found.machine)
+    made = memory.site_budget(site, inventory)
     for device in made.devices:
         if device.name in made.impossible:
             yield Problem(
-                f"{device.name}: {budget.size_text(device.certain)} are wanted before any activation, and "
-                f"{budget.size_text(device.total or 0)} are there",
-                "; ".join(budget.ways_out(device, site.profile, settings)),
+                f"{device.name}: {memory.size_text(device.certain)} are wanted before any activation, and "
+                f"{memory.size_text(device.total or 0)} are there",
+                "; ".join(memory.ways_out(device, site.profile, settings)),
                 file,
-                budget.given_cache(device, site.profile)
+                memory.given_cache(device, site.profile)
                 or ("trainer.optimizer" if trainer_gpus(site.profile) else "model"),
             )

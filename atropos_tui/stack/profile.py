@@ -1,4 +1,4 @@
-"""TOML to a typed profile. Strict: an unknown key is an error, and every problem is reported at once.
+"""A profile as typed sections. Strict: an unknown key is an error, and every problem is reported at once.
 
 `load_profile` reads a path or the name of a shipped profile with what it extends, applies `--set KEY=VALUE` and returns
 a `Profile`, or raises `UserError` that lists file, key, reason and fix. A profile says what the user wants; `plan.py`
@@ -7,12 +7,14 @@ derives the rest.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,19 +24,37 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from atropos_tui.errors import Problem
-from atropos_tui.stack.extends import Origins, check_nesting, find_profile, read_merged, shipped_profiles
-from atropos_tui.stack.impossible import impossible
-from atropos_tui.stack.notify_policy import NotifyPolicy
-from atropos_tui.stack.overrides import apply_sets
-from atropos_tui.stack.schema import Schema, build_schema
-from atropos_tui.stack.shown import key_text, shown
-from atropos_tui.stack.spec import LogPolicy, Probe, RestartPolicy, StopPolicy
-from atropos_tui.stack.values import Argv, EnvName, Module, Name, PathText, check_probe, check_webhook
-from atropos_tui.stack.wording import mistake, problems_of, refused
+from atropos_tui.stack.errors import (
+    SECTION_LISTS,
+    KeyPath,
+    Schema,
+    in_words,
+    key_text,
+    problems_of,
+    refused,
+    value_text,
+)
+from atropos_tui.stack.load import SET, Origins, apply_sets, file_text, find_profile, read_merged, shipped_profiles
+from atropos_tui.stack.redact import REDACTED
+from atropos_tui.stack.schema import build_schema
+from atropos_tui.stack.spec import (
+    ExecCheck,
+    HttpCheck,
+    LogCheck,
+    LogPolicy,
+    NotifyPolicy,
+    Probe,
+    RestartPolicy,
+    StopPolicy,
+    TcpCheck,
+)
+from atropos_tui.stack.variables import references
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.control import Role
+from trainer_core.contracts.run_dir import is_safe_name
 
 __all__ = ["Profile", "apply_sets", "find_profile", "load_profile", "parse_profile", "shipped_profiles"]
 
@@ -62,14 +82,85 @@ PAIRS = {"betas"}
 """Trainer fields that are tuples, which TOML writes as lists."""
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+def mistake(reason: str, fix: str, at: str = "") -> PydanticCustomError:
+    """What a validator raises: the reason, the way out, and where below the validated key (`checks[0].url`)."""
+    return PydanticCustomError("mistake", "{reason}", {"reason": reason, "fix": fix, "at": at})
+
+
+def _name(value: str) -> str:
+    if not is_safe_name(value):
+        raise mistake(
+            f"cannot be a name (got {value_text(value)})",
+            "use letters, digits, dot, dash or underscore: at most 64, and a letter or digit first",
+        )
+    return value
+
+
+def _variable(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        raise mistake("cannot be the name of a variable", "use letters, digits and underscore, and no digit first")
+    return value
+
+
+def _module(value: str) -> str:
+    if not references(value) and not all(part.isidentifier() for part in value.split(".")):
+        raise mistake(
+            f"cannot be a module (got {value_text(value)})",
+            "write it as for python -m, such as atropos_envs.gsm8k_server; a file goes into script",
+        )
+    return value
+
+
+def _argv(value: list[str]) -> list[str]:
+    if not value[0].strip():
+        raise mistake("names no program", 'begin with the program, such as ["python", "-m", "http.server"]')
+    return value
 
 
 Port = Annotated[int, Field(ge=1, le=65535)]
-Gpu = Annotated[int, Field(ge=0)]
+GpuIndex = Annotated[int, Field(ge=0)]
 Condition = Literal["started", "healthy", "completed"]
 Scalar = bool | int | float | str
+Name = Annotated[str, AfterValidator(_name), Field(json_schema_extra={"pattern": r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"})]
+EnvName = Annotated[str, AfterValidator(_variable)]
+Module = Annotated[str, AfterValidator(_module)]
+Argv = Annotated[list[str], Field(min_length=1), AfterValidator(_argv)]
+
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
+_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class Section(BaseModel):
+    """The base of every table of a profile."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+def _check_probe(probe: Probe) -> Probe:
+    """Let a probe pass whose checks can be made."""
+    for index, check in enumerate(probe.checks):
+        at = f"checks[{index}]"
+        match check:
+            case HttpCheck(url=url) if not references(url) and not re.match(r"https?://[^/\s]", url):
+                raise mistake(f"no address (got {value_text(url)})", "begin with http:// or https://", f"{at}.url")
+            case TcpCheck(port=port) if not 1 <= port <= 65535:
+                raise mistake(f"out of range (got {port})", "give a whole number from 1 to 65535", f"{at}.port")
+            case ExecCheck(command=command) if not command or not command[0].strip():
+                raise mistake("names no program", 'begin with the program, such as ["test", "-e", "x"]', at)
+            case LogCheck(pattern=pattern):
+                _check_pattern(pattern, f"{at}.pattern")
+    return probe
+
+
+def _check_pattern(pattern: str, at: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError) as error:
+        raise mistake(
+            f"no regular expression: {error} (got {value_text(pattern)})",
+            "correct it, or escape what is meant literally",
+            at,
+        ) from None
 
 
 class ComponentOptions(Section):
@@ -77,7 +168,7 @@ class ComponentOptions(Section):
 
     env: dict[EnvName, str] = Field(default_factory=dict)
     """Environment variables; `${VAR}` is looked up when the process starts and never written to a file."""
-    cwd: PathText | None = None
+    cwd: str | None = None
     """Working directory; default: where atropos-tui was started."""
     depends_on: dict[str, Condition] | None = None
     """Other components, each with the state that it must reach before this one starts."""
@@ -97,7 +188,7 @@ class ComponentOptions(Section):
     @field_validator("startup", "readiness", "liveness")
     @classmethod
     def _probe(cls, probe: Probe | None) -> Probe | None:
-        return check_probe(probe) if probe else None
+        return _check_probe(probe) if probe else None
 
 
 class ApiSection(ComponentOptions):
@@ -118,13 +209,13 @@ class EnvSection(ComponentOptions):
     """Its name in logs, commands and `depends_on`."""
     module: Module | None = None
     """Python module to run, such as atropos_envs.gsm8k_server."""
-    script: PathText | None = Field(None, min_length=1)
+    script: str | None = Field(None, min_length=1)
     """Python file to run, with the `serve` command of atroposlib's environments."""
     command: Argv | None = None
     """Any other program: the whole command line, with nothing derived added."""
     args: dict[str, Scalar | list[Scalar]] = Field(default_factory=dict)
     """Flags of the environment's `serve`, such as `env.group_size = 8` or `openai.timeout = 600`."""
-    config: PathText | None = Field(None, min_length=1)
+    config: str | None = Field(None, min_length=1)
     """A YAML file, passed as `--config`."""
     weight: float | None = Field(None, gt=0)
     """Share of a batch beside other environments."""
@@ -143,7 +234,9 @@ class EnvSection(ComponentOptions):
         """The one flag that the plan reads too."""
         size = args.get("env.group_size", 1)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise mistake(f"wrong value (got {shown(size)})", "give a whole number of at least 1", "env.group_size")
+            raise mistake(
+                f"wrong value (got {value_text(size)})", "give a whole number of at least 1", "env.group_size"
+            )
         return args
 
     @model_validator(mode="after")
@@ -164,7 +257,7 @@ class EngineSection(ComponentOptions):
     """Its name in logs, commands and `depends_on`."""
     port: Port = 9001
     """Port on this machine."""
-    gpus: list[Gpu] = Field(default_factory=list)
+    gpus: list[GpuIndex] = Field(default_factory=list)
     """GPUs by index; empty: what the process sees by itself."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs that share one model."""
@@ -172,19 +265,46 @@ class EngineSection(ComponentOptions):
     """Share of the GPU's memory for weights and KV cache; default: vLLM's."""
     max_model_len: int | None = Field(None, ge=1)
     """Longest context in tokens, prompt included; default: the model's."""
-    model: PathText | None = Field(None, min_length=1)
+    model: str | None = Field(None, min_length=1)
     """Only for an engine that the trainer does not feed, such as a judge; default: the stack's."""
     dtype: str | None = None
     """Type of the weights; default: the trainer's."""
     args: dict[str, Scalar] = Field(default_factory=dict)
     """Any flag of vLLM, without the dashes; `true` is a bare flag."""
 
+    def flag_key(self, name: str) -> str:
+        """The key in `args` that sets `--name`, as the user wrote it: for vLLM `max_num_seqs` is `max-num-seqs`."""
+        return next((key for key in self.args if key.replace("_", "-") == name), name)
+
+    def flag(self, name: str) -> Scalar | None:
+        """The value of `--name`, None where it is not set."""
+        return self.args.get(self.flag_key(name))
+
+    def flag_number(self, name: str, default: int) -> int:
+        """The value of `--name` as a whole number: 1k is 1,000, 1K is 1,024. What cannot be read, vLLM refuses."""
+        value = self.flag(name)
+        match = None if isinstance(value, bool) else _NUMBER.fullmatch(str(value).strip())
+        if match is None:
+            return default
+        base = 1000 if match[2].islower() else 1024
+        return int(float(match[1]) * base ** _POWER[match[2].lower()])
+
+    @property
+    def gpus_per_copy(self) -> int:
+        """GPUs that share one copy of the engine's weights."""
+        return self.tensor_parallel * self.flag_number("pipeline-parallel-size", 1)
+
+    @property
+    def gpus_needed(self) -> int:
+        """GPUs that the engine takes: every copy of its weights."""
+        return self.gpus_per_copy * self.flag_number("data-parallel-size", 1)
+
 
 class TrainerSection(ComponentOptions):
     """The trainer: options of a component, and every field of `TrainingConfig` that is not derived."""
 
     model_config = ConfigDict(extra="allow")
-    gpus: list[Gpu] = Field(default_factory=list)
+    gpus: list[GpuIndex] = Field(default_factory=list)
     """GPUs by index; in single copy the engine's own, which is the default."""
     processes: int = Field(1, ge=1, le=1)
     """Trainer processes; this version runs one."""
@@ -202,7 +322,7 @@ class PrepareSection(Section):
     """Its name in logs and commands."""
     command: Argv
     """Program and arguments; `python` is the interpreter that runs atropos-tui."""
-    creates: PathText | None = None
+    creates: str | None = None
     """Skipped when this path exists."""
     env: dict[EnvName, str] = Field(default_factory=dict)
     """Environment variables."""
@@ -228,7 +348,16 @@ class NotifySection(NotifyPolicy):
     ] = NotifyPolicy().on
     """The occasions: a run that failed, weights that do not match, a run that is done."""
 
-    _webhook = field_validator("webhook")(check_webhook)
+    @field_validator("webhook")
+    @classmethod
+    def _address(cls, url: str | None) -> str | None:
+        """Let an http(s) address pass, or a reference to a variable that holds one."""
+        if url is not None and not re.fullmatch(r"(https?://[^/\s]|\$\{\w+\})\S*", url):
+            raise mistake(
+                "no web address",
+                'give https://..., or "${VAR}" with the address in .env, which keeps a secret one out of files',
+            )
+        return url
 
 
 def _as_list(value: Any) -> Any:
@@ -249,7 +378,7 @@ class Profile(Section):
     """Name of the stack: the first part of its runs' names."""
     mode: Mode = "shared_vllm"
     """How weights reach vLLM."""
-    model: PathText = Field(min_length=1)
+    model: str = Field(min_length=1)
     """A directory or a hub id; one place, handed to every component."""
     seed: int = Field(0, ge=0, le=2**32 - 1)
     """Seed of every random generator."""
@@ -278,9 +407,17 @@ class Profile(Section):
         """Which file each key comes from."""
         return self._origins
 
+    def used_ports(self) -> list[tuple[str, int]]:
+        """Every port of the profile with its key."""
+        return [
+            ("api.port", self.api.port),
+            *((f"vllm.{index}.port", engine.port) for index, engine in enumerate(self.vllm)),
+            *((f"component.{name}.port", part.port) for name, part in self.component.items() if part.port),
+        ]
+
     def section_of(self, component: str) -> str:
         """The key of the section that describes a component: `env.0`, `component.x`, `trainer`."""
-        for key in ("env", "vllm", "prepare"):
+        for key in SECTION_LISTS:
             for index, part in enumerate(getattr(self, key)):
                 if part.name == component:
                     return f"{key}.{index}"
@@ -293,8 +430,24 @@ def profile_schema() -> Schema:
     return build_schema(Profile, derived=set(DERIVED_TRAINER_KEYS), words=READ_WORDS)
 
 
+def load_profile(name_or_path: str, sets: Sequence[str] = ()) -> tuple[Profile, Path]:
+    """Find, read, merge, override and validate. Returns the profile and its file.
+
+    Raises:
+        UserError: with every problem, whatever the file holds.
+    """
+    if not name_or_path:
+        raise refused([Problem("no profile was given", f"give a path or one of: {', '.join(shipped_profiles())}")])
+    path = find_profile(name_or_path)
+    with in_words(file_text(path)):
+        data, origins = read_merged(path)
+        with in_words(SET):
+            apply_sets(data, sets, origins)
+        return parse_profile(data, origins.main, origins), path
+
+
 def parse_profile(data: dict[str, Any], file: str, origins: Origins | None = None) -> Profile:
-    """Validate; all problems at once.
+    """Validate each key; all problems at once. How the keys fit together is for `checks` to say.
 
     Args:
         data: as TOML gives it.
@@ -304,36 +457,36 @@ def parse_profile(data: dict[str, Any], file: str, origins: Origins | None = Non
         UserError: with every problem.
     """
     origins = origins or Origins(file)
-    check_nesting(data, file)
-    faults = list(impossible(data))
-    problems = [Problem(reason, fix, origins.of(path), key_text(path, data)) for path, reason, fix in faults]
-    errors: list[Problem] = []
+    problems = [
+        Problem(reason, fix, origins.of(path), key_text(path, data)) for path, reason, fix in _unusable_texts(data)
+    ]
     profile: Profile | None = None
     try:
         profile = Profile.model_validate(data, strict=True)
     except ValidationError as error:
-        errors += problems_of(error.errors(include_url=False), data, profile_schema(), origins)
-    errors += _trainer_problems(data, origins)
-    told = {problem.key for problem in problems}
-    problems += [problem for problem in errors if problem.key not in told]
+        problems += problems_of(error.errors(include_url=False), data, profile_schema(), origins.of)
+    problems += _trainer_problems(data, origins)
     if problems or profile is None:
-        from atropos_tui.stack.remainder import remaining_problems  # whose checks need this module
-
-        told = {problem.key for problem in problems}
-        rest = remaining_problems(data, [path for path, *_ in faults], origins)
-        raise refused([*problems, *(problem for problem in rest if problem.key not in told)])
+        raise refused(problems, "invalid profile (mend this first, cross-checks come after)")
     profile._origins = origins
     return profile
 
 
-def load_profile(name_or_path: str, sets: Sequence[str] = ()) -> tuple[Profile, Path]:
-    """Find, read, merge, override and validate. Returns the profile and its file."""
-    if not name_or_path:
-        raise refused([Problem("no profile was given", f"give a path or one of: {', '.join(shipped_profiles())}")])
-    path = find_profile(name_or_path)
-    data, origins = read_merged(path)
-    apply_sets(data, sets, origins)
-    return parse_profile(data, origins.main, origins), path
+def _unusable_texts(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, str]]:
+    """Path, reason and fix of each text of any key that no program could be given."""
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+        here = (*path, key)
+        if isinstance(value, dict | list):
+            yield from _unusable_texts(value, here)
+        elif isinstance(value, str) and REDACTED in value:
+            yield (
+                here,
+                "was a secret, and secrets are not written to files",
+                "put NAME=value into .env and write ${NAME} here, or go on with the profile that has it: "
+                "atropos-tui up PROFILE --resume RUN",
+            )
+        elif isinstance(value, str) and "\0" in value:
+            yield here, f"holds a NUL character (got {value_text(value)})", "take it out"
 
 
 def _trainer_problems(data: dict[str, Any], origins: Origins) -> list[Problem]:
@@ -346,18 +499,6 @@ def _trainer_problems(data: dict[str, Any], origins: Origins) -> list[Problem]:
         for key, source in DERIVED_TRAINER_KEYS.items()
         if section.get(key) is not None
     ]
-    for items in _trainer_readings(section):
-        problems += problems_of(items, data, profile_schema(), origins, ("trainer",)) if items else []
-    return problems
-
-
-def trainer_errors(data: dict[str, Any]) -> list[Any]:
-    """pydantic's errors of [trainer], as TrainingConfig sees them."""
-    section = data.get("trainer")
-    return [item for items in _trainer_readings(section) for item in items] if isinstance(section, dict) else []
-
-
-def _trainer_readings(section: dict[str, Any]) -> Iterator[list[Any]]:
     known = {*TrainerSection.model_fields, *DERIVED_TRAINER_KEYS}
     settings = {key: value for key, value in section.items() if key not in known}
     words = {key for key in READ_WORDS if isinstance(settings.get(key), str)}
@@ -367,6 +508,10 @@ def _trainer_readings(section: dict[str, Any]) -> Iterator[list[Any]]:
             TrainingConfig.model_validate({"model_name": "model", **values}, strict=is_strict)
         except ValidationError as error:
             # The strict reading judges each field but those given in words; the other one these, and combinations.
-            lenient = [not item["loc"] or item["loc"][0] in words for item in error.errors(include_url=False)]
-            found = zip(error.errors(include_url=False), lenient, strict=True)
-            yield [item for item, is_lenient in found if is_lenient != is_strict]
+            errors = [
+                item
+                for item in error.errors(include_url=False)
+                if (bool(item["loc"]) and item["loc"][0] not in words) == is_strict
+            ]
+            problems += problems_of(errors, data, profile_schema(), origins.of, ("trainer",))
+    return problems

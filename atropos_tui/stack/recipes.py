@@ -85,15 +85,15 @@ def restarts_after_crash(spec: ComponentSpec) -> bool:
 
 def _taken_along(stack: StackSpec, component: str) -> set[str]:
     """Transitive closure of `restart_with`."""
-    found: set[str] = set()
+    taken: set[str] = set()
     todo = [component]
     while todo:
         name = todo.pop()
         spec = stack.component(name)
-        if name not in found and spec is not None:
-            found.add(name)
+        if name not in taken and spec is not None:
+            taken.add(name)
             todo += spec.restart_with
-    return found
+    return taken
 
 
 def _why(stack: StackSpec, component: str, touched: set[str]) -> str:

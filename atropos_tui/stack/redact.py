@@ -42,7 +42,7 @@ _SHAPES = re.compile(
     """,
     re.VERBOSE,
 )
-_SAID = re.compile(
+_NAMED_VALUE = re.compile(
     r"""
     ( (?<![A-Za-z]) (?:proxy-)? authorization ["']? \s* [:=] \s* ["']? (?:(?:bearer|basic|token|digest)\s+)? ) [^"'\n]+
   | ( (?<![A-Za-z]) (?:set-)? cookie ["']? \s* : \s* ["']? ) (?=\S+=) [^"'\n]+
@@ -70,7 +70,7 @@ _BEARER = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""A token that a command sends. Narrower than `_SAID`: a reference stays, and so does code that merely handles one."""
+"""A token that a command sends. Narrower than `_NAMED_VALUE`: a reference stays, and so does code that handles one."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -107,9 +107,9 @@ def secret_references(data: Any, name: str = "") -> set[str]:
     if not isinstance(data, str):
         return set()
     return {
-        found[1]
-        for found in _REFERENCE.finditer(data)
-        if is_secret_name(" ".join([name, *data[: found.start()].split()[-2:]]))
+        reference[1]
+        for reference in _REFERENCE.finditer(data)
+        if is_secret_name(" ".join([name, *data[: reference.start()].split()[-2:]]))
     }
 
 
@@ -118,8 +118,8 @@ def mask(text: str) -> str:
     return _BEARER.sub(_but_its_name, _SHAPES.sub(REDACTED, text))
 
 
-def _but_its_name(found: re.Match[str]) -> str:
-    return found.group(found.lastindex or 0) + REDACTED
+def _but_its_name(match: re.Match[str]) -> str:
+    return match.group(match.lastindex or 0) + REDACTED
 
 
 def hide(name: str, value: str) -> str:
@@ -129,20 +129,20 @@ def hide(name: str, value: str) -> str:
 
 def hide_command(words: Sequence[str]) -> list[str]:
     """A command line: `--flag value`, `--flag=value` and `KEY=VALUE` alike."""
-    shown: list[str] = []
+    hidden: list[str] = []
     before = ""
     for word in map(mask, words):  # before it is taken apart: a token may hold "="
         name, separator, value = word.partition("=")
         if before.lower() == "bearer" and not is_harmless(word):
-            shown.append(REDACTED)
+            hidden.append(REDACTED)
         elif separator:
-            shown.append(f"{name}={hide(name, value)}")
+            hidden.append(f"{name}={hide(name, value)}")
         elif before.startswith("-") and not word.startswith("-"):
-            shown.append(hide(before, word))
+            hidden.append(hide(before, word))
         else:
-            shown.append(word)
+            hidden.append(word)
         before = word
-    return shown
+    return hidden
 
 
 def hide_tree(data: Any, name: str = "") -> Any:
@@ -176,8 +176,8 @@ class Scrubber:
         """`text` without secrets."""
         if self._values:
             text = self._values.sub(REDACTED, text)
-        text = _SAID.sub(_but_its_name, mask(text))
-        text = _KEY_LIKE.sub(lambda found: found.group() if found.group() in self._keep else REDACTED, text)
+        text = _NAMED_VALUE.sub(_but_its_name, mask(text))
+        text = _KEY_LIKE.sub(lambda match: match.group() if match.group() in self._keep else REDACTED, text)
         return self._home.sub("~", text) if self._home else text
 
     def tree(self, data: Any) -> Any:

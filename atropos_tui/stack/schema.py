@@ -1,4 +1,4 @@
-"""The JSON Schema of a profile: for editors (`#:schema ./profile.schema.json`), and for the wording of problems.
+"""The JSON Schema of a profile: for editors (`#:schema ./profile.schema.json`), and for the words of problems.
 
 Built from the models, then brought to what a *file* may hold: `[env]` or `[[env]]`, `extends`, every field of
 `TrainingConfig` that the plan does not derive, flags as tables, and no key besides.
@@ -6,16 +6,13 @@ Built from the models, then brought to what a *file* may hold: `[env]` or `[[env
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import BaseModel
 
-from atropos_tui.stack.shown import SECTION_LISTS, KeyPath
+from atropos_tui.stack.errors import SECTION_LISTS, Schema
 from trainer_core.config import TrainingConfig
-
-Schema = dict[str, Any]
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """The newest one that the usual TOML editors understand."""
@@ -105,66 +102,3 @@ def _is_noise(key: str, value: Any) -> bool:
         or (key == "title" and isinstance(value, str))
         or (key == "default" and (value is None or whole))
     )
-
-
-def resolve(schema: Schema, node: Schema) -> Schema:
-    """`node` with its `$ref` followed; its own words win."""
-    while "$ref" in node:
-        name = str(node["$ref"]).removeprefix("#/$defs/")
-        node = schema["$defs"][name] | {key: value for key, value in node.items() if key != "$ref"}
-    return node
-
-
-def alternatives(schema: Schema, node: Schema) -> list[Schema]:
-    """The forms that a value may take, in order."""
-    node = resolve(schema, node)
-    if isinstance(node.get("type"), list):
-        return [node | {"type": kind} for kind in node["type"]]
-    choices = [*node.get("anyOf", ()), *node.get("oneOf", ())] if "properties" not in node else []
-    return [form for choice in choices for form in alternatives(schema, choice)] if choices else [node]
-
-
-def node_at(schema: Schema, path: KeyPath, data: Any) -> Schema | None:
-    """What the schema says of the key at `path`; None for a key that it does not know.
-
-    Args:
-        data: the profile, by which a check of a probe tells its kind.
-    """
-    nodes: list[Schema] = [schema]
-    for part in path:
-        forms = [form for node in nodes for form in alternatives(schema, node)]
-        data = data.get(part) if isinstance(data, Mapping) else None if isinstance(part, str) else _item(data, part)
-        nodes = [inner for form in forms if (inner := _below(form, part)) is not None]
-        forms = [form for node in nodes for form in alternatives(schema, node)]
-        nodes = [form for form in forms if _fits(form, data)] or forms
-    return nodes[0] if len(nodes) == 1 else {"anyOf": nodes} if nodes else None
-
-
-def _item(data: Any, index: str | int) -> Any:
-    return data[index] if isinstance(data, list) and isinstance(index, int) and index < len(data) else None
-
-
-def _below(form: Schema, part: str | int) -> Schema | None:
-    if isinstance(part, int):
-        inner = form.get("items")
-    else:
-        free = next(iter(form.get("patternProperties", {}).values()), form.get("additionalProperties"))
-        inner = form.get("properties", {}).get(part, free)
-    return inner if isinstance(inner, dict) else None
-
-
-def _fits(form: Schema, data: Any) -> bool:
-    """Whether `data` may be of this form, as far as its `kind` tells."""
-    kind = form.get("properties", {}).get("kind", {}).get("const")
-    return kind is None or not isinstance(data, Mapping) or data.get("kind") in (kind, None)
-
-
-def known_keys(schema: Schema, node: Schema) -> list[str]:
-    """The keys of a table."""
-    return [key for form in alternatives(schema, node) for key in form.get("properties", ())]
-
-
-def did_you_mean(word: str, known: Collection[str]) -> str:
-    """ "did you mean NEAREST? ", or nothing."""
-    near = difflib.get_close_matches(word[:100], known, n=1)
-    return f"did you mean {near[0]}? " if near else ""

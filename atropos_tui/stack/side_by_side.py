@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from atropos_tui.errors import Problem
 from atropos_tui.stack import ports
-from atropos_tui.stack.components import trainer_gpus
 from atropos_tui.stack.modes import TRAITS
+from atropos_tui.stack.plan import trainer_gpus
 from atropos_tui.stack.profile import Profile
 
 
@@ -23,7 +23,7 @@ class Changes:
 
     sets: dict[str, list[str]] = field(default_factory=dict)
     """By stack: overrides in the form of --set."""
-    said: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     """The same in words, a line each."""
     problems: list[Problem] = field(default_factory=list)
 
@@ -38,28 +38,18 @@ def separate(
     return changes
 
 
-def _ports(profile: Profile) -> Iterator[tuple[str, int]]:
-    """Every port by its key."""
-    yield "api.port", profile.api.port
-    for index, engine in enumerate(profile.vllm):
-        yield f"vllm.{index}.port", engine.port
-    for name, part in profile.component.items():
-        if part.port:
-            yield f"component.{name}.port", part.port
-
-
 def _own_commands(profile: Profile) -> list[str]:
     """Keys of commands that the profile spells out, ports included: nothing can be changed in them."""
-    found = ["api.command"] if profile.api.command else []
-    found += [f"{env.name}.command" for env in profile.env if env.command]
-    return found + [f"component.{name}.command" for name, part in profile.component.items() if part.port]
+    keys = ["api.command"] if profile.api.command else []
+    keys += [f"{env.name}.command" for env in profile.env if env.command]
+    return keys + [f"component.{name}.command" for name, part in profile.component.items() if part.port]
 
 
 def _separate_ports(profiles: Mapping[str, Profile], changes: Changes, is_free: Callable[[int], bool]) -> None:
-    given = {port for profile in profiles.values() for _, port in _ports(profile)}
+    given = {port for profile in profiles.values() for _, port in profile.used_ports()}
     holder: dict[int, str] = {}
     for name, profile in profiles.items():
-        own = list(_ports(profile))
+        own = profile.used_ports()
         for key, port in own:
             if port not in holder:
                 continue
@@ -74,7 +64,7 @@ def _separate_ports(profiles: Mapping[str, Profile], changes: Changes, is_free: 
                 continue
             given.add(free)
             changes.sets[name].append(f"{key}={free}")
-            changes.said.append(f"{name}: {key} is {free}, since {holder[port]} has {port}")
+            changes.lines.append(f"{name}: {key} is {free}, since {holder[port]} has {port}")
         holder |= {port: name for _, port in own if port not in holder}
 
 
@@ -94,7 +84,7 @@ def _separate_gpus(profiles: Mapping[str, Profile], count: int, changes: Changes
             moved = dict(zip(wanted, free, strict=False))
             changes.sets[name] += _gpu_sets(profile, moved)
             text = ", ".join(f"{old} -> {new}" for old, new in moved.items())
-            changes.said.append(f"{name}: GPUs {text}, since {', '.join(others)} has the same")
+            changes.lines.append(f"{name}: GPUs {text}, since {', '.join(others)} has the same")
             wanted = list(moved.values())
         holder |= dict.fromkeys(wanted, name)
 

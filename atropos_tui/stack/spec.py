@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from atropos_tui.stack.notify_policy import NotifyPolicy
-from atropos_tui.stack.spec_base import Spec
 from trainer_core.contracts.control import Role
+
+
+class Spec(BaseModel):
+    """The base of every part of a stack: strict, frozen, and built when it is first used."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, defer_build=True
+    )
 
 
 class HttpCheck(Spec):
@@ -87,6 +93,8 @@ class Probe(Spec):
 
 
 class Probes(Spec):
+    """The probes of one component."""
+
     startup: Probe | None = None
     """Gates the others; a component without `readiness` is healthy once this passed."""
     readiness: Probe | None = None
@@ -169,6 +177,16 @@ class LogPolicy(Spec):
     """Kept per attempt; what rotation dropped is counted."""
 
 
+class NotifyPolicy(Spec):
+    """Tell someone who is not looking."""
+
+    bell: bool = False
+    """Ring the terminal that shows the run."""
+    webhook: str | None = None
+    """POST a JSON object here; `${VAR}` keeps a secret address out of files."""
+    on: tuple[Literal["failed", "mismatch", "done"], ...] = ("failed", "mismatch", "done")
+
+
 class StackSpec(Spec):
     """Everything the supervisor runs, in start order: stopping goes through the list backwards."""
 
@@ -186,4 +204,5 @@ class StackSpec(Spec):
     """Whether the components outlive a supervisor that is killed, for the next one to adopt."""
 
     def component(self, name: str) -> ComponentSpec | None:
+        """The component of that name; None when there is none."""
         return next((c for c in self.components if c.name == name), None)

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 from atropos_tui.stack.spec import ComponentSpec, LogCheck, Stage
 from atropos_tui.supervisor import diagnoses, procfs, states
 from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence, describe_exit, own
-from atropos_tui.supervisor.diagnoses.repeats import lasting_error
+from atropos_tui.supervisor.diagnoses.roots import lasting_error
 from atropos_tui.supervisor.diagnoses.scanner import LogScanner
 from atropos_tui.supervisor.environment import Launch
 from atropos_tui.supervisor.launcher import Host, Living

@@ -1,47 +1,59 @@
 """`[notify]`: tell someone who is not looking that the run failed, is done, or trains against the wrong weights.
 
-One POST with one JSON object per event, from a thread of its own: a slow name server, a dead host or an answer that
-never comes costs the run nothing but a diagnosis. The address is resolved (`${VAR}`) in memory and written nowhere.
+One POST with one JSON object per event, beside the run: a dead host or an answer that never comes costs the run nothing
+but a diagnosis. (A name server that never answers holds up the end of the process until the resolver gives up.) The
+address is resolved (`${VAR}`) in memory and written nowhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import os
 import platform
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal, TypeGuard
 
 import httpx
 
 from atropos_tui.stack.redact import REDACTED, mask
 from atropos_tui.stack.spec import StackSpec
 from atropos_tui.supervisor.environment import LaunchError, resolve
-from atropos_tui.supervisor.occasions import Event, event_of_exit, is_mismatch
 from atropos_tui.supervisor.store import RunResult, Store, SubscriberDroppedError
-from trainer_core.contracts.records import DiagnosisRecord
+from trainer_core.contracts.records import DiagnosisRecord, Record
 
-TRIES = 3
-TRY_S = 3.0
-"""One try takes at most so long in each of connecting, writing and waiting for the answer."""
+Event = Literal["failed", "mismatch", "done"]
+"""What is posted, and what the bell of a screen rings for."""
+MISMATCH = "alignment_mismatch"
+TRY_S = 5.0
+"""One try takes at most so long, however the other side drips its answer."""
 PAUSES_S = (0.5, 1.0)
-"""Between the tries."""
+"""Before the second and the third try."""
 END_PATIENCE_S = 10.0
 """So long the end of the run waits for what is still under way."""
-DELIVERY_S = TRIES * 3 * TRY_S + sum(PAUSES_S)
-"""Nothing takes longer, however the other side drips its answer."""
+FAILURES = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RuntimeError)
+"""What a POST may raise; RuntimeError where no thread can be started that looks a name up."""
 QUIET_S = 600.0
-"""A mismatch that goes on is told again only after so long."""
+"""A mismatch that goes on is posted again only after so long, in seconds."""
 MOST_TEXT = 1500
 """Discord refuses more than 2,000 characters."""
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it would log the address
+
+
+def is_mismatch(record: Record) -> TypeGuard[DiagnosisRecord]:
+    """Whether `record` diagnoses that trainer and engine disagree about the same weights."""
+    return isinstance(record, DiagnosisRecord) and record.rule == MISMATCH
+
+
+def event_of_exit(code: int | None) -> Event | None:
+    """What an exit code of a run means; None for one that was stopped by hand, or still runs."""
+    if code is None or code == 130:
+        return None
+    return "failed" if code else "done"
 
 
 class DeliveryError(Exception):
@@ -52,7 +64,7 @@ def payload(stack: StackSpec, event: Event, reason: str, component: str | None, 
     """The object that is posted; `text` is read by Slack, `content` by Discord, and neither may mention anybody."""
     reason = mask(reason)
     host = platform.node()
-    said = f"atropos-tui: {stack.name} {event}: {reason} ({stack.run_id} on {host})"[:MOST_TEXT]
+    message = f"atropos-tui: {stack.name} {event}: {reason} ({stack.run_id} on {host})"[:MOST_TEXT]
     return {
         "run_id": stack.run_id,
         "name": stack.name,
@@ -63,34 +75,44 @@ def payload(stack: StackSpec, event: Event, reason: str, component: str | None, 
         "time": time.time(),
         "host": host,
         "run_dir": stack.run_dir,
-        "text": said.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"),
-        "content": said,
+        "text": message.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"),
+        "content": message,
         "allowed_mentions": {"parse": []},
     }
 
 
-def post(url: str, body: dict[str, Any], pause: Callable[[float], object] = time.sleep) -> None:
-    """POST `body`, up to three times; blocking.
+async def post(url: str, body: dict[str, Any]) -> None:
+    """POST `body`, up to three times.
 
     Raises:
         DeliveryError: no try was answered with 2xx, or the answer says that another would not help.
     """
-    last = ""
-    for attempt in range(TRIES):
-        if attempt:
-            pause(PAUSES_S[attempt - 1])
-        try:
-            with httpx.Client(timeout=TRY_S) as client, client.stream("POST", url, json=body) as answer:
-                status = answer.status_code
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            last = _without_address(f"{type(error).__name__}: {error}", url)
-            continue
-        if 200 <= status < 300:
-            return
-        last = f"status {status}"
-        if 300 <= status < 500 and status not in (408, 425, 429):
-            break
-    raise DeliveryError(last)
+    try:
+        async with httpx.AsyncClient(timeout=None) as client:
+            for pause in (0.0, *PAUSES_S):
+                await asyncio.sleep(pause)
+                problem, may_help = await _try(client, url, body)
+                if not problem:
+                    return
+                if not may_help:
+                    break
+    except FAILURES as error:  # a proxy or certificates that cannot be used
+        problem = f"{type(error).__name__}: {error}"
+    raise DeliveryError(_without_address(problem, url))
+
+
+async def _try(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tuple[str, bool]:
+    """What kept `body` from being taken, if anything, and whether another try may help."""
+    try:
+        async with asyncio.timeout(TRY_S), client.stream("POST", url, json=body) as answer:
+            status = answer.status_code
+    except TimeoutError:
+        return f"no answer within {TRY_S:g} s", True
+    except FAILURES as error:
+        return f"{type(error).__name__}: {error}", True
+    if 200 <= status < 300:
+        return "", False
+    return f"status {status}", not 300 <= status < 500 or status in (408, 425, 429)
 
 
 def _without_address(text: str, url: str) -> str:
@@ -102,7 +124,7 @@ def _without_address(text: str, url: str) -> str:
 
 
 class Notifier:
-    """Listens to one run and tells. Belongs to the event loop of the supervisor; nothing here raises into it."""
+    """Listens to one run and posts what happens, in the supervisor's event loop, into which nothing here raises."""
 
     def __init__(self, stack: StackSpec, store: Store, decided: Callable[[], RunResult | None]) -> None:
         """`decided` gives the outcome as soon as it is known, which is before the stack has stopped."""
@@ -110,13 +132,13 @@ class Notifier:
         self._policy = stack.notify
         self._decided = decided
         self._url = self._resolved()
-        self._told_end = False
+        self._posted_end = False
         self._mismatch_at: float | None = None
         self._under_way: set[asyncio.Task[None]] = set()
         self._listener = asyncio.create_task(self._listen())
 
     def _resolved(self) -> str | None:
-        """The address; one that cannot be resolved is said at the start of the run, not after a week."""
+        """The address; one that cannot be resolved is diagnosed at the start of the run, not after a week."""
         if self._policy.webhook is None:
             return None
         try:
@@ -146,17 +168,17 @@ class Notifier:
         now = time.monotonic()
         if self._mismatch_at is None or now - self._mismatch_at > QUIET_S:
             self._mismatch_at = now
-            self._tell("mismatch", f"{record.title}: {record.evidence}", record.component, None)
+            self._notify("mismatch", f"{record.title}: {record.evidence}", record.component, None)
 
     def _look_at_the_end(self) -> None:
         result = self._decided()
-        if result is not None and not self._told_end:
-            self._told_end = True
+        if result is not None and not self._posted_end:
+            self._posted_end = True
             event = event_of_exit(result.exit_code)
             if event is not None:
-                self._tell(event, result.reason, result.component, result.exit_code)
+                self._notify(event, result.reason, result.component, result.exit_code)
 
-    def _tell(self, event: Event, reason: str, component: str | None, code: int | None) -> None:
+    def _notify(self, event: Event, reason: str, component: str | None, code: int | None) -> None:
         if event not in self._policy.on:
             return
         if self._policy.bell and sys.stderr.isatty():
@@ -171,17 +193,14 @@ class Notifier:
 
     async def _deliver(self, event: Event, url: str, body: dict[str, Any]) -> None:
         try:
-            async with asyncio.timeout(DELIVERY_S):
-                await asyncio.wrap_future(_in_thread(post, url, body))
-        except (DeliveryError, RuntimeError) as error:  # RuntimeError: no thread can be started
+            await post(url, body)
+        except DeliveryError as error:
             self._undelivered(event, str(error))
-        except TimeoutError:
-            self._undelivered(event, f"no answer within {DELIVERY_S:g} s")
         except asyncio.CancelledError:
             self._undelivered(event, f"no answer within {END_PATIENCE_S:g} s after the end of the run")
 
     def _undelivered(self, event: Event, evidence: str) -> None:
-        fix = "check the address and that this machine reaches it; atropos-tui events has what was not told"
+        fix = "check the address and that this machine reaches it; atropos-tui events has what was not delivered"
         self._diagnose(f"the notification {event!r} was not delivered", evidence, fix)
 
     def _diagnose(self, title: str, evidence: str, fix: str) -> None:
@@ -202,21 +221,3 @@ async def _settle(tasks: Iterable[asyncio.Task[None]], patience_s: float) -> Non
         task.cancel()
     if late:
         await asyncio.wait(late)
-
-
-def _in_thread(function: Callable[..., None], *arguments: object) -> concurrent.futures.Future[None]:
-    """Run `function` in a daemon thread: unlike an executor's, it holds up neither the loop's end nor the process's."""
-    future: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def work() -> None:
-        try:
-            function(*arguments)
-        except BaseException as error:
-            result: BaseException | None = error
-        else:
-            result = None
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
-            future.set_result(None) if result is None else future.set_exception(result)
-
-    threading.Thread(target=work, name="notify", daemon=True).start()
-    return future

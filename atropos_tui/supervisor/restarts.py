@@ -8,7 +8,7 @@ from collections import deque
 
 from atropos_tui.stack.spec import RestartPolicy
 from atropos_tui.supervisor.diagnoses.model import shortened
-from atropos_tui.supervisor.diagnoses.repeats import same_words
+from atropos_tui.supervisor.diagnoses.roots import same_words
 
 HEALTHY_RESET_S = 60.0
 """After so long in health the backoff begins anew."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pydantic import ValidationError
 
 from atropos_tui.monitor.run_info import read_json
-from atropos_tui.stack.notify_policy import NotifyPolicy
-from atropos_tui.supervisor.occasions import event_of_exit, is_mismatch
+from atropos_tui.stack.spec import NotifyPolicy
+from atropos_tui.supervisor.notify import event_of_exit, is_mismatch
 from trainer_core.contracts.control import Phase, RunStatus
 from trainer_core.contracts.records import Record
 from trainer_core.contracts.run_dir import RunDir

@@ -24,8 +24,8 @@ from atropos_tui.monitor.log_buffer import Entry
 from atropos_tui.monitor.log_feed import LogFeed
 from atropos_tui.monitor.run_info import RunInfo, read_info
 from atropos_tui.monitor.sampler import Sampler
-from atropos_tui.monitor.tail import newest_log
 from atropos_tui.supervisor.client import NoSupervisor, Refused, StreamLost
+from atropos_tui.supervisor.logs import latest_attempt
 from trainer_core.contracts.control import Accepted, Action, CommandRequest, Recipe, RunStatus, Snapshot
 from trainer_core.contracts.records import Record, RecordError
 from trainer_core.contracts.run_dir import RunDir
@@ -153,7 +153,7 @@ class Bridge:
 
     def log_of(self, component: str) -> Path | None:
         """The newest log of a component."""
-        return newest_log(self.run.logs / component)
+        return latest_attempt(self.run.logs / component)
 
     def refresh(self) -> None:
         """Read status and files now."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable
 from typing import ClassVar
 
 from rich.text import Text
 from textual.binding import Binding, BindingType
 
-from atropos_tui.monitor.patterns import TOO_SLOW, TooSlow, in_time
+from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.timeline import Event, clock, diagnosed, timeline
 from atropos_tui.ui.listing import Listing
 from atropos_tui.ui.look import TONES, title
@@ -32,7 +31,7 @@ class Events(Listing[Event]):
         super().__init__(id="events")
         self._seen: tuple[int, int] = (-2, -1)
         self._all: list[Event] = []
-        self._pattern: re.Pattern[str] | None = None
+        self._pattern: Pattern | None = None
         self._names = 0
         """Width of the components' names."""
 
@@ -55,24 +54,17 @@ class Events(Listing[Event]):
         if self.cursor == 0 and wanted in self.items:
             self.cursor = self.items.index(wanted)
 
-    def search(self, pattern: re.Pattern[str] | None) -> str:
+    def search(self, pattern: Pattern | None) -> str:
         """Show only events that match; how many do."""
         self._pattern = pattern
         self._filter()
-        return f"{len(self.items)} events" if self._pattern is pattern else TOO_SLOW
+        return f"{len(self.items)} events"
 
     def _filter(self) -> None:
         self._names = min(max((len(event.component) for event in self._all), default=0), NAME_CELLS)
-        try:
-            self.put(in_time(self._found) if self._pattern else self._all)
-        except TooSlow:
-            self._pattern = None
-            self.put(self._all)
+        pattern = self._pattern
+        self.put([event for event in self._all if pattern is None or pattern.search(_words(event))])
         self._retitle()
-
-    def _found(self) -> list[Event]:
-        wanted = self._pattern
-        return [event for event in self._all if wanted is None or wanted.search(_words(event))]
 
     def _retitle(self) -> None:
         note = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from textual.scrollbar import ScrollTo
 from textual.strip import Strip
 
 from atropos_tui.monitor.log_buffer import LEVELS, Entry, Kind, Level, LogBuffer
-from atropos_tui.monitor.patterns import TOO_SLOW, TooSlow, in_time
+from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.ui.look import title
 
 LINES_KEPT = 20_000
@@ -70,9 +69,9 @@ class LogView(ScrollView, can_focus=True):
         self.component = ""
         """What is followed; empty for all components."""
         self.path: Path | None = None
-        self.pattern: re.Pattern[str] | None = None
+        self.pattern: Pattern | None = None
         """What is searched for, highlighted."""
-        self._filter: re.Pattern[str] | None = None
+        self._filter: Pattern | None = None
         self._level: Level = "all"
         self._wraps = False
         self._marked: int | None = None
@@ -109,11 +108,7 @@ class LogView(ScrollView, can_focus=True):
         self.path = path
         if not self.component:
             self._names = max([self._names, *(len(entry.component) for entry in entries)])
-        try:
-            gone = self.buffer.extend(entries)
-        except TooSlow:
-            gone = 0
-            self._drop_filter()
+        gone = self.buffer.extend(entries)
         if gone and not self.following:
             self.scroll_target_y = max(0, self.scroll_target_y - gone)
             self.scroll_y = max(0, self.scroll_y - gone)
@@ -138,11 +133,7 @@ class LogView(ScrollView, can_focus=True):
         """Fit rows and sizes to what is shown now."""
         room = self.scrollable_content_region.width - self._margin
         wrap = room if self._wraps and room > 8 else None
-        try:
-            self.buffer.show(level=self._level, pattern=self._filter, wrap=wrap)
-        except TooSlow:
-            self._filter = None
-            self.buffer.show(level=self._level, pattern=None, wrap=wrap)
+        self.buffer.show(level=self._level, pattern=self._filter, wrap=wrap)
         width = 0 if self._wraps else self.buffer.width + self._margin
         self.virtual_size = Size(width, self.buffer.height)
 
@@ -166,8 +157,8 @@ class LogView(ScrollView, can_focus=True):
         parts = [(self.component or ALL, "primary")]
         parts.append((f"attempt {self.path.stem}" if self.path else "", "quiet"))
         parts.append((_LEVEL_WORDS[self._level], "warning"))
-        parts.append((f"& {self._filter.pattern}" if self._filter else "", "accent"))
-        parts.append((f"/ {self.pattern.pattern}" if self.pattern else "", "accent"))
+        parts.append((f"& {self._filter.text}" if self._filter else "", "accent"))
+        parts.append((f"/ {self.pattern.text}" if self.pattern else "", "accent"))
         dropped = self.buffer.dropped
         parts.append((f"{dropped:,} older lines in the file" if dropped else "", "quiet"))
         self.border_title = title("Log", *parts, mode)
@@ -176,10 +167,10 @@ class LogView(ScrollView, can_focus=True):
         offset_x, offset_y = self.scroll_offset
         width = self.scrollable_content_region.width
         background = self.rich_style
-        found = self.buffer.row(y + offset_y)
-        if found is None:
+        row = self.buffer.row(y + offset_y)
+        if row is None:
             return Strip.blank(width, background)
-        number, part, entry, text = found
+        number, part, entry, text = row
         style = self.get_component_rich_style(f"log--{entry.kind}")
         if number == self._marked:
             style += self.get_component_rich_style("log--marked", partial=True)
@@ -196,21 +187,12 @@ class LogView(ScrollView, can_focus=True):
             return [Segment(text, style)]
         marked = style + self.get_component_rich_style("log--found", partial=True)
         segments, at = [], 0
-        for match in self._matches(self.pattern, text):
-            if match.start() > at:
-                segments.append(Segment(text[at : match.start()], style))
-            if match.group():
-                segments.append(Segment(match.group(), marked))
-            at = match.end()
+        for start, end in self.pattern.spans(text):
+            if start > at:
+                segments.append(Segment(text[at:start], style))
+            segments.append(Segment(text[start:end], marked))
+            at = end
         return [*segments, Segment(text[at:], style)]
-
-    def _matches(self, pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
-        try:
-            return in_time(lambda: list(pattern.finditer(text)))
-        except TooSlow:
-            self.pattern = None
-            self.call_later(self._tell_too_slow)
-            return []
 
     # Following.
 
@@ -261,40 +243,21 @@ class LogView(ScrollView, can_focus=True):
 
     # Searching, filtering, and what else is done to lines.
 
-    def search(self, pattern: re.Pattern[str] | None) -> str:
+    def search(self, pattern: Pattern | None) -> str:
         """Highlight what matches; how many lines do."""
-        found = self._count(pattern)
-        self.pattern, self._stale = pattern if found is not None else None, True
+        self.pattern, self._stale = pattern, True
         self.refresh()
         self._retitle()
-        return TOO_SLOW if found is None else f"{found} lines"
+        return self._counted(pattern)
 
-    def narrow(self, pattern: re.Pattern[str] | None) -> str:
+    def narrow(self, pattern: Pattern | None) -> str:
         """Show only lines that match; how many do."""
         self._filter, self._marked, self._stale = pattern, None, True
         self._arrange()
-        found = self._count(pattern) if self._filter is pattern else None
-        if found is None:
-            self._filter = None
-            self._arrange()
-        return TOO_SLOW if found is None else f"{found} lines"
+        return self._counted(pattern)
 
-    def _count(self, pattern: re.Pattern[str] | None) -> int | None:
-        """How many lines shown match; None where that takes too long."""
-        try:
-            return in_time(lambda: self.buffer.count(pattern)) if pattern else 0
-        except TooSlow:
-            return None
-
-    def _drop_filter(self) -> None:
-        """A line has come with which it takes too long."""
-        self._filter = None
-        self._arrange()
-        self._tell_too_slow()
-
-    def _tell_too_slow(self) -> None:
-        self._retitle()
-        self.app.notify(TOO_SLOW, severity="warning", timeout=4)
+    def _counted(self, pattern: Pattern | None) -> str:
+        return f"{self.buffer.count(pattern) if pattern else 0} lines"
 
     def action_find(self, step: int) -> None:
         if self.pattern is not None:
@@ -303,13 +266,8 @@ class LogView(ScrollView, can_focus=True):
     def action_error(self, step: int) -> None:
         self._find("error", step, "no error in the lines kept")
 
-    def _find(self, wanted: re.Pattern[str] | Kind, step: int, otherwise: str) -> None:
-        start = self._start(step)
-        try:
-            self._jump(in_time(lambda: self.buffer.find(wanted, start, step)), otherwise)
-        except TooSlow:
-            self.pattern = None
-            self._tell_too_slow()
+    def _find(self, wanted: Pattern | Kind, step: int, otherwise: str) -> None:
+        self._jump(self.buffer.find(wanted, self._start(step), step), otherwise)
 
     def _start(self, step: int) -> int:
         """The row next to the marked entry's; else the first or last one on the screen."""
@@ -347,6 +305,6 @@ class LogView(ScrollView, can_focus=True):
         marked = self.buffer.row_of(self._marked) if self._marked is not None else None
         top, height = round(self.scroll_y), self.scrollable_content_region.height
         rows = range(top, top + height) if marked is None else range(marked, marked + 1)
-        found = {row[0]: row[2].text for y in rows if (row := self.buffer.row(y))}
-        self.app.copy_to_clipboard("\n".join(found.values()))
-        self.post_message(self.Copied(len(found)))
+        lines = {row[0]: row[2].text for y in rows if (row := self.buffer.row(y))}
+        self.app.copy_to_clipboard("\n".join(lines.values()))
+        self.post_message(self.Copied(len(lines)))

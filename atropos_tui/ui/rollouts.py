@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +14,7 @@ from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.widgets import Static
 
-from atropos_tui.monitor.patterns import TOO_SLOW, TooSlow, in_time
+from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.plain import number, one_line, plain_text
 from atropos_tui.monitor.rollout_groups import Group, diff, earlier_twin, groups
 from atropos_tui.ui.listing import Listing
@@ -63,7 +62,7 @@ class Rollouts(Listing[Row]):
     def __init__(self) -> None:
         super().__init__(id="rollouts")
         self._all: list[RolloutRecord] = []
-        self._pattern: re.Pattern[str] | None = None
+        self._pattern: Pattern | None = None
         self._mark: RolloutRecord | None = None
         self._comparing = False
 
@@ -79,19 +78,15 @@ class Rollouts(Listing[Row]):
         self._all = list(view.state.rollouts)
         self._fill()
 
-    def search(self, pattern: re.Pattern[str] | None) -> str:
+    def search(self, pattern: Pattern | None) -> str:
         """Show only groups and completions that match; how many do."""
         self._pattern = pattern
         self._fill()
-        return f"{len(self.items)} completions" if self._pattern is pattern else TOO_SLOW
+        return f"{len(self.items)} completions"
 
     def _fill(self) -> None:
-        try:
-            found = in_time(lambda: groups(self._all, self._pattern)) if self._pattern else groups(self._all)
-        except TooSlow:
-            self._pattern = None
-            found = groups(self._all)
-        self.put([Row(group, at) for group in found for at in range(len(group.rollouts))])
+        matching = groups(self._all, self._pattern)
+        self.put([Row(group, at) for group in matching for at in range(len(group.rollouts))])
         self._retitle()
 
     def _retitle(self) -> None:
@@ -140,16 +135,9 @@ class Rollouts(Listing[Row]):
         line.append(f"{number(record.reward, 2):>7} {number(record.advantage, 2):>6}  ", style(tone))
         line.append(one_line(record.prompt) if item.at == 0 else "↳", style("prompt"))
         line.append(" → ", style("quiet")).append(one_line(record.completion))
-        if self._pattern:
-            self._highlight(line, self._pattern, style("found"))
+        for start, end in self._pattern.spans(line.plain) if self._pattern else ():
+            line.stylize(style("found"), start, end)
         return line
-
-    def _highlight(self, line: Text, pattern: re.Pattern[str], style: Style) -> None:
-        try:
-            in_time(lambda: line.highlight_regex(pattern, style))
-        except TooSlow:
-            self._pattern = None
-            self.call_later(self._fill)
 
 
 class RolloutDetail(VerticalScroll):
@@ -168,24 +156,24 @@ class RolloutDetail(VerticalScroll):
 
     def tell(self, message: Rollouts.Pointed) -> None:
         """Show what the list points at."""
-        found = message.rollout
-        about = f"step {found.step} · {one_line(found.env)}" if found else "no data"
+        rollout = message.rollout
+        about = f"step {rollout.step} · {one_line(rollout.env)}" if rollout else "no data"
         self.border_title = title("Rollout", (about, "quiet"), (message.words, "accent"))
-        self.query_one("#rollout-text", Static).update(self._text(found, message.base) if found else "")
+        self.query_one("#rollout-text", Static).update(self._text(rollout, message.base) if rollout else "")
 
-    def _text(self, found: RolloutRecord, base: RolloutRecord | None) -> Text:
+    def _text(self, rollout: RolloutRecord, base: RolloutRecord | None) -> Text:
         label = self.get_component_rich_style("detail--label", partial=True)
         text = Text()
         figures = [
-            ("reward", number(found.reward, 2)),
-            ("advantage", number(found.advantage, 2)),
-            ("policy lag", number(found.policy_lag, 1)),
+            ("reward", number(rollout.reward, 2)),
+            ("advantage", number(rollout.advantage, 2)),
+            ("policy lag", number(rollout.policy_lag, 1)),
         ]
         for name, value in figures:
             text.append(f"{name} ", label).append(f"{value}   ")
         for name, old, new in (
-            ("prompt", base.prompt if base else None, found.prompt),
-            ("completion", base.completion if base else None, found.completion),
+            ("prompt", base.prompt if base else None, rollout.prompt),
+            ("completion", base.completion if base else None, rollout.completion),
         ):
             text.append(f"\n\n{name}\n", label)
             text.append_text(self._changes(plain(old), plain(new)) if old is not None else Text(plain(new)))

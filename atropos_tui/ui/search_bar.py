@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from textual.app import ComposeResult
@@ -10,10 +9,10 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Input, Label
 
-from atropos_tui.monitor.patterns import compiled
+from atropos_tui.monitor.patterns import Pattern, PatternError, compiled
 
-Apply = Callable[[re.Pattern[str] | None], str]
-"""Takes what is looked for, or None; says in words how much was found."""
+Apply = Callable[[Pattern | None], str]
+"""Takes what is looked for, or None; says in words how much matches."""
 
 
 class SearchBar(Horizontal):
@@ -49,8 +48,17 @@ class SearchBar(Horizontal):
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
         if self._apply is not None and self.display:
-            found = self._apply(compiled(event.value) if event.value else None)
-            self.query_one("#search-found", Label).update(found if event.value else "")
+            self.query_one("#search-found", Label).update(self._applied(self._apply, event.value))
+
+    @staticmethod
+    def _applied(apply: Apply, text: str) -> str:
+        """Look for `text`; the words that are shown beside it: what matches, or why it is no pattern."""
+        try:
+            result = apply(compiled(text) if text else None)
+        except PatternError as error:
+            apply(None)
+            return str(error)
+        return result if text else ""
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()

@@ -19,7 +19,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.contracts.records import AlignmentRecord, parse_line
 from trainer_core.errors import MismatchError
 from trainer_core.loop import train
-from trainer_core.weight_sync import single_copy
+from trainer_core.weight_sync import shared_vllm
 from trainer_core.weight_sync.base import Start
 
 PROMPTS = [[2 + (i * 7 + j) % 12 for j in range(70)] for i in range(4)]
@@ -109,13 +109,13 @@ def train_on_copies(
 ) -> None:
     """The trainer works on copies of some of the server's tensors, which hold the base weights at first."""
     settings = config(server, folder, **fields)
-    clean = single_copy.SingleCopy(settings, torch.device(settings.device), threading.Event())
+    clean = shared_vllm.SingleCopy(settings, torch.device(settings.device), threading.Event())
     clean.attach(Start())
     clean.publish(1, lambda: None)
     clean.close()
-    true = single_copy.open_tensors
+    true = shared_vllm.open_tensors
 
     def some_private(*args: Any) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() if chosen(name) else tensor for name, tensor in true(*args).items()}
 
-    monkeypatch.setattr(single_copy, "open_tensors", some_private)
+    monkeypatch.setattr(shared_vllm, "open_tensors", some_private)

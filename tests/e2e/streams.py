@@ -22,7 +22,7 @@ import httpx
 from tests.e2e.vllm_server_live import reference_logprobs
 from trainer_core.contracts.bridge import TOKEN_HEADER, completion_digest
 from trainer_core.contracts.http import LIMITS
-from trainer_core.engine.client import EngineClient
+from trainer_core.server.client import ServerClient
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Streams:
     def versions(self, since: float = 0.0) -> list[tuple[Streamed, tuple[int, int] | None]]:
         """Recorded completions sent at or after `since`, with the oldest and newest weight version of each."""
         chosen = [each for each in list(self.completions) if not each.streamed and each.sent >= since]
-        engine = EngineClient(self.url, self.token)
+        engine = ServerClient(self.url, self.token)
         try:
             return list(zip(chosen, engine.versions([each.digest for each in chosen]), strict=True))
         finally:

@@ -26,17 +26,17 @@ from tests.unit.small_models import CONFIGS, SMALL, build
 from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
-from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineError, EngineGone, UsageError
-from trainer_core.optimizers import Stepper
+from trainer_core.objective.registry import Objective
+from trainer_core.optim import Stepper
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import completions_logprobs, sequence_logprobs
 from trainer_core.policy.lora import adapter_parameters, add_adapter, save_adapter
 from trainer_core.rollouts.packing import pack
+from trainer_core.server.client import ServerClient
 from trainer_core.step import accumulate
 from trainer_core.weight_sync.base import Start, SyncReport
-from trainer_core.weight_sync.lora_restart import LoraRestart
-from trainer_core.weight_sync.lora_swap import KEPT, LoraSwap
+from trainer_core.weight_sync.lora import KEPT, LoraRestart, LoraSwap
 from vllm_server.standby import ENGINE_IMPORTED, IMPORTED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -80,7 +80,7 @@ class Trainer:
     def step(self) -> SyncReport:
         self.version += 1
         rows = pack(rollouts_of(8, seed=self.version), 64)
-        accumulate(self.model, self.stepper, rows, self.config, self.version)
+        accumulate(self.model, self.stepper, rows, Objective(self.config), self.version)
         self.stepper.compute()
         report = self.sync.publish(self.version, self.stepper.write)
         self.kept[self.version] = self.copy()
@@ -131,7 +131,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(server_url: str, token: str = TOKEN, tokens: int = 24) -> Streamed:
-    engine = EngineClient(server_url, token)
+    engine = ServerClient(server_url, token)
     try:
         answer = engine.generate(PROMPT, tokens)
         return Streamed(PROMPT, False, answer.token_ids, answer.logprobs)

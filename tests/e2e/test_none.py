@@ -25,10 +25,10 @@ from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.bridge import LoadWeightsRequest
 from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
-from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.policy.logprobs import completions_logprobs
-from trainer_core.weight_sync.reload import Reload
+from trainer_core.server.client import ServerClient
+from trainer_core.weight_sync.none_reload import Reload
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 Start_ = Callable[..., LiveStack]
@@ -117,8 +117,8 @@ def trainer_of(server: Server, **fields: Any) -> Whole:
     return Whole(Reload, config(server.model, server.bridge_dir.parent, server.url, **fields))
 
 
-def client(server: Server) -> EngineClient:
-    return EngineClient(server.url, TOKEN)
+def client(server: Server) -> ServerClient:
+    return ServerClient(server.url, TOKEN)
 
 
 def twenty_steps_under_streams(server: Server, trainer: Whole) -> None:

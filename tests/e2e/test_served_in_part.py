@@ -17,10 +17,10 @@ from tests.e2e.test_none import UPDATES, Whole
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
 from trainer_core.contracts.bridge import LoadWeightsRequest
 from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
-from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineError
+from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.broadcast import Broadcast
-from trainer_core.weight_sync.reload import Reload
+from trainer_core.weight_sync.none_reload import Reload
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 SAYS = "has no place for 3 of the tensors, such as model.layers.0.self_attn.o_proj.bias"
@@ -69,7 +69,7 @@ def test_its_log_says_so_and_no_mode_trains_it(server: Server) -> None:
 
 @pytest.mark.slow
 def test_a_restart_with_a_trainer_s_weights_is_refused(server: Server) -> None:
-    engine = EngineClient(server.url, TOKEN)
+    engine = ServerClient(server.url, TOKEN)
     engine.load_weights(LoadWeightsRequest(path=str(server.model), weight_version=1, at_restart=True))
     engine.close()
     end_of(server.process)

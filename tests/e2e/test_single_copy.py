@@ -27,9 +27,9 @@ from tests.e2e.streams import Streams
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, largest_gap, start_server
 from trainer_core.contracts.bridge import InFlight
 from trainer_core.contracts.records import StepRecord
-from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineGone
-from trainer_core.weight_sync import single_copy
+from trainer_core.server.client import ServerClient
+from trainer_core.weight_sync import shared_vllm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 IN_CI = "qwen2"
@@ -134,7 +134,7 @@ def _digests(answer: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(("in_flight", "versions"), [("keep", [20, 21]), ("wait", [20, 20]), ("recompute", [21, 21])])
 def test_a_publish_and_completions_in_flight(server: Server, in_flight: InFlight, versions: list[int]) -> None:
-    engine = EngineClient(server.url, TOKEN)
+    engine = ServerClient(server.url, TOKEN)
     for _ in range(8):
         server.publish(20)
         if answer := asyncio.run(_across(server, engine, in_flight)):
@@ -149,7 +149,7 @@ def test_a_publish_and_completions_in_flight(server: Server, in_flight: InFlight
 AT_ONCE = 96
 
 
-async def _across(server: Server, engine: EngineClient, in_flight: InFlight) -> dict[str, Any] | None:
+async def _across(server: Server, engine: ServerClient, in_flight: InFlight) -> dict[str, Any] | None:
     """Publish 21 while completions run; their answer, or null when they had ended before generation was paused."""
     async with httpx.AsyncClient(timeout=60) as http:
         body = {"prompt": PROMPTS[0][:6], "n": AT_ONCE, "max_tokens": 240, "ignore_eos": True}
@@ -178,7 +178,7 @@ def _running(server: Server) -> float:
 
 def test_waiting_has_an_end(server: Server) -> None:
     server.publish(30)
-    engine = EngineClient(server.url, TOKEN)
+    engine = ServerClient(server.url, TOKEN)
     with Streams(server.url, TOKEN, count=2, recorded=6, max_tokens=170) as load:
         for version in range(31, 39):
             while _running(server) < 8:
@@ -201,11 +201,11 @@ import os, signal, sys
 from pathlib import Path
 from tests.e2e.gate import train_on
 from tests.e2e.vllm_server_live import Server
-from trainer_core.weight_sync import single_copy
+from trainer_core.weight_sync import shared_vllm
 
 url, bridge_dir, model, folder = sys.argv[1:]
-single_copy.LEASE_S = 1.0
-publish = single_copy.SingleCopy.publish
+shared_vllm.LEASE_S = 1.0
+publish = shared_vllm.SingleCopy.publish
 
 def killed_at_two(self, version, write):
     def half():
@@ -213,7 +213,7 @@ def killed_at_two(self, version, write):
         os.kill(os.getpid(), signal.SIGKILL)
     return publish(self, version, half if version == 2 else write)
 
-single_copy.SingleCopy.publish = killed_at_two
+shared_vllm.SingleCopy.publish = killed_at_two
 train_on(Server(None, url, Path(bridge_dir), None, Path(model)), Path(folder))
 """
 """A trainer that is killed after it has written its second update, before the server knows."""
@@ -241,7 +241,7 @@ def test_a_trainer_killed_while_it_writes(server: Server, tmp_path: Path) -> Non
 
 def _dies_in_publish(server: Server, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server and its engine are killed when the update of `version` is written, before they are told."""
-    publish, family = single_copy.SingleCopy.publish, psutil.Process(server.process.pid)
+    publish, family = shared_vllm.SingleCopy.publish, psutil.Process(server.process.pid)
 
     def killing(self: Any, now: int, write: Any) -> Any:
         def and_kill() -> None:
@@ -251,7 +251,7 @@ def _dies_in_publish(server: Server, version: int, monkeypatch: pytest.MonkeyPat
 
         return publish(self, now, and_kill if now == version else write)
 
-    monkeypatch.setattr(single_copy.SingleCopy, "publish", killing)
+    monkeypatch.setattr(shared_vllm.SingleCopy, "publish", killing)
 
 
 def test_a_server_killed_in_the_middle_of_a_publish(

@@ -341,6 +341,31 @@ def test_its_port_is_nobody_else_s_before_and_after_it(tmp_path: Path, model: Pa
         assert other.waits(), other.said()
 
 
+def test_what_is_refused_is_in_the_log_and_counted_at_the_end(tmp_path: Path, model: Path) -> None:
+    """By us and by vLLM, on every generating route: each reason at once, and the rest when the server ends."""
+    server = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN)
+    chat = {"model": "another", "messages": [{"role": "user", "content": "1+2="}]}
+    asked = [
+        ("/generate", {"prompt": PROMPT, "top_p": 0.9}, "/generate (400): top_p=0.9: changes"),
+        ("/generate", {"prompt": LONG_PROMPT * 4}, "/generate (400): This model's maximum context length"),
+        ("/v1/completions", {"model": str(model), "prompt": "1", "logprobs": 0, "min_p": 0.1}, "min_p=0.1: changes"),
+        ("/v1/completions", {"model": str(model), "prompt": "1", "max_tokens": 10**6}, "/v1/completions (400): "),
+        ("/v1/chat/completions", chat, "/v1/chat/completions (404): The model `another` does not exist."),
+    ]
+    for path, body, _ in asked:
+        for _ in range(3):
+            assert server.post(path, body, token=False).status_code in (400, 404)
+    server.generate(prompt=PROMPT)
+    said = [line for line in server.log.read_text().splitlines() if "[vllm_server] refused " in line]
+    for _, _, words in asked:
+        assert [line for line in said if words in line and "refused 1 request " in line], (words, said)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(15) == 0, server.log.read_text()[-3000:]
+    text = server.log.read_text()
+    assert text.count("[vllm_server] refused 3 requests to ") == len(asked)
+    assert text.index("refused 3 requests to ") < text.index("[vllm_server] stopped")
+
+
 def test_hold_then_sigkill(tmp_path: Path, model: Path) -> None:
     """A restarted server answers no rollout before it is told its version; killed hard, it takes its children along."""
     server = start_server(

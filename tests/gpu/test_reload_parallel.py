@@ -19,7 +19,7 @@ from tests.e2e.test_lora import PROMPT, STEPS
 from tests.e2e.test_none import UPDATES, Whole, config
 from tests.e2e.vllm_server_live import TOKEN, end_of, start_server
 from trainer_core.policy.logprobs import sequence_logprobs
-from trainer_core.weight_sync.reload import Reload
+from trainer_core.weight_sync.none_reload import Reload
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,11 +20,9 @@ from typing import Any
 
 import pytest
 
-from atropos_tui.stack.notify_policy import NotifyPolicy
 from atropos_tui.stack.plan import redacted
-from atropos_tui.stack.spec import ComponentSpec, StackSpec
+from atropos_tui.stack.spec import ComponentSpec, NotifyPolicy, StackSpec
 from atropos_tui.supervisor import notify
-from atropos_tui.supervisor.occasions import MISMATCH
 from atropos_tui.supervisor.store import Journal, RunResult, Store
 from atropos_tui.ui.bell import Bell
 from tests.supervisor.harness import Running, check_history, part, python
@@ -183,6 +181,27 @@ async def test_a_server_that_never_answers_is_left_after_ten_seconds(
     assert 0.9 < after < 3
 
 
+async def test_an_answer_that_drips_is_given_up_at_every_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "TRY_S", 0.3)
+    monkeypatch.setattr(notify, "PAUSES_S", (0.01, 0.01))
+    tries = 0
+
+    async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tries
+        tries += 1
+        with contextlib.suppress(OSError):
+            while True:
+                writer.write(b"H")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+
+    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        with pytest.raises(notify.DeliveryError, match=r"no answer within 0\.3 s"):
+            await notify.post(url, {})
+    assert tries == 3
+
+
 async def test_the_run_is_not_held_up_while_it_is_told(tmp_path: Path, receiver: Any) -> None:
     """The POST leaves while the stack is still being stopped."""
     hook = receiver(delay_s=1.0)
@@ -224,7 +243,7 @@ async def test_an_address_that_cannot_be_used_is_said_at_the_start(tmp_path: Pat
 
 def mismatch() -> DiagnosisRecord:
     return DiagnosisRecord.model_validate(
-        {"component": "trainer", "title": "LogProb Alignment: MISMATCH", "evidence": "0.9", "rule": MISMATCH}
+        {"component": "trainer", "title": "LogProb Alignment: MISMATCH", "evidence": "0.9", "rule": notify.MISMATCH}
     )
 
 

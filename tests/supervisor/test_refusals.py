@@ -69,7 +69,8 @@ def test_the_environment_the_reason_and_what_to_change() -> None:
     [
         ("The model `x` does not exist.", "openai.model_name"),
         ("model: 'x' is not served here; this server has ['y']", "openai.model_name"),
-        ("The decoder prompt (length 70) is longer than the maximum model length of 64.", "max_model_len"),
+        ("This model's maximum context length is 256 tokens. However, your prompt contains 300 input", "max_model_len"),
+        ("max_tokens=1000000 cannot be greater than max_model_len=256.", "max_model_len"),
         ("temprature: Extra inputs are not permitted", "atropos-tui logs vllm --grep refused"),
         (BIAS, "leave out logit_bias."),
     ],

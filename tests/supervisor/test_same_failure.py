@@ -9,7 +9,7 @@ import pytest
 
 from atropos_tui.stack.spec import LogCheck, RestartPolicy, Stage
 from atropos_tui.supervisor.diagnoses import RULES
-from atropos_tui.supervisor.diagnoses.repeats import PASSING_RULES, lasting_error, same_words
+from atropos_tui.supervisor.diagnoses.roots import PASSING_RULES, lasting_error, same_words
 from tests.supervisor.harness import QUICK, part, python, ready
 from trainer_core.contracts.control import CommandRequest, Role, State
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_tui.supervisor.occasions import MISMATCH
+from atropos_tui.supervisor.notify import MISMATCH
 from atropos_tui.ui.app import CockpitApp
 from tests.ui.fakes import FakeControl
 from trainer_core.contracts.control import Phase, RunStatus

@@ -32,8 +32,8 @@ from trainer_core.contracts.transfer import TransferInit
 from trainer_core.errors import UsageError
 from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.broadcast import Broadcast
-from trainer_core.weight_sync.broadcast_group import Meeting
-from vllm_server import links
+from trainer_core.weight_sync.collectives import Rendezvous
+from vllm_server import collectives
 
 __all__ = ["base", "make", "receivers"]
 
@@ -65,7 +65,7 @@ class Stranger:
         self.store.set(f"{self.prefix()}/{name}", value)
 
 
-def invited(meeting: Meeting, **fields: Any) -> TransferInit:
+def invited(meeting: Rendezvous, **fields: Any) -> TransferInit:
     return TransferInit(
         backend=meeting.backend, address=meeting.address, port=meeting.port, key=meeting.key, secret=meeting.secret,
         nccl_id=meeting.nccl_id, first_rank=1, world_size=meeting.world_size, timeout_s=20, chunk_bytes=1 << 20,
@@ -74,8 +74,8 @@ def invited(meeting: Meeting, **fields: Any) -> TransferInit:
 
 
 def test_a_forged_go_or_presence_starts_nothing() -> None:
-    meeting = Meeting("gloo", "127.0.0.1", 0, 3, 20)
-    waiting = threading.Thread(target=links.Lifeline, args=(invited(meeting), 1))
+    meeting = Rendezvous("gloo", "127.0.0.1", 0, 3, 20)
+    waiting = threading.Thread(target=collectives.Lifeline, args=(invited(meeting), 1))
     waiting.start()
     stranger = Stranger(meeting.port)
     stranger.plant("go", b"1")
@@ -258,15 +258,15 @@ def test_weights_come_over_nccl_by_an_id_that_no_store_holds(
     make: Make, receivers: list[Receiver], fake_nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bombs: list[threading.Thread] = []
-    go = Meeting.go
+    go = Rendezvous.go
 
-    def late_go(meeting: Meeting) -> None:
+    def late_go(meeting: Rendezvous) -> None:
         bombs.append(threading.Thread(target=plant_bombs, args=(meeting.port, tmp_path / "code ran")))
         bombs[0].start()
         time.sleep(0.3)
         go(meeting)
 
-    monkeypatch.setattr(Meeting, "go", late_go)
+    monkeypatch.setattr(Rendezvous, "go", late_go)
     sync = make()
     model = sync.attach(Start())
     sync.publish(1, lambda: step(model))
@@ -288,7 +288,7 @@ def test_weights_come_over_nccl_by_an_id_that_no_store_holds(
 
 
 def test_secrets_are_not_shown(fake_nccl: FakeNccl) -> None:
-    meeting = Meeting("nccl", "127.0.0.1", 0, 2, 5)
+    meeting = Rendezvous("nccl", "127.0.0.1", 0, 2, 5)
     init = invited(meeting)
     assert TransferInit.model_validate_json(init.model_dump_json()) == init == TransferInit(**init.model_dump())
     assert init.nccl_id == fake_nccl.ids[0] and len(init.secret) == 32
@@ -305,4 +305,4 @@ def test_nccl_that_does_not_load_or_connect_is_said(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     monkeypatch.setenv("VLLM_NCCL_SO_PATH", "/no/such/library.so")
     with pytest.raises(UsageError, match=r"needs NCCL: the NCCL library does not load: see .* VLLM_NCCL_SO_PATH"):
-        Meeting("nccl", "127.0.0.1", 0, 2, 5)
+        Rendezvous("nccl", "127.0.0.1", 0, 2, 5)

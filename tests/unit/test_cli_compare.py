@@ -64,7 +64,7 @@ def test_ports_that_collide_are_moved_to_the_next_free_ones() -> None:
         "b": ["api.port=8002"],  # not 8001, which is its own
         "c": ["api.port=8004", "vllm.0.port=9002"],  # not 8003, which somebody has
     }
-    assert changes.said[0] == "b: api.port is 8002, since a has 8000"
+    assert changes.lines[0] == "b: api.port is 8002, since a has 8000"
     assert not changes.problems
 
 
@@ -76,7 +76,7 @@ def test_gpus_that_collide_are_moved_to_ones_that_nobody_has(tmp_path: Path) -> 
     moved = [load_profile(str(path), changes.sets[name])[0] for name in "abc"]
     assert [found.vllm[0].gpus for found in moved] == [[0, 1], [2, 3], [4, 5]]
     assert [found.api.port for found in moved] == [8000, 8001, 8002]
-    assert "b: GPUs 0 -> 2, 1 -> 3, since a has the same" in changes.said
+    assert "b: GPUs 0 -> 2, 1 -> 3, since a has the same" in changes.lines
     assert load_profile(str(path), changes.sets["a"])[0] == three["a"], "the first keeps everything"
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from atropos_tui.cli import main
-from atropos_tui.cli.completion import candidates
 from atropos_tui.cli.parser import build_parser
 from tests.unit.cli_places import own_places  # noqa: F401
 from trainer_core.contracts.run_dir import RunDir
@@ -38,92 +36,116 @@ def place(own_places: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return tmp_path
 
 
-def offered(*words: str) -> list[str]:
-    return [word for word, _ in candidates(build_parser(), words)]
+ASK = """
+import json, os, sys
+from atropos_tui.cli.main import run
+for at, line in enumerate(json.load(sys.stdin)):
+    if (child := os.fork()) == 0:
+        os.environ |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": f"answer-{at}"}
+        run([])
+    assert os.waitpid(child, 0)[1] == 0, line
+"""
+AS_FISH = {
+    "_ARGCOMPLETE": "1",
+    "_ARGCOMPLETE_SHELL": "fish",
+    "_ARGCOMPLETE_IFS": "\n",
+    "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["res"], ["restart"]),
-        (["--ver"], ["--version"]),
-        (["restart", ""], ["vllm", "trainer"]),
-        (["restart", "--yes", "v"], ["vllm"]),
-        (["restart", "--run-dir", "runs/p-1", "t"], ["trainer"]),
-        (["restart", "--run-dir", "nowhere", ""], []),
-        (["restart", "vllm", ""], []),
-        (["logs", "vllm", ""], ["trainer"]),
-        (["restart", "--d"], ["--dry-run"]),
-        (["restart", "--dry-run", "--d"], []),
-        (["up", "--set", "a=1", "--se"], ["--set"]),
-        (["up", "--set", ""], []),
-        (["up", "demo", ""], []),
-        (["up", "dem"], ["demo", "demo-gpu", "demo-lora"]),
-        (["up", "min"], ["mine.toml"]),
-        (["up", "my"], ["my profiles/"]),
-        (["up", "my profiles/"], ["my profiles/deep.toml"]),
-        (["up", "--resume", "p"], ["p-1"]),
-        (["up", "--run-dir", "ru"], ["runs/"]),
-        (["ps", "--run-dir", "p"], ["p-1"]),
-        (["ps", "--run-dir=r"], ["--run-dir=runs/"]),
-        (["ps", "--run-dir", "=", "r"], ["runs/"]),
-        (["ps", "--run-dir", "=", "runs/p-1", "--js"], ["--json"]),
-        (["wait", "--for", "r"], ["ready"]),
-        (["wait", "--for", "v"], ["vllm"]),
-        (["rep"], ["report", "replay"]),
-        (["report", "p"], ["p-1"]),
-        (["report", "p-1", "--o"], ["--output"]),
-        (["report", "-o", "my n"], ["my notes.txt"]),
-        (["replay", "p-1", "--s"], ["--speed"]),
-        (["replay", "p"], ["p-1"]),
-        (["completion", ""], ["bash", "zsh", "fish"]),
-        (["no-such-command", ""], []),
-        ([], None),
-        ([""], None),
-    ],
-    ids=repr,
-)
-def test_what_is_offered(words: list[str], expected: list[str] | None) -> None:
-    found = offered(*words)
-    if expected is None:
-        assert {"up", "doctor", "clean", "bundle", "completion"} <= set(found) and "__complete" not in found
-    else:
-        assert sorted(found) == sorted(expected)
+def offered(*lines: str) -> list[list[str]]:
+    """What is offered at the end of each line, asked as a shell does."""
+    text = json.dumps([f"atropos-tui {line}" for line in lines])
+    command = [sys.executable, "-c", ASK]
+    done = subprocess.run(command, input=text, env=os.environ | AS_FISH, capture_output=True, text=True)
+    assert done.returncode == 0, done
+    return [Path(f"answer-{at}").read_text().splitlines() for at in range(len(lines))]
+
+
+OFFERED = {
+    "res": ["restart"],
+    "--ver": ["--version"],
+    "restart ": ["vllm", "trainer"],
+    "restart --yes v": ["vllm"],
+    "restart --run-dir runs/p-1 t": ["trainer"],
+    "restart --run-dir nowhere ": [],
+    "restart vllm ": [],
+    "logs vllm ": ["trainer"],
+    "restart --d": ["--dry-run"],
+    "restart --dry-run --d": [],
+    "up --set a=1 --se": ["--set"],
+    "up --set ": [],
+    "up demo ": [],
+    "up dem": ["demo", "demo-gpu", "demo-lora"],
+    "up min": ["mine.toml"],
+    "up my": ["my profiles/"],
+    "up 'my profiles/": ["my profiles/deep.toml"],
+    "up --resume p": ["p-1"],
+    "up --run-dir ru": ["runs/"],
+    "ps --run-dir p": ["p-1"],
+    "ps --run-dir=r": ["--run-dir=runs/"],
+    "ps --run-dir=runs/p-1 --js": ["--json"],
+    "wait --for r": ["ready"],
+    "wait --for v": ["vllm"],
+    "rep": ["report", "replay"],
+    "report p": ["p-1"],
+    "report p-1 --o": ["--output"],
+    "report -o my\\ n": ["my notes.txt"],
+    "replay p-1 --s": ["--speed"],
+    "replay p": ["p-1"],
+    "completion ": ["bash", "zsh", "fish"],
+    "up /no/such/folder/": [],
+}
+
+
+def test_what_is_offered(place: Path) -> None:
+    answers = offered(*OFFERED)
+    assert {line: sorted(words) for line, words in zip(OFFERED, answers, strict=True)} == {
+        line: sorted(words) for line, words in OFFERED.items()
+    }
+    shutil.rmtree(place / "runs")
+    commands, nothing = offered("", "restart ")
+    assert {"up", "doctor", "clean", "bundle", "completion"} <= set(commands) and nothing == []
 
 
 def test_every_flag_of_every_command_is_offered() -> None:
     (commands,) = [action for action in build_parser()._actions if action.dest == "==SUPPRESS=="]
     assert commands.choices
-    for name, command in dict(commands.choices).items():
-        flags = {flag for action in command._actions for flag in action.option_strings}
-        assert set(offered(name, "-")) == flags, name
-
-
-def test_nothing_known_is_no_error(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.rmtree(place / "runs")
-    assert main.run(["__complete", "restart", ""]) == 0
-    assert main.run(["__complete", "up", "/no/such/folder/"]) == 0
-    assert main.run(["__complete"]) == 0
-    assert capsys.readouterr().err == ""
+    flags = {
+        name: {flag for action in command._actions for flag in action.option_strings}
+        for name, command in dict(commands.choices).items()
+    }
+    assert dict(zip(flags, map(set, offered(*(f"{name} -" for name in flags))), strict=True)) == flags
 
 
 def test_it_answers_quickly() -> None:
     took = []
-    for words in (["re"], ["restart", ""], ["up", ""]):
+    for line in ("re", "restart ", "up "):
         began = time.monotonic()
-        subprocess.run([BIN / "atropos-tui", "__complete", *words], check=True, capture_output=True)
+        env = {"COMP_LINE": f"atropos-tui {line}", "COMP_POINT": "99", "_ARGCOMPLETE_STDOUT_FILENAME": "answer"}
+        subprocess.run([BIN / "atropos-tui"], env=os.environ | AS_FISH | env, check=True, capture_output=True)
         took.append(time.monotonic() - began)
-    assert max(took) < 1.5, "0.1 s when the machine is idle"
+        assert Path("answer").read_text()
+    assert max(took) < 1.5, "0.15 s when the machine is idle"
 
 
-def test_heavy_modules_are_not_imported() -> None:
-    code = (
-        "import sys; from atropos_tui.cli.main import run\n"
-        "for words in ([''], ['restart', ''], ['up', '']): run(['__complete', *words])\n"
-        "print({'pydantic', 'textual', 'httpx', 'torch', 'psutil'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "set()"
+HEAVY = """
+import sys
+from atropos_tui.cli.main import run
+try:
+    run([])
+finally:
+    print(sorted({"pydantic", "textual", "httpx", "torch", "psutil", "re2"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("line", ["", "restart ", "up "])
+def test_heavy_modules_are_not_imported(line: str) -> None:
+    line = f"atropos-tui {line}"
+    env = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": "answer"}
+    command = [sys.executable, "-c", HEAVY]
+    done = subprocess.run(command, env=os.environ | AS_FISH | env, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def bash(line: list[str]) -> list[str]:
@@ -131,11 +153,12 @@ def bash(line: list[str]) -> list[str]:
     words = " ".join(f"'{word}'" for word in ["atropos-tui", *line])
     script = (
         "source <(atropos-tui completion bash) && complete -p atropos-tui >&2 || exit 9\n"
-        f'COMP_WORDS=({words}); COMP_CWORD={len(line)}; _atropos_tui; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        f'COMP_WORDS=({words}); COMP_CWORD={len(line)}; COMP_LINE="${{COMP_WORDS[*]}}"; COMP_POINT=${{#COMP_LINE}}\n'
+        '_python_argcomplete atropos-tui; printf "%s\\n" "${COMPREPLY[@]}"'
     )
     done = subprocess.run(["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0 and "-F _atropos_tui atropos-tui" in done.stderr, done
-    return [word for word in done.stdout.splitlines() if word]
+    assert done.returncode == 0 and "-F _python_argcomplete atropos-tui" in done.stderr, done
+    return [word.rstrip() for word in done.stdout.splitlines() if word]
 
 
 def fish(line: list[str]) -> list[str]:

@@ -19,12 +19,12 @@ import pytest
 from atropos_tui.cli import init, main
 from atropos_tui.cli.profiles import schema_text
 from atropos_tui.errors import Exit
-from atropos_tui.stack import survey
-from atropos_tui.stack.machine import Gpu, Machine
+from atropos_tui.stack import hardware
+from atropos_tui.stack.hardware import Gpu, Machine
 from atropos_tui.stack.modes import TRAITS
 from atropos_tui.stack.ports import is_free
 from atropos_tui.stack.profile import Profile, load_profile, profile_schema
-from atropos_tui.stack.starter import SCHEMA_FILE, TINY_MODEL
+from atropos_tui.stack.template import SCHEMA_FILE, default_model
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_what_it_writes_is_valid(
     env: str, mode: str, gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(init, "gpu_count", lambda: gpus)
-    monkeypatch.setattr(survey, "read_machine", lambda: Machine((Gpu("NVIDIA H100", 80 << 30),) * gpus, 512 << 30))
+    monkeypatch.setattr(hardware, "read_machine", lambda: Machine((Gpu("NVIDIA H100", 80 << 30),) * gpus, 512 << 30))
     Path("own.py").touch()
     if main.run(["init", "p.toml", "--yes", "--env", env, "--mode", mode]) == Exit.USAGE:
         assert "fix: " in capsys.readouterr().err and not Path("p.toml").exists(), "refused in words, by the checks"
@@ -69,6 +69,7 @@ def test_flags_reach_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["init", "--yes", "--name", "mine", "--env", "math-zero", "--model", 'a "b"\\c/ü', "--api-port", "8111"]
     assert main.run([*words, "--vllm-port", "8112", "--vllm-gpus", "3"]) == 0
     profile = written("mine.toml")
+    assert "# beside the shipped profiles; a path works too" in Path("mine.toml").read_text(), "its comments stay"
     assert (profile.name, profile.model, profile.env[0].name) == ("mine", 'a "b"\\c/ü', "math-zero")
     assert (profile.api.port, profile.vllm[0].port, profile.vllm[0].gpus, profile.trainer.gpus) == (
         8111,
@@ -187,7 +188,7 @@ def test_on_a_terminal_it_asks_again_and_takes_defaults() -> None:
     assert terminal.process.wait(30) == 0
     profile = written("sums.toml")
     assert (profile.model, profile.env[0].name, profile.api.port, profile.vllm[0].port) == (
-        TINY_MODEL, "arithmetic", 9777, 9778,
+        default_model("arithmetic"), "arithmetic", 9777, 9778,
     )  # fmt: skip
 
 

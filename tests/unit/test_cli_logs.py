@@ -15,7 +15,7 @@ import pytest
 from atropos_tui.cli import logs, main, runs
 from atropos_tui.cli.parser import build_parser
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.monitor.follow import LogFollower
+from atropos_tui.monitor.log_reader import LogReader
 from atropos_tui.supervisor.logs import LogFile
 from trainer_core.contracts.records import CommandRecord, DiagnosisRecord, StateRecord
 from trainer_core.contracts.run_dir import RunDir
@@ -135,7 +135,7 @@ async def test_what_came_between_the_first_lines_and_following_is_not_lost(
 
 def test_two_rotations_between_two_looks(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "1.log", BIG)
-    follower = LogFollower(tmp_path)
+    follower = LogReader(tmp_path)
     log.write(text(numbered(0, 3)))
     got = [line.text for line in follower.drain()]
     for start in (3, 6):

@@ -315,6 +315,31 @@ async def test_the_end_of_run_api_ends_the_environment_with_a_sentence(
     assert caught.value.exit_code == 1
 
 
+async def test_after_a_reset_of_run_api_the_next_life_gets_in(
+    make: Make, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run-api forgets its environments with the trainer: this life ends, and the supervisor's next one registers."""
+    monkeypatch.setattr(atropos_base.BaseEnv.get_status.retry, "wait", lambda state: 0.01)
+    async with Engine().running() as url, run_api() as api:
+        await call(api, "POST", "/register", trainer_registration(32))
+        await call(api, "GET", "/batch")
+        first = asyncio.create_task(make(url, api=api).env_manager())
+        await next_batch(api)
+        async with aiohttp.ClientSession() as session, session.get(f"{api}/reset_data"):
+            pass
+        with pytest.raises(EnvFault) as caught:
+            await asyncio.wait_for(first, 20)
+        assert caught.value.exit_code == 1, "restarted by policy on-failure"
+        async with aiohttp.ClientSession() as session, session.get(f"{api}/reset_data"):
+            pass
+        await call(api, "POST", "/register", trainer_registration(32))
+        await call(api, "GET", "/batch")
+        second = asyncio.create_task(make(url, api=api).env_manager())
+        assert sum(len(group["tokens"]) for group in await asyncio.wait_for(next_batch(api), 20)) == 32
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+
+
 async def test_groups_received_while_run_api_answered_are_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     env = make(batch_size=32)
 

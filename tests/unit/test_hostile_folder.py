@@ -12,8 +12,7 @@ import pytest
 from atropos_tui.cli import main
 from atropos_tui.cli.env_files import read_env_files
 from atropos_tui.errors import Exit
-from atropos_tui.stack.components import OUR_PACKAGES
-from atropos_tui.stack.plan import build_stack
+from atropos_tui.stack.plan import OUR_PACKAGES, build_stack
 from atropos_tui.stack.ports import free_port
 from atropos_tui.stack.profile import load_profile
 from tests.unit.cli_places import own_places

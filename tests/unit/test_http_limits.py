@@ -11,8 +11,8 @@ import pytest
 
 from tests.unit.json_server import JsonServer
 from trainer_core.contracts.http import LIMITS
-from trainer_core.engine.client import EngineClient
 from trainer_core.rollouts.client import RunApi
+from trainer_core.server.client import ServerClient
 
 UVICORN_CLOSES_S = 5.0
 IDLE_S = LIMITS.keepalive_expiry or 0.0
@@ -34,7 +34,7 @@ def server() -> Iterator[JsonServer]:
 
 
 def _engine(url: str) -> Callable[[], object]:
-    return EngineClient(url, "token").adapters
+    return ServerClient(url, "token").adapters
 
 
 def _run_api(url: str) -> Callable[[], object]:

@@ -21,10 +21,9 @@ import pytest
 
 from atropos_tui.cli import logs, main
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.monitor.follow import LogFollower
-from atropos_tui.monitor.merged import HOLD_S, MergedLogs
-from atropos_tui.monitor.tail import CHUNK_BYTES
+from atropos_tui.monitor.log_reader import HOLD_S, LogReader, MergedLogs
 from atropos_tui.supervisor.logs import LogFile
+from atropos_tui.supervisor.record_tail import CHUNK_BYTES
 from trainer_core.contracts.run_dir import RunDir
 
 BIG = 1024 * 1024
@@ -131,7 +130,14 @@ def test_attempts(run: RunDir, clock: Callable[[float], None], capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--grep", "("], ["--since", "yesterday"], ["--attempt", "one"], ["nobody", "env"], ["--since", "99:99"]],
+    [
+        ["--grep", "("],
+        ["--grep", "(?=x)"],
+        ["--since", "yesterday"],
+        ["--attempt", "one"],
+        ["nobody", "env"],
+        ["--since", "99:99"],
+    ],
 )
 def test_mistakes(run: RunDir, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     LogFile(run.log("env", 1), BIG).write(b"x\n")
@@ -161,11 +167,11 @@ def test_beginning_late_shows_the_same_last_lines(tmp_path: Path, seed: int, clo
             length = rng.choice([3, 50, 900, 3 * BIG // 10]) if number % 50 == 0 else 40
             file.write(f"{attempt} {number} {'x' * length}\n".encode())
         file.close()
-    everything = list(LogFollower(tmp_path, "all").drain())
+    everything = list(LogReader(tmp_path, "all").drain())
     for _ in range(20):
         count, since = rng.choice([1, 7, 300, 5000]), rng.choice(everything).time
         for kept in ({"count": count}, {"since": since}, {"count": count, "since": since}):
-            late = LogFollower(tmp_path, "all")
+            late = LogReader(tmp_path, "all")
             late.skip(**kept)
             got = [line[:4] for line in late.drain() if line.time >= kept.get("since", 0)][-kept.get("count", 0) :]
             wanted = [line[:4] for line in everything if line.time >= kept.get("since", 0)][-kept.get("count", 0) :]
@@ -178,9 +184,9 @@ def test_beginning_late_is_exact_at_the_edges_of_chunks(tmp_path: Path, clock: C
         clock(1)
         file.write(f"{number} {'x' * (CHUNK_BYTES // 4 + 7)}\n".encode())
     file.close()
-    everything = list(LogFollower(tmp_path).drain())
+    everything = list(LogReader(tmp_path).drain())
     for count in range(1, 30):
-        by_count, by_time = LogFollower(tmp_path), LogFollower(tmp_path)
+        by_count, by_time = LogReader(tmp_path), LogReader(tmp_path)
         by_count.skip(count)
         assert [line.text for line in by_count.drain()][-count:] == [line.text for line in everything[-count:]]
         by_time.skip(since=everything[count].time)
@@ -196,7 +202,7 @@ def test_what_comes_while_it_is_read_waits_for_the_next_time(tmp_path: Path, rot
     if rotate:
         file._rotate()
         file.write(b"second\n" * 10)
-    for number, _ in enumerate(LogFollower(tmp_path).drain()):
+    for number, _ in enumerate(LogReader(tmp_path).drain()):
         file.write(b"later\n")
         if rotate:
             file._rotate()
@@ -208,7 +214,7 @@ def test_beginning_late_reads_little(run: RunDir, capsys: pytest.CaptureFixture[
     file = LogFile(run.log("env", 1), 64 * BIG)
     file.write(b"a needle\n" + b"a line of a log that is as long as lines are\n" * 600_000)
     file.close()
-    late = LogFollower(run.logs / "env")
+    late = LogReader(run.logs / "env")
     late.skip(10)
     assert len(list(late.drain())) < 20_000
     assert shown(run, "env", "--grep", "needle", "-n", "1", capsys=capsys) == ["a needle"], "but a search reads all"
@@ -262,7 +268,7 @@ def test_clocks_that_jump_back_keep_each_components_order(
         clock(1 if number != 5 else -3600)
         file.write(f"{number}\n".encode())
     assert shown(run, "--no-prefix", capsys=capsys) == [str(number) for number in range(10)]
-    times = [line.time for line in LogFollower(run.logs / "env").drain()]
+    times = [line.time for line in LogReader(run.logs / "env").drain()]
     assert times == sorted(times), "else merging with others would tear them apart"
 
 
@@ -291,7 +297,7 @@ def test_following_merged_loses_and_repeats_nothing(tmp_path: Path) -> None:
             file.close()
 
     threads = [threading.Thread(target=writer, args=(name,)) for name in NAMES]
-    merged = MergedLogs([LogFollower(tmp_path / name, "all") for name in NAMES])
+    merged = MergedLogs([LogReader(tmp_path / name, "all") for name in NAMES])
     got: list[tuple[str, float]] = []
     for thread in threads:
         thread.start()
@@ -320,7 +326,7 @@ def test_a_line_that_reaches_its_file_late_still_comes_in_its_turn(
     tmp_path: Path, clock: Callable[[float], None]
 ) -> None:
     files = [LogFile(tmp_path / name / "1.log", BIG) for name in NAMES]
-    merged = MergedLogs([LogFollower(tmp_path / name) for name in NAMES])
+    merged = MergedLogs([LogReader(tmp_path / name) for name in NAMES])
     clock(1)
     files[0].write(b"second\n")
     assert list(merged.ready()) == [], "held back"
@@ -337,7 +343,7 @@ def test_lines_from_a_clock_that_runs_ahead_are_not_held_for_long(
 ) -> None:
     clock(time.monotonic() + 10**8)  # another machine's, seen over a network file system
     files = [LogFile(tmp_path / name / "1.log", BIG) for name in NAMES]
-    merged = MergedLogs([LogFollower(tmp_path / name) for name in NAMES])
+    merged = MergedLogs([LogReader(tmp_path / name) for name in NAMES])
     files[0].write(b"x\n")
     # (the reader's own clock is the same patched one, so it is set back for it)
     clock(-3600)
@@ -351,7 +357,7 @@ def test_following_a_flood_is_not_held_up_by_it(tmp_path: Path) -> None:
     flood = subprocess.Popen([sys.executable, "-c", FLOODER, str(tmp_path / "api" / "1.log")])
     try:
         time.sleep(0.5)
-        merged = MergedLogs([LogFollower(tmp_path / name) for name in NAMES])
+        merged = MergedLogs([LogReader(tmp_path / name) for name in NAMES])
         file = LogFile(tmp_path / "env" / "1.log", BIG)
         file.write(b"a word\n")
         began, seen, most = time.monotonic(), False, 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 
 from atropos_tui.monitor.log_buffer import Classifier, Entry, LogBuffer
 from atropos_tui.monitor.log_feed import LogFeed
-from atropos_tui.monitor.patterns import TooSlow, compiled, in_time
+from atropos_tui.monitor.patterns import compiled
 from trainer_core.contracts.run_dir import RunDir
 
 
@@ -37,7 +35,7 @@ def test_the_oldest_lines_go_and_are_counted() -> None:
 
 def test_a_filter_shows_what_matches_and_keeps_doing_so() -> None:
     buffer = filled("apple", "pear", "pineapple")
-    buffer.show(level="all", pattern=re.compile("apple"), wrap=None)
+    buffer.show(level="all", pattern=compiled("apple"), wrap=None)
     buffer.extend([Entry("plain", "plum"), Entry("plain", "crab apple"), Entry("note", "attempt 2")])
     assert shown(buffer) == ["apple", "pineapple", "crab apple", "attempt 2"]
     buffer.show(level="all", pattern=None, wrap=None)
@@ -71,29 +69,6 @@ def test_search_goes_both_ways_and_around() -> None:
     assert buffer.find(compiled("none"), 0, 1) is None
     assert buffer.count(wanted) == 2
     assert LogBuffer(5).find(wanted, 0, 1) is None
-
-
-def test_a_pattern_is_case_sensitive_only_with_capitals_and_never_an_error() -> None:
-    assert compiled("error").search("ERROR")
-    assert not compiled("Error").search("error")
-    assert compiled("[oops").search("x [oops")
-
-
-@pytest.mark.parametrize("pattern", ["a{4294967296}", "(" * 3000 + ")" * 3000, "[[a"])
-def test_a_pattern_too_large_too_deep_or_half_typed_raises_and_warns_of_nothing(pattern: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert compiled(pattern).search(f"x {pattern}") or pattern == "[[a"
-
-
-@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*$", "(?:.*,)*x"])
-def test_a_pattern_that_takes_for_ever_is_given_up(pattern: str) -> None:
-    buffer = filled(*["a" * 40 + "b" + "," * 40] * 100)
-    began = time.process_time()
-    with pytest.raises(TooSlow):
-        in_time(lambda: buffer.count(compiled(pattern)))
-    assert time.process_time() - began < 0.5
-    assert in_time(lambda: buffer.count(compiled("a,|b"))) == 100
 
 
 def test_a_wrapped_entry_is_left_behind_whole() -> None:
@@ -184,8 +159,6 @@ def test_logs_are_merged_by_when_their_lines_arrived(run: RunDir) -> None:
     from atropos_tui.supervisor.log_file import LogFile
 
     files = {name: LogFile(run.log(name, 1), 1 << 20) for name in ("a", "b")}
-    import time
-
     for at in range(6):
         files["ab"[at % 2]].write(f"{at}\n".encode())
         time.sleep(0.01)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atropos_tui.monitor.tail import LogTail, newest_log
 from atropos_tui.supervisor import record_tail
 from atropos_tui.supervisor.record_tail import RecordTail
 from trainer_core.contracts.records import MemoryRecord, Record, StateRecord
@@ -102,54 +100,6 @@ def test_a_cut_file_and_a_replaced_file_are_read_anew(tmp_path: Path) -> None:
     other.replace(tail.path)
     assert [r.seq for r in drain(tail)] == [3, 4, 5, 6, 7, 8]
     assert tail.restarts == 2
-
-
-def test_a_log_starts_near_its_end_on_a_whole_line(tmp_path: Path) -> None:
-    path = tmp_path / "1.log"
-    path.write_text("".join(f"line {n}\n" for n in range(10_000)))
-    lines, skipped = LogTail(path, history_bytes=500).read()
-    assert lines[-1] == "line 9999"
-    assert lines[0] == f"line {10_000 - len(lines)}"
-    assert skipped == path.stat().st_size - 500
-
-
-def test_a_reader_that_is_left_behind_jumps_and_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "1.log"
-    path.write_text("first\n")
-    tail = LogTail(path, history_bytes=1000, max_behind=5000)
-    assert tail.read() == (["first"], 0)
-    with path.open("a") as file:
-        file.write("".join(f"line {n}\n" for n in range(2000)))
-    lines, skipped = tail.read()
-    assert skipped > 0
-    assert lines[-1] == "line 1999"
-    assert all(text.startswith("line ") for text in lines)
-
-
-def test_a_rotated_log_goes_on_with_a_mark(tmp_path: Path) -> None:
-    path = tmp_path / "1.log"
-    path.write_text("old\n")
-    tail = LogTail(path)
-    tail.read()
-    path.rename(tmp_path / "1.log.1")
-    path.write_text("new\n")
-    lines, _ = tail.read()
-    assert "rotated" in lines[0]
-    assert lines[1:] == ["new"]
-
-
-def test_bytes_that_are_no_text_become_lines(tmp_path: Path) -> None:
-    path = tmp_path / "1.log"
-    path.write_bytes(random.Random(0).randbytes(5000) + b"\n")
-    lines, _ = LogTail(path).read()
-    assert lines
-
-
-def test_the_newest_attempt_is_found_by_number(tmp_path: Path) -> None:
-    assert newest_log(tmp_path / "none") is None
-    for name in ("1.log", "9.log", "10.log", "10.log.1", "notes.log"):
-        (tmp_path / name).touch()
-    assert newest_log(tmp_path) == tmp_path / "10.log"
 
 
 def test_supervisor_records_come_typed(tmp_path: Path) -> None:

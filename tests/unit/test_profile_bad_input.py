@@ -45,13 +45,12 @@ def test_the_valid_profile_is_valid(folder: Path, command: list[str]) -> None:
         (b"#" * (10 * MEGABYTE), "", "larger than 1 MiB"),
         (b"name = ", "", "not TOML"),
         (b"name = 'p'\nname = 'q'\n", "", "not TOML"),
-        (b"a = " + b"[" * 4000 + b"]" * 4000, "", "tables or lists nested more than 32 deep"),
-        (b"a = " + b"[" * 40 + b"]" * 40, "", "tables or lists nested more than 32 deep"),
-        (b".".join([b"a"] * 5000) + b" = 1", "", "tables or lists nested more than 32 deep"),
-        (b"[" + b".".join([b"env"] * 900) + b"]", "", "tables or lists nested more than 32 deep"),
+        (b"a = " + b"[" * 4000 + b"]" * 4000, "", "is nested too deep to be read"),
+        (b".".join([b"a"] * 5000) + b" = 1", "", "is nested too deep to be read"),
+        (b"[" + b".".join([b"env"] * 900) + b"]", "env.env.env", "wrong type"),
         (b"seed = " + b"9" * 5000, "", "not TOML"),
-        (b"seed = " + b"9" * 400, "seed", "too large"),
-        (b"seed = nan", "seed", "must be finite"),
+        (b"seed = " + b"9" * 400, "seed", "out of range"),
+        (b"seed = nan", "seed", "wrong type"),
         (b"[vllm]\ngpu_memory_utilization = -inf", "vllm.gpu_memory_utilization", "must be finite"),
         (b"\xef\xbb\xbfname = 3\r\nmodel = 'm'\r\n", "name", "wrong type"),
         (b"[[name]]\n[[model]]\n[[seed]]\n", "name", "wrong type"),
@@ -69,8 +68,6 @@ def test_broken_files(folder: Path, command: list[str], content: bytes, key: str
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_what_is_no_file(folder: Path, command: list[str]) -> None:
     assert "is a directory" in assert_refused(command, folder)
-    os.mkfifo(folder / "pipe")
-    assert "not a regular file" in assert_refused(command, folder / "pipe")
     (folder / "loop").symlink_to(folder / "loop")
     names = ("nowhere.toml", "", "x" * 5000, "a\0b", "\x1b[31mred", folder / "loop", folder / "model/config.json/x")
     for name in names:
@@ -100,8 +97,8 @@ def test_circles_and_broken_chains(folder: Path, command: list[str]) -> None:
     assert "circle" in assert_refused(command, write(folder, 'extends = "self.toml"', "self.toml"))
     for number in range(12):
         write(folder, f'extends = "{number + 1}.toml"', f"{number}.toml")
-    assert "8 profiles in a row" in assert_refused(command, folder / "0.toml")
-    assert "11.toml → " in assert_refused(command, folder / "9.toml")
+    text = assert_refused(command, folder / "0.toml")
+    assert f"{folder}/11.toml: extends: no such profile: {folder}/0.toml → " in text and "12.toml\n" in text
     for wrong in ('""', "3", '["a.toml"]', '"/"', '"\\u0000"', json.dumps("x" * 9000), "{}"):
         assert "extends" in assert_refused(command, write(folder, f"extends = {wrong}", "c.toml"))
     assert "not TOML" in assert_refused(command, write(folder, f'extends = "{write(folder, "[", "d.toml")}"', "e.toml"))
@@ -138,11 +135,9 @@ def loop(data: dict[str, Any]) -> None:
         (lambda data: data["api"].update(command=[]), "api.command"),
         (lambda data: data["api"].update(command=[" "]), "names no program"),
         (lambda data: data["vllm"]["args"].update({"api-key": REDACTED}), "secrets are not written"),
-        (lambda data: data["env"][0]["args"].update(x="y" * 40_000), "too long (got"),
-        (lambda data: data["env"][0]["args"].update({"y" * 400: 1}), "a key of 400 characters"),
+        (lambda data: data["vllm"]["args"].update(x="a\0b"), "holds a NUL"),
         (lambda data: data.pop("env"), "env: is missing"),
         (lambda data: data.update(env=[]), "env: wrong length"),
-        (lambda data: data.update(model="y" * 300), "too long for a path"),
     ],
 )  # fmt: skip
 def test_contradictions(folder: Path, command: list[str], change: Any, expected: str) -> None:
@@ -172,17 +167,25 @@ def told(text: str) -> set[str]:
     return {line.split(": ")[1].split(" (")[0] for line in text.splitlines()[1:] if not line.startswith("    fix")}
 
 
-def test_contradictions_are_told_beside_wrong_types(folder: Path) -> None:
+def test_contradictions_are_told_once_the_keys_are_right(folder: Path) -> None:
     data = valid(folder)
     data["trainer"] |= {"lr": "x", "batch_size": 10}
     data["component"]["one"] = {"command": ["true"], "depends_on": ["extra"]}
-    data["component"]["two"] = {"command": ["true"], "depends_on": {"nobody": "healthy"}}
     text = assert_refused(["validate"], write(folder, data))
-    sizes = {"env.0.args.env.group_size", "env.1.args.env.group_size"}
-    assert told(text) == {"trainer.lr", "component.one.depends_on", "component.two.depends_on", *sizes}
+    assert told(text) == {"trainer.lr", "component.one.depends_on"} and "cross-checks come after" in text
     assert 'depends_on = { extra = "healthy" }' in text
-    data["trainer"]["batch_size"] = "x"  # nothing can be said about its multiples
-    assert not sizes & told(assert_refused(["validate"], write(folder, data)))
+    data["trainer"]["lr"] = 1e-4
+    data["component"]["one"]["depends_on"] = {"extra": "healthy"}
+    text = assert_refused(["validate"], write(folder, data))
+    assert told(text) == {"env.0.args.env.group_size", "env.1.args.env.group_size"}
+
+
+@pytest.mark.parametrize("command", [["validate"], ["up", "--headless"]], ids=lambda command: command[0])
+@pytest.mark.parametrize("model", ["y" * 300, "~nobody-here/model"])
+def test_what_no_check_foresees_still_ends_in_words(folder: Path, command: list[str], model: str) -> None:
+    """The operating system refuses these names with exceptions of its own."""
+    path = write(folder, valid(folder) | {"model": model})
+    assert f"{path}: cannot be read as a profile (" in assert_refused(command, path)
 
 
 def test_every_fault_of_the_graph_is_told_at_its_key(folder: Path) -> None:

@@ -11,18 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.optimization import Adafactor
 
-from atropos_tui.stack import sizes
-from atropos_tui.stack.budget import HOST, Budget, Device, as_data, as_lines, make_budget, size_text
-from atropos_tui.stack.flags import number
-from atropos_tui.stack.machine import Gpu, Machine
+from atropos_tui.stack import memory
+from atropos_tui.stack.hardware import Gpu, Inventory, Machine, take_inventory
+from atropos_tui.stack.memory import HOST, Budget, Device, as_data, as_lines, make_budget, size_text
 from atropos_tui.stack.models import Model
 from atropos_tui.stack.plan import build_stack, make_site, training_config
 from atropos_tui.stack.preflight import preflight
 from atropos_tui.stack.profile import EngineSection, Profile, parse_profile
-from atropos_tui.stack.survey import Survey, survey
 from tests.unit.small_models import CONFIGS, SMALL, build, saved, sizes_of
 from trainer_core.config import TrainingConfig
-from trainer_core.optimizers import Stepper
+from trainer_core.optim import Stepper
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import train_only
 from trainer_core.policy.logprobs import row_logprobs
@@ -52,14 +50,14 @@ def test_gradients_masters_and_optimizer_are_what_the_stepper_allocates(
     state = sum(tensor.nbytes for tensor in tensors if tensor.ndim)
 
     shapes = saved(CONFIGS["qwen3"], tmp_path).trained(layers)
-    assert gradients == 4 * sizes.count(shapes)
-    assert masters == (4 * sizes.count(shapes) if dtype == torch.bfloat16 else 0)
-    assert state == sizes.optimizer_bytes(shapes, optimizer)
+    assert gradients == 4 * memory.count(shapes)
+    assert masters == (4 * memory.count(shapes) if dtype == torch.bfloat16 else 0)
+    assert state == memory.optimizer_bytes(shapes, optimizer)
 
 
 def test_eight_bit_state_is_two_bytes_and_two_scales_a_block() -> None:
-    assert sizes.optimizer_bytes({"a": (64, 64)}, "adamw_8bit") == 2 * 4096 + 2 * 4 * 16
-    assert sizes.optimizer_bytes({"a": (4095,)}, "adamw_8bit") == 8 * 4095, (
+    assert memory.optimizer_bytes({"a": (64, 64)}, "adamw_8bit") == 2 * 4096 + 2 * 4 * 16
+    assert memory.optimizer_bytes({"a": (4095,)}, "adamw_8bit") == 8 * 4095, (
         "bitsandbytes keeps small tensors in float32"
     )
 
@@ -94,8 +92,8 @@ def test_the_activation_estimate_is_near_what_autograd_keeps(name: str, tmp_path
     shape = Model("m", config.to_dict(), sizes_of(config), "")
     # Twice the tokens less once: what grows with tokens, which the largest gradient does not. The logits of a tiny
     # vocabulary hardly count.
-    estimate = sizes.activation_bytes(shape, 2 * tokens, 2, on_gpu=True)[0]
-    estimate -= sizes.activation_bytes(shape, tokens, 2, on_gpu=True)[0]
+    estimate = memory.activation_bytes(shape, 2 * tokens, 2, on_gpu=True)[0]
+    estimate -= memory.activation_bytes(shape, tokens, 2, on_gpu=True)[0]
     assert 0.8 < estimate / sum(kept.values()) < 1.5, (estimate, sum(kept.values()))
 
 
@@ -237,10 +235,10 @@ def test_the_budget_is_json() -> None:
 
 def test_the_longest_sequences_bound_a_pass() -> None:
     settings = TrainingConfig(model_name="m", batch_size=128, gradient_accumulation_steps=1, seq_len=2048)
-    assert sizes.tokens_per_pass(settings, 64) == 128 * 64
-    assert sizes.tokens_per_pass(settings, None) == 128 * 2048
-    assert sizes.tokens_per_pass(settings.model_copy(update={"pack_tokens": 500}), 64) == 500
-    assert sizes.tokens_per_pass(settings.model_copy(update={"pack_tokens": 500}), None) == 2048, "one always passes"
+    assert memory.tokens_per_pass(settings, 64) == 128 * 64
+    assert memory.tokens_per_pass(settings, None) == 128 * 2048
+    assert memory.tokens_per_pass(settings.model_copy(update={"pack_tokens": 500}), 64) == 500
+    assert memory.tokens_per_pass(settings.model_copy(update={"pack_tokens": 500}), None) == 2048, "one always passes"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +246,7 @@ def test_the_longest_sequences_bound_a_pass() -> None:
     [(7, 7), ("7", 7), ("1k", 1000), ("1K", 1024), ("2G", 2 * GIB), ("1.5M", 1536 * 1024), ("many", 3), (True, 3)],
 )
 def test_numbers_are_read_as_vllm_reads_them(value: Any, expected: int) -> None:
-    assert number(EngineSection(args={"max_num_seqs": value}), "max-num-seqs", 3) == expected
+    assert EngineSection(args={"max_num_seqs": value}).flag_number("max-num-seqs", 3) == expected
 
 
 def test_sizes_are_text() -> None:
@@ -266,7 +264,7 @@ def test_preflight_refuses_what_cannot_fit_even_without_activations(tmp_path: Pa
     site = make_site(chosen, Path("/runs/r"), run_id="r")
     stack = build_stack(chosen, Path("/runs/r"), run_id="r")
     for host, refused in ((10**4, True), (10**9, False)):
-        found = preflight(site, stack, "p.toml", Survey(Machine((), host), {"vllm": model}))
+        found = preflight(site, stack, "p.toml", Inventory(Machine((), host), {"vllm": model}))
         assert any("before any activation" in problem.reason for problem in found) is refused, found
 
 
@@ -280,8 +278,8 @@ def test_certain_means_without_the_trainer_s_estimates() -> None:
 def test_a_prepared_model_is_told_from_a_missing_one(tmp_path: Path) -> None:
     made = str(tmp_path / "made")
     chosen = profile(model=made, prepare={"name": "warm", "command": ["true"], "creates": made})
-    assert survey(make_site(chosen, tmp_path, run_id="r")).models == {
+    assert take_inventory(make_site(chosen, tmp_path, run_id="r")).models == {
         "vllm": "warm makes the model when the run starts"
     }
     saved(CONFIGS["llama"], tmp_path / "made")
-    assert isinstance(survey(make_site(chosen, tmp_path, run_id="r")).models["vllm"], Model)
+    assert isinstance(take_inventory(make_site(chosen, tmp_path, run_id="r")).models["vllm"], Model)

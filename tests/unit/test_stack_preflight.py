@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 
 from atropos_tui.errors import Problem
-from atropos_tui.stack.components import config_file
-from atropos_tui.stack.machine import Gpu, Machine
-from atropos_tui.stack.models import Model
-from atropos_tui.stack.plan import build_stack
+from atropos_tui.stack.hardware import Gpu, Inventory, Machine
+from atropos_tui.stack.models import Model, model_shapes
+from atropos_tui.stack.plan import build_stack, config_file
 from atropos_tui.stack.preflight import preflight
 from atropos_tui.stack.profile import Profile
-from atropos_tui.stack.shapes import model_shapes
-from atropos_tui.stack.survey import Survey
 from tests.unit.test_stack_plan import profile, site
 
 GIB = 1024**3
@@ -34,7 +31,7 @@ def found(chosen: Profile, gpus: int = 0, config: dict[str, Any] | None = None) 
     if config is not None:
         model = Model("m", config, model_shapes(config) or {"a": (1,)}, "config.json")
     machine = Machine((Gpu("NVIDIA H100", 80 * GIB),) * gpus, 64 * GIB)
-    survey = Survey(machine, {engine.name: model for engine in chosen.vllm})
+    survey = Inventory(machine, {engine.name: model for engine in chosen.vllm})
     return preflight(site(chosen), build_stack(chosen, Path("/runs/r"), run_id="r"), "p.toml", survey)
 
 

@@ -13,14 +13,22 @@ import torch
 from tests.unit.trainer_stand_ins import Engine, Recorded, group, run_config
 from trainer_core.contracts.bridge import completion_digest
 from trainer_core.contracts.records import ALIGNMENT_CAUSES, AlignmentRecord, parse_line
-from trainer_core.engine.client import Completion
 from trainer_core.errors import MismatchError, MissingLogprobs
-from trainer_core.explain import explain
 from trainer_core.loop import train
-from trainer_core.objective.alignment import Alignment, DiffSums, Gate, Probe, Thresholds, diff_sums, thresholds
+from trainer_core.mismatch_causes import explain
+from trainer_core.objective.alignment import (
+    Alignment,
+    AlignmentGate,
+    DiffSums,
+    ProbeDiffs,
+    Thresholds,
+    diff_sums,
+    thresholds,
+)
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import completions_logprobs
 from trainer_core.rollouts.batch import read_batch
+from trainer_core.server.client import GeneratedTokens
 
 BOUNDS = Thresholds(0.01, 0.1)
 TRAIN, SERVER = -1.3, -1.0
@@ -34,8 +42,8 @@ def _off(diff: float) -> DiffSums:
     return _sums(SERVER + diff)
 
 
-def _probe(fresh: float, cached: float, anchor: DiffSums | None = None) -> Probe:
-    return Probe(_off(fresh), _off(cached), 32, anchor)
+def _probe(fresh: float, cached: float, anchor: DiffSums | None = None) -> ProbeDiffs:
+    return ProbeDiffs(_off(fresh), _off(cached), 32, anchor)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +55,8 @@ def _probe(fresh: float, cached: float, anchor: DiffSums | None = None) -> Probe
         (_probe(math.nan, 0.0), "mismatch", "broken weights"),
     ],
 )
-def test_the_probe_decides_first(probe: Probe, verdict: str, cause: str) -> None:
-    found = Gate(BOUNDS).judge(_off(0.0), probe)
+def test_the_probe_decides_first(probe: ProbeDiffs, verdict: str, cause: str) -> None:
+    found = AlignmentGate(BOUNDS).judge(_off(0.0), probe)
     assert (found.verdict, found.cause.partition(":")[0]) == (verdict, cause)
 
 
@@ -58,14 +66,16 @@ def _lone(far: float, others: float = 0.0, tokens: int = 16) -> DiffSums:
 
 def test_one_token_that_differs_is_called_what_it_is() -> None:
     """Seen in bf16 on a healthy run: it looked like stale weights."""
-    gate = Gate(thresholds("bfloat16"))
-    assert gate.judge(_off(0.0), Probe(_off(0.0), _off(0.0))).verdict == "ok"
+    gate = AlignmentGate(thresholds("bfloat16"))
+    assert gate.judge(_off(0.0), ProbeDiffs(_off(0.0), _off(0.0))).verdict == "ok"
     lone, calm = _lone(2.0, 0.02), _off(0.02)
-    for probe in (Probe(calm, lone), Probe(lone, calm), Probe(lone, lone)):
+    for probe in (ProbeDiffs(calm, lone), ProbeDiffs(lone, calm), ProbeDiffs(lone, lone)):
         found = gate.judge(_off(0.0), probe)
         assert found == Alignment("drift", "outlier: one of 16 tokens differs by 2 nats, the others by 0.02 on average")
-    assert gate.judge(_off(0.5), Probe(lone, lone), lag_max=4).cause.startswith("policy lag"), "rollouts are heard too"
-    assert gate.judge(_off(math.nan), Probe(lone, lone)).cause.startswith("broken weights")
+    assert gate.judge(_off(0.5), ProbeDiffs(lone, lone), lag_max=4).cause.startswith("policy lag"), (
+        "rollouts are heard too"
+    )
+    assert gate.judge(_off(math.nan), ProbeDiffs(lone, lone)).cause.startswith("broken weights")
 
 
 @pytest.mark.parametrize(
@@ -79,21 +89,21 @@ def test_one_token_that_differs_is_called_what_it_is() -> None:
     ids=["the others differ too", "too far for rounding", "one token in all", "float32 does not round so far"],
 )
 def test_what_is_no_outlier(dtype: str, cached: DiffSums, cause: str) -> None:
-    assert Gate(thresholds(dtype)).judge(_off(0.0), Probe(_off(0.0), cached)).cause.startswith(cause)
+    assert AlignmentGate(thresholds(dtype)).judge(_off(0.0), ProbeDiffs(_off(0.0), cached)).cause.startswith(cause)
 
 
 @pytest.mark.parametrize(
     ("anchor", "words"), [(_sums(-1.7), "stands still"), (_sums(-1.7, -1.2), "only in part (means moved by 0.2 there")]
 )
 def test_stale_weights_stand_still_or_follow_in_part(anchor: DiffSums, words: str) -> None:
-    gate = Gate(BOUNDS)
+    gate = AlignmentGate(BOUNDS)
     assert gate.judge(_off(0.0), _probe(0.0, 0.0, _sums(SERVER))).verdict == "ok"
     found = gate.judge(_off(0.0), _probe(0.7, 0.7, anchor))
     assert found.verdict == "mismatch" and found.cause.startswith("stale weights: ") and words in found.cause
 
 
 def test_stale_weights_are_seen_in_rollouts_where_there_is_no_probe() -> None:
-    gate = Gate(BOUNDS)
+    gate = AlignmentGate(BOUNDS)
     assert gate.judge(_off(0.001), None, lag_max=1, version=1).verdict == "ok"
     still = gate.judge(_sums(SERVER - 0.4, SERVER + 0.01), None, lag_max=1, version=2)
     assert still.verdict == "mismatch" and "stands still" in still.cause
@@ -104,14 +114,14 @@ def test_stale_weights_are_seen_in_rollouts_where_there_is_no_probe() -> None:
 @pytest.mark.parametrize("lag", [1, 4])
 def test_old_rollouts_that_stand_still_are_lag_and_nothing_else(lag: int) -> None:
     """As between two reloads: the version that answers is the same as when both agreed."""
-    gate = Gate(BOUNDS)
+    gate = AlignmentGate(BOUNDS)
     assert gate.judge(_off(0.001), None, lag_max=0, version=5).verdict == "ok"
     found = gate.judge(_sums(SERVER - 0.4, SERVER + 0.01), None, lag_max=lag, version=5 + lag)
     assert found == Alignment("drift", f"policy lag: rollouts are far from the policy (lag up to {lag})")
 
 
 def test_what_the_probe_sees_too_was_not_the_sampling() -> None:
-    gate = Gate(BOUNDS)
+    gate = AlignmentGate(BOUNDS)
     found = gate.judge(_off(0.02), _probe(0.0095, 0.0), lag_max=0)
     assert found.verdict == "drift" and found.cause.startswith("other weights: fresh rollouts differ by 0.02")
     assert gate.judge(_off(0.02), _probe(0.001, 0.0), lag_max=0).cause.startswith("sampling")
@@ -119,7 +129,7 @@ def test_what_the_probe_sees_too_was_not_the_sampling() -> None:
 
 def test_rollouts_tell_lag_from_temperature() -> None:
     good = _probe(0.0, 0.0)
-    gate = Gate(BOUNDS)
+    gate = AlignmentGate(BOUNDS)
     assert gate.judge(_off(0.05), good, lag_max=1).verdict == "ok"
     assert gate.judge(_off(0.2), good, lag_max=1).cause.startswith("policy lag"), "one large update does that"
     lagging = gate.judge(_off(2.0), good, lag_max=5)
@@ -231,13 +241,13 @@ def test_a_head_in_another_type_is_named(base: Path) -> None:
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
         theirs = completions_logprobs(policy, list(zip(prompts, tokens, strict=True)), head_dtype=dtype)
         answers = [
-            (prompt, Completion(ids, values), Completion(ids, values))
+            (prompt, GeneratedTokens(ids, values), GeneratedTokens(ids, values))
             for prompt, ids, values in zip(prompts, tokens, theirs, strict=True)
         ]
         found = explain(Alignment("drift", "other weights: from the start"), policy, [], answers, step=1, lag_max=0)
         assert found.verdict == "mismatch"
         assert found.cause == f"head dtype: the server computes with its head in {name}, the trainer in float32"
-    other = [(p, Completion(c.token_ids, [v - 0.1 for v in c.logprobs]), c) for p, c, _ in answers]
+    other = [(p, GeneratedTokens(c.token_ids, [v - 0.1 for v in c.logprobs]), c) for p, c, _ in answers]
     left = Alignment("drift", "other weights: from the start")
     assert explain(left, policy, [], other, step=1, lag_max=0) == left, "a difference of another kind stays unexplained"
 

@@ -25,14 +25,14 @@ from tests.unit.test_stack_plan import profile
 from tests.unit.transfer_stand_in import Fault, Receiver
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.transfer import ALIGNMENT, SentTensor, chunks
-from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineError, EngineGone, UsageError
-from trainer_core.intake import LagMeter
+from trainer_core.rollouts.source import LagMeter
+from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.broadcast import Broadcast, into_one_piece, require_nodes
-from trainer_core.weight_sync.broadcast_group import meeting_point
-from trainer_core.weight_sync.own_weights import FIRST_PAUSE_S, Backoff
-from vllm_server.direct_copies import named_views
+from trainer_core.weight_sync.collectives import meeting_point
+from trainer_core.weight_sync.separate_weights import FIRST_PAUSE_S, Backoff
+from vllm_server.copy_recorder import named_views
 
 Make = Callable[..., Broadcast]
 
@@ -218,10 +218,10 @@ def test_a_trainer_that_dies_is_an_error_on_the_server(make: Make, receivers: li
     """The servers wait for data that nobody sends, with minutes to go until the timeout."""
     sync = make(broadcast_timeout=300)
     sync.attach(Start())
-    clients = [EngineClient(each.url) for each in receivers]
+    clients = [ServerClient(each.url) for each in receivers]
     errors: list[str] = []
 
-    def receive(client: EngineClient) -> None:
+    def receive(client: ServerClient) -> None:
         from trainer_core.contracts.transfer import TransferUpdate
 
         try:
@@ -375,7 +375,7 @@ def test_the_store_listens_on_the_loopback_only_and_the_port_is_kept(make: Make,
 
 def test_lag_asks_every_server(receivers: list[Receiver]) -> None:
     receivers[0].versions, receivers[1].versions = {"a": (3, 3)}, {"b": (1, 2)}
-    meter = LagMeter([EngineClient(each.url).versions for each in receivers])
+    meter = LagMeter([ServerClient(each.url).versions for each in receivers])
 
     class Rolled:
         def __init__(self, *digests: str) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core.config import TrainingConfig
-from trainer_core.optimizers import Stepper
+from trainer_core.objective.registry import Objective
+from trainer_core.optim import Stepper
 from trainer_core.policy import checkpointing
 from trainer_core.policy.checkpointing import activation_bytes, use_checkpointing
 from trainer_core.policy.load import load_model, train_only
@@ -26,7 +27,7 @@ def _switch(model: torch.nn.Module, mode: str, device: torch.device = CPU) -> bo
 
 def _gradient(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     config = TrainingConfig(model_name="m", optimizer="adamw", max_grad_norm=0)
-    accumulate(model, Stepper(model, config), pack(rollouts_of(), 60), config, 1)
+    accumulate(model, Stepper(model, config), pack(rollouts_of(), 60), Objective(config), 1)
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -80,7 +81,8 @@ def test_the_estimate_grows_with_what_it_should(base: Path) -> None:
     model = load_model(str(base), torch.bfloat16, CPU)
     whole = activation_bytes(model, 10_000)
     assert activation_bytes(model, 20_000) == pytest.approx(2 * whole, rel=0.01)
-    assert activation_bytes(load_model(str(base), torch.float32, CPU), 10_000) == pytest.approx(2 * whole, rel=0.01)
+    wide = activation_bytes(load_model(str(base), torch.float32, CPU), 10_000)
+    assert 1.3 * whole < wide < 2 * whole, "norms keep their input in float32 either way"
     train_only(model, [3])
     assert activation_bytes(model, 10_000) < 0.5 * whole, "layers below the lowest trained one keep nothing"
 
@@ -95,4 +97,4 @@ def test_the_estimate_of_a_real_shape() -> None:
     )  # fmt: skip
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    assert 50e9 < activation_bytes(model, 16384) < 80e9
+    assert activation_bytes(model, 16384) == pytest.approx(58e9, rel=0.06)

@@ -16,12 +16,12 @@ from tests.unit.trainer_stand_ins import TOKEN, Engine
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.manifest import read_manifest
 from trainer_core.contracts.records import parse_line
-from trainer_core.engine.client import EngineClient
 from trainer_core.loop import train
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import row_logprobs
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import pack
+from trainer_core.server.client import ServerClient
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[3 + i, 12, 4, 13] for i in range(4)]
@@ -83,7 +83,7 @@ class Sampled:
     """Batches sampled from the server at the present weights, in place of run-api."""
 
     def __init__(self, url: str) -> None:
-        self.engine = EngineClient(url, TOKEN)
+        self.engine = ServerClient(url, TOKEN)
 
     def next_batch(self, step: int, on_idle: Any = None) -> list[dict[str, Any]]:
         return [self._group(prompt) for prompt in PROMPTS]

@@ -21,12 +21,11 @@ from tests.strangers import as_another_user, needs_another_user, squat, stranger
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.control import Accepted, CommandRequest, CommandStatus, Recipe, Refusal
 from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
-from trainer_core.engine import child as child_module
-from trainer_core.engine import waiting
-from trainer_core.engine.child import ServerChild
-from trainer_core.engine.client import EngineClient
-from trainer_core.engine.lifecycle import Lifecycle, Supervised, make_lifecycle
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
+from trainer_core.server import child as child_module
+from trainer_core.server.child import ServerChild
+from trainer_core.server.client import ServerClient
+from trainer_core.server.lifecycle import Lifecycle, Supervised, make_lifecycle, wait_for_server
 
 CHILD = Path(__file__).with_name("engine_child.py")
 
@@ -76,7 +75,7 @@ def made(tmp_path: Path) -> Iterator[Any]:
 
 
 def instance(lifecycle: ServerChild) -> str:
-    engine = EngineClient(lifecycle.url)
+    engine = ServerClient(lifecycle.url)
     try:
         info = engine.info()
         assert info.held, "a server without the trainer's weights serves nobody"
@@ -414,7 +413,7 @@ def test_a_supervisor_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.
 def test_time_does_not_run_while_the_supervisor_brings_the_engine_back(
     supervisor: Supervisor, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "ASK_S", 0.05)
+    monkeypatch.setattr("trainer_core.server.lifecycle.ASK_S", 0.05)
     stack = ask(tmp_path, vllm_port=9002)
     assert isinstance(stack, Supervised)
     supervisor.state = "backoff"
@@ -427,7 +426,7 @@ def test_time_does_not_run_while_the_supervisor_brings_the_engine_back(
             raise EngineGone("connection refused")
         return time.monotonic() - began
 
-    assert waiting.wait_for_server(ready, 0.3, stack.stop, coming=stack.coming) >= 0.9
+    assert wait_for_server(ready, 0.3, stack.stop, coming=stack.coming) >= 0.9
     assert "Waiting for the inference server: other is backoff: connection refused" in capsys.readouterr().out
     supervisor.state = "stopped"  # by hand: nobody brings it back
 
@@ -435,7 +434,7 @@ def test_time_does_not_run_while_the_supervisor_brings_the_engine_back(
         raise EngineGone("connection refused")
 
     with pytest.raises(EngineGone, match=r"connection refused \(waited 0 s\)"):
-        waiting.wait_for_server(never, 0.3, stack.stop, coming=stack.coming)
+        wait_for_server(never, 0.3, stack.stop, coming=stack.coming)
 
 
 def test_a_supervisor_that_does_not_answer_is_no_reason_to_wait_longer(

@@ -15,7 +15,8 @@ from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
-from trainer_core.optimizers import Stepper
+from trainer_core.objective.registry import Objective
+from trainer_core.optim import Stepper
 from trainer_core.policy.checkpointing import use_checkpointing
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import completions_logprobs, sequence_logprobs
@@ -71,7 +72,7 @@ def trained(model: nn.Module, settings: TrainingConfig, steps: int = 3) -> Stepp
     stepper = Stepper(model, settings)
     batch = rollouts_of(6)
     for step in range(1, steps + 1):
-        accumulate(model, stepper, pack(batch, 64), settings, step)
+        accumulate(model, stepper, pack(batch, 64), Objective(settings), step)
         stepper.compute()
         stepper.write()
     return stepper
@@ -135,7 +136,7 @@ def test_gradients_are_the_same_with_checkpointing(base: Path, layers: list[int]
         use_checkpointing(model, mode, tokens=64, optimizer="adamw", device=CPU)
         stepper = Stepper(model, settings)
         batch = rollouts_of(6)
-        accumulate(model, stepper, pack(batch, 64), settings, 1)
+        accumulate(model, stepper, pack(batch, 64), Objective(settings), 1)
         grads.append({name: p.grad.clone() for name, p in adapter_parameters(model).items() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys() == adapter_parameters(model).keys()
     for name, grad in grads[0].items():
@@ -229,7 +230,7 @@ def test_a_checkpoint_holds_the_adapter_and_resumes_to_the_bit(qwen: Path, tmp_p
     resumed = Stepper(again, settings)
     checkpoint.restore(point.path, resumed)
     for one, its in ((model, stepper), (again, resumed)):
-        accumulate(one, its, pack(rollouts_of(6, seed=1), 64), settings, 4)
+        accumulate(one, its, pack(rollouts_of(6, seed=1), 64), Objective(settings), 4)
         its.compute()
         its.write()
     for name, parameter in adapter_parameters(model).items():

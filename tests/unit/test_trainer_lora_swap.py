@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tests.unit.trainer_stand_ins import TOKEN, Engine, Recorded, Refused, group, plain_model, run_config
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.loop import train
-from trainer_core.weight_sync import lora_restart
-from trainer_core.weight_sync.lora_swap import KEPT
+from trainer_core.weight_sync import lora
+from trainer_core.weight_sync.lora import KEPT
 
 ANSWERS = {
     "its engine is dead": (503, "EngineCore encountered an issue"),
@@ -201,7 +201,7 @@ def test_a_restart_every_few_steps(
     """The server gets an adapter at the restarts only, each is prepared for, and training is the same."""
     engine = AdapterEngine(tmp_path, base)
     lifecycle = Restarts(engine, fails=fails)
-    monkeypatch.setattr(lora_restart, "make_lifecycle", lambda *_, **__: lifecycle)
+    monkeypatch.setattr(lora, "make_lifecycle", lambda *_, **__: lifecycle)
     final = run(
         engine, base, tmp_path, weight_bridge_mode="lora_restart", vllm_restart_interval=2, vllm_urls=None,
         vllm_port=int(engine.url.rpartition(":")[2]),

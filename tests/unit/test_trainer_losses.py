@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tests.unit.trainer_rollouts import plain_logprobs, rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.correction import Bounds, Sequences, correct
-from trainer_core.objective.loss import cispo_loss, dapo_loss, dr_grpo_loss, grpo_loss, gspo_loss
+from trainer_core.objective.loss import cispo_loss, grpo_loss, gspo_loss
 from trainer_core.objective.registry import RECIPES, Counts, Objective, count
-from trainer_core.optimizers import Stepper
+from trainer_core.optim import Stepper
 from trainer_core.policy.load import load_model
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
@@ -33,17 +33,18 @@ def _config(**fields: object) -> TrainingConfig:
     return TrainingConfig.model_validate({"model_name": "m", "optimizer": "adamw", "max_grad_norm": 0, **fields})
 
 
+DAPO = dict(zip(("clip_eps", "clip_eps_high"), Objective(_config(objective="dapo")).clip, strict=True))
 TABLE = [
     # loss function, options, ratio, advantage, loss / A at that ratio, gradient of the loss
-    *[(f, {}, r, a, loss, grad) for f in (grpo_loss, dr_grpo_loss) for r, a, loss, grad in [
+    *[(grpo_loss, {}, r, a, loss, grad) for r, a, loss, grad in [
         (1.0, 1.0, -1.0, -1.0), (1.0, -1.0, 1.0, 1.0), (1.5, 1.0, -1.2, 0.0), (1.5, -1.0, 1.5, 1.5),
         (0.5, 1.0, -0.5, -0.5), (0.5, -1.0, 0.8, 0.0), (3.0, -1.0, 3.0, 3.0), (1.1, 1.0, -1.1, -1.1),
         (0.9, -1.0, 0.9, 0.9), (2.0, 0.0, 0.0, 0.0),
     ]],
-    (dapo_loss, {}, 1.25, 1.0, -1.25, -1.25),  # inside the higher bound
-    (dapo_loss, {}, 1.30, 1.0, -1.28, 0.0),
-    (dapo_loss, {}, 0.75, -1.0, 0.8, 0.0),
-    (dapo_loss, {}, 1.30, -1.0, 1.3, 1.3),
+    (grpo_loss, DAPO, 1.25, 1.0, -1.25, -1.25),  # inside the higher bound
+    (grpo_loss, DAPO, 1.30, 1.0, -1.28, 0.0),
+    (grpo_loss, DAPO, 0.75, -1.0, 0.8, 0.0),
+    (grpo_loss, DAPO, 1.30, -1.0, 1.3, 1.3),
     (gspo_loss, {}, 1.0005, 1.0, -1.0004, 0.0),
     (gspo_loss, {}, 1.0003, 1.0, -1.0003, -1.0003),
     (gspo_loss, {}, 0.9995, -1.0, 0.9997, 0.0),
@@ -163,7 +164,7 @@ def _reference(model: torch.nn.Module, rollouts: list[Rollout], config: Training
 def _gradient(
     model: torch.nn.Module, rows: list[PackedRow], config: TrainingConfig, others: Counts | None = None
 ) -> tuple[StepOutcome, torch.Tensor]:
-    outcome = accumulate(model, Stepper(model, config), rows, config, 1, others=others)
+    outcome = accumulate(model, Stepper(model, config), rows, Objective(config), 1, others=others)
     return outcome, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 

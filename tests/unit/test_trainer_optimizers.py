@@ -10,11 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from trainer_core.checkpoint import join_tensors, split_tensors
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
-from trainer_core.masters import round_stochastically
-from trainer_core.optimizers import Stepper, learning_rate
-from trainer_core.tensor_tree import join_tensors, split_tensors
+from trainer_core.optim import Stepper, learning_rate, round_stochastically
 
 STEPS, LR = 100, 1e-6
 MASTERS = ["fp32", "kahan", "stochastic"]

@@ -12,7 +12,8 @@ import torch
 from tests.unit.trainer_rollouts import plain_logprobs, rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
-from trainer_core.optimizers import Stepper, for_device
+from trainer_core.objective.registry import Objective
+from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.load import load_model, train_only
 from trainer_core.policy.logprobs import chunked_logprobs, row_logprobs, sequence_logprobs
 from trainer_core.rollouts.batch import Rollout
@@ -33,7 +34,7 @@ def _config(**fields: object) -> TrainingConfig:
 
 def _gradient(model: torch.nn.Module, rows: list[PackedRow], **fields: object) -> tuple[StepOutcome, torch.Tensor]:
     stepper = Stepper(model, _config(max_grad_norm=0, **fields))
-    outcome = accumulate(model, stepper, rows, stepper.config, 1)
+    outcome = accumulate(model, stepper, rows, Objective(stepper.config), 1)
     return outcome, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -157,12 +158,12 @@ def test_a_broken_gradient_is_noticed(model: torch.nn.Module) -> None:
     rows = pack(rollouts_of(3), 1000)
     rows[0].advantages[0] = float("nan")
     stepper = Stepper(model, _config())
-    assert not accumulate(model, stepper, rows, stepper.config, 1).finite
+    assert not accumulate(model, stepper, rows, Objective(stepper.config), 1).finite
 
 
 def test_gradient_is_clipped_to_the_norm(model: torch.nn.Module) -> None:
     stepper = Stepper(model, _config(max_grad_norm=1e-3))
-    outcome = accumulate(model, stepper, pack(rollouts_of(), 1000), stepper.config, 1)
+    outcome = accumulate(model, stepper, pack(rollouts_of(), 1000), Objective(stepper.config), 1)
     total = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
     assert outcome.grad_norm > 1e-3 and total.item() == pytest.approx(1e-3, rel=1e-3)
 
@@ -182,7 +183,7 @@ def test_bf16_weights_travel_with_master_weights(base: Path) -> None:
         start = torch.cat([p.detach().float().flatten() for p in model.parameters()])
         stepper = Stepper(model, _config(lr=1e-5))
         for step in range(1, 11):
-            accumulate(model, stepper, rows, stepper.config, step)
+            accumulate(model, stepper, rows, Objective(stepper.config), step)
             stepper.compute()
             stepper.write()
         state = torch.cat([m.detach().flatten() for m in stepper.masters])
@@ -204,7 +205,7 @@ def test_optimizers_learn(model: torch.nn.Module, name: str) -> None:
     stepper = Stepper(model, _config(optimizer=name, clip_eps=100.0, lr=1e-3))
     losses = []
     for step in range(1, 6):
-        outcome = accumulate(model, stepper, rows, stepper.config, step)
+        outcome = accumulate(model, stepper, rows, Objective(stepper.config), step)
         losses.append(outcome.loss)
         stepper.compute()
         stepper.write()

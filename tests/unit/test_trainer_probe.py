@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from trainer_core.config import TrainingConfig
-from trainer_core.engine.client import Completion
 from trainer_core.errors import EngineError
-from trainer_core.probe import Prober
+from trainer_core.probe import LogprobProbe
+from trainer_core.server.client import GeneratedTokens
 
 PROMPTS = [[2 + i] * 20 for i in range(3)]
 ALL = 2 * len(PROMPTS) + 1
@@ -31,7 +31,7 @@ class Engine:
     def info(self) -> Any:
         return SimpleNamespace(block_size=16, weight_version=0)
 
-    def generate(self, prompt: list[int], max_tokens: int, **_: Any) -> Completion:
+    def generate(self, prompt: list[int], max_tokens: int, **_: Any) -> GeneratedTokens:
         with self.lock:
             self.under_way, self.begun = self.under_way + 1, self.begun + 1
             self.most, number = max(self.most, self.under_way), self.begun
@@ -40,14 +40,14 @@ class Engine:
         finally:
             with self.lock:
                 self.under_way -= 1
-        return Completion([1] * max_tokens, [-0.1] * max_tokens, 16)
+        return GeneratedTokens([1] * max_tokens, [-0.1] * max_tokens, 16)
 
     def answer(self, number: int) -> None: ...
 
 
-def _prober(engine: Engine) -> Prober:
+def _prober(engine: Engine) -> LogprobProbe:
     config = TrainingConfig(model_name="m", probe_prompts=len(PROMPTS), max_model_len=64)
-    prober = Prober(engine, config)  # type: ignore[arg-type]
+    prober = LogprobProbe(engine, config)  # type: ignore[arg-type]
     rollouts = [SimpleNamespace(tokens=torch.tensor(prompt), prompt_length=len(prompt)) for prompt in PROMPTS]
     prober.learn(SimpleNamespace(rollouts=rollouts))  # type: ignore[arg-type]
     return prober

@@ -18,7 +18,8 @@ import httpx
 import pytest
 
 from tests.unit.json_server import JsonServer
-from tests.unit.trainer_stand_ins import Engine, RunApiThread, group, run_config
+from tests.unit.trainer_stand_ins import TOKEN, Engine, RunApiThread, group, run_config
+from trainer_core.contracts.bridge import TOKEN_HEADER
 from trainer_core.contracts.records import StepRecord, parse_line
 from trainer_core.errors import Stopped
 from trainer_core.loop import train
@@ -196,7 +197,8 @@ def test_a_large_batch_comes_uncompressed(side: Side) -> None:
 class RunApiProcess:
     """run-api as a program on one port, to be killed and started again there."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
+        self.words = ["atropos_api"] if module == "door" else ["uvicorn", "atroposlib.api:app", "--log-level", "error"]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -204,8 +206,7 @@ class RunApiProcess:
         self.start()
 
     def start(self) -> None:
-        words = ["-m", "uvicorn", "atroposlib.api:app", "--port", str(self.port), "--log-level", "error"]
-        self.child = subprocess.Popen([sys.executable, *words])
+        self.child = subprocess.Popen([sys.executable, "-m", *self.words, "--port", str(self.port)])
         _until(self._answers, 60)
 
     def _answers(self) -> bool:
@@ -243,11 +244,12 @@ class Sender:
         self.thread.join(5)
 
 
+@pytest.mark.parametrize("module", ["bare", "door"])
 def test_run_api_restarted_and_reset_under_load_costs_the_trainer_no_step(
-    engine: Engine, base: Path, tmp_path: Path, capsys: Any
+    engine: Engine, base: Path, tmp_path: Path, capsys: Any, module: str
 ) -> None:
     """Killed and reset while groups come in all the time: one attempt, every step once, in order."""
-    api = RunApiProcess()
+    api = RunApiProcess(module)
     sender = Sender(api.url, engine)
     config = run_config(
         engine, base, tmp_path, api.url, training_steps=20, engine_timeout=60, api_timeout=60, probe_interval=0
@@ -262,7 +264,7 @@ def test_run_api_restarted_and_reset_under_load_costs_the_trainer_no_step(
                     api.kill()
                     api.start()
                 else:
-                    httpx.get(f"{api.url}/reset_data")
+                    httpx.get(f"{api.url}/reset_data", headers={TOKEN_HEADER: TOKEN}).raise_for_status()
             result = run.result(90)
         finally:
             sender.close()

@@ -29,7 +29,7 @@ from trainer_core.config import TrainingConfig, validate
 from trainer_core.errors import EngineError, TrainerError, UsageError
 from trainer_core.loop import train
 from trainer_core.weight_sync.base import Start
-from trainer_core.weight_sync.reload import Reload
+from trainer_core.weight_sync.none_reload import Reload
 
 CPU = torch.device("cpu")
 NOTHING = "it was started without ATROPOS_WEIGHT_UPDATES=1"
@@ -290,7 +290,7 @@ def test_a_full_disk_is_said_and_nothing_half_written_stays(
         (folder / "model.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trainer_core.weight_sync.reload.save_torch_state_dict", full)
+    monkeypatch.setattr("trainer_core.weight_sync.none_reload.save_torch_state_dict", full)
     with pytest.raises(TrainerError, match=r"version 1 cannot be written into .*No space left.*Free [\d.]+ GB"):
         sync.publish(1, nudge(model))
     assert folders(sync) == []

@@ -14,9 +14,9 @@ from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineGone
 from trainer_core.loop import train
-from trainer_core.optimizers import Stepper
+from trainer_core.optim import Stepper
 from trainer_core.weight_sync.base import Start
-from trainer_core.weight_sync.single_copy import SingleCopy
+from trainer_core.weight_sync.shared_vllm import SingleCopy
 
 STEPS = 4
 
@@ -119,7 +119,7 @@ def test_over_cuda_the_copies_are_the_weights(
     gpu = torch.device("cuda")
     monkeypatch.setattr(sync, "device", gpu)
     monkeypatch.setattr(
-        "trainer_core.weight_sync.single_copy.load_model",
+        "trainer_core.weight_sync.shared_vllm.load_model",
         lambda source, dtype, _: plain_model(Path(source)).to(dtype),
     )
     assert sync.let_go(stepper.copies()) == ""
@@ -153,7 +153,7 @@ def test_an_error_of_the_gpu_is_the_server_s_end_where_it_has_ended(
 
     class Dying(Recorded):
         def next_batch(self, *args: Any, **kwargs: Any) -> Any:
-            monkeypatch.setattr("trainer_core.weight_sync.single_copy._ended", lambda process: True)
+            monkeypatch.setattr("trainer_core.weight_sync.shared_vllm._ended", lambda process: True)
             return super().next_batch(*args, **kwargs)
 
     monkeypatch.setattr(SingleCopy, "_move_out", illegal)

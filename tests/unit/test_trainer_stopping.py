@@ -14,10 +14,10 @@ import pytest
 from trainer_core.cli import parse_args
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
-from trainer_core.intake import leave_out_by_lag
+from trainer_core.metrics.trackers import Trackers
 from trainer_core.rollouts.batch import Batch, Rollout, Selection, read_batch
+from trainer_core.rollouts.source import leave_out_by_lag
 from trainer_core.stopping import StopConditions
-from trainer_core.trackers import Trackers
 
 
 def _config(**fields: Any) -> TrainingConfig:
@@ -119,6 +119,20 @@ def test_overlong_completions_are_masked_and_counted() -> None:
     assert float(batch.rollouts[0].advantages[1]) > 0, "they still are what the others are compared with"
 
 
+def test_overlong_is_a_turn_not_a_rollout() -> None:
+    """Two turns of 3 with a tool's 6 tokens between them: nothing was cut off at 5."""
+    tokens = list(range(5, 18))
+    mask = [-100, *tokens[1:4], *[-100] * 6, *tokens[10:]]
+    raw = _group([1.0, 0.0], [12, 2])
+    raw |= {"tokens": [tokens, raw["tokens"][1]], "masks": [mask, raw["masks"][1]]}
+    batch = read_batch([raw], seq_len=64, selection=Selection(max_completion=5, overlong_mask=True))
+    assert len(batch.rollouts) == 2 and not batch.left_out
+    buffered = read_batch(
+        [raw], seq_len=64, advantage_std=False, selection=Selection(max_completion=5, overlong_buffer=2)
+    )
+    assert [float(r.advantages[1]) for r in buffered.rollouts] == [0.5, -0.5], "3 of 5 tokens are not in the buffer"
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -181,7 +195,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
     """In a process of its own: the client starts a service."""
     pytest.importorskip("wandb", reason="wandb is not installed")
     code = (
-        "from trainer_core.config import TrainingConfig; from trainer_core.trackers import Trackers\n"
+        "from trainer_core.config import TrainingConfig; from trainer_core.metrics.trackers import Trackers\n"
         "t = Trackers(TrainingConfig(model_name='m', use_wandb=True, wandb_project='p', wandb_group='g'))\n"
         "t.log(1, {'train/loss': 0.5}); t.finish({'steps': 1})"
     )

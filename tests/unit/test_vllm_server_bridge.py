@@ -15,10 +15,10 @@ from fastapi import FastAPI
 from trainer_core.contracts.bridge import PauseRequest, ResumeRequest
 from trainer_core.contracts.transfer import TransferInit, TransferUpdate
 from vllm_server import broadcast
+from vllm_server.auth import GenerationHold
 from vllm_server.bridge import Bridge, make_router
 from vllm_server.broadcast import BrokenTransfer, Transfers
 from vllm_server.config import ServerConfig
-from vllm_server.guard import Gate
 
 
 class RecordingEngine:
@@ -73,7 +73,7 @@ def config(tmp_path: Path) -> ServerConfig:
 
 def make(config: ServerConfig, *, held: bool = False) -> tuple[Bridge, RecordingEngine]:
     engine = RecordingEngine()
-    return Bridge(engine, config=config, gate=Gate(held=held), model="m", vllm_version="0"), engine
+    return Bridge(engine, config=config, gate=GenerationHold(held=held), model="m", vllm_version="0"), engine
 
 
 async def test_a_publish_pauses_resets_then_resumes_and_stamps(config: ServerConfig) -> None:

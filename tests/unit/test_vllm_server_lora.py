@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 from tests.unit.test_vllm_server_bridge import RecordingEngine
 from vllm_server import compat, lora
+from vllm_server.auth import GenerationHold
 from vllm_server.bridge import Bridge
 from vllm_server.config import ServerConfig
-from vllm_server.guard import Gate
 from vllm_server.lora import AdapterError, Adapters, make_router
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (8, 4), "model.layers.0.self_attn.v_proj": (4, 4)}
@@ -68,7 +68,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Adapters, Mo
     engine, models = LoraEngine(), Models()
     config = ServerConfig.from_env({"LOGDIR": str(tmp_path / "bridge")})
     config.bridge_dir.mkdir()
-    bridge = Bridge(engine, config=config, gate=Gate(held=True), model="base", vllm_version="0")
+    bridge = Bridge(engine, config=config, gate=GenerationHold(held=True), model="base", vllm_version="0")
     return Adapters(bridge, models, tmp_path), models, engine, bridge
 
 

@@ -15,10 +15,11 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from trainer_core.contracts.hosts import allowed_hosts
 from vllm_server import refusals
-from vllm_server.answers import error_response
+from vllm_server.auth import Access, AuthMiddleware, GenerationHold
+from vllm_server.errors import error_response
 from vllm_server.generate import RequestError, parse_body
-from vllm_server.guard import Door, Gate, Guard, allowed_hosts
 from vllm_server.refusals import REASON_CHARACTERS, REASONS, Refusals, reason_of
 from vllm_server.sampling import PlainSampling
 
@@ -26,9 +27,9 @@ from vllm_server.sampling import PlainSampling
 def app() -> FastAPI:
     """Our body check on /generate, and vLLM's form of errors on /v1, behind what the server puts around its routes."""
     served = FastAPI()
-    for middleware in (PlainSampling, Guard, Refusals):
+    for middleware in (PlainSampling, AuthMiddleware, Refusals):
         served.add_middleware(middleware)
-    served.state.atropos_door = Door("secret", allowed_hosts("127.0.0.1"), Gate(held=False))
+    served.state.atropos_door = Access("secret", allowed_hosts("127.0.0.1"), GenerationHold(held=False))
 
     @served.post("/generate")
     async def generate(request: Request) -> Any:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_server.span_file import SpanFile
-from vllm_server.versions import SpanStore
+from vllm_server.versions import SpanFile, SpanStore
 
 
 def test_a_later_server_knows_what_an_earlier_one_generated(tmp_path: Path) -> None:
@@ -31,7 +30,7 @@ def test_a_full_disk_at_a_rewrite_stops_nothing(tmp_path: Path, monkeypatch: pyt
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("vllm_server.span_file.write_private", full)
+    monkeypatch.setattr("vllm_server.versions.write_private", full)
     for number in range(3, 12):
         kept.remember(f"{number}", (number, number))
     SpanFile(tmp_path / "none" / "versions.txt", SpanStore()).remember("a", (1, 1))

@@ -10,8 +10,8 @@ import torch
 
 from tests.unit.json_server import JsonServer
 from trainer_core.contracts.transfer import Chunk, TransferInit, chunks
-from vllm_server import links
-from vllm_server.direct_copies import named_views
+from vllm_server import collectives
+from vllm_server.copy_recorder import named_views
 
 Fault = Literal[
     "dies at join", "never comes", "never connects", "dies at update", "never receives", "refuses", "breaks"
@@ -22,25 +22,25 @@ class Worker:
     """One rank of a server."""
 
     def __init__(self) -> None:
-        self.link: links.Link | None = None
+        self.link: collectives.Link | None = None
         self.parts: list[Chunk] = []
         self.tensors: dict[str, torch.Tensor] = {}
 
     def join(self, init: TransferInit, rank: int) -> None:
         self.leave()
         self.parts = chunks(init.tensors, init.chunk_bytes)
-        self.link = links.join(init, rank, torch.device("cpu"))
+        self.link = collectives.join(init, rank, torch.device("cpu"))
 
     def receive(self) -> None:
         if self.link is None:
-            raise links.LinkError("in no group")
+            raise collectives.LinkError("in no group")
         try:
             for part in self.parts:
                 buffer = torch.empty(part.nbytes, dtype=torch.uint8)
                 self.link.receive(buffer, 0)
                 self.tensors |= {name: view.clone() for name, view in named_views(part, buffer)}
             self.link.finish()
-        except links.LinkError:
+        except collectives.LinkError:
             self.leave()
             raise
 
@@ -108,7 +108,7 @@ class Receiver:
         elif self.fault in ("never comes", "never connects"):
             if self.fault == "never connects":
                 for rank in range(init.first_rank, init.first_rank + len(self.workers)):
-                    threading.Thread(target=links.Lifeline, args=(init, rank), daemon=True).start()
+                    threading.Thread(target=collectives.Lifeline, args=(init, rank), daemon=True).start()
             threading.Event().wait(3)
         else:
             return self._all([(worker.join, (init, init.first_rank + i)) for i, worker in enumerate(self.workers)])
@@ -137,7 +137,7 @@ class Receiver:
         def run(call: Any, args: tuple[Any, ...]) -> None:
             try:
                 call(*args)
-            except links.LinkError as error:
+            except collectives.LinkError as error:
                 errors.append(str(error))
 
         threads = [threading.Thread(target=run, args=each, daemon=True) for each in work]

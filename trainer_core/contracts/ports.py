@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from trainer_core.contracts.run_dir import ENV_HELD_PORT
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
 """Connections that wait to be accepted; uvicorn's own."""
+_TRY_S = 2.0
+"""For so long a port that is held for us is tried: a stranger's vain attempt to listen counts while it lasts."""
 _BESIDE = "127.0.0.2"
 """Another address of the loopback, where nothing of ours listens."""
 
@@ -64,7 +67,7 @@ def bind(host: str, port: int, *, held: bool) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(held))
-        bound.bind((host, port))
+        _persistently(lambda: bound.bind((host, port)), _TRY_S if held else 0.0)
     except OSError:
         bound.close()
         raise
@@ -77,8 +80,25 @@ def listen(bound: socket.socket) -> None:
     Raises:
         OSError: somebody else listens there.
     """
-    bound.listen(BACKLOG)
+    shared = bool(bound.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT))
+    _persistently(lambda: bound.listen(BACKLOG), _TRY_S if shared else 0.0)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
     # The kernel remembers of a port that its sockets share it and looks no further, until one binds that does not.
     with contextlib.suppress(OSError), socket.socket() as beside:
         beside.bind((_BESIDE, bound.getsockname()[1]))
+
+
+def _persistently(take: Callable[[], None], seconds: float) -> None:
+    """Take a port, again and again for `seconds` while somebody has it.
+
+    Raises:
+        OSError: somebody still has it.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return take()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.001)

@@ -65,7 +65,7 @@ class DiffSums:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeDiffs:
     """The same weights on both sides: decoded on a fresh and on a cached prefix."""
 
     fresh: DiffSums
@@ -111,7 +111,7 @@ def thresholds(dtype: str, ok: float | None = None, mismatch: float | None = Non
     return Thresholds(ok, max(ok, default.mismatch if mismatch is None else mismatch), default.half)
 
 
-class Gate:
+class AlignmentGate:
     """The verdict on every step; remembers what trainer and server said when they last agreed."""
 
     def __init__(self, bounds: Thresholds) -> None:
@@ -123,7 +123,7 @@ class Gate:
         probe."""
 
     def judge(
-        self, rollouts: DiffSums, probe: Probe | None, *, lag_max: float | None = None, version: int = 0
+        self, rollouts: DiffSums, probe: ProbeDiffs | None, *, lag_max: float | None = None, version: int = 0
     ) -> Alignment:
         """The verdict on one step; whoever gave it may know better (`explained`).
 
@@ -134,18 +134,18 @@ class Gate:
             version: of the policy's present weights.
         """
         oldest = None if lag_max is None else version - lag_max
-        found = self._judge_probe(probe) if probe is not None and probe.both.tokens else Alignment("ok")
-        if found.verdict == "ok" and probe is not None and probe.both.tokens:
+        alignment = self._judge_probe(probe) if probe is not None and probe.both.tokens else Alignment("ok")
+        if alignment.verdict == "ok" and probe is not None and probe.both.tokens:
             self._agreed = probe.anchor or probe.both
-        lone = found.cause.startswith(OUTLIER)
-        if found.verdict == "ok" or lone:
+        lone = alignment.cause.startswith(OUTLIER)
+        if alignment.verdict == "ok" or lone:
             more = self._judge_rollouts(rollouts, probe, lag_max, oldest)
-            found = found if lone and more.verdict == "ok" else more
-        if found.verdict == "ok":
+            alignment = alignment if lone and more.verdict == "ok" else more
+        if alignment.verdict == "ok":
             self._rollouts = rollouts, oldest
-        return found
+        return alignment
 
-    def _judge_probe(self, probe: Probe) -> Alignment:
+    def _judge_probe(self, probe: ProbeDiffs) -> Alignment:
         fresh, cached = (_grade(sums, self.bounds) for sums in (probe.fresh, probe.cached))
         worst: Verdict = max(fresh, cached, key=_ORDER.index)
         if worst == "ok":
@@ -161,7 +161,7 @@ class Gate:
         return Alignment(worst, f"{OTHER_WEIGHTS}: trainer and server differ from the start")
 
     def _judge_rollouts(
-        self, rollouts: DiffSums, probe: Probe | None, lag_max: float | None, oldest: float | None
+        self, rollouts: DiffSums, probe: ProbeDiffs | None, lag_max: float | None, oldest: float | None
     ) -> Alignment:
         mean = rollouts.abs_mean
         if mean is None:
@@ -193,20 +193,20 @@ class Gate:
         return _how_stale(then, rollouts) if _stands_still(then, rollouts) else None
 
 
-def _outlier(probe: Probe, bounds: Thresholds) -> str | None:
+def _outlier(probe: ProbeDiffs, bounds: Thresholds) -> str | None:
     """What to say where one token alone lifts the mean above the bound, and the others are far below it."""
-    said = None
+    lone = None
     for sums in (probe.fresh, probe.cached):
         if _grade(sums, bounds) == "ok":
             continue
         others = (sums.abs_diff - sums.abs_max) / max(sums.tokens - 1, 1)
         if not bounds.half or sums.tokens < 2 or others > OUTLIER_OTHERS * bounds.ok:
             return None
-        said = f"one of {sums.tokens} tokens differs by {sums.abs_max:.2g} nats, the others by {others:.2g} on average"
-    return said
+        lone = f"one of {sums.tokens} tokens differs by {sums.abs_max:.2g} nats, the others by {others:.2g} on average"
+    return lone
 
 
-def _fresh_cause(mean: float, probe: Probe | None) -> str:
+def _fresh_cause(mean: float, probe: ProbeDiffs | None) -> str:
     """Sampling or weights? The probe is asked without sampling options: what it sees too, they did not do."""
     seen = probe.fresh.abs_mean if probe is not None else None
     if seen is None or seen <= ALIKE * mean:

@@ -1,6 +1,8 @@
 """The objectives as pure functions that return sums over tokens, never means.
 
-    grpo_loss  dr_grpo_loss  dapo_loss  gspo_loss  cispo_loss
+    grpo_loss  gspo_loss  cispo_loss
+
+Dr. GRPO and DAPO have the terms of `grpo_loss`; what differs is in their recipes (`registry.py`).
 
 The one denominator of an optimizer step (its trained tokens, its sequences, or a constant) is applied by the caller, so
 loss and gradient are the same for every split into micro-batches, packed rows and ranks. Below, r = pi / pi_base with
@@ -80,39 +82,6 @@ def grpo_loss(
     low, high = _range(clip_eps, clip_eps_high)
     terms = _clipped(log_ratio.exp(), advantages, low, high, common.get("dual_clip"))
     return _sums(terms, logprobs, rollout_logprobs, advantages, low, high, per_sequence, common)
-
-
-def dr_grpo_loss(
-    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, *, clip_eps: float = 0.2,
-    clip_eps_high: float | None = None, per_sequence: bool = False, **common: Unpack[Common],
-) -> LossSums:  # fmt: skip
-    """The terms of `grpo_loss`; what differs is outside: no division by std, and a constant length as denominator.
-
-    "Understanding R1-Zero-like training" (Liu et al. 2025, arXiv:2503.20783, section 3.2): advantages are scores minus
-    their mean, and the sum over tokens is divided by sequences x a constant, not by lengths. Equals TRL's
-    `loss_type="dr_grpo"` with `scale_rewards="none"` (divided by sequences x max_completion_length) and verl's
-    `loss_agg_mode="seq-mean-token-sum-norm"` with `norm_adv_by_std_in_grpo=False`.
-    """
-    return grpo_loss(
-        logprobs, rollout_logprobs, advantages, clip_eps=clip_eps, clip_eps_high=clip_eps_high,
-        per_sequence=per_sequence, **common,
-    )  # fmt: skip
-
-
-def dapo_loss(
-    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, *, clip_eps: float = 0.2,
-    clip_eps_high: float | None = 0.28, per_sequence: bool = False, **common: Unpack[Common],
-) -> LossSums:  # fmt: skip
-    """The terms of `grpo_loss` with a higher upper bound; divided by all tokens of the step.
-
-    DAPO (Yu et al. 2025, arXiv:2503.14476, eq. 8): clip-higher (0.2, 0.28) and a token-level loss here; groups of equal
-    scores left out and the soft overlong punishment (eq. 13) in `rollouts/batch.py`. Equals TRL's `loss_type="dapo"`
-    (divided by `num_items_in_batch`) and verl's vanilla loss with `clip_ratio_high=0.28` and `token-mean`.
-    """
-    return grpo_loss(
-        logprobs, rollout_logprobs, advantages, clip_eps=clip_eps, clip_eps_high=clip_eps_high,
-        per_sequence=per_sequence, **common,
-    )  # fmt: skip
 
 
 def gspo_loss(

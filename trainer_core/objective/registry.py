@@ -44,8 +44,15 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     "grpo": Recipe(loss.grpo_loss),
-    "dr_grpo": Recipe(loss.dr_grpo_loss, per="constant", advantage_std=False),
-    "dapo": Recipe(loss.dapo_loss, clip=(0.2, 0.28), drops_flat_groups=True, overlong=0.2),
+    # "Understanding R1-Zero-like training" (Liu et al. 2025, arXiv:2503.20783, section 3.2): advantages are scores
+    # minus their mean, and the sum over tokens is divided by sequences x a constant, not by lengths. Equals TRL's
+    # `loss_type="dr_grpo"` with `scale_rewards="none"` (divided by sequences x max_completion_length) and verl's
+    # `loss_agg_mode="seq-mean-token-sum-norm"` with `norm_adv_by_std_in_grpo=False`.
+    "dr_grpo": Recipe(loss.grpo_loss, per="constant", advantage_std=False),
+    # DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher and a token-level loss (eq. 8) here, groups of equal scores
+    # left out and the soft overlong punishment (eq. 13) in `rollouts/batch.py`. Equals TRL's `loss_type="dapo"`
+    # (divided by `num_items_in_batch`) and verl's vanilla loss with `clip_ratio_high=0.28` and `token-mean`.
+    "dapo": Recipe(loss.grpo_loss, clip=(0.2, 0.28), drops_flat_groups=True, overlong=0.2),
     "gspo": Recipe(loss.gspo_loss, clip=(3e-4, 4e-4), per="sequences"),
     "cispo": Recipe(loss.cispo_loss, clip=(1.0, 4.0)),
 }

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import torch
 from torch import nn
 
-from trainer_core.policy.logprobs import CUDA_CHUNK_ELEMENTS
-
-SAFETY = 1.15
-"""The estimate leaves out fragmentation and what the attention kernel needs."""
-OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2, "adafactor": 1}
-"""Of an optimizer's state for each trained parameter, not yet allocated before the first step."""
-GRADIENT_BYTES = 4
+from trainer_core.contracts import model_math
+from trainer_core.policy.load import dimensions
 
 
 def use_checkpointing(model: nn.Module, mode: str, *, tokens: int, optimizer: str, device: torch.device) -> bool:
@@ -25,9 +20,11 @@ def use_checkpointing(model: nn.Module, mode: str, *, tokens: int, optimizer: st
     """
     on = mode == "on"
     if mode == "auto" and device.type == "cuda":
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        trained = [p.shape for p in model.parameters() if p.requires_grad]
         wanted = activation_bytes(model, tokens)
-        free = _free_bytes(device) - trained * (GRADIENT_BYTES + OPTIMIZER_BYTES[optimizer])
+        # Gradients and the optimizer's state are not allocated before the first step.
+        gradients = model_math.GRADIENT_BYTES * sum(map(math.prod, trained))
+        free = _free_bytes(device) - gradients - model_math.optimizer_bytes(trained, optimizer)
         on = wanted > free
         print(
             f"Gradient checkpointing {'on' if on else 'off'}: {tokens} tokens need about {wanted / 1e9:.1f} GB, "
@@ -39,19 +36,13 @@ def use_checkpointing(model: nn.Module, mode: str, *, tokens: int, optimizer: st
 
 
 def activation_bytes(model: nn.Module, tokens: int) -> int:
-    """What the forward pass of `tokens` tokens keeps for the backward pass, without checkpointing.
-
-    By layer and token: about 10 vectors of the hidden size (both norms in float32, residuals), query, key and value
-    before and after the rotation, 4 vectors of the MLP; and the chunk of logits. Layers below the lowest trained one
-    keep nothing. Qwen3-1.7B, 16,384 tokens: 53 GB by this, about 55 GB measured.
-    """
-    config: Any = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = head_dim * (config.num_attention_heads + 2 * config.num_key_value_heads)
-    elements = 10 * config.hidden_size + 3 * heads + 4 * config.intermediate_size
-    item = next(model.parameters()).element_size()
-    logits = min(CUDA_CHUNK_ELEMENTS, tokens * config.vocab_size) * 4 * item
-    return int(SAFETY * (tokens * _layers_kept(model) * elements * item + logits))
+    """What the forward pass of `tokens` tokens on a GPU keeps for the backward pass, without checkpointing."""
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    estimate = model_math.activation_bytes(
+        dimensions(model), tokens, width=next(model.parameters()).element_size(), on_gpu=True,
+        layers=_layers_kept(model), largest=max(trained, default=0),
+    )  # fmt: skip
+    return estimate.total
 
 
 def _layers_kept(model: nn.Module) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
+from trainer_core.contracts.model_math import Dimensions
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
 
@@ -69,12 +70,12 @@ def dtype_of(config: Any, wanted: str) -> torch.dtype:
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Fields of `SAME_MODEL` in which two config.json differ, as text; one that a side leaves out does not count."""
-    found = []
+    differing = []
     for name in SAME_MODEL:
         mine, other = ours.get(name), theirs.get(name)
         if mine is not None and other is not None and mine != other:
-            found.append(f"{name} {mine} here, {other} on the server")
-    return found
+            differing.append(f"{name} {mine} here, {other} on the server")
+    return differing
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
@@ -215,3 +216,8 @@ def copy_weights(model: nn.Module, source: str | Path) -> None:
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every parameter on the CPU, unfused and contiguous, a tied head once."""
     return {name: p.detach().to("cpu", copy=True).contiguous() for name, p in model.named_parameters()}
+
+
+def dimensions(model: nn.Module) -> Dimensions:
+    """The sizes that memory and arithmetic are estimated from."""
+    return Dimensions.of(model.config.to_dict(), head_norms=any("q_norm" in name for name, _ in model.named_modules()))

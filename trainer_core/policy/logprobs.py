@@ -8,13 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from trainer_core.contracts.model_math import LOGITS_AT_ONCE
 from trainer_core.policy.attention import layout
 from trainer_core.policy.compiled import compiled_on_cuda
 from trainer_core.rollouts.packing import PackedRow
-
-CHUNK_ELEMENTS = 1 << 26
-CUDA_CHUNK_ELEMENTS = 1 << 29
-"""Logits held at a time; on a GPU more (1 GB in half precision), since the head's product wants many rows."""
 
 
 def row_logprobs(model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -95,10 +92,10 @@ def chunked_logprobs(
         hidden: [T, H]; weight: [V, H]; bias: [V] or null; labels: [T] int64; temperatures: [T] float32.
         chunk_elements: at most this many logits live at once; the backward pass computes them anew.
     """
-    limit = chunk_elements or (CUDA_CHUNK_ELEMENTS if hidden.is_cuda else CHUNK_ELEMENTS)
+    limit = chunk_elements or LOGITS_AT_ONCE[hidden.is_cuda]
     size = max(1, limit // weight.shape[0])
-    found: torch.Tensor = _HeadLogprobs.apply(hidden, weight, bias, labels, temperatures, size)
-    return found
+    logprobs: torch.Tensor = _HeadLogprobs.apply(hidden, weight, bias, labels, temperatures, size)
+    return logprobs
 
 
 class _HeadLogprobs(torch.autograd.Function):

@@ -221,13 +221,13 @@ class _Group:
         env = fields.environment(group)
         where = f"{where} (environment {env!r})" if env else where
         names = ("tokens", "masks", "scores", "inference_logprobs", "advantages", "overrides")
-        found = {name: fields.rows(where, group, name) for name in names}
-        tokens, masks, scores, logprobs, advantages, overrides = found.values()
+        columns = {name: fields.rows(where, group, name) for name in names}
+        tokens, masks, scores, logprobs, advantages, overrides = columns.values()
         if not tokens:
             raise fields.wrong("tokens", f"{where}: tokens holds no sequence")
-        given = {name: found[name] for name in names[3:] if found[name]}
+        given = {name: columns[name] for name in names[3:] if columns[name]}
         fields.same_length(where, len(tokens), masks=masks, scores=scores, **given)
-        fields.lists_only(where, **{name: found[name] for name in names if name not in ("scores", "overrides")})
+        fields.lists_only(where, **{name: columns[name] for name in names if name not in ("scores", "overrides")})
         values = fields.numbers(where, "scores", scores)
         if not np.isfinite(values).all():
             raise Malformed("score is not a finite number", f"{where}: scores holds NaN or Infinity")
@@ -285,9 +285,9 @@ class _Reader:
             scores = group.scores
             if self.selection.overlong_buffer:
                 scores = scores - np.array([self.selection.punishment(_longest_turn(mask)) for mask in group.masks])
-            found = group_advantages(scores, std=self.advantage_std)
-            if np.isfinite(found.astype(np.float32)).all() and np.isfinite(scores.std()):
-                return found
+            advantages = group_advantages(scores, std=self.advantage_std)
+            if np.isfinite(advantages.astype(np.float32)).all() and np.isfinite(scores.std()):
+                return advantages
         raise Malformed("scores are too far apart to compare", f"{group.where}: scores up to {np.abs(scores).max():g}")
 
     def _sequence(self, group: _Group, i: int, shared: float) -> _Judged:

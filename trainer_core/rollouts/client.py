@@ -14,6 +14,7 @@ How run-api (atroposlib 0.4.0) behaves, and what follows from it:
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from typing import Any
 import httpx
 
 from trainer_core.config import TrainingConfig
+from trainer_core.contracts.bridge import TOKEN_HEADER
 from trainer_core.contracts.http import LIMITS
+from trainer_core.contracts.run_dir import ENV_TOKEN
 from trainer_core.errors import ApiError, Stopped
 
 POLL_FIRST_S = 0.02
@@ -130,8 +133,8 @@ class RunApi:
         if info.get("batch_size") in (NOBODY, wanted):
             info = self._register(step)
             if info.get("batch_size") == NOBODY:
-                # A group came first. There is no trainer whom this could harm.
-                self._ask("GET", "/reset_data")
+                # A group came first.
+                self._make_room()
                 info = self._register(step)
         self._registered = info.get("batch_size") == wanted
         if self._registered:
@@ -146,6 +149,19 @@ class RunApi:
         if "uuid" not in answer:
             raise ApiError(f"run-api at {self.url} refused the trainer: {answer}")
         return self._call("GET", "/info")
+
+    def _make_room(self) -> None:
+        """Let a run-api without a trainer forget the groups that it holds; a door before it asks for the run's token.
+
+        Nobody else is shown that: a bare run-api does not ask.
+        """
+        for token in ("", os.environ.get(ENV_TOKEN, "")):
+            try:
+                answer = self._http.get("/reset_data", headers={TOKEN_HEADER: token} if token else {})
+            except httpx.HTTPError:
+                return
+            if answer.status_code != httpx.codes.FORBIDDEN:
+                return
 
     def _greet(self, info: dict[str, Any], step: int) -> None:
         self._complained_at = -COMPLAIN_AFTER_S
@@ -252,23 +268,23 @@ class RunApi:
             if self.stop.wait(0.25):
                 raise Stopped
 
-    def _ask(self, method: str, path: str) -> dict[str, Any]:
+    def _ask(self, path: str) -> dict[str, Any]:
         """One answer if there is one at once, else nothing."""
         try:
-            answer = self._http.request(method, path).json()
+            answer = self._http.get(path).json()
         except (httpx.HTTPError, ValueError, RecursionError):
             return {}
         return answer if isinstance(answer, dict) else {}
 
     def _why_empty(self) -> str:
         """What run-api shows while it gives no batch."""
-        queue = int(self._ask("GET", "/status").get("queue_size") or 0)
+        queue = int(self._ask("/status").get("queue_size") or 0)
         if not queue:
             return (
                 "run-api's queue is empty. Is an environment running, registered at this run-api, and its inference "
                 "server answering?"
             )
-        group = len(self._ask("GET", "/latest_example").get("tokens") or [])
+        group = len(self._ask("/latest_example").get("tokens") or [])
         size = self.registration["batch_size"]
         if group and size % group:
             return f"groups of {group} never add up to a batch of {size}: make it a multiple of {group}"

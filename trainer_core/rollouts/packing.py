@@ -60,18 +60,18 @@ class PackedRow:
         return PackedRow(**moved)
 
 
-def pack(rollouts: Sequence[Rollout], max_tokens: int, lanes: int = 1) -> list[PackedRow]:
+def pack(rollouts: Sequence[Rollout], max_tokens: int, threads: int = 1) -> list[PackedRow]:
     """Pack into rows of at most `max_tokens` (a longer single sequence gets a row of its own).
 
     Rows hold sequences of similar length, which bounds padding where attention cannot do without it. The order is
     deterministic; sequences without a trained token are left out.
 
     Args:
-        lanes: rows that are computed at a time: as many rows as fill all of them, of about equal size.
+        threads: rows that are computed at a time: as many rows as fill all of them, of about equal size.
     """
     needed = sorted(((_needed(r), r) for r in rollouts if r.trained.any()), key=lambda pair: pair[0], reverse=True)
     lengths = [length for length, _ in needed]
-    room = max_tokens if lanes == 1 else _equal_room(lengths, max_tokens, lanes)
+    room = max_tokens if threads == 1 else _equal_room(lengths, max_tokens, threads)
     return [_row(needed[a:b]) for a, b in pairwise(_cuts(lengths, room))]
 
 
@@ -86,10 +86,10 @@ def _cuts(lengths: Sequence[int], room: int) -> list[int]:
     return [*starts, len(lengths)]
 
 
-def _equal_room(lengths: Sequence[int], max_tokens: int, lanes: int) -> int:
-    """The smallest room with which the fewest rows that fill all lanes evenly suffice; `max_tokens` at most."""
+def _equal_room(lengths: Sequence[int], max_tokens: int, threads: int) -> int:
+    """The smallest room with which the fewest rows that fill all threads evenly suffice; `max_tokens` at most."""
     fewest = len(_cuts(lengths, max_tokens)) - 1
-    rows = lanes * -(-fewest // lanes)
+    rows = threads * -(-fewest // threads)
     return 1 + bisect_left(range(1, max_tokens), True, key=lambda room: len(_cuts(lengths, room)) - 1 <= rows)
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from trainer_core.config import TrainingConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from trainer_core.engine.client import EngineClient
+    from trainer_core.server.client import ServerClient
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,11 @@ class WeightSync(Protocol):
     """A strategy that brings trained weights to an inference server."""
 
     mode: str
-    engine: EngineClient | None
+    engine: ServerClient | None
     """The server that the probe asks; null when nothing can be asked about it."""
 
     @property
-    def engines(self) -> Sequence[EngineClient]:
+    def engines(self) -> Sequence[ServerClient]:
         """The servers that generate the rollouts."""
         ...
 
@@ -86,3 +90,19 @@ class WeightSync(Protocol):
     def close(self) -> None:
         """Let go of what is held; the server goes on with the last version."""
         ...
+
+
+_STRATEGIES = {
+    "shared_vllm": ("trainer_core.weight_sync.shared_vllm", "SingleCopy"),
+    "broadcast": ("trainer_core.weight_sync.broadcast", "Broadcast"),
+    "none": ("trainer_core.weight_sync.none_reload", "Reload"),
+    "lora_only": ("trainer_core.weight_sync.lora", "LoraSwap"),
+    "lora_restart": ("trainer_core.weight_sync.lora", "LoraRestart"),
+}
+
+
+def make_sync(config: TrainingConfig, device: torch.device, stop: threading.Event) -> WeightSync:
+    """The strategy for `config.mode`."""
+    module, name = _STRATEGIES[config.mode]
+    made: WeightSync = getattr(import_module(module), name)(config, device, stop)
+    return made

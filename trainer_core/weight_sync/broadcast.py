@@ -22,11 +22,11 @@ import torch
 from trainer_core.config import TrainingConfig
 from trainer_core.contracts.bridge import BridgeInfo
 from trainer_core.contracts.transfer import SentTensor, TransferInit, TransferReport, TransferUpdate, chunks, place
-from trainer_core.engine.client import EngineClient
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
+from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Phases, Start, SyncReport
-from trainer_core.weight_sync.broadcast_group import Group, Meeting, connect, meeting_point
-from trainer_core.weight_sync.own_weights import OwnWeights
+from trainer_core.weight_sync.collectives import BroadcastGroup, Rendezvous, connect, meeting_point
+from trainer_core.weight_sync.separate_weights import SeparateWeights
 
 CHUNK_BYTES = 256 << 20
 """Of one broadcast: long enough to run at the link's speed, short enough to unpack while the next one comes."""
@@ -39,7 +39,7 @@ LAST_WORDS_S = 1.0
 T = TypeVar("T")
 
 
-class Broadcast(OwnWeights):
+class Broadcast(SeparateWeights):
     """Strategy of mode `broadcast`."""
 
     mode = "broadcast"
@@ -48,8 +48,8 @@ class Broadcast(OwnWeights):
         super().__init__(config, device, stop)
         require_nodes(config)
         self._place = meeting_point(config.init_method)
-        self._meeting: Meeting | None = None
-        self._group: Group | None = None
+        self._meeting: Rendezvous | None = None
+        self._group: BroadcastGroup | None = None
 
     def attach(self, start: Start) -> torch.nn.Module:
         """Load the weights of `start` and give them to every server.
@@ -102,7 +102,7 @@ class Broadcast(OwnWeights):
         first = self.config.in_flight_timeout if self.config.in_flight == "wait" else 0.0
         return self.config.broadcast_timeout + first
 
-    def _give(self, engine: EngineClient, info: BridgeInfo) -> None:
+    def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
         """Form a new group of all servers and give all of them the weights: a group is whole or none."""
         infos = {each: info if each is engine else each.meet() for each in self.engines}
         with self.backoff.attempt(*(info.instance_id for info in infos.values())):
@@ -113,7 +113,7 @@ class Broadcast(OwnWeights):
         print(f"✓ Broadcast group: the trainer and {workers} workers of {', '.join(e.base_url for e in infos)}")
         self.fed.update(infos)
 
-    def _form(self, infos: Mapping[EngineClient, BridgeInfo]) -> Group:
+    def _form(self, infos: Mapping[ServerClient, BridgeInfo]) -> BroadcastGroup:
         """Let everyone meet, then connect.
 
         Raises:
@@ -121,7 +121,7 @@ class Broadcast(OwnWeights):
         """
         backend, timeout_s = self._backend(infos), self._limit_s
         world_size = 1 + sum(info.workers for info in infos.values())
-        meeting = self._meeting = Meeting(backend, *self._place, world_size, timeout_s)
+        meeting = self._meeting = Rendezvous(backend, *self._place, world_size, timeout_s)
         requests, first_rank = {}, 1
         owners: dict[int, str] = {}
         for engine, info in infos.items():
@@ -150,7 +150,7 @@ class Broadcast(OwnWeights):
         self._until(connected, joins, "connect", lambda: f"no connection over {backend}{hint}")
         return connecting.results()["the trainer"]
 
-    def _backend(self, infos: Mapping[EngineClient, BridgeInfo]) -> str:
+    def _backend(self, infos: Mapping[ServerClient, BridgeInfo]) -> str:
         here = "nccl" if self.device.type == "cuda" else "gloo"
         for engine, info in infos.items():
             if info.receives is None:
@@ -165,7 +165,7 @@ class Broadcast(OwnWeights):
                 )
         return here
 
-    def _send(self, group: Group) -> dict[str, TransferReport]:
+    def _send(self, group: BroadcastGroup) -> dict[str, TransferReport]:
         """Broadcast the present weights as `self.version`; every server answers with them when this returns."""
         request = TransferUpdate(
             weight_version=self.version, timeout_s=self._limit_s, in_flight=self.config.in_flight,

@@ -40,7 +40,7 @@ FIXES = (
         "leave out openai.model_name under [env.args], it is derived; then atropos-tui restart {env}",
     ),
     (
-        re.compile(r"longer than the maximum model length|maximum context length"),
+        re.compile(r"maximum (?:model|context) length|max_model_len"),
         "raise [vllm] max_model_len, or shorten what {env} asks for: env.max_token_length under [env.args]",
     ),
     (

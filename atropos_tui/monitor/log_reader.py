@@ -1,0 +1,325 @@
+"""Read components' logs while they grow: `LogReader` reads one, `MergedLogs` several in order of arrival.
+
+A reader holds the file open, so that a rotation (`N.log` becomes `N.log.1`) takes away nothing unread. It reads
+everything, for a pipe or a terminal that scrolls; a *lossy* one keeps a screen fresh: it begins near the end, reads one
+bounded chunk a call, jumps ahead when it is late, and says in a note what it left out, since the file has the rest.
+Each line comes with the time at which its end arrived, as `supervisor.log_times` has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Literal, NamedTuple
+
+from atropos_tui.monitor.plain import bytes_text
+from atropos_tui.supervisor.log_times import LogTimes
+from atropos_tui.supervisor.logs import attempts, latest_attempt
+from atropos_tui.supervisor.record_tail import CHUNK_BYTES, MAX_LINE_BYTES
+from trainer_core.contracts.files import open_regular
+
+MAX_BEHIND_BYTES = 4 * CHUNK_BYTES
+"""A lossy reader that is later than this jumps ahead."""
+FLOOD_BYTES = 32 * 1024
+"""What a lossy reader reads at once while more comes than a screen can show: each line costs the screen time."""
+CALM_READS = 20
+"""So many reads without a jump end a flood."""
+ROTATED = "[atropos] the log was rotated here; its earlier part is in the file ending in .1"
+HOLD_S = 0.15
+"""How long a line of a merged log is held back."""
+
+
+class Line(NamedTuple):
+    """One line of a component's log, without its newline, decoded with replacement."""
+
+    time: float
+    """Unix seconds; never less than that of the line before it in the same reader."""
+    component: str
+    attempt: int
+    text: str
+    read_at: float
+    """Of the monotonic clock: when it was found in the file."""
+    is_note: bool = False
+    """Whether the reader says this, and not the component."""
+
+
+class LogReader:
+    """Lines of one component from the oldest kept byte of its latest attempt on, then of each attempt after it.
+
+    Args:
+        folder: `RUN/logs/COMPONENT`.
+        attempt: `"all"` begins with the first attempt that is there; a number reads that attempt alone.
+        lossy: prefer the newest lines to all of them; the last words of an attempt that is over are read all the same.
+    """
+
+    def __init__(self, folder: Path, attempt: int | Literal["all"] | None = None, *, lossy: bool = False) -> None:
+        self._folder = folder
+        self._alone = isinstance(attempt, int)
+        self._lossy = lossy
+        self._path: Path | None = None
+        self._file: BinaryIO | None = None
+        self._times: LogTimes | None = None
+        self._partial = b""
+        self._clock = 0.0
+        self._begun = False
+        """Whether anything of this attempt was read."""
+        self._is_torn = False
+        """Whether a jump led into the midst of a line."""
+        self._calm = CALM_READS
+        """Reads since the last jump."""
+        if isinstance(attempt, int):
+            self._path = next((path for path in attempts(folder) if int(path.stem) == attempt), None)
+        else:
+            self._path = self._next_attempt() if attempt == "all" else latest_attempt(folder)
+
+    @property
+    def path(self) -> Path | None:
+        """The log that is being read; None as long as no attempt that it reads has one."""
+        return self._path
+
+    def skip(self, count: float = math.inf, since: float = -math.inf) -> None:
+        """Before the first `drain`: begin late, yet early enough for the last `count` lines that came since `since`.
+
+        What is then read may hold more than asked for, but no more than about `CHUNK_BYTES` a segment.
+        """
+        for segment, path in self._backwards():
+            file = _open(segment)
+            if file is None or (self._file is not None and _same(file, self._file)):
+                continue
+            self._path = path
+            times = self._take(segment, file)
+            start, lines_behind = _start(file, times, count, since)
+            file.seek(start)
+            count -= lines_behind
+            if start:
+                return
+
+    def drain(self) -> Iterator[Line]:
+        """Complete lines up to the present end, of a lossy reader at most a chunk; call again for what comes later."""
+        while True:
+            later = self._next_attempt()  # looked up first: once it exists, the present one grows no more
+            yield from self._attempt(is_over=later is not None)
+            if later is None:
+                return
+            yield from self.rest()
+            self.close()
+            self._path, self._begun, self._is_torn, self._calm = later, False, False, CALM_READS
+
+    def rest(self) -> Iterator[Line]:
+        """The last line, if it has no newline; call when nothing more can come."""
+        if self._partial and self._file is not None:
+            yield self._line(self._partial, self._file.tell() - 1, time.monotonic())
+        self._partial = b""
+
+    def close(self) -> None:
+        """Let go of the files that are held open."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._times is not None:
+            self._times.close()
+            self._times = None
+
+    @property
+    def _number(self) -> int:
+        return int(self._path.stem) if self._path else -1
+
+    def _next_attempt(self) -> Path | None:
+        if self._alone:
+            return None
+        now = self._number
+        later = (path for path in attempts(self._folder) if int(path.stem) > now)
+        return (max if self._lossy else min)(later, key=lambda path: int(path.stem), default=None)
+
+    def _backwards(self) -> Iterator[tuple[Path, Path]]:
+        """Every segment that is to be read, newest first, with the log that it belongs to."""
+        first = self._number
+        for path in sorted(attempts(self._folder), key=lambda path: -int(path.stem)):
+            if int(path.stem) == first or (int(path.stem) > first and not self._alone):
+                yield path, path
+                yield _older(path), path
+
+    def _attempt(self, is_over: bool) -> Iterator[Line]:
+        if self._path is None:
+            return
+        if self._file is None:
+            self._open_first(self._path)
+        # The one that is open, and two that are there by name: who comes back after these has to be called again,
+        # else a flood that rotates faster than it is read would never let this end.
+        for _ in range(3):
+            if self._file is None:
+                return
+            newer = self._rotated(self._path, self._file)  # before reading: a renamed file grows no more
+            yield from self._lines(self._file, grows=newer is None and not is_over)
+            if newer is None:
+                return
+            if self._lossy:
+                yield self._own(ROTATED)
+            self._take(self._path, newer)
+
+    def _open_first(self, path: Path) -> None:
+        for segment in (path,) if self._lossy else (_older(path), path):
+            if (file := _open(segment)) is not None:
+                self._take(segment, file)
+                return
+
+    def _take(self, segment: Path, file: BinaryIO) -> LogTimes:
+        """Go on with `file`, opened as `segment`."""
+        self.close()
+        self._file, self._times = file, LogTimes(segment, file)
+        return self._times
+
+    def _rotated(self, path: Path, file: BinaryIO) -> BinaryIO | None:
+        """The segment that comes after `file`, opened, when `file` is no longer the one being written."""
+        try:
+            with contextlib.ExitStack() as stack:
+                newest = stack.enter_context(open_regular(path))
+                if _same(newest, file):
+                    return None
+                # Looked at in this order, a rotation in between can only make the older one newer, never lost.
+                older = _open(_older(path))
+                if older is not None and not _same(older, file) and not _same(older, newest):
+                    return older
+                if older is not None:
+                    again = _same(older, newest)
+                    older.close()
+                    if again:
+                        return None  # rotated this very moment: decided at the next call
+                stack.pop_all()
+                return newest
+        except OSError:
+            return None  # between the two steps of a rotation
+
+    def _lines(self, file: BinaryIO, grows: bool) -> Iterator[Line]:
+        """What is unread of `file`; a lossy reader leaves most of it out, or for later if the file still grows."""
+        assert self._times is not None
+        size = os.fstat(file.fileno()).st_size
+        if size < file.tell():  # somebody cut it: it comes again from its start
+            file.seek(0)
+            self._partial = b""
+            yield self._own(ROTATED)
+        if self._lossy:
+            at_once = CHUNK_BYTES if self._calm >= CALM_READS else FLOOD_BYTES
+            yield from self._jump(file, size - file.tell(), at_once)
+            size = min(size, file.tell() + at_once) if grows else size
+        left = size - file.tell()
+        while left > 0 and (data := file.read(min(CHUNK_BYTES, left))):
+            left -= len(data)
+            end = file.tell() - len(data) - len(self._partial)
+            self._times.refresh()
+            read_at = time.monotonic()
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            if len(self._partial) > MAX_LINE_BYTES:
+                lines, self._partial = [*lines, self._partial], b""
+            for line in lines:
+                end += len(line) + 1
+                if self._is_torn:
+                    self._is_torn = False
+                else:
+                    yield self._line(line, end - 1, read_at)
+
+    def _jump(self, file: BinaryIO, left: int, at_once: int) -> Iterator[Line]:
+        """Move a lossy reader that is late to where `at_once` bytes are left, and say so in a note."""
+        assert self._times is not None
+        is_late = left > (MAX_BEHIND_BYTES if self._begun else at_once)
+        self._calm = 0 if is_late and self._begun else self._calm + 1
+        if is_late:
+            where = "skipped here" if self._begun else "earlier"
+            self._partial, self._is_torn = b"", True
+            self._times.refresh()
+            self._clock = max(self._clock, self._times.at(file.seek(left - at_once, os.SEEK_CUR)))
+            name = f"{self._folder.name}/{self._number}.log"
+            yield self._own(f"··· {bytes_text(left - at_once)} {where}, in {name} ···", is_note=True)
+        self._begun = True
+
+    def _line(self, line: bytes, end: int, read_at: float) -> Line:
+        if self._times is not None:
+            self._clock = max(self._clock, self._times.at(end))
+        return Line(self._clock, self._folder.name, self._number, line.decode("utf-8", "replace"), read_at)
+
+    def _own(self, text: str, is_note: bool = False) -> Line:
+        return Line(self._clock, self._folder.name, self._number, text, time.monotonic(), is_note)
+
+
+class MergedLogs:
+    """One stream from several readers, in order of arrival; that of a single one is never held back.
+
+    A line may reach its file a moment after a later one of another component reached its own. So, while a run is
+    followed, a line is held back for `HOLD_S` before it is shown: the order is right unless the supervisor was held up
+    for longer, and nothing is ever waited for. Nothing is lost or repeated by this, and memory holds a chunk of each
+    log plus what is held back.
+    """
+
+    def __init__(self, readers: Sequence[LogReader]) -> None:
+        self._readers = readers
+        self._holds = len(readers) > 1
+        self._waiting: list[Line] = []
+
+    def ready(self) -> Iterator[Line]:
+        """Lines whose turn has come, from all that is in the files now. Use it up before the next call."""
+        limit = self._due()
+        waiting, self._waiting = self._waiting, []
+        for line in self._in_order(waiting, *(reader.drain() for reader in self._readers)):
+            if line.time <= limit or not self._holds:
+                yield line
+            else:
+                self._waiting.append(line)
+
+    def rest(self) -> Iterator[Line]:
+        """Everything that is left, last lines without a newline included; for when nothing more can come."""
+        waiting, self._waiting = self._waiting, []
+        both = (itertools.chain(reader.drain(), reader.rest()) for reader in self._readers)
+        yield from self._in_order(waiting, *both)
+
+    def close(self) -> None:
+        """Let go of the files that are held open."""
+        for reader in self._readers:
+            reader.close()
+
+    def _due(self) -> float:
+        """Lines that came up to this time are shown now.
+
+        By the clock of the lines, and where that is another machine's or was set back, by when they were read.
+        """
+        oldest = time.monotonic() - HOLD_S
+        return max(time.time() - HOLD_S, *(line.time for line in self._waiting if line.read_at <= oldest), 0.0)
+
+    @staticmethod
+    def _in_order(*sources: Iterator[Line] | list[Line]) -> Iterator[Line]:
+        return heapq.merge(*sources, key=lambda line: line.time)
+
+
+def _start(file: BinaryIO, times: LogTimes, count: float, since: float) -> tuple[int, int]:
+    """Where to begin so that the last `count` lines that ended since `since` are read, and how many lines follow."""
+    times.refresh()
+    position, newlines = file.seek(0, os.SEEK_END), 0
+    while position > 0:
+        step = min(CHUNK_BYTES, position)
+        position -= step
+        data = os.pread(file.fileno(), step, position)
+        newlines += data.count(b"\n")
+        first = position + data.find(b"\n")
+        if first >= position and (newlines > count or times.at(first) < since):
+            return first + 1, newlines - 1
+    return 0, newlines
+
+
+def _older(path: Path) -> Path:
+    return path.with_name(path.name + ".1")
+
+
+def _open(path: Path) -> BinaryIO | None:
+    try:
+        return open_regular(path)
+    except OSError:
+        return None
+
+
+def _same(one: BinaryIO, other: BinaryIO) -> bool:
+    return os.path.samestat(os.fstat(one.fileno()), os.fstat(other.fileno()))

@@ -1,0 +1,334 @@
+"""What is wrong with a profile, in plain words: errors of pydantic become problems with file, key, reason and fix.
+
+Reasons come from the kind of error, fixes from the JSON Schema at that key: what may stand there is said once, in the
+models. What a user wrote is shown escaped and cut, so that no value can forge a line of a report.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from atropos_tui.errors import Problem, UserError
+from atropos_tui.stack.redact import hide
+
+MAX_SHOWN = 60
+"""Characters of a value or key."""
+MAX_LISTED = 200
+"""Problems that are listed; a file with more of them is no profile."""
+MAX_CHOICES = 40
+"""Keys that are named as the ones that are known."""
+SECTION_LISTS = ("env", "vllm", "prepare")
+"""Sections that may be written once as `[env]` or several times as `[[env]]`."""
+
+KeyPath = tuple[str | int, ...]
+"""A key as a path through the data: table keys and list indices."""
+Schema = dict[str, Any]
+"""A JSON Schema, or the part of one that describes a key."""
+_BARE_KEY = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_SHOWN}}}")
+
+
+def refused(problems: list[Problem], title: str = "invalid profile") -> UserError:
+    """All problems as one error."""
+    count = len(problems)
+    listed = problems[:MAX_LISTED]
+    if count > MAX_LISTED:
+        listed.append(Problem(f"and {count - MAX_LISTED:,} more problems", "mend these first"))
+    return UserError(f"{title}: {count:,} problem{'' if count == 1 else 's'}", listed)
+
+
+@contextmanager
+def in_words(file: str) -> Iterator[None]:
+    """Turn whatever a malformed profile makes the code below raise into words that name the file.
+
+    Raises:
+        UserError: for every exception; one that is a UserError already stays as it is.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except RecursionError:
+        raise refused([Problem("is nested too deep to be read", "take some levels out", file)]) from None
+    except Exception as error:
+        reason = f"cannot be read as a profile ({type(error).__name__}: {printable(str(error))})"
+        fix = "correct what this names, or begin with a new one: atropos-tui init"
+        raise refused([Problem(reason, fix, file)]) from error
+
+
+def printable(text: str, limit: int = 400) -> str:
+    """`text` in one line: what cannot be printed is escaped, what is longer than `limit` is cut and counted."""
+    cut = text[:limit]
+    if not cut.isprintable():
+        cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    return cut if len(text) <= limit else f"{cut}… ({len(text):,} characters)"
+
+
+def value_text(value: Any, key: str = "") -> str:
+    """A value as TOML would write it, roughly; the value of a `key` that names a secret is hidden."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return _quoted(hide(key, value))
+    if isinstance(value, dict):
+        return "a table" if value else "an empty table"
+    if isinstance(value, list | tuple):
+        entries = f"{len(value):,} {'entry' if len(value) == 1 else 'entries'}"
+        return f"a list of {entries}" if value else "an empty list"
+    return printable(str(value), MAX_SHOWN)
+
+
+def _quoted(text: str) -> str:
+    escaped = printable(text[:MAX_SHOWN]).replace('"', '\\"')
+    return f'"{escaped}"' if len(text) <= MAX_SHOWN else f'"{escaped}…" ({len(text):,} characters)'
+
+
+def key_text(path: Sequence[str | int], data: Any) -> str:
+    """The key as the user wrote it, in the form that `--set` takes.
+
+    An index of `[[env]]` is only shown where there are several, and then with the entry's name; indices of other lists
+    are shown in brackets: `vllm.gpus[0]`, `env.1.args.x ([[env]] "math")`.
+    """
+    text, note = "", ""
+    node = data
+    for depth, part in enumerate(path):
+        if isinstance(part, str):
+            word = part if _BARE_KEY.fullmatch(part) else _quoted(part)
+            text += f".{word}" if text else word
+        elif depth == 1 and path[0] in SECTION_LISTS:
+            if isinstance(node, list) and len(node) > 1:
+                name = node[part].get("name") if part < len(node) and isinstance(node[part], dict) else None
+                text += f".{part}"
+                note = f" ([[{path[0]}]] {value_text(name) if isinstance(name, str) else f'number {part + 1}'})"
+        else:
+            text += f"[{part}]"
+        node = _step(node, part)
+    return text + note
+
+
+def _step(node: Any, part: str | int) -> Any:
+    """What stands below `node` at a key or index; None where nothing does."""
+    if isinstance(node, Mapping):
+        return node.get(part)
+    return node[part] if isinstance(node, list) and isinstance(part, int) and part < len(node) else None
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """ "did you mean NEAREST? ", or nothing."""
+    near = difflib.get_close_matches(word[:100], known, n=1)
+    return f"did you mean {near[0]}? " if near else ""
+
+
+def problems_of(
+    errors: Iterable[Any],
+    data: dict[str, Any],
+    schema: Schema,
+    file_of: Callable[[KeyPath], str],
+    below: KeyPath = (),
+) -> list[Problem]:
+    """Every error as one problem a key, in the order of pydantic.
+
+    Args:
+        errors: of a ValidationError.
+        data: the whole profile as it was read.
+        file_of: the file in which a key stands.
+        below: the table that was validated, when it was not the whole profile.
+    """
+    items: dict[KeyPath, dict[str, Any]] = {}
+    for item in errors:
+        # Several errors of one key are the forms of a union that did not fit: one problem.
+        path = _path((*below, *item["loc"]), data, missing=item["type"] == "missing")
+        items.setdefault(path, dict(item))
+    deeper = {path[:length] for path in items for length in range(1, len(path))}
+    return [
+        Problem(reason, fix, file_of(path), key_text(path, data) + suffix)
+        for path, item in items.items()
+        if path not in deeper  # a list that fitted as a list and failed in an entry
+        for reason, fix, suffix in _explained(path, item, data, schema)
+    ]
+
+
+def _path(location: tuple[str | int, ...], data: Any, *, missing: bool) -> KeyPath:
+    """pydantic's location as a path through the data: without names of types, and `[env]` without an index."""
+    path: KeyPath = ()
+    node = data
+    for depth, part in enumerate(location):
+        steps = _steps(node, part, flags=bool(path) and path[-1] == "args")
+        if steps is None:
+            if missing and depth == len(location) - 1:
+                path += (part,)
+            continue
+        for step in steps:
+            node = node[step]
+        path += steps
+    return path
+
+
+def _steps(node: Any, part: str | int, *, flags: bool) -> KeyPath | None:
+    """The keys by which `part` is found in `node`; None when it is no key but pydantic's name of a form."""
+    if isinstance(node, list):
+        return (part,) if isinstance(part, int) and part < len(node) else None
+    if not isinstance(node, dict) or not isinstance(part, str):
+        return None
+    if part in node:
+        return (part,)
+    for dot in (match.start() for match in re.finditer(r"\.", part) if flags):
+        rest = _steps(node.get(part[:dot]), part[dot + 1 :], flags=True)
+        if rest is not None:
+            return (part[:dot], *rest)
+    return None
+
+
+def _explained(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -> Iterator[tuple[str, str, str]]:
+    """Reason, fix, and what the key needs behind it to name the place within the value."""
+    kind, context = str(item["type"]), item.get("ctx", {})
+    if kind == "mistake":
+        yield context["reason"], context["fix"], f".{context['at']}" if context["at"] else ""
+    elif kind == "extra_forbidden":
+        known = sorted({key for form in _forms_at(schema, path[:-1], data) for key in form.get("properties", ())})
+        near = did_you_mean(str(path[-1]), known).strip()
+        yield "unknown key", near or f"remove it; known here: {', '.join(known[:MAX_CHOICES])}", ""
+    elif kind == "value_error":
+        for line in str(item["msg"]).removeprefix("Value error, ").splitlines():
+            # The trainer speaks of flags, the profile has keys.
+            reason, _, fix = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), line).partition("; ")
+            yield printable(reason), fix or "change one of the keys that this names", ""
+    else:
+        yield (*_reason_and_fix(path, item, data, schema), "")
+
+
+def _reason_and_fix(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -> tuple[str, str]:
+    """What is wrong with the value at `path`, by the kind of the error and by what the schema wants there."""
+    forms = _forms_at(schema, path, data)
+    description = str(forms[0].get("description", "")) if forms else ""
+    if item["type"] == "missing":
+        if isinstance(path[-1], int):
+            return "is missing", f"give {_phrases(_forms_at(schema, path[:-1], data), schema)}"
+        return "is missing", f"add it: {_first_sentence(description)}" if description else "add it"
+    value = item.get("input")
+    if item["type"].startswith("union_tag"):
+        tag = value_text(value["kind"]) if isinstance(value, dict) and "kind" in value else "none"
+        kinds = [form["properties"]["kind"]["const"] for form in forms if "kind" in form.get("properties", {})]
+        return f"needs a kind (got {tag})", f"set kind to one of: {', '.join(kinds)}"
+    got = f"(got {value_text(value, str(path[-1]) if path else '')})"
+    choices = [str(choice) for form in forms for choice in _choices(form)]
+    if choices and isinstance(value, str):
+        return f"unknown value {got}", f"{did_you_mean(value, choices)}choose one of: {', '.join(choices)}"
+    reason = "wrong type" if choices else _reason(item["type"])
+    if path and path[-1] == "depends_on":
+        names = [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+        entries = ", ".join(f'{printable(name, 40)} = "healthy"' for name in names[:5] or ["api"])
+        return f"{reason} {got}", f"write it as a table: depends_on = {{ {entries} }}"
+    fix = _phrases(forms, schema)
+    if any("pattern" in form for form in forms) and description:
+        fix += f": {_first_sentence(description)}"
+    return f"{reason} {got}", f"give {fix}"
+
+
+def _reason(kind: str) -> str:
+    """The reason for a kind of pydantic's errors."""
+    if kind.endswith(("_type", "_parsing", "is_instance_of", "_from_float")):
+        return "wrong type"
+    if kind.startswith(("greater", "less")):
+        return "out of range"
+    if kind == "finite_number":
+        return "must be finite"
+    return "wrong length" if kind.endswith(("too_short", "too_long")) else "does not fit"
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=[^.])\.\s", " ".join(text.split()), maxsplit=1)[0].removesuffix(".")
+
+
+def resolve(schema: Schema, node: Schema) -> Schema:
+    """`node` with its `$ref` followed; its own words win."""
+    while "$ref" in node:
+        name = str(node["$ref"]).removeprefix("#/$defs/")
+        node = schema["$defs"][name] | {key: value for key, value in node.items() if key != "$ref"}
+    return node
+
+
+def _forms(schema: Schema, node: Schema) -> list[Schema]:
+    """The forms that a value may take, in order."""
+    node = resolve(schema, node)
+    if isinstance(node.get("type"), list):
+        return [node | {"type": kind} for kind in node["type"]]
+    choices = [*node.get("anyOf", ()), *node.get("oneOf", ())] if "properties" not in node else []
+    return [form for choice in choices for form in _forms(schema, choice)] if choices else [node]
+
+
+def _forms_at(schema: Schema, path: KeyPath, data: Any) -> list[Schema]:
+    """The forms that the schema allows at the key `path`; none for a key that it does not know.
+
+    Args:
+        data: the profile, by which a check of a probe tells its kind.
+    """
+    forms = [schema]
+    for part in path:
+        data = _step(data, part)
+        below = [inner for form in forms if (inner := _below(form, part)) is not None]
+        forms = [form for node in below for form in _forms(schema, node)]
+        forms = [form for form in forms if _fits(form, data)] or forms
+    return forms
+
+
+def _below(form: Schema, part: str | int) -> Schema | None:
+    if isinstance(part, int):
+        inner = form.get("items")
+    else:
+        free = next(iter(form.get("patternProperties", {}).values()), form.get("additionalProperties"))
+        inner = form.get("properties", {}).get(part, free)
+    return inner if isinstance(inner, dict) else None
+
+
+def _fits(form: Schema, data: Any) -> bool:
+    """Whether `data` may be of this form, as far as its `kind` tells."""
+    kind = form.get("properties", {}).get("kind", {}).get("const")
+    return kind is None or not isinstance(data, Mapping) or data.get("kind") in (kind, None)
+
+
+def _choices(form: Schema) -> list[Any]:
+    """The values that a form is limited to; empty where it is not."""
+    return list(form.get("enum", [form["const"]] if "const" in form else []))
+
+
+def _phrases(forms: list[Schema], schema: Schema) -> str:
+    """What may stand at a key of several forms."""
+    if len(forms) > 2:  # flags: the forms matter, not what their entries may be
+        forms = [form if form.get("type") != "array" else {"type": "array"} for form in forms]
+    phrases = list(dict.fromkeys(_phrase(form, schema) for form in forms))
+    if "a number" in phrases and "a whole number" in phrases:
+        phrases.remove("a whole number")
+    return f"{', '.join(phrases[:-1])} or {phrases[-1]}" if len(phrases) > 1 else "".join(phrases)
+
+
+def _phrase(form: Schema, schema: Schema) -> str:
+    """What may stand at a key, as a noun: "a whole number from 1 to 65535", "one of: a, b", "true or false"."""
+    if choices := _choices(form):
+        return f"one of: {', '.join(map(str, choices))}"
+    kind = form.get("type")
+    if kind in ("integer", "number"):
+        return ("a whole number" if kind == "integer" else "a number") + _bounds(form)
+    if kind == "array":
+        inner = _phrases(_forms(schema, form["items"]), schema) if "items" in form else ""
+        least, most = form.get("minItems"), form.get("maxItems")
+        count = (
+            f" with {least} entries" if least and least == most else f" with at least {least} entry" if least else ""
+        )
+        return f"a list{count}, each {inner}" if inner else f"a list{count}"
+    if kind == "string":
+        return "text in quotes" + (", not empty" if form.get("minLength") else "")
+    return {"boolean": "true or false", "object": "a table"}.get(str(kind), "another value")
+
+
+def _bounds(form: Schema) -> str:
+    least, above = form.get("minimum"), form.get("exclusiveMinimum")
+    most, below = form.get("maximum"), form.get("exclusiveMaximum")
+    if least is not None and most is not None:
+        return f" from {least:g} to {most}" if least != most else f": only {least}"
+    low = f" of at least {least:g}" if least is not None else f" above {above:g}" if above is not None else ""
+    high = f" of at most {most}" if most is not None else f" below {below:g}" if below is not None else ""
+    return f"{low} and{high}" if low and high else low or high

@@ -1,0 +1,272 @@
+"""From files to one table: finding a profile, reading its TOML, merging what it `extends`, and applying `--set`.
+
+    extends = "base.toml"     # a path relative to this file, or the name of a shipped profile
+    --set trainer.lr=1e-4     # a dotted key and a TOML value (or else a plain string), after everything is merged
+
+Tables merge key by key and the extending profile wins; a list (`gpus`, `[[env]]`) replaces the whole list. `Origins`
+remembers which file each key comes from, so that a problem names the place where it must be mended.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atropos_tui.errors import Problem, UserError
+from atropos_tui.stack.errors import SECTION_LISTS, KeyPath, did_you_mean, printable, value_text
+
+MAX_PROFILE_BYTES = 1024 * 1024
+"""A larger file is no profile, but a model given in its place."""
+SET = "--set"
+"""What a problem names in the place of a file."""
+
+PROGRAMS = {"module", "script", "command"}
+"""Of these an environment has one: who names one takes back the others that are inherited."""
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Where the keys of a merged profile stand: a file, or `--set`."""
+
+    main: str = field(default="", compare=False)
+    places: dict[KeyPath, str] = field(default_factory=dict, compare=False)
+
+    def of(self, path: Sequence[str | int]) -> str:
+        """The place of a key, else of the nearest table around it, else the profile itself.
+
+        An index of `[[env]]` may be given for a single `[env]` too.
+        """
+        for length in range(len(path), 0, -1):
+            here = tuple(path[:length])
+            single = here[:1] + here[2:] if length > 2 and isinstance(here[1], int) else here
+            if (place := self.places.get(here) or self.places.get(single)) is not None:
+                return place
+        return self.main
+
+    def note(self, path: KeyPath, value: Any, place: str, old: Any = None) -> None:
+        """`value` at `path`, with everything below it, now comes from `place`, and no longer from where `old` did."""
+        if isinstance(old, dict):
+            for key, inner in old.items():
+                self.places.pop((*path, key), None)
+                self.note((*path, key), None, place, inner)
+        self.places[path] = place
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                self.note((*path, key), inner, place)
+
+
+def displace(environment: dict[str, Any], named: set[str]) -> None:
+    """Take back the program that `environment` inherits where `named` says another one."""
+    if PROGRAMS & named:
+        for other in PROGRAMS - named:
+            environment.pop(other, None)
+
+
+def shipped_profiles() -> dict[str, Path]:
+    """Profiles that come with the package, by name: beside the sources, or inside the wheel."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "profiles", package.parent / "profiles"):
+        if folder.is_dir():
+            return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {}
+
+
+def find_profile(name_or_path: str) -> Path:
+    """The file for PROFILE: a path, else the name of a shipped profile.
+
+    Raises:
+        UserError: there is neither.
+    """
+    path = Path(name_or_path)
+    if _is_file(path):
+        return path
+    shipped = shipped_profiles()
+    if name_or_path in shipped:
+        return shipped[name_or_path]
+    reason, fix = _not_found(path, name_or_path)
+    name = printable(name_or_path)
+    raise UserError(f"unknown profile: {name}", [Problem(reason, fix, file=name)])
+
+
+def _is_file(path: Path) -> bool:
+    """Whether `path` is a regular file; as a function of os.path it never raises, whatever the name."""
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def _not_found(path: Path, name: str) -> tuple[str, str]:
+    """Reason and fix for a profile that is no file."""
+    shipped = shipped_profiles()
+    reason = "is a directory" if os.path.isdir(path) else "no such profile"  # noqa: PTH112
+    return reason, f"{did_you_mean(Path(name).stem, shipped)}give a path, or one of: {', '.join(shipped)}"
+
+
+def file_text(path: Path) -> str:
+    """A file as problems name it."""
+    return printable(os.path.normpath(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of the TOML file `path`.
+
+    Raises:
+        UserError: it cannot be read, is larger than `MAX_PROFILE_BYTES`, or is not TOML.
+    """
+    file = file_text(path)
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(MAX_PROFILE_BYTES + 1)
+        if len(content) > MAX_PROFILE_BYTES:
+            raise _invalid("larger than 1 MiB: not a profile", "check that this is the file you meant", file)
+        # Editors on Windows begin files with a byte order mark.
+        return tomllib.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise _invalid(f"not UTF-8 text (byte {error.start})", "save it as UTF-8", file) from None
+    except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
+        raise _invalid(f"not TOML: {printable(str(error))}", "correct the syntax at that place", file) from None
+    except OSError as error:
+        raise UserError(
+            "unreadable profile", [Problem(str(error.strerror), "make it a readable file", file=file)]
+        ) from None
+
+
+def _invalid(reason: str, fix: str, file: str, key: str = "") -> UserError:
+    return UserError("invalid profile", [Problem(reason, fix, file, key)])
+
+
+def read_merged(path: Path) -> tuple[dict[str, Any], Origins]:
+    """Read `path` and what it extends, merged. The result has no `extends` any more.
+
+    Raises:
+        UserError: a file cannot be read, or the chain is circular or broken.
+    """
+    chain = [path]
+    layers = [read_toml(path)]
+    while (wanted := layers[-1].pop("extends", None)) is not None:
+        chain.append(_extended(wanted, chain))
+        layers.append(read_toml(chain[-1]))
+    origins = Origins(file_text(path))
+    merged: dict[str, Any] = {}
+    for file, layer in zip(reversed(chain), reversed(layers), strict=True):
+        _nest_flags(layer)
+        _merge(merged, layer, origins, file_text(file), ())
+    return merged, origins
+
+
+def _nest_flags(layer: dict[str, Any]) -> None:
+    """Write an environment's `"env.group_size" = 8` as `env.group_size = 8`, so that the two merge."""
+    written = layer.get("env")
+    for section in written if isinstance(written, list) else [written]:
+        args = section.get("args") if isinstance(section, dict) else None
+        if not isinstance(args, dict):
+            continue
+        for flag in [key for key in args if "." in key]:
+            *tables, last = flag.split(".")
+            node: Any = args
+            for table in tables:
+                node = node.setdefault(table, {}) if isinstance(node, dict) else None
+            if isinstance(node, dict) and last not in node:
+                node[last] = args.pop(flag)
+
+
+def _extended(wanted: Any, chain: list[Path]) -> Path:
+    """The file that the last profile of `chain` extends."""
+    file = file_text(chain[-1])
+    if not isinstance(wanted, str) or not wanted:
+        raise _invalid(
+            f"must name one profile (got {value_text(wanted)})",
+            'write extends = "base.toml", or a name',
+            file,
+            "extends",
+        )
+    path = chain[-1].parent / Path(wanted).expanduser()
+    if not _is_file(path):
+        path = shipped_profiles().get(wanted, path)
+    links = " → ".join(file_text(link) for link in [*chain, path])
+    if not _is_file(path):
+        reason, fix = _not_found(path, wanted)
+        raise _invalid(f"{reason}: {links}", f"{fix}; a path is relative to this file", file, "extends")
+    if any(path.samefile(link) for link in chain):
+        raise _invalid(f"goes in a circle: {links}", "take one of these `extends` away", file, "extends")
+    return path
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any], origins: Origins, file: str, path: KeyPath) -> None:
+    """Lay `over` on `base`, in place."""
+    if path == ("env",):
+        displace(base, set(over))
+    for key, value in over.items():
+        old = base.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            _merge(old, value, origins, file, (*path, key))
+        else:
+            base[key] = value
+            origins.note((*path, key), value, file, old)
+
+
+def apply_sets(data: dict[str, Any], sets: Sequence[str], origins: Origins | None = None) -> None:
+    """Apply overrides in place, and note them in `origins`.
+
+    `[[env]]` and `[[vllm]]` are reached by index (`vllm.1.port=9002`), or through their first entry (`vllm.port=9002`).
+
+    Raises:
+        UserError: not KEY=VALUE, or the key leads through something that is no table.
+    """
+    for item in sets:
+        key, separator, text = item.partition("=")
+        if not separator or not key.strip():
+            raise _invalid_set(f'"{printable(item)}" is not KEY=VALUE', "write e.g. --set trainer.lr=1e-4", "")
+        value, parts = toml_value(text), key.strip().split(".")
+        if parts == ["extends"]:
+            raise _invalid_set(
+                "cannot be set: it is followed before --set applies", "write it in the profile", "extends"
+            )
+        path = _assign(data, parts, value, printable(key.strip()))
+        if origins is not None:
+            origins.note(path, value, SET)
+
+
+def toml_value(text: str) -> Any:
+    """`text` as TOML reads it, else the text itself: `8` is a number, `/models/m` a string."""
+    try:
+        parsed = tomllib.loads(f"v = {text}")
+    except ValueError:  # TOMLDecodeError, and numbers of thousands of digits
+        return text
+    return parsed["v"] if len(parsed) == 1 else text
+
+
+def _assign(data: dict[str, Any], parts: list[str], value: Any, key: str) -> KeyPath:
+    """Set one value and return the path by which it is found in `data`."""
+    node: Any = data
+    path: KeyPath = ()
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(node, list):
+            index = int(part) if part.isdecimal() and len(part) < 10 else 0
+            if index >= len(node):
+                raise _invalid_set(f"there are only {len(node)} entries", "count them from 0", key)
+            path += (index,)
+            if part.isdecimal() and last:
+                node[index] = value
+                return path
+            node = node[index]
+            if part.isdecimal():
+                continue
+        if not isinstance(node, dict):
+            raise _invalid_set(f"{printable('.'.join(parts[:depth]))} is not a table", "set a key of a table", key)
+        if part == "0" and not last and parts[:depth] in [[section] for section in SECTION_LISTS]:
+            continue  # one [env] is the first of [[env]]
+        path += (part,)
+        if not last:
+            node = node.setdefault(part, {})
+    if path[0] == "env" and len(path) > 1 and all(isinstance(part, int) for part in path[1:-1]):
+        displace(node, {parts[-1]})
+    node[parts[-1]] = value
+    return path
+
+
+def _invalid_set(reason: str, fix: str, key: str) -> UserError:
+    return UserError("invalid --set", [Problem(reason, fix, SET, key)])

@@ -1,0 +1,400 @@
+"""How much memory a stack will want, per GPU or on the host, before it says so itself: the budget and its formulas.
+
+What is allocated for certain (weights, gradients, master weights, optimizer state, vLLM's share of a GPU) is exact for
+each tensor; activations are an estimate, and its formula is shown. In single copy the weights count once, on the
+engine. Bytes are per device; what several devices share is divided evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from atropos_tui.stack.hardware import Inventory, Machine
+from atropos_tui.stack.models import LAYER, Model, Shape, Shapes
+from atropos_tui.stack.modes import TRAITS
+from atropos_tui.stack.plan import Site, training_config
+from atropos_tui.stack.profile import EngineSection, Profile
+from trainer_core.config import TrainingConfig
+
+HOST = "host"
+VLLM_FRACTION = 0.92
+"""vLLM's default for gpu_memory_utilization."""
+BITS8_SMALLEST, BITS8_BLOCK = 4096, 256
+"""bitsandbytes keeps smaller tensors in float32, and one float32 scale for each block and moment."""
+LOGITS = {True: 1 << 29, False: 1 << 26}
+"""Logits that the trainer works on at a time, on a GPU or not (`trainer_core/policy/logprobs.py`)."""
+CONTEXT = 750 * 1024**2
+"""A process's CUDA context and libraries, in bytes; 0.73 GiB on an H200."""
+_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes that one component holds on one device; None where nothing is known."""
+
+    component: str
+    what: str
+    bytes: int | None
+    note: str = ""
+    estimate: bool = False
+
+
+@dataclass
+class Device:
+    """One GPU ("GPU 0") or the host."""
+
+    name: str
+    model: str = ""
+    total: int | None = None
+    """Bytes; None for a GPU that this machine does not have."""
+    items: list[Item] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> int:
+        """Bytes that all components together ask for, as far as they are known."""
+        return sum(item.bytes or 0 for item in self.items)
+
+    @property
+    def certain(self) -> int:
+        """Without what is estimated, but with all that vLLM reserves."""
+        return sum(item.bytes or 0 for item in self.items if not item.estimate or item.component != "trainer")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The whole: devices, what is not known, and what will not fit."""
+
+    devices: list[Device]
+    notes: list[str]
+    warnings: list[str]
+
+    @property
+    def impossible(self) -> list[str]:
+        """Devices that are too small even if activations took nothing."""
+        return [device.name for device in self.devices if device.total is not None and device.certain > device.total]
+
+
+def make_budget(
+    profile: Profile, settings: TrainingConfig, models: Mapping[str, Model | str], machine: Machine
+) -> Budget:
+    """The budget of a profile.
+
+    Args:
+        settings: the trainer's, with everything derived.
+        models: what each engine serves, by its name, or in words why nothing is known about it.
+        machine: this machine, or any other.
+    """
+    builder = _Builder(profile, settings, machine)
+    for section in profile.vllm:
+        if isinstance(model := models[section.name], Model):
+            builder.engine(section, model)
+    notes = [f"{section.name}: unknown: {m}" for section in profile.vllm if isinstance(m := models[section.name], str)]
+    if isinstance(first := models[profile.vllm[0].name], Model):
+        notes.insert(0, f"{first.parameters:,} parameters, from {first.source}")
+        builder.trainer(first)
+    if HOST in builder.devices:
+        notes.append("the programs themselves are not counted on the host")
+    devices = [builder.devices[name] for name in sorted(builder.devices, key=lambda n: (n == HOST, len(n), n))]
+    overflows = [warning for device in devices if (warning := overflow(device, profile, settings))]
+    return Budget(devices, notes, [*builder.warnings, *overflows])
+
+
+def site_budget(site: Site, inventory: Inventory) -> Budget:
+    """The budget of a profile on the machine of `inventory`."""
+    return make_budget(site.profile, training_config(site), inventory.models, inventory.machine)
+
+
+def engine_devices(section: EngineSection, machine: Machine) -> list[str]:
+    """Where an engine lies: its GPUs, else the first ones that it sees, else the host."""
+    indices = section.gpus or (range(section.gpus_per_copy) if machine.gpus else [])
+    return [f"GPU {index}" for index in indices] or [HOST]
+
+
+def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Machine) -> list[str]:
+    """Where the trainer's own memory lies; in single copy on the engine's devices."""
+    if settings.device == "cpu":
+        return [HOST]
+    if profile.trainer.gpus:
+        return [f"GPU {index}" for index in profile.trainer.gpus]
+    if TRAITS[profile.mode].shares_memory:
+        return engine_devices(profile.vllm[0], machine)
+    return ["GPU 0"] if machine.gpus else [HOST]
+
+
+class _Builder:
+    """Collects items by device."""
+
+    def __init__(self, profile: Profile, settings: TrainingConfig, machine: Machine) -> None:
+        self.profile, self.settings, self.machine = profile, settings, machine
+        self.traits = TRAITS[profile.mode]
+        self.devices: dict[str, Device] = {}
+        self.warnings: list[str] = []
+
+    def device(self, name: str) -> Device:
+        if name not in self.devices:
+            index = int(name.split()[1]) if name != HOST else -1
+            gpu = self.machine.gpus[index] if 0 <= index < len(self.machine.gpus) else None
+            total = self.machine.host if name == HOST else gpu.total if gpu else None
+            self.devices[name] = Device(name, gpu.name if gpu else "", total)
+        return self.devices[name]
+
+    def add(self, names: list[str], component: str, what: str, size: int | None, note: str = "", **more: bool) -> None:
+        for name in names:
+            self.device(name).items.append(Item(component, what, size, note, **more))
+
+    def engine(self, section: EngineSection, model: Model) -> None:
+        """Weights, what vLLM needs to compute, and the KV cache that its share of the device leaves."""
+        names = engine_devices(section, self.machine)
+        fed = section is self.profile.vllm[0]
+        width = dtype_bytes(section.dtype or self.settings.dtype, model)
+        weights = math.ceil(model.parameters * width / section.gpus_per_copy)
+        only = "the only copy: the trainer attaches to it" if self.traits.shares_memory and fed else ""
+        self.add(names, section.name, "weights", weights, only)
+        held = weights
+        if self.traits.lora and fed:
+            slots = math.ceil(slot_elements(model, section, self.settings) * width / section.gpus_per_copy)
+            self.add(names, section.name, "adapters", slots)
+            held += slots
+        total = self.device(names[0]).total
+        if names != [HOST]:
+            working = working_memory(section, model, width, total)
+            self.add(names, section.name, "working memory", working, "activations, sampler, CUDA", estimate=True)
+            held += working
+        self._kv_cache(names, section, model, width, held)
+
+    def _kv_cache(self, names: list[str], section: EngineSection, model: Model, width: int, held: int) -> None:
+        device = self.device(names[0])
+        per_token = kv_bytes_per_token(section, model, width)
+        share = section.gpu_memory_utilization or VLLM_FRACTION
+        given = self._given_kv_cache(names, section)
+        if given is None and device.total is None:
+            note = f"{share:.0%} of the GPU less the above; {per_token:,} B a token"
+            return self.add(names, section.name, "KV cache", None, note)
+        size = max(0, given if given is not None else int(share * (device.total or 0)) - held)
+        tokens = size // per_token
+        longest = section.max_model_len or model.max_length
+        fits = f" = {tokens / longest:,.1f} sequences of {longest:,}" if longest else ""
+        self.add(names, section.name, "KV cache", size, f"{tokens:,} tokens{fits}")
+        if longest and tokens < longest:
+            self.warnings.append(
+                f"{section.name}: the KV cache on {device.name} holds {tokens:,} tokens, and one sequence may have "
+                f"{longest:,}: vLLM will not start. Raise gpu_memory_utilization (now {share:g}) or lower max_model_len"
+            )
+        return None
+
+    def _given_kv_cache(self, names: list[str], section: EngineSection) -> int | None:
+        """The size that the profile names; it wins over the share of the device."""
+        if (given := section.flag_number("kv-cache-memory-bytes", 0)) > 0:
+            return given
+        gib = section.env.get("VLLM_CPU_KVCACHE_SPACE", "") if names == [HOST] else ""
+        return int(gib) * 1024**3 if gib.isdecimal() else None
+
+    def trainer(self, model: Model) -> None:
+        """Everything that the trainer allocates itself."""
+        settings = self.settings
+        names = trainer_devices(self.profile, settings, self.machine)
+        on_gpu = names != [HOST]
+        width = dtype_bytes(settings.dtype, model)
+
+        def add(what: str, size: int, note: str = "") -> None:
+            self.add(names, "trainer", what, math.ceil(size / len(names)), note)
+
+        if not self.traits.shares_memory:
+            add("weights", model.parameters * width, "a copy of its own")
+        trained, half = model.trained(settings.train_layer_indices), width < 4
+        if self.traits.lora:
+            trained, half = adapter_shapes(model, settings), False
+            add("adapters", 4 * count(trained), f"rank {settings.lora_r}, float32")
+        parameters = count(trained)
+        note = "float32" if parameters == model.parameters else f"{parameters:,} parameters are trained"
+        add("gradients", 4 * parameters, note)
+        if half:
+            add("master weights", 4 * parameters, "float32")
+        optimizer = effective_optimizer(settings, on_gpu=on_gpu)
+        add("optimizer state", optimizer_bytes(trained, optimizer), optimizer)
+        tokens = tokens_per_pass(settings, self.profile.vllm[0].max_model_len)
+        estimate, formula = activation_bytes(model, tokens, width, on_gpu=on_gpu)
+        self.add(names, "trainer", "activations", estimate, formula, estimate=True)
+        if on_gpu:
+            self.add(names, "trainer", "CUDA context", CONTEXT, estimate=True)
+
+
+def overflow(device: Device, profile: Profile, settings: TrainingConfig) -> str | None:
+    """The warning for a device that is asked for more than it has, with the ways out; None while all fits."""
+    if device.total is None or device.wanted <= device.total:
+        return None
+    return (
+        f"{device.name}: {size_text(device.wanted)} are wanted and {size_text(device.total)} are there. "
+        f"Ways out: {'; '.join(ways_out(device, profile, settings))}"
+    )
+
+
+def given_cache(device: Device, profile: Profile) -> str | None:
+    """Key of the KV cache size that the profile names, where that is the largest item of the device."""
+    largest = max(device.items, key=lambda item: item.bytes or 0)
+    for index, section in enumerate(profile.vllm):
+        if (largest.component, largest.what) != (section.name, "KV cache"):
+            continue
+        if section.flag_number("kv-cache-memory-bytes", 0) > 0:
+            return f"vllm.{index}.args.{section.flag_key('kv-cache-memory-bytes')}"
+        if device.name == HOST and section.env.get("VLLM_CPU_KVCACHE_SPACE"):
+            return f"vllm.{index}.env.VLLM_CPU_KVCACHE_SPACE"
+    return None
+
+
+def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list[str]:
+    """The five of the guides, as keys of the profile with their present values; first what is largest by request."""
+    share = profile.vllm[0].gpu_memory_utilization or VLLM_FRACTION
+    cache = given_cache(device, profile)
+    if cache and len(profile.vllm) == 1:
+        cache = cache.replace("vllm.0.", "vllm.")
+    share_text = f"lower vllm.gpu_memory_utilization (now {share:g})"
+    # Rows are packed up to pack_tokens, where it is set, whatever the batch size.
+    row = "pack_tokens" if settings.pack_tokens else "batch_size"
+    return [
+        f"lower {cache}" if cache else share_text,
+        f"lower trainer.{row} (now {getattr(settings, row)})",
+        f"raise trainer.gradient_accumulation_steps as much (now {settings.gradient_accumulation_steps})",
+        f"lower trainer.seq_len (now {settings.seq_len})",
+        f'set trainer.optimizer = "adafactor" (now {settings.optimizer})',
+    ]
+
+
+def size_text(count: int) -> str:
+    """Bytes as people read them."""
+    for unit, size in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} B"
+
+
+def as_data(budget: Budget) -> dict[str, Any]:
+    """For `plan --json`: sizes in bytes, null where nothing is known."""
+    devices = [asdict(device) | {"wanted": device.wanted} for device in budget.devices]
+    return {"notes": budget.notes, "warnings": budget.warnings, "devices": devices}
+
+
+def as_lines(budget: Budget) -> list[str]:
+    """For `plan`."""
+    lines = [f"memory ({'; '.join(budget.notes)})"]
+    for device in budget.devices:
+        known = f"of {size_text(device.total)}" if device.total is not None else "(this machine has no such GPU)"
+        more = " and more" if any(item.bytes is None for item in device.items) else ""
+        model = f" ({device.model})" if device.model else ""
+        lines.append(f"  {device.name}{model}: {size_text(device.wanted)}{more} {known}")
+        for item in device.items:
+            size = "unknown" if item.bytes is None else ("~" if item.estimate else "") + size_text(item.bytes)
+            lines.append(f"    {item.component:<10} {item.what:<16} {size:>12}  {item.note}".rstrip())
+    return [*lines, *(f"  WARNING {warning}" for warning in budget.warnings)]
+
+
+def kv_bytes_per_token(section: EngineSection, model: Model, width: int) -> int:
+    """On one device, in bytes: keys and values of every layer; heads are replicated where there are fewer than GPUs."""
+    _, keys, size = model.widths
+    heads = max(1, keys // size // section.tensor_parallel)
+    layers = math.ceil(model.layers / section.flag_number("pipeline-parallel-size", 1))
+    one = 1 if str(section.flag("kv-cache-dtype")).startswith("fp8") else width
+    return 2 * layers * heads * size * one
+
+
+def working_memory(section: EngineSection, model: Model, width: int, total: int | None) -> int:
+    """What vLLM measures before the rest becomes KV cache: a full batch, float32 logits of every sequence, CUDA.
+
+    Args:
+        total: bytes of the GPU, by which vLLM chooses its largest batch; None for a small one.
+    """
+    large = total is not None and total >= 70 * 1024**3
+    tokens = section.flag_number("max-num-batched-tokens", 8192 if large else 2048)
+    sequences = section.flag_number("max-num-seqs", 1024 if large else 256)
+    activations = tokens * width * (4 * model.hidden + math.ceil(3 * model.inner / section.tensor_parallel))
+    return activations + sequences * model.vocab * 8 + CONTEXT
+
+
+def tokens_per_pass(settings: TrainingConfig, longest: int | None) -> int:
+    """Upper bound of tokens in one pass of the trainer, given the longest sequence that the engine makes."""
+    sequence = min(settings.seq_len, longest or settings.seq_len)
+    return min(max(settings.tokens_per_pass, sequence), settings.sequences_per_step * sequence)
+
+
+def activation_bytes(model: Model, tokens: int, width: int, *, on_gpu: bool) -> tuple[int, str]:
+    """What one pass keeps for its backward pass, the logits of one chunk, and the largest gradient while it is made.
+
+    Per token and layer: two norms that keep their input in float32, queries, keys, values and the attention's output
+    (keys and values repeated for each query head), four tensors inside the MLP, and four of the hidden size. On an H200
+    within 5 % of the peak of uncompiled layers (Qwen3 0.6B and 1.7B, Llama 1B; 4,096-16,384 tokens); compiled layers
+    keep about 40 % less.
+    """
+    queries, _, _ = model.widths
+    per_token = 8 * model.hidden + width * (4 * model.hidden + 4 * queries + 4 * model.inner)
+    if any("q_norm" in name for name in model.shapes):
+        per_token += 2 * (4 + width) * queries
+    chunk = min(tokens * model.vocab, LOGITS[on_gpu])
+    largest = model.largest * (4 + width)
+    ends = 8 * model.hidden
+    formula = f"{tokens:,} tokens x ({model.layers} layers x {per_token:,} B + {ends:,} B) + logits + largest gradient"
+    # Logits and their gradient; on a CPU the float32 softmax between them too, which a GPU computes in one kernel.
+    logits = chunk * (2 * width + (0 if on_gpu else 12))
+    return tokens * (model.layers * per_token + ends) + logits + largest, formula
+
+
+def optimizer_bytes(shapes: Shapes, optimizer: str) -> int:
+    """State of `trainer_core/optimizers.py` over tensors of these shapes, all kept in float32 but for adamw_8bit."""
+    return sum(_STATE[optimizer](shape) for shape in shapes.values())
+
+
+def _adamw(shape: Shape) -> int:
+    """Two float32 moments."""
+    return 8 * math.prod(shape)
+
+
+def _adamw_8bit(shape: Shape) -> int:
+    """Two moments of one byte, and their scales."""
+    count = math.prod(shape)
+    return 2 * (count + 4 * math.ceil(count / BITS8_BLOCK)) if count >= BITS8_SMALLEST else 8 * count
+
+
+def _adafactor(shape: Shape) -> int:
+    """Without momentum: a row and a column of second moments for a matrix, all of them for a vector."""
+    if len(shape) < 2:
+        return 4 * math.prod(shape)
+    return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
+
+
+_STATE = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
+
+
+def effective_optimizer(settings: TrainingConfig, *, on_gpu: bool) -> str:
+    """On a CPU the default 8-bit optimizer becomes adamw; one that was asked for stays."""
+    default = settings.optimizer == "adamw_8bit" and "optimizer" not in settings.model_fields_set
+    return "adamw" if default and not on_gpu else settings.optimizer
+
+
+def adapter_shapes(model: Model, settings: TrainingConfig) -> Shapes:
+    """The two float32 matrices of each adapted linear layer."""
+    wanted = set(settings.lora_target_modules or ["q_proj", "v_proj"])
+    shapes: Shapes = {}
+    for name, shape in model.trained(settings.lora_layer_indices).items():
+        if len(shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in wanted:
+            shapes[f"{name}.lora_A"] = (settings.lora_r, shape[1])
+            shapes[f"{name}.lora_B"] = (shape[0], settings.lora_r)
+    return shapes
+
+
+def slot_elements(model: Model, section: EngineSection, settings: TrainingConfig) -> int:
+    """Elements of vLLM's adapter slots: each has room for every linear layer at the largest rank."""
+    rank = section.flag_number("max-lora-rank", settings.lora_r)
+    linear = [shape for name, shape in model.shapes.items() if len(shape) == 2 and LAYER.search(name)]
+    return section.flag_number("max-loras", 1) * sum(rank * (rows + columns) for rows, columns in linear)
+
+
+def dtype_bytes(dtype: str, model: Model) -> int:
+    """Bytes of one weight; `auto` is the type it is stored in."""
+    return _BYTES.get(model.dtype if dtype == "auto" else dtype, 2)
+
+
+def count(shapes: Shapes) -> int:
+    """Parameters in all."""
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -1,0 +1,123 @@
+"""What a model weighs and costs, against what torch really computes and keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers.optimization import Adafactor
+
+from trainer_core.contracts.benchmark_summary import summary_sections, summary_text
+from trainer_core.contracts.model_math import (
+    Dimensions,
+    effective_optimizer,
+    optimizer_bytes,
+    peak_flops,
+    step_flops,
+)
+from trainer_core.contracts.records import BenchmarkRecord
+from trainer_core.policy.attention import register
+from trainer_core.policy.checkpointing import activation_bytes
+from trainer_core.policy.load import dimensions, train_only
+from trainer_core.policy.logprobs import row_logprobs
+from trainer_core.rollouts.packing import PackedRow
+
+SMALL = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 48, "vocab_size": 80,
+}  # fmt: skip
+CONFIGS = {"llama": LlamaConfig(**SMALL), "qwen3": Qwen3Config(**SMALL)}
+
+
+def _model(name: str, **options: Any) -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(CONFIGS[name], **options)
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_operations_are_those_that_torch_counts(name: str) -> None:
+    model, tokens = _model(name, attn_implementation="eager"), 40
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(tokens)[None] % 80)
+    sizes = dimensions(model)
+    whole_attention = 2 * sizes.layers * sizes.queries * tokens**2  # torch counts the masked half too
+    assert counter.get_total_flops() - whole_attention == pytest.approx(step_flops(sizes, [tokens]) / 3)
+
+
+def test_gpt2_names_its_sizes_otherwise() -> None:
+    sizes = Dimensions.of({"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100})
+    assert sizes == Dimensions(layers=2, hidden=64, inner=256, heads=4, kv_heads=4, head_size=16, vocab=100)
+
+
+@pytest.mark.parametrize(("kept", "name"), [(3, "llama"), (3, "qwen3"), (1, "qwen3")])
+def test_the_activation_estimate_is_near_what_autograd_keeps(name: str, kept: int) -> None:
+    model, tokens = _model(name, dtype=torch.bfloat16, attn_implementation=register()), 512
+    if kept == 1:
+        train_only(model, [2])
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        row_logprobs(model, _row(tokens))
+    kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    # Twice the tokens less once: what grows with tokens, which the largest gradient does not.
+    estimate = activation_bytes(model, 2 * tokens) - activation_bytes(model, tokens)
+    assert 0.8 < estimate / kept_bytes < 1.5, (estimate, kept_bytes)
+
+
+def _row(tokens: int) -> PackedRow:
+    flat = torch.arange(tokens) % 80
+    predict = torch.arange(tokens - 1)
+    nothing = torch.zeros(len(predict))
+    return PackedRow(
+        tokens=flat, positions=torch.arange(tokens), lengths=(tokens,), predict=predict, labels=flat[predict + 1],
+        logprobs=nothing, advantages=nothing, temperatures=torch.ones(len(predict)),
+    )  # fmt: skip
+
+
+def test_optimizer_state_is_what_the_optimizers_keep() -> None:
+    shapes = [(64, 32), (32,), (3, 5, 7)]
+    params = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    for name, optimizer in (("adamw", torch.optim.AdamW(params)), ("adafactor", Adafactor(params))):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        tensors = [value for value in states if isinstance(value, torch.Tensor) and value.dim()]
+        assert optimizer_bytes(shapes, name) == sum(tensor.nbytes for tensor in tensors)
+    assert optimizer_bytes([(4095,)], "adamw_8bit") == 8 * 4095, "smaller tensors stay in float32"
+    assert optimizer_bytes([(4096,)], "adamw_8bit") == 2 * (4096 + 4 * 16)
+
+
+def test_only_the_default_gives_way_on_a_cpu() -> None:
+    assert effective_optimizer("adamw_8bit", chosen=False, on_gpu=False) == "adamw"
+    for chosen, on_gpu in ((True, False), (False, True), (True, True)):
+        assert effective_optimizer("adamw_8bit", chosen=chosen, on_gpu=on_gpu) == "adamw_8bit"
+    assert effective_optimizer("adafactor", chosen=False, on_gpu=False) == "adafactor"
+
+
+def test_a_gpu_that_is_not_known_has_no_peak() -> None:
+    assert peak_flops("NVIDIA H200 PCIe") == 989e12
+    assert peak_flops("NVIDIA T4") is None
+
+
+def test_the_summary_shows_whatever_a_record_holds() -> None:
+    figures = BenchmarkRecord(
+        mode="none", total_s=90.0, steps=3, avg_step_s=float("nan"), total_step_s=float("inf"), avg_sync_s=0.0123,
+        syncs=2, total_sync_s=1e300, avg_data_wait_s=0.5, total_data_wait_s=1.5, peak_bytes=10**400,
+        tokens_per_s=1234.5,
+    )  # fmt: skip
+    text = summary_text(f"({figures.mode})", summary_sections(figures, no_memory="n/a (CPU)"))
+    assert "BENCHMARK SUMMARY (none)\n" in text and "  Total training time:     90.00s (1.50 min)\n" in text
+    assert "    Avg step time:         NaN\n" in text and "    Total step time:       ∞\n" in text
+    assert "    Avg sync time:         0.0123s (x2 syncs)\n" in text and "    Tokens per second:     1,234\n" in text
+    assert "    Peak GPU memory:       ∞\n" in text and "    Avg GPU memory:        n/a (CPU)\n" in text
+    assert "no data" not in text and max(map(len, text.splitlines())) <= 70

@@ -1,0 +1,193 @@
+"""What comes in and does not train: left out, counted, recorded and said; it never ends the run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atropos_tui.supervisor.diagnoses import Names
+from atropos_tui.supervisor.diagnoses.scanner import LogScanner
+from tests.supervisor.harness import part
+from tests.unit.trainer_stand_ins import Engine, RunApiThread, group, run_config
+from trainer_core.config import TrainingConfig
+from trainer_core.contracts.bridge import MOST_DIGESTS
+from trainer_core.contracts.control import Role
+from trainer_core.contracts.records import StepRecord, parse_line
+from trainer_core.loop import train
+from trainer_core.metrics.telemetry import Telemetry
+from trainer_core.rollouts.batch import Selection, read_batch
+from trainer_core.rollouts.source import UNSENDABLE, BatchSource, LagMeter
+
+GOOD = {
+    "tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [1.0, 0.0],
+    "inference_logprobs": [[1.0, -1.0], [1.0, -1.0]], "env_id": 0,
+}  # fmt: skip
+BAD = {**GOOD, "masks": [[6], [7]], "env_id": 1}
+FOREIGN = {**GOOD, "tokens": [[5, 600], [5, 7]], "masks": [[-100, 600], [-100, 7]], "env_id": 1}
+BLIND = {**GOOD, "inference_logprobs": None, "env_id": 1}
+
+
+class Feed:
+    """run-api that has these batches, one after another."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = iter(batches)
+
+    def next_batch(self, step: int, on_idle: Any = None) -> Any:
+        return next(self.batches)
+
+    def close(self) -> None:
+        pass
+
+
+def _intake(tmp_path: Path, batches: list[Any], **fields: Any) -> BatchSource:
+    config = TrainingConfig(model_name="m", save_path=str(tmp_path), batch_size=4, **fields)
+    return BatchSource(
+        config, Feed(batches), Telemetry(tmp_path / "t.jsonl"), selection=Selection(vocab_size=512),  # type: ignore[arg-type]
+        advantage_std=True, servers=[], while_waiting=lambda: None,
+    )  # fmt: skip
+
+
+def _diagnosed(text: str) -> dict[str, str]:
+    """Rule -> fix, of what a trainer printed."""
+    looks = LogScanner(part("trainer", role=Role.TRAINER), Names("api", "arithmetic", "vllm", "trainer"))
+    return {found.rule: found.fix for found in looks.scan([text.encode()], 0.0)}
+
+
+def test_a_thousand_malformed_batches_in_a_row_do_not_end_the_run(tmp_path: Path, capsys: Any) -> None:
+    intake = _intake(tmp_path, [[BAD, BAD]] * 400 + [[FOREIGN]] * 600 + [[{}], [None, 3], [GOOD]])
+    batch, lags = intake.next_batch(4, 0)
+    assert len(batch.rollouts) == len(lags) == 2
+    assert batch.left_out == {
+        "malformed masks": 1600, "token ids outside of the vocabulary": 1200, "malformed tokens": 1,
+        "malformed group": 2,
+    }  # fmt: skip
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) < 12, "each reason once a minute"
+    assert "4 sequences left out: malformed masks; group 0 of the batch (environment 'env 1'), sequence 0" in said
+    assert "vocabulary has 512: the environment's tokenizer is of another model" in said
+    assert "nothing to train on in the last 10 batches" in said and "Way out" in said
+    assert "rollouts_left_out" in _diagnosed(said)
+
+
+def test_the_same_again_is_said_once_a_minute_with_the_count_since(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("trainer_core.rollouts.source.time.monotonic", lambda: now[0])
+    intake = _intake(tmp_path, [[BAD, GOOD]] * 5)
+    for _ in range(4):
+        intake.next_batch(0, 0)
+        now[0] += 20
+    now[0] += 1
+    intake.next_batch(0, 0)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert [line.split(" sequences")[0] for line in lines] == ["[WARNING] 2", "[WARNING] 6"]
+
+
+def test_a_batch_that_run_api_lost_counts(tmp_path: Path, capsys: Any) -> None:
+    intake = _intake(tmp_path, [[], [], [GOOD]])
+    batch, _ = intake.next_batch(0, 0)
+    assert batch.left_out == {UNSENDABLE: 2 * intake.config.sequences_per_step}
+    assert "NaN or Infinity in one of its groups" in capsys.readouterr().out
+
+
+def test_an_environment_without_logprobs_among_others_ends_nothing(tmp_path: Path, capsys: Any) -> None:
+    """Nor does a whole batch of its groups, once others came with logprobs; the diagnosis speaks all the same."""
+    intake = _intake(tmp_path, [[GOOD, BLIND], [BLIND, BLIND], [BLIND], [GOOD]])
+    assert intake.next_batch(0, 0)[0].left_out == {"without inference_logprobs": 2}
+    assert "no_logprobs" in _diagnosed(capsys.readouterr().out)
+    assert intake.next_batch(1, 0)[0].left_out == {"without inference_logprobs": 6}
+
+
+def test_rollouts_of_unknown_age_are_named_where_a_lag_is_asked_for(tmp_path: Path, capsys: Any) -> None:
+    _intake(tmp_path, [[GOOD]]).next_batch(0, 0)
+    assert "unknown age" not in capsys.readouterr().out
+    _intake(tmp_path, [[GOOD]], max_policy_lag=2).next_batch(0, 0)
+    assert "2 rollouts are of unknown age" in capsys.readouterr().out
+
+
+def test_many_short_turns_are_asked_for_in_parts() -> None:
+    """As many as a server takes at a time: more would be refused, and the lag unknown from then on."""
+    count = MOST_DIGESTS + 3
+    tokens = [5, 6] * count
+    raw = {
+        "tokens": [tokens], "masks": [[-100, 6] * count], "scores": [1.0], "inference_logprobs": [[1.0, -1.0] * count],
+    }  # fmt: skip
+    asked: list[int] = []
+
+    def versions(digests: list[str]) -> list[tuple[int, int] | None]:
+        asked.append(len(digests))
+        return [(7, 7)] * len(digests)
+
+    batch = read_batch([raw], seq_len=2 * count)
+    assert LagMeter([versions]).measure(batch.rollouts, 9) == [2] and asked == [MOST_DIGESTS, 3]
+
+
+def test_a_dump_that_cannot_be_written_ends_nothing(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").write_text("")
+    intake = _intake(tmp_path, [[GOOD]])
+    intake.config = intake.config.model_copy(update={"dump_last_batch": True, "save_path": str(tmp_path / "file")})
+    assert intake.next_batch(0, 0)[0].rollouts and "could not be kept" in capsys.readouterr().out
+
+
+@pytest.fixture
+def api() -> Iterator[RunApiThread]:
+    made = RunApiThread()
+    yield made
+    made.close()
+
+
+def test_a_run_beside_a_broken_environment_records_what_it_left_out(
+    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path
+) -> None:
+    """Through the real run-api: every batch has a good group, one of its own kind of trouble, and now and then NaN."""
+    good = group(engine, [3, 12, 4, 13], 4, 3)
+    troubles: list[dict[str, Any]] = []
+    for name, value in (("masks", [[1]] * 4), ("scores", [1.0]), ("inference_logprobs", None), ("tokens", None)):
+        bad = copy.deepcopy(good)
+        bad[name] = [[99_999, *row[1:]] for row in bad["tokens"]] if name == "tokens" else value
+        troubles.append(bad)
+    stop = threading.Event()
+
+    def send() -> None:
+        import httpx
+
+        with httpx.Client(base_url=api.url, limits=httpx.Limits(max_keepalive_connections=0)) as http:
+            for i in range(10_000):
+                while not stop.is_set() and http.get("/status").json()["queue_size"] > 2:
+                    stop.wait(0.01)
+                if stop.is_set():
+                    return
+                odd = {**good, "scores": [float("nan")] * 4} if i % 5 == 4 else troubles[i % 4]
+                for each in (good, odd):
+                    body = json.dumps({**each, "env_id": None})
+                    http.post("/scored_data", content=body, headers={"content-type": "application/json"})
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    try:
+        config = run_config(
+            engine, base, tmp_path, api.url, training_steps=12, batch_size=4, gradient_accumulation_steps=2,
+            api_timeout=30,
+        )  # fmt: skip
+        result = train(config)
+    finally:
+        stop.set()
+        sender.join(5)
+    assert result.done and result.step == 12
+    records = [parse_line(line) for line in (tmp_path / "out" / "telemetry.jsonl").read_text().splitlines()]
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    assert [record.step for record in steps] == list(range(1, 13))
+    seen = {reason for record in steps for reason in record.left_out}
+    assert {
+        "malformed masks", "malformed scores", "without inference_logprobs", "token ids outside of the vocabulary",
+        UNSENDABLE,
+    } == seen  # fmt: skip
+    assert all(record.left_out == record.skipped and record.sequences >= 4 for record in steps)

@@ -1,0 +1,228 @@
+"""The door: Host header, token, hold. Requests go through a real Starlette app."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from trainer_core.contracts.bridge import INSTANCE_HEADER, TOKEN_HEADER
+from trainer_core.contracts.hosts import allowed_hosts, host_name
+from vllm_server.auth import ENDING, ENGINE_DIED, Access, AuthMiddleware, GenerationHold, path_kind
+
+TOKEN = "0123456789abcdef"
+
+
+async def echo(request: Request) -> JSONResponse:
+    return JSONResponse({"path": request.url.path, "body": (await request.body()).decode()})
+
+
+def client(
+    *, held: bool = False, hold_timeout_s: float = 5.0, host: str = "127.0.0.1"
+) -> tuple[httpx.AsyncClient, GenerationHold]:
+    gate = GenerationHold(held=held)
+    app = Starlette(
+        routes=[Route("/{rest:path}", echo, methods=["GET", "POST"])], middleware=[Middleware(AuthMiddleware)]
+    )
+    app.state.atropos_door = Access(TOKEN, allowed_hosts(host), gate, hold_timeout_s)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1:9001"), gate
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/health", "open"),
+        ("/metrics/", "open"),
+        ("/v1/models", "open"),
+        ("/generate", "generation"),
+        ("/generate/", "generation"),
+        ("/v1/chat/completions", "generation"),
+        ("/v1/completions", "generation"),
+        ("/v1/load_lora_adapter", "control"),
+        ("/v1/unload_lora_adapter", "control"),
+        ("/v1/LoRA", "control"),
+        ("/bridge/info", "control"),
+        ("/lora/status", "control"),
+        ("/pause", "control"),
+        ("/collective_rpc", "control"),
+        ("/update_weights", "control"),
+        ("/adapters", "control"),
+        ("//bridge/info", "control"),
+        ("/something/a/later/vllm/adds", "control"),
+    ],
+)
+def test_a_path_is_control_until_known_to_be_harmless(path: str, kind: str) -> None:
+    assert path_kind(path) == kind
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [("localhost:9001", "localhost"), ("LOCALHOST", "localhost"), ("[::1]:80", "::1"), ("::1", "::1"), ("a.b", "a.b")],
+)
+def test_host_names(header: str, name: str) -> None:
+    assert host_name(header) == name
+
+
+def test_a_wildcard_binding_allows_no_further_host() -> None:
+    assert allowed_hosts("0.0.0.0") == allowed_hosts(None) == {"localhost", "127.0.0.1", "::1"}
+    assert "10.0.0.7" in allowed_hosts("10.0.0.7")
+    assert "node7" in allowed_hosts("0.0.0.0", ["node7"])
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil:9001"])
+async def test_a_foreign_host_is_refused(host: str) -> None:
+    http, _ = client()
+    answer = await http.get("/health", headers={"Host": host})
+    assert answer.status_code == 403
+    assert "Host" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("token", [None, "", "wrong", TOKEN + "x", TOKEN[:-1]])
+async def test_control_needs_the_exact_token(token: str | None) -> None:
+    http, _ = client()
+    headers = {} if token is None else {"X-Atropos-Token": token}
+    answer = await http.post("/bridge/pause", headers=headers)
+    assert answer.status_code == 403
+    assert "X-Atropos-Token" in answer.json()["error"]
+    assert TOKEN not in answer.text
+
+
+async def test_the_token_opens_control_and_open_routes_need_none() -> None:
+    http, _ = client()
+    assert (await http.post("/bridge/pause", headers={"X-Atropos-Token": TOKEN})).status_code == 200
+    assert (await http.get("/health")).status_code == 200
+    assert (await http.post("/generate", content="abc")).json()["body"] == "abc"
+
+
+async def test_held_generation_waits_for_the_release_with_its_body() -> None:
+    http, gate = client(held=True)
+    waiting = asyncio.create_task(http.post("/generate", content="x" * 100_000))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    passed = await http.post("/v1/completions", content="trusted", headers={"X-Atropos-Token": TOKEN})
+    assert passed.json()["body"] == "trusted"
+    assert (await http.get("/health")).status_code == 200
+    assert not waiting.done()
+    gate.release()
+    assert len((await waiting).json()["body"]) == 100_000
+    assert not gate.held
+
+
+async def test_a_hold_that_lasts_too_long_says_so() -> None:
+    http, _ = client(held=True, hold_timeout_s=0.05)
+    answer = await http.post("/generate", content="x")
+    assert answer.status_code == 503
+    assert answer.headers["Retry-After"] == "30"
+    assert "/bridge/resume" in answer.json()["error"]
+
+
+async def test_a_client_that_leaves_during_the_hold_never_reaches_the_engine() -> None:
+    reached, sent = [], []
+
+    async def inner(scope: object, receive: object, send: object) -> None:
+        reached.append(scope)
+
+    messages: list[dict[str, object]] = [
+        {"type": "http.request", "body": b"x", "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> dict[str, object]:
+        return messages.pop(0)
+
+    async def send(message: object) -> None:
+        sent.append(message)
+
+    app = Starlette()
+    app.state.atropos_door = Access(TOKEN, allowed_hosts(None), GenerationHold(held=True), 5.0)
+    scope = {
+        "type": "http", "app": app, "path": "/generate", "method": "POST", "headers": [(b"host", b"localhost")],
+    }  # fmt: skip
+    await asyncio.wait_for(AuthMiddleware(inner)(scope, receive, send), timeout=2)  # type: ignore[arg-type]
+    assert (reached, sent) == ([], [])
+
+
+async def test_a_fault_refuses_health_and_generation_with_its_reason() -> None:
+    http, gate = client()
+    gate.refusal = "half-written weights"
+    for answer in (await http.get("/health"), await http.post("/generate", content="x")):
+        assert answer.status_code == 503
+        assert answer.json()["error"] == "half-written weights"
+    assert (await http.get("/bridge/info", headers={"X-Atropos-Token": TOKEN})).status_code == 200
+
+
+# ------------------------------------------------------------------------------------------- no engine behind the door
+
+
+class Failing:
+    """An app whose route fails in one of the ways in which vLLM's do once its engine is gone."""
+
+    def __init__(self, how: str, **door: object) -> None:
+        self.how = how
+        app = Starlette(
+            routes=[Route("/{rest:path}", self.route, methods=["POST"])], middleware=[Middleware(AuthMiddleware)]
+        )
+        self.door = app.state.atropos_door = Access(
+            TOKEN, allowed_hosts(None), GenerationHold(held=False), instance_id="i-1", **door
+        )  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        self.http = httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1:9001", headers={TOKEN_HEADER: TOKEN}
+        )
+
+    async def route(self, request: Request) -> JSONResponse:
+        if self.how == "raises":
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        return JSONResponse({"error": "what vLLM says"}, status_code=int(self.how))
+
+
+@pytest.mark.parametrize("how", ["400", "500", "503", "raises"])
+@pytest.mark.parametrize("path", ["/generate", "/lora/load", "/bridge/transfer/update", "/v1/completions"])
+async def test_without_an_engine_every_failure_is_503_with_the_reason(how: str, path: str) -> None:
+    answer = await Failing(how, engine_died=lambda: True).http.post(path)
+    assert (answer.status_code, answer.json()) == (503, {"error": ENGINE_DIED})
+
+
+@pytest.mark.parametrize(("how", "status"), [("400", 400), ("500", 500), ("raises", 500), ("200", 200)])
+async def test_with_an_engine_a_route_speaks_for_itself(how: str, status: int) -> None:
+    assert (await Failing(how).http.post("/lora/load")).status_code == status
+
+
+async def test_what_a_dead_engine_had_answered_already_is_delivered() -> None:
+    assert (await Failing("200", engine_died=lambda: True).http.post("/generate")).status_code == 200
+
+
+async def test_a_server_that_ends_takes_no_new_work() -> None:
+    app = Failing("200", ending=True)
+    for path in ("/generate", "/lora/load", "/bridge/load"):
+        answer = await app.http.post(path)
+        assert (answer.status_code, answer.json()["error"]) == (503, ENDING)
+    assert (await app.http.post("/health")).status_code == 200, "probes are told by vLLM itself"
+
+
+async def test_a_request_for_another_server_is_not_carried_out() -> None:
+    app = Failing("200")
+    assert (await app.http.post("/bridge/resume", headers={INSTANCE_HEADER: "i-1"})).status_code == 200
+    answer = await app.http.post("/bridge/resume", headers={INSTANCE_HEADER: "i-0"})
+    assert answer.status_code == 503 and "i-0 is gone" in answer.json()["error"]
+
+
+def test_the_door_knows_of_the_end_before_those_who_act_on_the_signal() -> None:
+    seen: list[bool] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(door.ending))
+    try:
+        door = Access(TOKEN, allowed_hosts(None), GenerationHold(held=False), signals=(signal.SIGUSR1,))
+        door.watch_signals()
+        door.watch_signals()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert seen == [True], "who took the signal before is called, once, and later"
+    finally:
+        signal.signal(signal.SIGUSR1, before)

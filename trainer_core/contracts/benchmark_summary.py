@@ -1,0 +1,104 @@
+"""The guides' BENCHMARK SUMMARY as text, alike at the end of a run and in `atropos-tui bench`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+RULE = "=" * 70
+GB = 1e9
+NO_DATA = "no data"
+FOREIGN = 1e15
+"""No run has lasted so many seconds or taken so many bytes."""
+
+Section = tuple[str, list[tuple[str, str]]]
+"""A title ("" for the first section, which has none), and figures by name, ready to show."""
+
+
+class BenchmarkFigures(Protocol):
+    """The fields of a `benchmark` record; seconds and bytes, null where there is no data."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def total_s(self) -> float | None: ...
+    @property
+    def avg_step_s(self) -> float | None: ...
+    @property
+    def total_step_s(self) -> float | None: ...
+    @property
+    def avg_sync_s(self) -> float | None: ...
+    @property
+    def syncs(self) -> int: ...
+    @property
+    def total_sync_s(self) -> float | None: ...
+    @property
+    def avg_data_wait_s(self) -> float | None: ...
+    @property
+    def total_data_wait_s(self) -> float | None: ...
+    @property
+    def peak_bytes(self) -> int | None: ...
+    @property
+    def avg_bytes(self) -> int | None: ...
+    @property
+    def tokens_per_s(self) -> float | None: ...
+
+
+def summary_sections(figures: BenchmarkFigures, *, no_memory: str = NO_DATA) -> list[Section]:
+    """The guides' figures; `no_memory` stands for GPU memory where there is none."""
+    minutes = "" if figures.total_s is None else f" ({figures.total_s / 60:.2f} min)"
+    return [
+        ("", [("Total training time", seconds_text(figures.total_s) + minutes), ("Total steps", str(figures.steps))]),
+        (
+            "Timing breakdown",
+            [
+                ("Avg step time", seconds_text(figures.avg_step_s)),
+                ("Total step time", seconds_text(figures.total_step_s)),
+                ("Avg sync time", f"{seconds_text(figures.avg_sync_s)} (x{figures.syncs} syncs)"),
+                ("Total sync time", seconds_text(figures.total_sync_s)),
+                ("Avg data fetch time", seconds_text(figures.avg_data_wait_s)),
+                ("Total data fetch time", seconds_text(figures.total_data_wait_s)),
+                ("Tokens per second", whole_text(figures.tokens_per_s)),
+            ],
+        ),
+        (
+            "Memory",
+            [
+                ("Peak GPU memory", gigabytes_text(figures.peak_bytes, no_memory)),
+                ("Avg GPU memory", gigabytes_text(figures.avg_bytes, no_memory)),
+            ],
+        ),
+    ]
+
+
+def summary_text(title: str, sections: Sequence[Section]) -> str:
+    """The block of text; `title` is the mode, and what else is to be said of the figures."""
+    lines = [f"BENCHMARK SUMMARY {title}"]
+    for name, figures in sections:
+        indent = "    " if name else "  "
+        lines += ["", f"  {name.upper()}:"] if name else [RULE]
+        lines += [f"{indent + what + ':':<27}{value}" for what, value in figures]
+    return "\n".join([RULE, *lines, RULE])
+
+
+def seconds_text(value: float | None) -> str:
+    return _shown(value, lambda real: f"{real:.2f}s" if not abs(real) < 0.1 else f"{real:.4f}s")
+
+
+def whole_text(value: float | None) -> str:
+    return _shown(value, lambda real: f"{real:,.0f}")
+
+
+def gigabytes_text(value: float | None, no_data: str = NO_DATA) -> str:
+    return _shown(value, lambda real: f"{real / GB:.2f} GB", no_data)
+
+
+def _shown(value: float | None, write: Callable[[float], str], no_data: str = NO_DATA) -> str:
+    """What is not finite, or foreign in its size, takes few characters."""
+    if value is None:
+        return no_data
+    if value != value:
+        return "NaN"
+    if abs(value) < FOREIGN:
+        return write(value)
+    return f"{value:.1e}" if abs(value) < 1e300 else "∞" if value > 0 else "-∞"

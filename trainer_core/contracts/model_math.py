@@ -1,0 +1,176 @@
+"""What a model's config.json says about arithmetic and memory, for trainer and planner alike. Torch-free and pure.
+
+model = Dimensions.of(config, head_norms=True)
+step_flops(model, [512, 480])                     # operations of forward and backward
+activation_bytes(model, 16384, width=2, on_gpu=True).total
+optimizer_bytes([(2048, 2048), (2048,)], "adamw_8bit")
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Shape = Sequence[int]
+
+LOGITS_AT_ONCE = {True: 1 << 29, False: 1 << 26}
+"""Logits that the trainer holds at a time, on a GPU (True) or not. There they are more (1 GB in half precision), since
+the head's product wants many rows."""
+GRADIENT_BYTES = 4
+"""Of one trained parameter: gradients are collected in float32."""
+BITS8_SMALLEST, BITS8_BLOCK = 4096, 256
+"""bitsandbytes keeps smaller tensors in float32, and one float32 scale for each block and moment."""
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+"""Dense bfloat16 by part of the device's name, from the makers' data sheets."""
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """The sizes of a decoder: attention and MLP in every layer, an embedding and a head."""
+
+    layers: int
+    hidden: int
+    inner: int
+    """Width inside the MLP."""
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+    head_norms: bool = False
+    """Queries and keys pass a norm of their own (Qwen3)."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], *, head_norms: bool = False) -> Dimensions:
+        """The dimensions of a config.json, GPT-2's names included.
+
+        Raises:
+            KeyError: a field is missing.
+        """
+        hidden = int(config.get("hidden_size") or config["n_embd"])
+        heads = int(config.get("num_attention_heads") or config["n_head"])
+        return cls(
+            layers=int(config.get("num_hidden_layers") or config["n_layer"]),
+            hidden=hidden,
+            inner=int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_size=int(config.get("head_dim") or hidden // heads),
+            vocab=int(config["vocab_size"]),
+            head_norms=head_norms,
+        )
+
+    @property
+    def queries(self) -> int:
+        """Width of all queries of a layer."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys of a layer, and of all values."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def multiplied(self) -> int:
+        """Weights that a token is multiplied with: all matrices of the layers and the head, not the embedding table."""
+        attention = 2 * self.hidden * (self.queries + self.keys)
+        return self.layers * (attention + 3 * self.hidden * self.inner) + self.hidden * self.vocab
+
+
+@dataclass(frozen=True)
+class Activations:
+    """An estimate of what one forward pass keeps for its backward pass, in bytes."""
+
+    tokens: int
+    layers: int
+    """Layers that keep something."""
+    per_token_and_layer: int
+    per_token: int
+    """Outside of the layers."""
+    logits: int
+    largest_gradient: int
+
+    @property
+    def total(self) -> int:
+        per_token = self.layers * self.per_token_and_layer + self.per_token
+        return self.tokens * per_token + self.logits + self.largest_gradient
+
+    @property
+    def formula(self) -> str:
+        """The sum in words."""
+        return (
+            f"{self.tokens:,} tokens x ({self.layers} layers x {self.per_token_and_layer:,} B + {self.per_token:,} B) "
+            "+ logits + largest gradient"
+        )
+
+
+def activation_bytes(
+    model: Dimensions, tokens: int, *, width: int, on_gpu: bool, layers: int | None = None, largest: int | None = None
+) -> Activations:
+    """What a pass over `tokens` tokens keeps, the logits of one chunk, and the largest gradient while it is made.
+
+    Per token and layer: two norms that keep their input in float32, queries, keys, values and the attention's output
+    (keys and values repeated for each query head), four tensors inside the MLP, and four of the hidden size. On an H200
+    within 5 % of the peak of uncompiled layers (Qwen3 0.6B and 1.7B, Llama 1B; 4,096-16,384 tokens); compiled layers
+    keep about 40 % less.
+
+    Args:
+        width: bytes of one weight.
+        layers: from the lowest trained one up, since those below keep nothing; default: all.
+        largest: parameters of the largest trained tensor; default: those of the head.
+    """
+    per_layer = 8 * model.hidden + width * 4 * (model.hidden + model.queries + model.inner)
+    if model.head_norms:
+        per_layer += 2 * (4 + width) * model.queries
+    # Logits and their gradient; on a CPU the float32 softmax between them too, which a GPU computes in one kernel.
+    logits = min(tokens * model.vocab, LOGITS_AT_ONCE[on_gpu]) * (2 * width + (0 if on_gpu else 12))
+    largest = model.vocab * model.hidden if largest is None else largest
+    kept = model.layers if layers is None else layers
+    return Activations(tokens, kept, per_layer, 8 * model.hidden, logits, largest * (4 + width))
+
+
+def optimizer_bytes(shapes: Iterable[Shape], optimizer: str) -> int:
+    """State of `optimizer` over trained tensors of these shapes, in bytes; float32 but for adamw_8bit."""
+    return sum(_STATE[optimizer](shape) for shape in shapes)
+
+
+def _adamw(shape: Shape) -> int:
+    """Two float32 moments."""
+    return 8 * math.prod(shape)
+
+
+def _adamw_8bit(shape: Shape) -> int:
+    """Two moments of one byte, and their scales."""
+    count = math.prod(shape)
+    return 2 * (count + 4 * math.ceil(count / BITS8_BLOCK)) if count >= BITS8_SMALLEST else 8 * count
+
+
+def _adafactor(shape: Shape) -> int:
+    """Without momentum: a row and a column of second moments for a matrix, all of them for a vector."""
+    if len(shape) < 2:
+        return 4 * math.prod(shape)
+    return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
+
+
+_STATE = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
+
+
+def effective_optimizer(optimizer: str, *, chosen: bool, on_gpu: bool) -> str:
+    """On a CPU the default 8-bit optimizer becomes adamw; one that was `chosen` stays."""
+    return "adamw" if optimizer == "adamw_8bit" and not chosen and not on_gpu else optimizer
+
+
+def step_flops(model: Dimensions, lengths: Sequence[int]) -> float:
+    """Operations of forward and backward over sequences of these lengths, causal attention at half price.
+
+    MFU is the share of a GPU's peak that these reach (Chowdhery et al. 2022, PaLM, appendix B); operations that are
+    done twice, for gradient checkpointing or chunked logits, do not count.
+    """
+    attention = sum(6.0 * model.layers * model.queries * n * n for n in lengths)
+    return 6.0 * model.multiplied * sum(lengths) + attention
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak of the device, operations a second; null for one that is not known."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)

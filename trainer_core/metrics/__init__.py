@@ -1,0 +1,1 @@
+"""What a run leaves behind for people: the telemetry stream, console lines, trackers, the benchmark."""

@@ -1,0 +1,212 @@
+"""The way in: the next batch of run-api, the policy lag of its rollouts, and what of it is left out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainer_core.config import TrainingConfig
+from trainer_core.contracts.bridge import MOST_DIGESTS
+from trainer_core.contracts.records import MISSING, AlignmentRecord
+from trainer_core.errors import EngineError, EngineGone, MissingLogprobs
+from trainer_core.metrics.telemetry import Telemetry
+from trainer_core.rollouts.batch import Batch, Rollout, Selection, read_batch
+from trainer_core.rollouts.client import RawBatch, RunApi
+
+REPEAT_S = 60.0
+"""Between two lines about the same thing."""
+MANY_EMPTY = 10
+"""So many batches in a row with nothing to train on are worth a word of their own."""
+
+UNSENDABLE = "lost in run-api, which could not send their batch (HTTP 500)"
+UNSENDABLE_WHY = "NaN or Infinity in one of its groups, which JSON cannot hold: the others are lost with it"
+UNKNOWN_AGE = "rollouts are of unknown age, so that --max-policy-lag does not hold for them"
+
+Lags = list[int | None]
+"""Policy lag of each rollout in weight versions; null where the server does not know the completion."""
+Versions = Callable[[list[str]], list[tuple[int, int] | None]]
+"""Digests of completions -> oldest and newest weight version of each; null for one not known."""
+
+
+class LagMeter:
+    """Asks the servers which weights wrote each completion: one of them did. Stops asking one that cannot tell."""
+
+    def __init__(self, servers: Sequence[Versions]) -> None:
+        self._servers = list(servers)
+
+    def measure(self, rollouts: list[Rollout], version: int) -> Lags:
+        """`version` (what the policy holds) minus the oldest version of each rollout."""
+        versions = iter(self._ask([digest for r in rollouts for digest in r.digests]))
+        lags: Lags = []
+        for rollout in rollouts:
+            oldest = [pair[0] for pair in (next(versions) for _ in rollout.digests) if pair is not None]
+            lags.append(version - min(oldest) if oldest else None)
+        return lags
+
+    def _ask(self, digests: list[str]) -> list[tuple[int, int] | None]:
+        """Oldest and newest version of each, by the server that knows it; null where none does."""
+        known: list[tuple[int, int] | None] = [None] * len(digests)
+        for ask in list(self._servers):
+            try:
+                parts = [ask(digests[at : at + MOST_DIGESTS]) for at in range(0, len(digests), MOST_DIGESTS)]
+            except EngineGone as error:
+                print(f"Policy lag of this batch unknown: {error}")
+            except EngineError as error:
+                print(f"Policy lag unknown: {error}")
+                self._servers.remove(ask)
+            else:
+                answer = [pair for part in parts for pair in part]
+                known = [old or new for old, new in zip(known, answer, strict=True)]
+        return known
+
+
+class RateLimitedWarnings:
+    """Warns on the console: of something new at once, of the same again every `REPEAT_S`, with the count since."""
+
+    def __init__(self) -> None:
+        self._unprinted: Counter[str] = Counter()
+        self._printed_at: dict[str, float] = {}
+
+    def count(self, what: str, count: int, why: str = "") -> None:
+        """`count` times `what`, which a line ends with after the number; `why` explains it in that line."""
+        self._unprinted[what] += count
+        now = time.monotonic()
+        if now - self._printed_at.get(what, -REPEAT_S) >= REPEAT_S:
+            self._printed_at[what] = now
+            print(f"[WARNING] {self._unprinted.pop(what)} {what}{f'; {why}' if why else ''}")
+
+
+class EmptyBatches:
+    """Batches in a row in which nothing was left to train on."""
+
+    def __init__(self) -> None:
+        self.left_out: Counter[str] = Counter()
+        self._batches = 0
+        self._began = self._printed_at = 0.0
+
+    def add(self, batch: Batch) -> None:
+        """One more; says so at the first, and clearly once there are many."""
+        now = time.monotonic()
+        self.left_out.update(batch.left_out)
+        self._batches += 1
+        if self._batches == 1:
+            self._began, self._printed_at = now, now - REPEAT_S
+            print("[WARNING] nothing to train on in this batch; taking the next one")
+        elif self._batches >= MANY_EMPTY and now - self._printed_at >= REPEAT_S:
+            self._printed_at = now
+            reason, count = self.left_out.most_common(1)[0] if self.left_out else ("they are empty", 0)
+            print(
+                f"[WARNING] nothing to train on in the last {self._batches} batches ({now - self._began:.0f} s): "
+                f"{count} sequences left out: {reason}. It goes on as soon as one holds something. Way out: mend "
+                "or stop the environment that sends them, or change the setting that the reason names"
+            )
+
+
+class BatchSource:
+    """Batches for one policy."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        api: RunApi,
+        telemetry: Telemetry,
+        *,
+        selection: Selection,
+        advantage_std: bool,
+        servers: Sequence[Versions],
+        while_waiting: Callable[[], None],
+    ) -> None:
+        """Args:
+        selection, advantage_std: what the objective needs of a batch.
+        while_waiting: called before a batch is taken and about once a second until it comes; may raise.
+        """
+        self.config = config
+        self.api = api
+        self.telemetry = telemetry
+        self.selection = selection
+        self.advantage_std = advantage_std
+        self.lag_meter = LagMeter(servers)
+        self.while_waiting = while_waiting
+        self._greeted = False
+        self._warnings = RateLimitedWarnings()
+
+    def next_batch(self, step: int, version: int) -> tuple[Batch, Lags]:
+        """The next batch that holds something to train on, and the policy lag of each of its rollouts.
+
+        Args:
+            step: optimizer steps done.
+            version: of the weights that the policy holds.
+
+        Raises:
+            MissingLogprobs: nothing has logprobs, from the first batch on; a record for the screen is written.
+        """
+        streak = EmptyBatches()
+        while True:
+            # Without a server a batch stays in run-api, for whoever goes on with a new one.
+            self.while_waiting()
+            batch = self._read(self.api.next_batch(step, on_idle=self.while_waiting), step)
+            measured = self.lag_meter.measure(batch.rollouts, version)
+            lags = leave_out_by_lag(batch, measured, self.config.max_policy_lag)
+            self._print_remarks(batch)
+            if batch.trained_tokens:
+                for reason, count in streak.left_out.items():
+                    batch.leave_out(reason, count)
+                return batch, lags
+            streak.add(batch)
+
+    def _read(self, raw: RawBatch, step: int) -> Batch:
+        if self.config.dump_last_batch:
+            self._dump(raw)
+        if not raw:
+            lost = Batch([])
+            lost.leave_out(UNSENDABLE, self.config.sequences_per_step, UNSENDABLE_WHY)
+            return lost
+        try:
+            return read_batch(
+                raw, seq_len=self.config.seq_len, temperature=self.config.temperature,
+                advantage_std=self.advantage_std, selection=self.selection, logprobs_seen=self._greeted,
+            )  # fmt: skip
+        except MissingLogprobs as error:
+            self.telemetry.write(AlignmentRecord, step + 1, verdict="mismatch", cause=f"{MISSING}: {error}")
+            raise
+
+    def _dump(self, raw: RawBatch) -> None:
+        target = Path(self.config.save_path)
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            (target / "temp.json").write_text(json.dumps({"batch": raw}))
+        except (OSError, RecursionError) as error:
+            self._warnings.count("batches could not be kept as temp.json", 1, str(error))
+
+    def _print_remarks(self, batch: Batch) -> None:
+        """On the console: the first batch with logprobs, and what is odd about any."""
+        if not self._greeted and batch.sample_len:
+            self._greeted = True
+            print(f"✓ inference_logprobs found in batch (sample len: {batch.sample_len})")
+        if batch.logprob_warning:
+            self._warnings.count("batches whose inference_logprobs are no logprobs", 1, batch.logprob_warning)
+        for reason, count in batch.left_out.items():
+            self._warnings.count(f"sequences left out: {reason}", count, batch.examples[reason])
+        for text, count in batch.remarks.items():
+            self._warnings.count(text, count)
+
+
+def leave_out_by_lag(batch: Batch, lags: Lags, most: int | None) -> Lags:
+    """Leave out what is older than `most` versions, and what weights wrote that a return to a checkpoint gave up: no
+    update leads to those. Rollouts of unknown age stay."""
+
+    def reason(lag: int | None) -> str | None:
+        if lag is not None and lag < 0:
+            return "generated by weights that a restart gave up"
+        return f"older than --max-policy-lag {most}" if lag is not None and most is not None and lag > most else None
+
+    why = [reason(lag) for lag in lags]
+    for text in filter(None, why):
+        batch.leave_out(text, 1)
+    if most is not None:
+        batch.remark(UNKNOWN_AGE, lags.count(None))
+    batch.rollouts = [rollout for rollout, out in zip(batch.rollouts, why, strict=True) if out is None]
+    return [lag for lag, out in zip(lags, why, strict=True) if out is None]

@@ -1,0 +1,190 @@
+"""The inference server's routes, as the trainer uses them. Every call carries the run's token."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from trainer_core.contracts.bridge import (
+    INSTANCE_HEADER,
+    TOKEN_HEADER,
+    AdapterInfo,
+    BridgeInfo,
+    InFlight,
+    LoadAdapterRequest,
+    LoadWeightsRequest,
+    PauseRequest,
+    ResumeRequest,
+    VersionsRequest,
+    VersionsResponse,
+    WeightsLoaded,
+)
+from trainer_core.contracts.http import LIMITS
+from trainer_core.contracts.run_dir import ENV_TOKEN
+from trainer_core.contracts.transfer import TransferInit, TransferReport, TransferUpdate
+from trainer_core.errors import EngineError, EngineGone
+
+
+@dataclass(frozen=True)
+class GeneratedTokens:
+    """Generated tokens and their logprobs in nats, both of length T."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    cached_tokens: int | None = None
+    """Tokens of the prompt that came from the prefix cache; null when the server does not say."""
+
+
+class ServerClient:
+    """One inference server. Safe to share between threads.
+
+    Raises (every method):
+        EngineGone: it does not answer, or cannot now (HTTP 5xx): it ends, its engine has died, or it is another one
+            than `instance`.
+        EngineError: it refuses the request itself.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        token: str | None = None,
+        *,
+        timeout_s: float = 60.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        token = os.environ.get(ENV_TOKEN, "") if token is None else token
+        headers = {TOKEN_HEADER: token} if token else {}
+        self.base_url = base_url.rstrip("/")
+        self.instance: str | None = None
+        """The one server that may answer; another in its place does not. Null: whoever is there."""
+        self._timeout_s = timeout_s
+        self._http = httpx.Client(
+            base_url=self.base_url, headers=headers, timeout=timeout_s, limits=LIMITS, transport=transport,
+            trust_env=False,
+        )  # fmt: skip
+
+    def info(self) -> BridgeInfo:
+        info: BridgeInfo = _parse(BridgeInfo, self._call("GET", "/bridge/info"))
+        if self.instance not in (None, info.instance_id):
+            raise EngineGone(f"{self.base_url} is another server now", answered=True)
+        return info
+
+    def meet(self) -> BridgeInfo:
+        """Take whoever is there now for the one server that may answer."""
+        self.instance = None
+        info = self.info()
+        self.instance = info.instance_id
+        return info
+
+    def pause(
+        self, *, dirty: bool, lease_s: float = 60.0, in_flight: InFlight = "keep", wait_s: float = 30.0
+    ) -> BridgeInfo:
+        """Stop generation, as `PauseRequest` says; `dirty` when weights are about to be written."""
+        request = PauseRequest(lease_s=lease_s, dirty=dirty, in_flight=in_flight, wait_s=wait_s)
+        return _parse(BridgeInfo, self._call("POST", "/bridge/pause", request, more_s=wait_s))
+
+    def resume(self, weight_version: int) -> BridgeInfo:
+        """Go on with the weights now in place: prefix cache reset, hold released."""
+        return _parse(BridgeInfo, self._call("POST", "/bridge/resume", ResumeRequest(weight_version=weight_version)))
+
+    def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
+        """Oldest and newest weight version of each completion; null for one the server does not know."""
+        answer = self._call("POST", "/bridge/versions", VersionsRequest(digests=digests))
+        return _parse(VersionsResponse, answer).versions
+
+    def join_transfer(self, request: TransferInit) -> BridgeInfo:
+        """Let every worker join the trainer's group; waits for it."""
+        return _parse(BridgeInfo, self._call("POST", "/bridge/transfer/init", request, more_s=request.timeout_s))
+
+    def receive(self, request: TransferUpdate) -> TransferReport:
+        """Take what the group broadcasts, and answer with it; waits for it."""
+        more_s = request.wait_s + request.timeout_s
+        return _parse(TransferReport, self._call("POST", "/bridge/transfer/update", request, more_s=more_s))
+
+    def load_weights(self, request: LoadWeightsRequest) -> WeightsLoaded:
+        """Answer with the weights in a folder, now or from the next start on; waits for it."""
+        more_s = request.wait_s + request.lease_s
+        return _parse(WeightsLoaded, self._call("POST", "/bridge/load", request, more_s=more_s))
+
+    def load_adapter(self, path: str, weight_version: int) -> AdapterInfo:
+        """Answer with the LoRA adapter in `path`, as `weight_version`, from the next request on."""
+        request = LoadAdapterRequest(path=path, weight_version=weight_version)
+        return _parse(AdapterInfo, self._call("POST", "/lora/load", request))
+
+    def adapters(self) -> AdapterInfo:
+        return _parse(AdapterInfo, self._call("GET", "/lora/status"))
+
+    def generate(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        salt: str | None = None,
+    ) -> GeneratedTokens:
+        """Decode exactly `max_tokens` tokens after the token ids of `prompt`; with a new `salt`, without the cache."""
+        request = {
+            "prompt": {"prompt_token_ids": prompt, "cache_salt": salt},
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "logprobs": 0,
+            "ignore_eos": True,
+        }
+        answer = self._call("POST", "/generate", request)
+        try:
+            steps = [next(iter(step[0].items())) for step in answer["logprobs"][0]]
+            ids, logprobs = [int(token) for token, _ in steps], [float(value) for _, value in steps]
+            return GeneratedTokens(ids, logprobs, (answer.get("cached_tokens") or [None])[0])
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, StopIteration):
+            raise EngineError(
+                f"{self.base_url}/generate answers without logprobs: is it python -m vllm_server?"
+            ) from None
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _call(self, method: str, path: str, body: Any = None, *, more_s: float = 0.0) -> Any:
+        payload = body.model_dump() if hasattr(body, "model_dump") else body
+        meant = {INSTANCE_HEADER: self.instance} if self.instance else {}
+        try:
+            response = self._http.request(method, path, json=payload, headers=meant, timeout=self._timeout_s + more_s)
+        except httpx.TransportError as error:
+            detail = str(error) or type(error).__name__
+            raise EngineGone(f"the inference server at {self.base_url} does not answer {path} ({detail})") from None
+        if response.status_code >= 400:
+            what = f"{self.base_url}{path}: HTTP {response.status_code} {_error_text(response)}{_hint(response)}"
+            raise EngineGone(what, answered=True) if response.status_code >= 500 else EngineError(what)
+        try:
+            return response.json()
+        except ValueError:
+            raise EngineError(f"{self.base_url}{path} does not answer JSON: is it python -m vllm_server?") from None
+
+
+def _error_text(response: httpx.Response) -> str:
+    """What our servers put under `error`, or the start of what another one answers."""
+    try:
+        error = response.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        error = None
+    return error[:900] if isinstance(error, str) else response.text[:300]
+
+
+def _hint(response: httpx.Response) -> str:
+    if response.status_code in (401, 403):
+        return f" (set {ENV_TOKEN} to the server's token)"
+    if response.status_code == 404:
+        return " (this server lacks the route: start python -m vllm_server)"
+    return ""
+
+
+def _parse(kind: Any, answer: Any) -> Any:
+    try:
+        return kind.model_validate(answer)
+    except ValidationError as error:
+        raise EngineError(f"not a {kind.__name__}: {error.errors()[0]['msg']}") from None

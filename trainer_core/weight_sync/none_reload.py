@@ -1,0 +1,184 @@
+"""Mode `none`: the trainer writes its weights into a folder, and the server loads them, every N steps.
+
+While they are written the old server serves; only the load pauses it. In between it answers with the weights of the
+last load, so rollouts lag up to `vllm_restart_interval` versions. A server that cannot load while it runs, or is not to
+(`engine_reload` restart), is told where they lie and restarted: it begins with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
+
+from trainer_core.config import TrainingConfig
+from trainer_core.contracts.bridge import BridgeInfo, LoadWeightsRequest
+from trainer_core.contracts.run_dir import RunDir
+from trainer_core.errors import EngineGone, Stopped, TrainerError, UsageError
+from trainer_core.policy.load import weights
+from trainer_core.server.client import ServerClient
+from trainer_core.server.lifecycle import Lifecycle, make_lifecycle
+from trainer_core.weight_sync.base import Phases, Start, SyncReport
+from trainer_core.weight_sync.separate_weights import SeparateWeights
+
+TAKES_WEIGHTS = "ATROPOS_WEIGHT_UPDATES"
+"""What the server's environment must say."""
+
+
+class Reload(SeparateWeights):
+    """Strategy of mode `none`."""
+
+    mode = "none"
+
+    def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
+        super().__init__(config, device, stop)
+        run = RunDir.from_env()
+        self._folder = ((run.bridge if run else Path(config.save_path)) / "weights").absolute()
+        self._tag = secrets.token_hex(3)
+        """Of this attempt: a server may still start from what an earlier one wrote."""
+        self.lifecycle: Lifecycle | None = (
+            None if config.vllm_urls else make_lifecycle(config, stop, env={TAKES_WEIGHTS: "1"})
+        )
+        self._loaded: dict[str, float] = {}
+        """Seconds by phase that servers reported of the present load."""
+
+    def attach(self, start: Start) -> torch.nn.Module:
+        """Load the weights of `start` and let the server answer with them.
+
+        Raises:
+            EngineGone: no server within `engine_timeout`.
+            UsageError: the server takes no weights, and cannot be restarted from here.
+            EngineError: it refuses them: it serves another model.
+        """
+        self.model = self.load(start.weights)
+        self._base = start.weights is None
+        self.version = start.version
+        if self.lifecycle is not None:
+            self.lifecycle.ensure()  # first: an own child brings the token
+        self.connect()
+        return self.model
+
+    def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
+        """Step the weights; when a load is due, save them and let every server answer with them."""
+        clock = Phases()
+        with clock("write"):
+            write()
+        self.version, self._base = version, False
+        phases = clock.seconds
+        moved = False
+        if version % self.config.vllm_restart_interval == 0:
+            with clock("save"):
+                self._save()
+            # The update is complete: at the end nobody waits for a server any more.
+            with contextlib.suppress(Stopped):
+                phases |= self._give_all()
+                moved = True
+            self._forget()
+        return SyncReport(self.mode, version, sum(phases.values()), phases, moved=moved)
+
+    def close(self) -> None:
+        super().close()
+        if self.lifecycle is not None:
+            self.lifecycle.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _give_all(self) -> dict[str, float]:
+        """Seconds by phase; a server that is away, or is restarted, is waited for."""
+        restarts, self._loaded = 0.0, {}
+        for engine in self.engines:
+            began = time.perf_counter()
+            try:
+                self._give(engine, engine.info())
+            except EngineGone:
+                self._serve_again(engine)
+                restarts += time.perf_counter() - began
+        return {"restart": restarts} if restarts else self._loaded
+
+    def _serve_again(self, engine: ServerClient) -> None:
+        if self.lifecycle is not None:
+            self.lifecycle.ensure()
+        super()._serve_again(engine)
+
+    def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
+        with self.backoff.attempt(info.instance_id):
+            self._offer(engine, info)
+
+    def _offer(self, engine: ServerClient, info: BridgeInfo) -> None:
+        """In place where that can be, else by a restart."""
+        named = info.weight_version is not None
+        if self._base and not info.weight_version and not info.dirty and info.started_from is None:
+            engine.resume(self.version)  # it has loaded the base model by itself
+            return
+        path = self._present()
+        restart = "engine_reload is restart" if self.config.engine_reload == "restart" and named else None
+        reason = info.load_obstacle or restart
+        if reason and (named or info.started_from != str(path)):
+            self._restart(engine, path, reason)
+        answer = engine.load_weights(self._request(path))
+        for name, seconds in answer.phases.items():
+            self._loaded[name] = self._loaded.get(name, 0.0) + seconds
+
+    def _restart(self, engine: ServerClient, path: Path, reason: str) -> None:
+        """Let a new server begin with the weights in `path`.
+
+        Raises:
+            EngineGone: always; the new server is another one.
+            UsageError: it cannot be restarted from here.
+        """
+        if self.lifecycle is None or not self.lifecycle.can_restart:
+            raise UsageError(
+                f"{engine.base_url} gets new weights by a restart only ({reason}), and it is not ours to restart: let "
+                "the trainer start its own server, or run all with atropos-tui"
+            )
+        engine.load_weights(self._request(path, at_restart=True))
+        self.lifecycle.restart(f"weights of version {self.version} ({reason})")
+        raise EngineGone(f"{engine.base_url} was restarted")
+
+    def _request(self, path: Path, *, at_restart: bool = False) -> LoadWeightsRequest:
+        return LoadWeightsRequest(
+            path=str(path), weight_version=self.version, lease_s=self.config.engine_timeout, at_restart=at_restart,
+            in_flight=self.config.in_flight, wait_s=self.config.in_flight_timeout,
+        )  # fmt: skip
+
+    def _present(self) -> Path:
+        """The folder of the present weights, written if need be."""
+        return self._path if self._path.is_dir() else self._save()
+
+    def _save(self) -> Path:
+        """Write the present weights, unfused, under their final name once they are whole.
+
+        Raises:
+            TrainerError: the disk is full, or the folder cannot be written to.
+        """
+        target = self._path
+        aside = target.with_name(f".{target.name}.writing")
+        try:
+            aside.mkdir(parents=True)
+            save_torch_state_dict(weights(self.model), aside)
+            aside.rename(target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            size = sum(param.nbytes for param in self.model.parameters())
+            raise TrainerError(
+                f"the weights of version {self.version} cannot be written into {self._folder}: {error}. The server "
+                f"keeps the older ones. Free {2 * size / 1e9:.1f} GB there, or put the run on another disk"
+            ) from None
+        return target
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"v{self.version}-{self._tag}"
+
+    def _forget(self) -> None:
+        """Remove all other weights, those of earlier attempts and half-written ones too."""
+        for path in self._folder.iterdir():
+            if path != self._path:
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,367 @@
+"""Single copy (`shared_vllm`): the trainer's parameters are the server's own tensors.
+
+Over one file in /dev/shm on a CPU, over CUDA IPC on a GPU. A publish is no transfer: generation is paused, the
+optimizer writes in place, the device is synchronised, generation goes on with a reset prefix cache.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+import torch
+
+from trainer_core.config import TrainingConfig
+from trainer_core.contracts.manifest import CudaIpc, Manifest, ManifestError, Shard, TensorEntry, read_manifest
+from trainer_core.contracts.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
+from trainer_core.errors import EngineError, EngineGone, UsageError
+from trainer_core.policy.load import attach_views, copy_weights, differences, empty_model, load_config, load_model
+from trainer_core.policy.logprobs import sequence_logprobs
+from trainer_core.server.client import ServerClient
+from trainer_core.server.lifecycle import supervised, wait_for_server
+from trainer_core.weight_sync.base import Phases, Start, SyncReport
+
+PROOF = 64.0
+"""By so much, and as many times its size, one value is changed to see the server follow."""
+
+LEASE_S = 120.0
+"""Without a resume in this time the server helps itself."""
+
+
+class SingleCopy:
+    """Strategy of mode `shared_vllm`."""
+
+    mode = "shared_vllm"
+
+    def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
+        self.config = config
+        self.device = device
+        self.stop = stop
+        self.path = manifest_path(config)
+        self.engine: ServerClient | None = None
+        self._process: psutil.Process | None = None
+        self._model: torch.nn.Module | None = None
+        self._start = Start()
+        self._lost: str | None = None
+        """What `let_go` answered."""
+
+    @property
+    def engines(self) -> list[ServerClient]:
+        return [self.engine] if self.engine else []
+
+    def attach(self, start: Start) -> torch.nn.Module:
+        """Wait for the manifest, check it, map the tensors and see to it that they hold the weights of `start`.
+
+        Raises:
+            ManifestError: no usable manifest within `engine_timeout`.
+            UsageError: another model or dtype, or tensors that cannot be mapped.
+        """
+        manifest = self._await_manifest()
+        self.engine = ServerClient(manifest.base_url, _token(self.path))
+        info = self.engine.meet()
+        if info.instance_id != manifest.instance_id:
+            raise ManifestError(
+                f"{self.path} belongs to server instance {manifest.instance_id}, but {manifest.base_url} is "
+                f"{info.instance_id}: remove the file and restart vLLM"
+            )
+        if info.eager_because:
+            print(f"[WARNING] the server decodes without CUDA graphs, slower than it could: {info.eager_because}")
+        began = time.perf_counter()
+        self._start = start
+        self._model = model = self._map(manifest)
+        print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no weight memory of its own")
+        clean = info.weight_version in (None, 0) and not info.dirty and not _spoiled(model)
+        if info.held and not info.paused and not info.dirty:
+            self._prove_sharing(model)
+        else:
+            print("Sharing not proved at attach (the server serves others, or is paused); the probe of each step tells")
+        self._place(model, start, clean=clean)
+        self.engine.resume(start.version)
+        return model
+
+    def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
+        """Pause, write in place, synchronise the device, resume as `version`."""
+        assert self.engine is not None, "attach first"
+        clock = Phases()
+        with clock("pause"):
+            self.engine.pause(
+                dirty=True, lease_s=LEASE_S, in_flight=self.config.in_flight, wait_s=self.config.in_flight_timeout
+            )
+        with clock("write"):
+            write()
+        with clock("device_sync"):
+            self._synchronise()
+        with clock("resume"):
+            self.engine.resume(version)
+        return SyncReport(self.mode, version, sum(clock.seconds.values()), clock.seconds)
+
+    def check(self) -> None:
+        """Raise `EngineGone` when the server's process has ended."""
+        if self._process is not None and _ended(self._process):
+            raise EngineGone(f"the inference server (pid {self._process.pid}) has ended, and the weights with it")
+
+    @torch.no_grad()
+    def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
+        """Move the policy out of the server's memory.
+
+        On a CPU the mapped pages outlive the server, and only the trainer writes to them. Memory of a dead process on
+        a GPU is not read again: there the float32 copies are the weights, and what is frozen comes from disk.
+        """
+        if self._lost is None:
+            assert self._model is not None, "attach first"
+            try:
+                self._lost = self._move_out(self._model, copies)
+            except RuntimeError as error:  # one read of a dead process's memory makes every later use of the GPU fail
+                self._lost = f"the GPU does not answer any more ({str(error).splitlines()[0]})"
+        return self._lost
+
+    def _move_out(self, model: torch.nn.Module, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
+        shared = dict(model.named_parameters())
+        if self.device.type == "cpu":
+            for param in shared.values():
+                param.data = param.detach().clone()
+            return ""
+        gone = [name for name, param in shared.items() if param.requires_grad and param not in copies]
+        if gone:
+            return f"{len(gone)} trained tensors lay in its memory alone (--master-weights fp32 keeps a copy)"
+        frozen = {}
+        if len(copies) < len(shared):
+            source = self._start.weights or self.config.model_name
+            frozen = dict(load_model(source, next(iter(shared.values())).dtype, self.device).named_parameters())
+        for name, param in shared.items():
+            param.data = copies[param].to(param.dtype) if param in copies else frozen[name].detach()
+        return ""
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    def _await_manifest(self) -> Manifest:
+        """The manifest of a live server that answers."""
+        supervisor = supervised(self.config, self.stop)
+        return wait_for_server(
+            self._usable_manifest, self.config.engine_timeout, self.stop, meanwhile=(ManifestError, EngineGone),
+            coming=supervisor.coming if supervisor else lambda: None,
+        )  # fmt: skip
+
+    def _usable_manifest(self) -> Manifest:
+        manifest = read_manifest(self.path)
+        self._process = _live_server(manifest, self.path)
+        port = f":{self.config.vllm_port}"
+        if "vllm_port" in self.config.model_fields_set and not manifest.base_url.endswith(port):
+            raise UsageError(f"{self.path} is of the server at {manifest.base_url}, not of --vllm-port {port[1:]}")
+        probe = ServerClient(manifest.base_url, _token(self.path), timeout_s=5.0)
+        try:
+            probe.info()
+        finally:
+            probe.close()
+        return manifest
+
+    def _map(self, manifest: Manifest) -> torch.nn.Module:
+        if manifest.tensor_parallel_size != 1:
+            raise UsageError(
+                f"the server runs with --tensor-parallel-size {manifest.tensor_parallel_size}; single copy needs 1"
+            )
+        config = load_config(self.config.model_name)
+        odd = differences(config.to_dict(), manifest.config)
+        if odd:
+            raise ManifestError(f"{self.path} is of another model, {manifest.model}: {'; '.join(odd)}")
+        shard = manifest.ranks[0]
+        dtype = one_dtype(shard, self.config.dtype)
+        tensors = open_tensors(shard, self.device)
+        model = empty_model(config, dtype)
+        attach_views(model, tensors, shard.aliases, verbose=self.config.debug_loading)
+        return model
+
+    def _place(self, model: torch.nn.Module, start: Start, *, clean: bool) -> None:
+        """Put the weights of `start` into the shared tensors; base weights of a fresh server lie there already."""
+        assert self.engine is not None
+        if start.weights is None and clean:
+            return
+        source = start.weights or self.config.model_name
+        print(f"Writing version {start.version} from {source} into the server")
+        # Loading from disk may take its time; whoever waits for this server waits that long anyway.
+        self.engine.pause(dirty=True, lease_s=max(LEASE_S, self.config.engine_timeout))
+        copy_weights(model, source)
+        self._synchronise()
+
+    @torch.no_grad()
+    def _prove_sharing(self, model: torch.nn.Module) -> None:
+        """Change one value, let the server decode one token, see its logprob follow, put the value back.
+
+        Only while nobody else may generate. The last norm is chosen because no KV cache depends on it.
+
+        Raises:
+            EngineError: the server generates with other memory than the manifest names.
+        """
+        assert self.engine is not None
+        value = _proof_value(model)
+        before = value.clone()
+        prompt = [min(2, model.config.vocab_size - 1)] * 4
+        try:
+            value.add_(PROOF * (1.0 + before.abs()))
+            self._synchronise()
+            answer = self.engine.generate(prompt, 1)
+            changed = sequence_logprobs(model, prompt, answer.token_ids)
+        except EngineError as error:
+            print(f"Sharing not proved at attach ({error}); the probe of each step tells")
+            return
+        finally:
+            value.copy_(before)
+            self._synchronise()
+        unchanged = sequence_logprobs(model, prompt, answer.token_ids)
+        theirs = answer.logprobs[0]
+        if abs(changed[0] - theirs) > abs(unchanged[0] - theirs):
+            raise EngineError(
+                f"the server does not see the trainer's writes: logprob {theirs:.4f} where the changed weights give "
+                f"{changed[0]:.4f} and the old ones {unchanged[0]:.4f}. Restart it with VLLM_ENABLE_SHARED_WEIGHTS=1"
+            )
+        print("✓ Sharing proved: the server's logprobs follow a value changed here")
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _proof_value(model: torch.nn.Module) -> torch.Tensor:
+    """The one value that `_prove_sharing` changes, a view of shape (1,)."""
+    value: torch.Tensor = model.base_model.norm.weight[:1]
+    return value
+
+
+def _spoiled(model: torch.nn.Module) -> bool:
+    """Whether a trainer may have died while it proved the sharing, so that its change is still there: the value is at
+    least `PROOF` then, whatever it was. Where it is so by nature, weights are written once more than needed."""
+    return bool(_proof_value(model).item() >= PROOF - 1)
+
+
+def manifest_path(config: TrainingConfig) -> Path:
+    """Where the manifest lies: the flag, VLLM_BRIDGE_CONFIG_PATH, LOGDIR, the run directory, the current one."""
+    if config.vllm_config_path:
+        return Path(config.vllm_config_path)
+    if os.environ.get("VLLM_BRIDGE_CONFIG_PATH"):
+        return Path(os.environ["VLLM_BRIDGE_CONFIG_PATH"])
+    if os.environ.get("LOGDIR"):
+        return Path(os.environ["LOGDIR"]) / MANIFEST_NAME
+    run_dir = RunDir.from_env()
+    return run_dir.manifest("vllm") if run_dir else Path(MANIFEST_NAME)
+
+
+def _token(manifest: Path) -> str:
+    """ATROPOS_TOKEN, else the one that a server started by hand wrote beside its manifest, else none."""
+    if os.environ.get(ENV_TOKEN):
+        return os.environ[ENV_TOKEN]
+    try:
+        return (manifest.parent / "token").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _ended(process: psutil.Process) -> bool:
+    """Whether it runs no more; a zombie has ended, and only waits for its parent."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
+
+
+def _live_server(manifest: Manifest, path: Path) -> psutil.Process:
+    try:
+        process = psutil.Process(manifest.server_pid)
+        alive = not _ended(process)
+        same = abs(process.create_time() - manifest.server_create_time) < 1.0
+    except psutil.Error:
+        alive = same = False
+    if not (alive and same):
+        raise ManifestError(f"{path}: its server (pid {manifest.server_pid}) is gone; start vLLM again")
+    return process
+
+
+def one_dtype(shard: Shard, wanted: str) -> torch.dtype:
+    """The type of all tensors, which must be the one that the trainer was told (`wanted`; "auto": any).
+
+    Raises:
+        UsageError: several types, or another one.
+        ManifestError: none that torch has.
+    """
+    dtypes = {entry.dtype for entry in shard.param_mappings.values()}
+    if len(dtypes) != 1:
+        raise UsageError(
+            f"the server's tensors are of several types ({', '.join(sorted(dtypes))}); start it with --dtype"
+        )
+    dtype = dtypes.pop()
+    if wanted not in ("auto", dtype):
+        raise UsageError(f"the server's weights are {dtype}, the trainer was told {wanted}: pass --dtype {dtype}")
+    return _dtype(dtype)
+
+
+def open_tensors(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
+    """The server's tensors by its own names, on its own memory.
+
+    Raises:
+        ManifestError: the memory is gone, or lies on the other kind of device.
+    """
+    if shard.kind == "shm":
+        return _open_shm(shard, device)
+    if device.type != "cuda":
+        raise ManifestError("the server's weights are on a GPU: train with --device cuda on the same one")
+    opened: dict[str, torch.Tensor] = {}
+    for name, entry in shard.param_mappings.items():
+        if entry.ipc_handle is None:
+            raise ManifestError(f"{name}: no CUDA handle in the manifest")
+        opened[name] = _view(_open_cuda(entry.ipc_handle, device), entry, name)
+    return opened
+
+
+def _open_shm(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
+    path = Path(shard.shm_path or "")
+    if device.type != "cpu":
+        raise ManifestError(f"the server's weights are in {path}, CPU memory: train with --device cpu")
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ManifestError(f"{path}: the server's weights are gone ({error.strerror}); restart vLLM") from None
+    if size < shard.shm_bytes:
+        raise ManifestError(f"{path}: {size} bytes, the manifest says {shard.shm_bytes}; restart vLLM")
+    storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=shard.shm_bytes)
+    return {name: _view(storage, entry, name) for name, entry in shard.param_mappings.items()}
+
+
+def _open_cuda(ipc: CudaIpc, device: torch.device) -> torch.UntypedStorage:
+    torch.cuda.init()
+    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
+        device.index if device.index is not None else torch.cuda.current_device(),
+        base64.b64decode(ipc.handle), ipc.storage_bytes, ipc.storage_offset_bytes,
+        base64.b64decode(ipc.ref_counter_handle), ipc.ref_counter_offset,
+        base64.b64decode(ipc.event_handle), ipc.event_sync_required,
+    )  # fmt: skip
+    return storage
+
+
+def _view(storage: torch.UntypedStorage, entry: TensorEntry, name: str) -> torch.Tensor:
+    """The tensor of `entry` in `storage`.
+
+    Raises:
+        ManifestError: it does not lie in there.
+    """
+    empty = torch.empty(0, dtype=_dtype(entry.dtype), device=storage.device)
+    try:
+        end = entry.offset + sum((n - 1) * step for n, step in zip(entry.shape, entry.stride, strict=True)) + 1
+        if min([entry.offset, *entry.shape, *entry.stride]) < 0 or end * empty.element_size() > storage.nbytes():
+            raise ValueError(f"of {storage.nbytes()} bytes it would take {end * empty.element_size()}")
+        return empty.set_(storage, entry.offset, tuple(entry.shape), tuple(entry.stride))
+    except (RuntimeError, ValueError) as error:
+        raise ManifestError(f"{name}: not a tensor of the server's memory ({error}); restart vLLM") from None
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Raises ManifestError where torch has none of this name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ManifestError(f"the manifest speaks of a type {name}, which this torch does not have")
+    return dtype

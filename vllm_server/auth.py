@@ -1,0 +1,243 @@
+"""The door of the server, before any route: Host header, token on control routes, and the hold on generation.
+
+Closed by default: a path not known to be harmless needs the token, so a route that a later vLLM adds is a control route
+until someone here says otherwise.
+
+The door also knows when there is no engine behind it any more: it was told to end, or its process has died. Whatever a
+route makes of that (vLLM's answer 500 and 400), the client gets 503 with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trainer_core.contracts.bridge import GONE_STATUS, INSTANCE_HEADER, TOKEN_HEADER
+from trainer_core.contracts.hosts import host_refusal
+
+Kind = Literal["open", "generation", "control"]
+
+_OPEN = frozenset(
+    {
+        "/health", "/health_generate", "/ping", "/version", "/load", "/metrics", "/v1/models", "/tokenize",
+        "/detokenize", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json",
+    }
+)  # fmt: skip
+_GENERATION = frozenset(
+    {
+        "/generate", "/invocations", "/inference/v1/generate", "/generative_scoring", "/pooling", "/classify", "/score",
+        "/rerank",
+    }
+)  # fmt: skip
+
+
+def path_kind(path: str) -> Kind:
+    """What a request to `path` is: harmless, generation, or control.
+
+    `/v1/*` is vLLM's OpenAI surface: generation, except adapter loading (control) and the model list (open).
+    """
+    path = path.rstrip("/") or "/"
+    if path in _OPEN or path.startswith(("/metrics/", "/static/")):
+        return "open"
+    if path in _GENERATION:
+        return "generation"
+    if path.startswith(("/v1/", "/v2/")):
+        return "control" if "lora" in path.lower() else "generation"
+    return "control"
+
+
+class GenerationHold:
+    """Whether generation may go on: open, held, or refused with a reason."""
+
+    def __init__(self, *, held: bool) -> None:
+        self._open = asyncio.Event()
+        self.refusal: str | None = None
+        """Why generation and `/health` answer 503; None when all is well."""
+        if not held:
+            self._open.set()
+
+    @property
+    def held(self) -> bool:
+        return not self._open.is_set()
+
+    def release(self) -> None:
+        self._open.set()
+
+    async def wait(self) -> None:
+        await self._open.wait()
+
+
+ENDING = "this server is ending: it was told to stop, and takes no new work"
+ENGINE_DIED = "the engine of this server has died, and the server ends with it; its log has the cause"
+
+
+@dataclass
+class Access:
+    """What the guard asks for; the app carries it as `app.state.atropos_door`."""
+
+    token: str
+    hosts: frozenset[str]
+    gate: GenerationHold
+    hold_timeout_s: float = 600.0
+    instance_id: str = ""
+    engine_died: Callable[[], bool] = lambda: False
+    """Whether the engine's process is gone."""
+    ending: bool = False
+    """Whether SIGTERM or SIGINT has come."""
+    signals: tuple[signal.Signals, ...] = ()
+    """Those that tell this process to end, until they are watched."""
+
+    def gone(self) -> str | None:
+        """Why no engine answers here any more; null while one does."""
+        if self.ending:
+            return ENDING
+        return ENGINE_DIED if self.engine_died() else None
+
+    def watch_signals(self) -> None:
+        """Know of the end the moment it is asked for, before those who act on the signal.
+
+        vLLM lets requests in until its engine has drained. Called with the first request: by then everyone who takes
+        these signals has done so, and each is still called.
+        """
+        numbers, self.signals = self.signals, ()
+        for number in numbers:
+            signal.signal(number, self._also(signal.getsignal(number)))
+
+    def _also(self, before: Any) -> Callable[[int, FrameType | None], Any]:
+        def told(number: int, frame: FrameType | None) -> Any:
+            self.ending = True
+            return before(number, frame) if callable(before) else None
+
+        return told
+
+
+class AuthMiddleware:
+    """ASGI middleware, named to vLLM by its own `--middleware`; it finds its `Access` in the app that serves."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        door: Access = scope["app"].state.atropos_door
+        door.watch_signals()
+        headers = Headers(scope=scope)
+        path = _route_path(scope)
+        misnamed = host_refusal(headers.get("host"), door.hosts)
+        refusal = _error(*misnamed) if misnamed else None
+        kind = path_kind(path)
+        trusted = _has_token(headers, door.token)
+        if refusal is None and kind == "control" and not trusted:
+            refusal = _error(
+                403, f"{path} is a control route (or unknown): send the run's token in the header {TOKEN_HEADER}"
+            )
+        if refusal is None and kind != "open":
+            refusal = _check_server(headers, door)
+        if refusal is None and door.gate.refusal and (path == "/health" or (kind == "generation" and not trusted)):
+            refusal = _error(503, door.gate.refusal)
+        if refusal is None and kind == "generation" and door.gate.held and not trusted:
+            await self._hold(door, scope, receive, send)
+        elif refusal is None:
+            await self._answer(door, scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await refusal(scope, receive, send)
+
+    async def _hold(self, door: Access, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wait for the release, keeping the request's body; give up when the client does or the time is over."""
+        body: list[Message] = []
+        release = asyncio.ensure_future(door.gate.wait())
+        listen = asyncio.ensure_future(_collect(receive, body))
+        try:
+            await asyncio.wait({release, listen}, timeout=door.hold_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            released = release.done()
+            gone = listen.done() and not released
+        finally:
+            release.cancel()
+            listen.cancel()
+            await asyncio.gather(listen, release, return_exceptions=True)
+        if gone:
+            return
+        if not released:
+            response = _error(503, "generation is held until the trainer has named a weight version (/bridge/resume)")
+            response.headers["Retry-After"] = "30"
+            await response(scope, receive, send)
+            return
+        await self._answer(door, scope, _replay(body, receive), send)
+
+    async def _answer(self, door: Access, scope: Scope, receive: Receive, send: Send) -> None:
+        """The route's answer; if it fails without an engine, for whatever reason it gives, 503 with ours."""
+        answered: Literal["no", "by the route", "by us"] = "no"
+
+        async def send_or_replace(message: Message) -> None:
+            nonlocal answered
+            if answered == "no" and message["type"] == "http.response.start":
+                gone = door.gone() if message["status"] >= 400 else None
+                answered = "by us" if gone else "by the route"
+                if gone:
+                    await _error(GONE_STATUS, gone)(scope, receive, send)
+            if answered != "by us":
+                await send(message)
+
+        try:
+            await self.app(scope, receive, send_or_replace)
+        except Exception:
+            gone = door.gone()
+            if gone is None or answered == "by the route" or scope["type"] != "http":
+                raise
+            if answered == "no":
+                await _error(GONE_STATUS, gone)(scope, receive, send)
+
+
+def _check_server(headers: Headers, door: Access) -> JSONResponse | None:
+    """Refuse new work at the end, and what was meant for another server."""
+    meant = headers.get(INSTANCE_HEADER)
+    if meant is not None and meant != door.instance_id:
+        return _error(GONE_STATUS, f"server {meant} is gone; this is {door.instance_id} in its place")
+    return _error(GONE_STATUS, ENDING) if door.ending else None
+
+
+def _has_token(headers: Headers, token: str) -> bool:
+    given = headers.get(TOKEN_HEADER)
+    return given is not None and hmac.compare_digest(given.encode("latin-1", "replace"), token.encode())
+
+
+async def _collect(receive: Receive, into: list[Message]) -> None:
+    """Gather messages until the client leaves."""
+    while True:
+        message = await receive()
+        into.append(message)
+        if message["type"] in ("http.disconnect", "websocket.disconnect"):
+            return
+
+
+def _replay(messages: list[Message], receive: Receive) -> Receive:
+    pending = list(messages)
+
+    async def next_message() -> Message:
+        return pending.pop(0) if pending else await receive()
+
+    return next_message
+
+
+def _route_path(scope: Scope) -> str:
+    """The path that routes see: without the root path of a proxy."""
+    path, root = scope["path"], scope.get("root_path", "")
+    return path[len(root):] or "/" if root and path.startswith(root + "/") else path  # fmt: skip
+
+
+def _error(status: int, reason: str) -> JSONResponse:
+    return JSONResponse({"error": reason}, status_code=status)

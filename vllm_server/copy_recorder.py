@@ -1,0 +1,130 @@
+"""Which bytes of the tensors that it is given a model's own loader copies to which place of its parameters."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer_core.contracts.transfer import Chunk
+
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Destinations in the model's parameters, and their sources in what the loader was given."""
+
+Named = tuple[str, torch.Tensor]
+
+TIED_HEAD = "lm_head.weight"
+NO_WEIGHT = "rotary_emb.inv_freq"
+"""How the names of what old checkpoints hold, and every model computes, end."""
+OTHER_RANKS_LAYER = "PPMissingLayer"
+"""vLLM's class for what another rank of a pipeline has: its tensors are rightly passed over here."""
+_CONSTANT = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+"""What pads a vocabulary: the same at every update."""
+
+
+class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
+    """While it is entered, notes every copy from a view of what is `given` to a view of a parameter."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._named = dict(model.named_parameters())
+        self._given: list[tuple[int, int, str]] = []
+        self._unread: set[str] = set()
+        self._names = {_storage(parameter): name for name, parameter in self._named.items()}
+        self._written: defaultdict[str, int] = defaultdict(int)
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self.whole = True
+        """Repeating the copies does all that the loader did."""
+
+    def give(self, tensors: Iterable[Named]) -> list[Named]:
+        """These are what the loader reads now, until others are given; the same again, for the call."""
+        given = list(tensors)
+        self._given = sorted((each.data_ptr(), each.data_ptr() + each.nbytes, name) for name, each in given)
+        self._unread.update(name for name, _ in given)
+        return given
+
+    def one_by_one(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """Each as it is asked for; nothing is kept of the last one, so its memory can go."""
+        for tensor in tensors:
+            given = self.give([tensor])
+            del tensor
+            yield given.pop()
+            self.take()
+
+    def take(self) -> Copies:
+        """The copies since the last call."""
+        copies = self._targets, self._sources
+        self._targets, self._sources = [], []
+        return copies
+
+    def gaps(self) -> list[str]:
+        """Parameters of which another number of elements was written than they have."""
+        return [
+            f"{name} ({self._written[name]:,} of {parameter.numel():,} elements)"
+            for name, parameter in self._named.items()
+            if self._written[name] != parameter.numel()
+        ]
+
+    def passed_over(self) -> list[str]:
+        """Given tensors of which nothing was copied, where that can be told: a tied head is no tensor of its own."""
+        tied = getattr(getattr(self.model, "config", None), "tie_word_embeddings", False)
+        no_weights = {name for name in self._unread if name.endswith(NO_WEIGHT) or (tied and name == TIED_HEAD)}
+        elsewhere = any(type(module).__name__ == OTHER_RANKS_LAYER for module in self.model.modules())
+        return sorted(self._unread - no_weights) if self.whole and not elsewhere else []
+
+    def without_place(self) -> str | None:
+        """What to say of `passed_over`; null when every tensor found its place."""
+        if not (names := self.passed_over()):
+            return None
+        return (
+            f"vLLM's {type(self.model).__name__} has no place for {len(names)} of the tensors, such as "
+            f"{', '.join(names[:3])}, and would answer without them. Is it the same model on both sides? If it is, "
+            "this release of vLLM does not serve it whole"
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args else None
+        if isinstance(target, torch.Tensor) and func._schema.is_mutable and _storage(target) in self._names:
+            self._written[self._names[_storage(target)]] += target.numel()
+            if func is torch.ops.aten.copy_.default and (name := self._giver(args[1])) is not None:
+                self._unread.discard(name)
+                self._targets.append(target)
+                self._sources.append(args[1])
+            elif func not in _CONSTANT:
+                self.whole = False
+        return func(*args, **(kwargs or {}))
+
+    def _giver(self, source: torch.Tensor) -> str | None:
+        """The name of the given tensor that `source` is a view of."""
+        start = _storage(source) + source.storage_offset() * source.element_size()
+        find = bisect_right if source.numel() else bisect_left  # nothing, such as a rank's share, lies at an end
+        index = find(self._given, start, key=lambda span: span[0]) - 1
+        if index < 0:
+            return None
+        _, end, name = self._given[index]
+        return name if start < end or not source.numel() else None
+
+
+def addresses(parameters: Iterable[torch.nn.Parameter]) -> list[int]:
+    """Where the parameters lie; copies noted before another place was taken lead nowhere."""
+    return [parameter.data_ptr() for parameter in parameters]
+
+
+def named_views(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a received chunk by name, as views of `buffer` (uint8, at least the chunk's bytes)."""
+    found = []
+    for placed in chunk.tensors:
+        tensor, start = placed.tensor, placed.start - chunk.start
+        flat = buffer[start : start + tensor.nbytes].view(getattr(torch, tensor.dtype))
+        found.append((tensor.name, flat.view(tensor.shape)))
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
