@@ -20,15 +20,14 @@ from typing import Any, Literal, Protocol
 
 from atropos_tui.stack.spec import ComponentSpec, LogCheck, Stage
 from atropos_tui.supervisor import diagnoses, procfs, states
-from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence, describe_exit
+from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence, describe_exit, own
 from atropos_tui.supervisor.diagnoses.roots import lasting_error
 from atropos_tui.supervisor.diagnoses.scanner import LogScanner
 from atropos_tui.supervisor.environment import Launch
-from atropos_tui.supervisor.ladder import end_set
 from atropos_tui.supervisor.launcher import Host, Living
 from atropos_tui.supervisor.logs import LogDrain
 from atropos_tui.supervisor.probe import Checker, Prober, ProbeResult
-from atropos_tui.supervisor.process import Leader
+from atropos_tui.supervisor.process import Leader, end_set
 from atropos_tui.supervisor.restarts import Restarts
 from atropos_tui.supervisor.sampling import Usage
 from atropos_tui.supervisor.store import Store
@@ -284,7 +283,7 @@ class Component:
 
     def _disk_trouble(self, problem: str) -> None:
         fix = "free disk space; the run goes on, and lost log output is counted"
-        self._owner.post(self.diagnose, Diagnosis("the log cannot be written", problem, fix, "log_unwritable"))
+        self._owner.post(self.diagnose, own.LOG_UNWRITABLE.diagnosis(problem, fix))
 
     def _begin(self, living: Living) -> None:
         """A new attempt: nothing of the last one counts any more."""
@@ -390,7 +389,7 @@ class Component:
     def _does_not_answer(self, detail: str) -> None:
         reason = f"liveness failed: {detail}"
         fix = f"it is being restarted; atropos-tui logs {self.name} shows what it was doing"
-        self.diagnose(Diagnosis(f"{self.name} runs but does not answer", detail, fix, "not_answering"))
+        self.diagnose(own.NOT_ANSWERING.diagnosis(detail, fix, f"{self.name} runs but does not answer"))
         if self.state is State.HEALTHY:
             self._move(State.UNHEALTHY, reason)
         self._begin_end("crash")
@@ -404,8 +403,8 @@ class Component:
         detail = probe.detail if probe else "it has not finished"
         reason = f"not {'done' if self.one_shot else 'healthy'} within {self.spec.start_timeout_s:g} s: {detail}"
         fix = f"see atropos-tui logs {self.name}; if it only needs longer, raise start_timeout_s"
-        rule = "health_timeout" if self.spec.role is Role.ENGINE else "not_ready"
-        self.diagnose(Diagnosis(f"{self.name} did not become ready", detail, fix, rule))
+        rule = own.HEALTH_TIMEOUT if self.spec.role is Role.ENGINE else own.NOT_READY
+        self.diagnose(rule.diagnosis(detail, fix, f"{self.name} did not become ready"))
         self._begin_end("timeout")
         self._move(State.STOPPING, reason)
 
@@ -551,7 +550,7 @@ class Component:
             self._host.leave(self.spec, child, launch, done=self.one_shot and child.exit_code == 0)
         except OSError as problem:
             fix = "remove it by hand before the next start"
-            self.diagnose(Diagnosis("a stale file cannot be removed", str(problem), fix, "stale_file"))
+            self.diagnose(own.STALE_FILE.diagnosis(str(problem), fix))
         self.child, self._ending, self._prober, self._stage_watch = None, None, None, None
         self._draining = ""
         self.exit_code = child.exit_code
@@ -609,7 +608,7 @@ def stuck(rows: list[procfs.Proc]) -> Diagnosis:
     """The diagnosis for processes that outlive SIGKILL, by pid and state."""
     who = ", ".join(f"pid {row.pid} (state {row.state})" for row in rows)
     fix = "state D is a wait inside the kernel, for a disk or a driver (GPU: see dmesg); only that can end it"
-    return Diagnosis("a process cannot be killed", who, fix, "unkillable")
+    return own.UNKILLABLE.diagnosis(who, fix)
 
 
 def look_again() -> None:

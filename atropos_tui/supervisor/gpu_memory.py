@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atropos_tui.stack.nvml import Card
-from atropos_tui.supervisor.diagnoses import Diagnosis
+from atropos_tui.supervisor.diagnoses import Diagnosis, own
 from atropos_tui.supervisor.nvml import Reader
 
 GIB = 1024**3
@@ -276,11 +276,10 @@ def said(left: Mapping[int, int]) -> str:
 
 def _not_back(claims: list[_Claim], left: Mapping[int, int], cards: Mapping[int, Card]) -> Diagnosis:
     holders = "; ".join(f"GPU {claim.gpu}: {_holders(claim, cards[claim.gpu])}" for claim in claims)
-    return Diagnosis(
-        f"GPU memory of {claims[0].name} was not given back",
+    return own.GPU_MEMORY_HELD.diagnosis(
         f"{said(left)} {LIMIT_S:g} s after its last process was gone; {holders}",
         f"nothing starts there until it is free, for {BARRED_S:g} s at most; end what holds it (see nvidia-smi)",
-        "gpu_memory_held",
+        f"GPU memory of {claims[0].name} was not given back",
     )
 
 

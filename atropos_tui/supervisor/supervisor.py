@@ -20,7 +20,7 @@ from typing import Any
 from atropos_tui.stack.recipes import recipe
 from atropos_tui.supervisor import procfs, states
 from atropos_tui.supervisor.component import SIGNALS, Component, Ended, look_again, stuck
-from atropos_tui.supervisor.diagnoses import Diagnosis, describe_exit
+from atropos_tui.supervisor.diagnoses import Diagnosis, describe_exit, own
 from atropos_tui.supervisor.environment import LaunchError
 from atropos_tui.supervisor.launcher import Host
 from atropos_tui.supervisor.logs import latest_attempt
@@ -310,7 +310,7 @@ class Supervisor:
             component.start(", ".join(missing))
         except LaunchError as error:
             evidence = f"before start {component.attempt + 1}"
-            component.diagnose(Diagnosis(error.problem, evidence, error.fix, "cannot_start"))
+            component.diagnose(own.CANNOT_START.diagnosis(evidence, error.fix, error.problem))
             self._fail(component, EXIT_FAILED, error.problem)
 
     def _look_at_the_whole(self) -> None:

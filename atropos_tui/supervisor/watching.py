@@ -18,11 +18,15 @@ import httpx
 
 from atropos_tui.stack.spec import StackSpec
 from atropos_tui.supervisor.component import Component
+from atropos_tui.supervisor.diagnoses import own
 from atropos_tui.supervisor.diagnoses.following import NumberWatch
-from atropos_tui.supervisor.diagnoses.model import Diagnosis, Names, Voice
-from atropos_tui.supervisor.diagnoses.refusals import RefusalWatch
+from atropos_tui.supervisor.diagnoses.model import Diagnosis, Names, Rule, Voice
+from atropos_tui.supervisor.diagnoses.refusals import REFUSED, RefusalWatch
 from atropos_tui.supervisor.diagnoses.scanner import LogScanner
 from atropos_tui.supervisor.diagnoses.waiting import (
+    DISK_LOW,
+    NO_BATCHES,
+    SLOW_START,
     ApiView,
     Part,
     Scene,
@@ -90,7 +94,7 @@ class Watcher:
                 await asyncio.shield(asyncio.ensure_future(self.look()))
             except Exception as error:
                 fix = "the run goes on, its diagnoses may be missing; please report it with the run's supervisor.jsonl"
-                found = Diagnosis("the diagnosing itself failed", repr(error), fix, "watcher_fault")
+                found = own.WATCHER_FAULT.diagnosis(repr(error), fix)
                 next(iter(self._components.values())).diagnose(found, 0)
 
     async def look(self) -> None:
@@ -124,12 +128,12 @@ class Watcher:
             self._count(what, now)
         refused = self._refusals.judge(parts, now)
         for part in scene.of(Role.ENV):
-            said += self._speak("rollouts_refused", part.name, refused.get(part.name), now, part.attempt)
+            said += self._speak(REFUSED, part.name, refused.get(part.name), now, part.attempt)
         scene = replace(self._scene(scene), refused=tuple(refused))
-        said += self._speak("no_batches", trainer, no_batches(scene), now)
-        said += self._speak("disk_low", trainer, disk_low(scene), now)
+        said += self._speak(NO_BATCHES, trainer, no_batches(scene), now)
+        said += self._speak(DISK_LOW, trainer, disk_low(scene), now)
         for part in parts:
-            said += self._speak("slow_start", part.name, slow_start(part, now), now)
+            said += self._speak(SLOW_START, part.name, slow_start(part, now), now)
         return said
 
     def _read_records(self) -> list[Diagnosis]:
@@ -193,17 +197,17 @@ class Watcher:
         return None if spec is None else ask_api(f"http://127.0.0.1:{spec.port}")
 
     def _speak(
-        self, rule: str, name: str, found: Diagnosis | None, now: float, attempt: int = 0
+        self, rule: Rule, name: str, found: Diagnosis | None, now: float, attempt: int = 0
     ) -> list[tuple[str, Diagnosis]]:
         """`found`, if it is new; with `attempt` it is new in each."""
         cause = found.title if found else "", attempt
         for key, voice in self._voices.items():
-            if key[:2] == (rule, name) and key[2:] != cause:
+            if key[:2] == (rule.name, name) and key[2:] != cause:
                 voice.lowered()
-        if found is None or not self._voices.setdefault((rule, name, *cause), Voice()).raised(now):
+        if found is None or not self._voices.setdefault((rule.name, name, *cause), Voice()).raised(now):
             return []
-        episode = self._episodes[rule]
-        self._episodes[rule] += 1
+        episode = self._episodes[rule.name]
+        self._episodes[rule.name] += 1
         return [(name, replace(found, episode=episode))]
 
 

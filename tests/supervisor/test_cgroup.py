@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from atropos_tui.supervisor import cgroup, procfs
-from atropos_tui.supervisor.ladder import end_set
-from atropos_tui.supervisor.process import spawn
+from atropos_tui.supervisor.process import end_set, spawn
 from atropos_tui.supervisor.store import ProcessTable
 from tests.supervisor.harness import alive, part, pids_in, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background, guard_of

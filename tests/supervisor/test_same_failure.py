@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atropos_tui.stack.spec import LogCheck, RestartPolicy, Stage
-from atropos_tui.supervisor.diagnoses.catalogue import CATALOGUE
+from atropos_tui.supervisor.diagnoses import RULES
 from atropos_tui.supervisor.diagnoses.roots import PASSING_RULES, lasting_error, same_words
 from tests.supervisor.harness import QUICK, part, python, ready
 from trainer_core.contracts.control import CommandRequest, Role, State
@@ -109,7 +109,7 @@ async def test_whoever_starts_it_by_hand_may_have_mended_it(launch: Any) -> None
 
 
 def test_passing_rules_are_rules() -> None:
-    assert set(CATALOGUE) >= PASSING_RULES
+    assert {rule.name for rule in RULES} >= PASSING_RULES
     assert lasting_error("python_error", [f"Traceback (most recent call last):\n  x\n{HEADS}"]) == ""
     assert lasting_error("engine_dead", ["Traceback (most recent call last):", "  x", HEADS]) == HEADS
     assert lasting_error("out_of_memory", ["Traceback (most recent call last):", "  x", HEADS]) == ""

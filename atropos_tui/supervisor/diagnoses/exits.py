@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from atropos_tui.stack.spec import ComponentSpec
 from atropos_tui.supervisor.diagnoses.lines import LOG_RULES
-from atropos_tui.supervisor.diagnoses.model import USUAL, Diagnosis, Names, Sighting, shortened
+from atropos_tui.supervisor.diagnoses.model import USUAL, Diagnosis, Names, Rule, Sighting, shortened
 from atropos_tui.supervisor.diagnoses.signs import ANSI, LogRule, Sign
 
 
@@ -40,22 +40,34 @@ class Evidence:
         return replace(self, lines=[ANSI.sub("", line) for line in self.lines])
 
 
-ExitRule = Callable[[Evidence], Diagnosis | None]
+@dataclass(frozen=True)
+class ExitRule(Rule):
+    """A rule over how a component ended; `judge` gives title, evidence and fix where it recognises the case."""
+
+    judge: Callable[[Evidence], tuple[str, str, str] | None]
+
+    def explain(self, found: Evidence) -> Diagnosis | None:
+        said = self.judge(found)
+        return Diagnosis(*said, self.name) if said else None
 
 
-def missing_module(found: Evidence) -> Diagnosis | None:
+def missing_module(found: Evidence) -> tuple[str, str, str] | None:
     if (hit := found.last(r"No module named '?([\w.]+)'?")) is not None:
         module = hit[0].group(1)
         where = f"install {module.partition('.')[0]} into the environment that runs {found.spec.name}"
         fix = f"{where}, or correct its module or cwd"
-        return Diagnosis(f"Python module {module} is missing", hit[1], fix, "missing_module")
-    if (hit := found.last(r"ImportError: .+")) is not None:
-        fix = "installed versions do not fit each other: run `make install` in a fresh .venv"
-        return Diagnosis("a Python import failed", hit[1], fix, "import_failed")
+        return f"Python module {module} is missing", hit[1], fix
     return None
 
 
-def model_missing(found: Evidence) -> Diagnosis | None:
+def import_failed(found: Evidence) -> tuple[str, str, str] | None:
+    if (hit := found.last(r"ImportError: .+")) is not None:
+        fix = "installed versions do not fit each other: run `make install` in a fresh .venv"
+        return "a Python import failed", hit[1], fix
+    return None
+
+
+def model_missing(found: Evidence) -> tuple[str, str, str] | None:
     hit = found.last(
         r"is not a local folder and is not a valid model identifier|Repository Not Found|RepositoryNotFoundError"
         r"|(?:model|config\.json|safetensors|tokenizer).*(?:No such file or directory|does not exist|not found)"
@@ -66,30 +78,26 @@ def model_missing(found: Evidence) -> Diagnosis | None:
     if hit is None:
         return None
     fix = "correct `model` in the profile: a folder with config.json, or a hub id"
-    return Diagnosis("the model was not found", hit[1], fix, "model_missing")
+    return "the model was not found", hit[1], fix
 
 
-def bad_usage(found: Evidence) -> Diagnosis | None:
+def bad_usage(found: Evidence) -> tuple[str, str, str] | None:
     hit = found.last(r"error: .+|usage: .+|unrecognized arguments.+|ValidationError.*")
     if found.exit_code != 2 or hit is None:
         return None
-    title = f"{found.spec.name} refused its arguments"
-    return Diagnosis(title, hit[1], "correct its section of the profile", "bad_usage")
+    return f"{found.spec.name} refused its arguments", hit[1], "correct its section of the profile"
 
 
-def not_executable(found: Evidence) -> Diagnosis | None:
+def not_executable(found: Evidence) -> tuple[str, str, str] | None:
     if found.exit_code not in (126, 127):
         return None
     hit = found.last(r"not found|cannot execute|permission denied")
-    return Diagnosis(
-        f"the command of {found.spec.name} cannot be run",
-        hit[1] if hit else f"exit code {found.exit_code}: {found.spec.command[0]}",
-        "install the program, or correct the command in the profile",
-        "not_executable",
-    )
+    evidence = hit[1] if hit else f"exit code {found.exit_code}: {found.spec.command[0]}"
+    fix = "install the program, or correct the command in the profile"
+    return f"the command of {found.spec.name} cannot be run", evidence, fix
 
 
-def killed_by_signal(found: Evidence) -> Diagnosis | None:
+def killed_by_signal(found: Evidence) -> tuple[str, str, str] | None:
     if found.exit_code >= 0:
         return None
     if found.exit_code == -signal.SIGKILL:
@@ -100,40 +108,49 @@ def killed_by_signal(found: Evidence) -> Diagnosis | None:
         fix = "a crash in native code: see the last log lines"
     else:
         fix = "someone sent that signal: atropos-tui stop is the way that keeps it stopped"
-    return Diagnosis(f"killed by {describe_exit(found.exit_code)}", _last_words(found), fix, "killed")
+    return f"killed by {describe_exit(found.exit_code)}", _last_words(found), fix
 
 
-def python_error(found: Evidence) -> Diagnosis | None:
+def python_error(found: Evidence) -> tuple[str, str, str] | None:
     hit = found.last(r"^\s*(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit))(?::|$)")
     if hit is None:
         return None
     fix = f"atropos-tui logs {found.spec.name} shows it all"
-    return Diagnosis(f"{found.spec.name} raised {hit[0].group(1)}", hit[1], fix, "python_error")
+    return f"{found.spec.name} raised {hit[0].group(1)}", hit[1], fix
 
 
-def exited(found: Evidence) -> Diagnosis:
-    return Diagnosis(
-        f"{found.spec.name} exited with code {found.exit_code}",
-        _last_words(found),
-        f"atropos-tui logs {found.spec.name} shows the whole log",
-        "exited",
-    )
+def exited(found: Evidence) -> tuple[str, str, str]:
+    fix = f"atropos-tui logs {found.spec.name} shows the whole log"
+    return f"{found.spec.name} exited with code {found.exit_code}", _last_words(found), fix
 
 
-EXIT_RULES: tuple[ExitRule, ...] = (missing_module, model_missing, bad_usage, not_executable, killed_by_signal)
+BY_EXIT = (
+    ExitRule("missing_module", "a Python module is missing", missing_module),
+    ExitRule("import_failed", "a Python import failed", import_failed),
+    ExitRule("model_missing", "the model was not found", model_missing),
+    ExitRule("bad_usage", "a component refused its arguments", bad_usage),
+    ExitRule("not_executable", "a command cannot be run", not_executable),
+    ExitRule("killed", "killed by a signal", killed_by_signal),
+)
+AT_LAST = (
+    ExitRule("python_error", "a component raised an exception", python_error),
+    ExitRule("exited", "a component exited", exited),
+)
+"""Where nothing else explains the end; the last one always does."""
+EXIT_RULES = BY_EXIT + AT_LAST
 
 
 def diagnose(found: Evidence) -> Diagnosis:
     """The first rule that recognises the case, else the plain exit code with the last log line."""
     found = found.plain()
-    for attempt in (lambda: _from_lines(found, waits=False), lambda: _from_exit(found)):
-        if (said := attempt()) is not None:
-            return said
-    return _from_lines(found, waits=True) or python_error(found) or exited(found)
+    said = _from_lines(found, waits=False) or _first(BY_EXIT, found) or _from_lines(found, waits=True)
+    said = said or _first(AT_LAST, found)
+    assert said is not None
+    return said
 
 
-def _from_exit(found: Evidence) -> Diagnosis | None:
-    return next((said for rule in EXIT_RULES if (said := rule(found)) is not None), None)
+def _first(rules: tuple[ExitRule, ...], found: Evidence) -> Diagnosis | None:
+    return next((said for rule in rules if (said := rule.explain(found)) is not None), None)
 
 
 def _from_lines(found: Evidence, *, waits: bool) -> Diagnosis | None:

@@ -17,7 +17,7 @@ LONGEST_EVIDENCE = 600
 class Diagnosis:
     """What went wrong, how we know, and the way out.
 
-    `rule` is the stable name in the catalogue; `episode` counts how often the same rule spoke in one attempt.
+    `rule` is the name of its `Rule`; `episode` counts how often the same rule spoke in one attempt.
     """
 
     title: str
@@ -25,6 +25,21 @@ class Diagnosis:
     fix: str
     rule: str = ""
     episode: int = 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Something that can be wrong: the stable name of its diagnoses, and what they are about.
+
+    `docs/troubleshooting.md` has an entry for each, under that name.
+    """
+
+    name: str
+    title: str
+
+    def diagnosis(self, evidence: str, fix: str, title: str = "") -> Diagnosis:
+        """What this rule says now; `title` where more is known than the rule's own."""
+        return Diagnosis(title or self.title, evidence, fix, self.name)
 
 
 @dataclass(frozen=True)

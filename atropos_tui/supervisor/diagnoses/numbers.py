@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atropos_tui.supervisor.diagnoses import texts, trends
+from atropos_tui.supervisor.diagnoses.model import Rule
 from atropos_tui.supervisor.diagnoses.training import (
     ALIGNMENT_FIX,
     ALIGNMENT_MISMATCH,
@@ -42,11 +43,9 @@ Judge = Callable[[Sequence[Any]], str | None]
 
 
 @dataclass(frozen=True)
-class NumberRule:
+class NumberRule(Rule):
     """A rule over the newest `window` records of `kinds`; over after `good` records in a row without evidence."""
 
-    name: str
-    title: str
     fix: str
     kinds: tuple[type[Record], ...]
     judge: Judge

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from atropos_tui.stack.spec import ComponentSpec, StackSpec
-from atropos_tui.supervisor.diagnoses.model import Diagnosis, shortened
+from atropos_tui.supervisor.diagnoses.model import Diagnosis, Rule, shortened
 from atropos_tui.supervisor.diagnoses.waiting import Part
 from trainer_core.contracts.control import Role, State
 
+REFUSED = Rule("rollouts_refused", "an engine refuses the requests of an environment")
 ENOUGH = 5
 """Refusals; fewer may be an accident."""
 SHARE = 0.5
@@ -153,4 +154,4 @@ def _diagnosis(env: str, engine: str, row: _Row) -> Diagnosis:
     said, fix = next((match, fix) for pattern, fix in FIXES if (match := pattern.search(row.reason)))
     words = [f"{group[0].lower()}{group[1:]}" for group in said.groups()]
     title = f"{engine} refuses the requests of {env} ({row.status})"
-    return Diagnosis(title, shortened(row.text), fix.format(*words, env=env, engine=engine), "rollouts_refused")
+    return Diagnosis(title, shortened(row.text), fix.format(*words, env=env, engine=engine), REFUSED.name)

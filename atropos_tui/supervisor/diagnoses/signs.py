@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from atropos_tui.supervisor.diagnoses.model import Diagnosis, Fix, Sighting, Tell, fix_for, shortened
+from atropos_tui.supervisor.diagnoses.model import Diagnosis, Fix, Rule, Sighting, Tell, fix_for, shortened
 from trainer_core.contracts.control import Role
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -47,7 +47,7 @@ class Sign:
 
 
 @dataclass(frozen=True)
-class LogRule:
+class LogRule(Rule):
     """Signs of one trouble in the logs of components of `roles` (none: of all), and the way out.
 
     `title` and `fix` may name parts (`{engine}`) and groups of the match (`{0}`). `tell`, where given, replaces both
@@ -55,8 +55,6 @@ class LogRule:
     explain an end.
     """
 
-    name: str
-    title: str
     fix: Fix
     signs: tuple[Sign, ...]
     roles: tuple[Role, ...] = ()

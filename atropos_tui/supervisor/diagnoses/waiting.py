@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from atropos_tui.supervisor.diagnoses.model import USUAL, Diagnosis, Names
+from atropos_tui.supervisor.diagnoses.model import USUAL, Diagnosis, Names, Rule
 from trainer_core.contracts.control import Role, State
 
+NO_BATCHES = Rule("no_batches", "no batches: the trainer stands still")
+SLOW_START = Rule("slow_start", "a component takes unusually long to start")
+DISK_LOW = Rule("disk_low", "the run's disk is nearly full")
+WAIT_RULES = (NO_BATCHES, SLOW_START, DISK_LOW)
 STALL_S = 180.0
 """No optimizer step for so long, or for `STALL_STEPS` times the slowest of the last ones, is a stall."""
 STALL_STEPS = 10.0
@@ -110,7 +114,7 @@ def no_batches(scene: Scene) -> Diagnosis | None:
     after = f"no optimizer step for {silent:.0f} s" + (f" after step {scene.step}" if scene.step else "")
     names = scene.names
     fix = cause.fix.format(api=names.api, env=names.env, engine=names.engine, trainer=names.trainer)
-    return Diagnosis(f"no batches: {cause.title}", f"{after}; {cause.evidence}", fix, "no_batches")
+    return NO_BATCHES.diagnosis(f"{after}; {cause.evidence}", fix, f"no batches: {cause.title}")
 
 
 def _api_away(scene: Scene) -> Cause | None:
@@ -233,7 +237,7 @@ def slow_start(part: Part, now: float) -> Diagnosis | None:
         f"atropos-tui logs {part.name} -f shows what it does; a first start downloads and compiles. If it only "
         "needs longer, raise start_timeout_s in its section"
     )
-    return Diagnosis(f"{part.name} takes unusually long to start", evidence, fix, "slow_start")
+    return SLOW_START.diagnosis(evidence, fix, f"{part.name} takes unusually long to start")
 
 
 def disk_low(scene: Scene) -> Diagnosis | None:
@@ -244,4 +248,4 @@ def disk_low(scene: Scene) -> Diagnosis | None:
         return None
     fix = "free space (df -h; du -sh RUN/checkpoints), or raise checkpoint_interval under [trainer]"
     evidence = f"{scene.free_bytes / 1e6:,.0f} MB of {scene.disk_bytes / 1e6:,.0f} MB are free in the run directory"
-    return Diagnosis("the run's disk is nearly full", evidence, fix, "disk_low")
+    return DISK_LOW.diagnosis(evidence, fix)
