@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -62,12 +63,13 @@ def shared_files_in_use() -> set[str]:
     """Names in /dev/shm that a live process maps or holds open: another test's, since none of the run's is left."""
     found: set[str] = set()
     for process in Path("/proc").iterdir():
-        if not process.name.isdecimal():
-            continue
-        try:
-            texts = [(process / "maps").read_text(), *(str(fd.readlink()) for fd in (process / "fd").iterdir())]
-        except OSError:
-            continue
+        texts = []
+        if process.name.isdecimal():
+            with contextlib.suppress(OSError):
+                texts.append((process / "maps").read_text())
+                for descriptor in (process / "fd").iterdir():
+                    with contextlib.suppress(OSError):  # closed since
+                        texts.append(str(descriptor.readlink()))
         found |= {name for text in texts for name in re.findall(r"/dev/shm/(\S+)", text)}
     return found
 
