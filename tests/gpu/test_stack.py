@@ -55,7 +55,8 @@ def test_the_other_modes_run_the_whole_stack(stack: Start, mode: str, interval: 
     alignment = run.telemetry("alignment")
     probes = [record.probe_diff_abs_mean for record in alignment if record.probe_diff_abs_mean is not None]
     assert probes and mean(probes) < 0.03 and max(probes) < 0.1, probes
-    assert_no_fault(alignment)
+    # Between two loads the server answers with weights up to `interval` versions old, and the gate says that it does.
+    assert_no_fault([record for record in alignment if not (interval and record.cause.startswith("policy lag"))])
     restarts = {record.attempt for record in run.states("vllm")}
     assert len(restarts) == (1 + steps // interval if mode == "lora_restart" and interval else 1), restarts
     assert_graphs_on(run)
