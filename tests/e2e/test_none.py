@@ -191,7 +191,7 @@ def test_a_load_that_breaks_off_serves_nobody_until_one_is_whole(server: Server,
     trainer.step()
     folder = trainer.sync._present()
     engine = client(server)
-    with pytest.raises(EngineError, match="weights are mixed"):
+    with pytest.raises(EngineGone, match="weights are mixed"):
         engine.load_weights(LoadWeightsRequest(path=str(folder), weight_version=5, lease_s=1e-6))
     assert server.get("/health", token=False).status_code == 503
     refused = server.post("/generate", {"prompt": PROMPT, "max_tokens": 2}, token=False)
