@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from atropos_tui.supervisor.client import ControlClient, NoSupervisor
+from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 from tests.e2e.live_stack import LiveStack
 from tests.e2e.streams import Streams
 from trainer_core.contracts.control import CommandRequest, ComponentStatus, RunStatus, State
@@ -89,7 +89,7 @@ class Stack:
         ):  # a run gives up after three crashes in ten minutes; here they come one a minute
             sets |= {f"{name}.restart.max_restarts": 10_000, f"{name}.restart.max_backoff_s": 1}
         if workers > 1:
-            sets |= {"vllm.tensor_parallel": workers, "vllm.env.OMP_NUM_THREADS": "1"}
+            sets["vllm.tensor_parallel"] = workers
         self.live = LiveStack(root, sets=sets)
         self._steps: list[tuple[float, int]] = []
         self._read = 0
@@ -110,9 +110,14 @@ class Stack:
     def command(self, action: str, name: str) -> None:
         async def ask() -> None:
             request = CommandRequest.model_validate({"action": action, "component": name})
-            await ControlClient(self.live.root).command(request)
+            while True:
+                try:
+                    await ControlClient(self.live.root).command(request)
+                    return
+                except Refused:  # the trainer's own restart in `lora_restart` is under way
+                    await asyncio.sleep(0.2)
 
-        asyncio.run(ask())
+        asyncio.run(asyncio.wait_for(ask(), RECOVERY_S))
 
     def url(self) -> str:
         return f"http://127.0.0.1:{self.component('vllm').port}"
