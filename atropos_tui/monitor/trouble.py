@@ -12,8 +12,8 @@ SILENT_S, SILENT_STEPS = 10.0, 10
 """A trainer that is silent for both this many seconds and this many usual steps is waiting for something. The
 supervisor waits longer before it says so in a diagnosis: that is written down, and names a cause."""
 
-_ENDED_BY_A_STEP = ("no_batches", "rollouts_refused")
-"""Rules of what keeps a step from coming: a step says that it is over."""
+_ENDED_BY_A_STEP = ("no_batches",)
+"""Rules that say only that no step comes."""
 _WELL = (State.HEALTHY, State.COMPLETED)
 
 
