@@ -23,9 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from atropos_tui.supervisor import procfs, shim
+from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.keeper_line import Line, LineClosedError
 from atropos_tui.supervisor.log_file import CHUNK, SAY_AGAIN_S, LogFile, widen
+from trainer_core.contracts.parent_death import become
 
 MOST_LEFT = 64 * 1024 * 1024
 """At the end at most so much is read from a pipe whose other end a stranger floods."""
@@ -193,7 +194,7 @@ def _start(job: dict[str, Any], writing: int) -> int:
         os.dup2(writing, 1)
         os.dup2(writing, 2)
         os.chdir(job["cwd"])
-        code = shim.become(keeper, job["group"], job["command"], job["env"])
+        code = become(keeper, job["group"], job["command"], job["env"])
     except OSError as error:
         print(f"atropos: cannot start in {job['cwd']}: {error.strerror}", file=sys.stderr)
     finally:

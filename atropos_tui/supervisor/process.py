@@ -15,13 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from atropos_tui.supervisor import cgroup, procfs
 from atropos_tui.supervisor.log_file import widen
+from trainer_core.contracts import parent_death
 
-SHIM = str(Path(__file__).with_name("shim.py"))
+SHIM = str(parent_death.__file__)
 PR_SET_CHILD_SUBREAPER = 36
 FOLLOWERS_S = 2.0
 """After the leader went by itself, others of its group get at most this much of the grace."""
