@@ -11,9 +11,9 @@ import uvicorn
 
 from atropos_api.door import Door
 from atropos_api.settings import ENV_MAX_BODY, ENV_UIDS, Settings
-from trainer_core.contracts import ports
-from trainer_core.contracts.bridge import TOKEN_HEADER
-from trainer_core.contracts.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
+from atropos_common import ports
+from atropos_common.bridge import TOKEN_HEADER
+from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 NOT_STARTED = 3
 """uvicorn's own exit code for a server that could not begin."""

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atropos_api import peer
 from atropos_api.body import BodyError, GoneError, read_body
 from atropos_api.settings import ENV_UIDS, Settings
-from trainer_core.contracts.bridge import TOKEN_HEADER
-from trainer_core.contracts.hosts import host_refusal
+from atropos_common.bridge import TOKEN_HEADER
+from atropos_common.hosts import host_refusal
 
 RESET = "/reset_data"
 """Forgets trainer, environments and queue, and is a GET."""

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer_core.contracts.hosts import allowed_hosts, hosts_in
-from trainer_core.contracts.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
+from atropos_common.hosts import allowed_hosts, hosts_in
+from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 ENV_UIDS = "ATROPOS_API_UIDS"
 ENV_MAX_BODY = "ATROPOS_API_MAX_BODY_MIB"

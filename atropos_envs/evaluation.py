@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer_core.contracts.records import EvalRecord
-from trainer_core.contracts.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir
+from atropos_common.records import EvalRecord
+from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 
 import aiohttp
 
+from atropos_common.run_dir import RunDir
 from atropos_envs.errors import EnvFault
-from trainer_core.contracts.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import psutil
 
+from atropos_common.records import parse_line
+from atropos_common.run_dir import ENV_RUN_ID, RunDir
 from atropos_tui.stack.variables import cache_dir
-from trainer_core.contracts.records import parse_line
-from trainer_core.contracts.run_dir import ENV_RUN_ID, RunDir
 
 SAMPLE_S = 2.0
 LIMITS: dict[str, tuple[str, float]] = {

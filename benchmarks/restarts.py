@@ -28,10 +28,10 @@ from typing import Any
 
 import psutil
 
+from atropos_common.control import CommandRequest, ComponentStatus, RunStatus, State
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 from tests.e2e.live_stack import LiveStack
 from tests.e2e.streams import Streams
-from trainer_core.contracts.control import CommandRequest, ComponentStatus, RunStatus, State
 
 MODES = ("shared_vllm", "broadcast", "lora_only", "lora_restart", "none")
 STOPPED_S = 30.0

@@ -22,11 +22,11 @@ from typing import Any
 
 import psutil
 
+from atropos_common.control import CommandRequest
+from atropos_common.records import StateRecord, parse_line
+from atropos_common.run_dir import RunDir
 from atropos_tui.stack.spec import ComponentSpec, LogPolicy, RestartPolicy, StackSpec
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
-from trainer_core.contracts.control import CommandRequest
-from trainer_core.contracts.records import StateRecord, parse_line
-from trainer_core.contracts.run_dir import RunDir
 
 CHILDREN = 4
 CRASHES = 20

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from atropos_common.model_math import Dimensions, step_flops
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.model_math import Dimensions, step_flops
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.attention import register

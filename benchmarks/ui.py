@@ -30,11 +30,11 @@ from typing import Any
 
 import psutil
 
+from atropos_common.control import Role
+from atropos_common.run_dir import RunDir
 from atropos_tui.stack.spec import LogPolicy
 from benchmarks.supervisor import SLEEP, child, supervised
 from tests.ui.run_maker import make_run, step_records, write_records
-from trainer_core.contracts.control import Role
-from trainer_core.contracts.run_dir import RunDir
 
 LINES_PER_S = 200_000
 RECORDS_PER_S = 20.0

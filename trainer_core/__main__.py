@@ -14,10 +14,10 @@ import sys
 import threading
 from types import FrameType
 
+from atropos_common.manifest import ManifestError
+from atropos_common.run_dir import RunDir
 from trainer_core.cli import parse_args
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.manifest import ManifestError
-from trainer_core.contracts.run_dir import RunDir
 from trainer_core.errors import Stopped, TrainerError, UsageError
 
 

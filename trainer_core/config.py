@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from trainer_core.contracts.run_dir import RunDir
+from atropos_common.run_dir import RunDir
 
 
 def parse_layer_indices(value: Any) -> Any:

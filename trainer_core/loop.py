@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from atropos_common.records import BenchmarkRecord, CheckpointRecord
+from atropos_common.run_dir import RunDir
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.records import BenchmarkRecord, CheckpointRecord
-from trainer_core.contracts.run_dir import RunDir
 from trainer_core.errors import EngineGone, MemoryFullError, MismatchError, Stopped, TrainerError, UsageError
 from trainer_core.metrics.benchmark import BenchmarkTotals, MfuMeter, memory_fields
 from trainer_core.metrics.report import StepReport, TextReader, console_line, tracker_metrics, write_records

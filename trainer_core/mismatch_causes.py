@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trainer_core.contracts.records import HEAD_DTYPE, OTHER_WEIGHTS, POLICY_LAG, SAMPLING, SHIFTED, TEMPERATURE
+from atropos_common.records import HEAD_DTYPE, OTHER_WEIGHTS, POLICY_LAG, SAMPLING, SHIFTED, TEMPERATURE
 from trainer_core.objective.alignment import Alignment
 from trainer_core.policy.logprobs import chunked_logprobs, completions_logprobs, predicting_states
 from trainer_core.probe import Answers

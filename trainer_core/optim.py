@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
+from atropos_common.model_math import effective_optimizer
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.model_math import effective_optimizer
 from trainer_core.errors import UsageError
 
 CPU_PACK_TOKENS = 2048

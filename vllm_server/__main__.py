@@ -13,8 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from trainer_core.contracts import ports
-from trainer_core.contracts.run_dir import ENV_WAIT_FOR_GO
+from atropos_common import ports
+from atropos_common.run_dir import ENV_WAIT_FOR_GO
 from vllm_server.config import (
     DEFAULT_HOST,
     DEFAULT_PORT,

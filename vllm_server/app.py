@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import uvloop
 
-from trainer_core.contracts import ports
-from trainer_core.contracts.files import write_private
-from trainer_core.contracts.hosts import allowed_hosts
-from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES, Shard
+from atropos_common import ports
+from atropos_common.files import write_private
+from atropos_common.hosts import allowed_hosts
+from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES, Shard
 from vllm_server import bridge as bridge_routes
 from vllm_server import broadcast, compat, generate, lora, processes, reload, sampling, standby
 from vllm_server.auth import Access, GenerationHold

@@ -21,8 +21,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trainer_core.contracts.bridge import GONE_STATUS, INSTANCE_HEADER, TOKEN_HEADER
-from trainer_core.contracts.hosts import host_refusal
+from atropos_common.bridge import GONE_STATUS, INSTANCE_HEADER, TOKEN_HEADER
+from atropos_common.hosts import host_refusal
 
 Kind = Literal["open", "generation", "control"]
 

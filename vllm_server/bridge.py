@@ -1,6 +1,6 @@
 """`/bridge/*`: how the trainer pauses the engine, writes weights, and names what now answers.
 
-Messages are those of `trainer_core.contracts.bridge`. Pausing freezes requests in flight and keeps them; resuming
+Messages are those of `atropos_common.bridge`. Pausing freezes requests in flight and keeps them; resuming
 resets the prefix cache, so that no key or value of older weights is used again. Only a resume opens a hold.
 """
 
@@ -19,7 +19,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from trainer_core.contracts.bridge import (
+from atropos_common.bridge import (
     BridgeInfo,
     LoadWeightsRequest,
     PauseRequest,
@@ -27,9 +27,9 @@ from trainer_core.contracts.bridge import (
     VersionsRequest,
     VersionsResponse,
 )
-from trainer_core.contracts.files import write_private
-from trainer_core.contracts.manifest import Manifest
-from trainer_core.contracts.transfer import TransferBackend, TransferUpdate
+from atropos_common.files import write_private
+from atropos_common.manifest import Manifest
+from atropos_common.transfer import TransferBackend, TransferUpdate
 from vllm_server.auth import GenerationHold
 from vllm_server.config import ServerConfig
 from vllm_server.errors import error_response

@@ -14,9 +14,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from trainer_core.contracts.bridge import BridgeInfo
-from trainer_core.contracts.run_dir import ENV_TRAINER_HOSTS
-from trainer_core.contracts.transfer import TransferInit, TransferReport, TransferUpdate
+from atropos_common.bridge import BridgeInfo
+from atropos_common.run_dir import ENV_TRAINER_HOSTS
+from atropos_common.transfer import TransferInit, TransferReport, TransferUpdate
 from vllm_server.bridge import ASLEEP, Bridge, timed
 from vllm_server.collectives import REFUSED
 from vllm_server.errors import error_response

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from trainer_core.contracts.group import Gloo, Nccl, SealedStore
-from trainer_core.contracts.transfer import SLOTS, TransferInit
+from atropos_common.group import Gloo, Nccl, SealedStore
+from atropos_common.transfer import SLOTS, TransferInit
 
 REFUSED = "refused: "
 """How a worker's error begins that the next try would meet again; of an error only the text leaves the worker."""

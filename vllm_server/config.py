@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer_core.contracts.hosts import hosts_in
-from trainer_core.contracts.run_dir import (
+from atropos_common.hosts import hosts_in
+from atropos_common.run_dir import (
     ENV_ALLOWED_HOSTS,
     ENV_HOLD_GENERATION,
     ENV_RUN_DIR,
@@ -25,7 +25,7 @@ from trainer_core.contracts.run_dir import (
     MANIFEST_NAME,
     is_safe_name,
 )
-from trainer_core.contracts.transfer import is_loopback
+from atropos_common.transfer import is_loopback
 
 ENV_SHARED_WEIGHTS = "VLLM_ENABLE_SHARED_WEIGHTS"
 ENV_LOGDIR = "LOGDIR"

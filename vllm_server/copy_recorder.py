@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer_core.contracts.transfer import Chunk
+from atropos_common.transfer import Chunk
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Destinations in the model's parameters, and their sources in what the loader was given."""

@@ -23,7 +23,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from trainer_core.contracts.bridge import completion_digest
+from atropos_common.bridge import completion_digest
 from vllm_server import sampling
 from vllm_server.errors import error_response
 from vllm_server.versions import Span, SpanSink, VersionHistory

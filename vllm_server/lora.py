@@ -24,7 +24,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from trainer_core.contracts.bridge import AdapterInfo, LoadAdapterRequest
+from atropos_common.bridge import AdapterInfo, LoadAdapterRequest
 from vllm_server.bridge import ASLEEP, Bridge
 from vllm_server.errors import error_response
 

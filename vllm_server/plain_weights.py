@@ -20,7 +20,7 @@ import torch
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
+from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
 from vllm_server.config import ENV_START_WEIGHTS
 from vllm_server.copy_recorder import CopyRecorder, Named
 

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from trainer_core.contracts import parent_death
+from atropos_common import parent_death
 from vllm_server.config import ENV_FORK_ENGINE, ENV_INSTANCE_ID
 
 TASKS = Path("/proc/self/task")

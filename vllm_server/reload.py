@@ -23,9 +23,9 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from trainer_core.contracts.bridge import LoadWeightsRequest, WeightsLoaded
-from trainer_core.contracts.files import write_private
-from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
+from atropos_common.bridge import LoadWeightsRequest, WeightsLoaded
+from atropos_common.files import write_private
+from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
 from vllm_server.bridge import ASLEEP, Bridge, timed
 from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
 from vllm_server.copy_recorder import NO_WEIGHT, TIED_HEAD, CopyRecorder

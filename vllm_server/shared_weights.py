@@ -20,7 +20,7 @@ import psutil
 import torch
 from vllm.model_executor.model_loader import register_model_loader
 
-from trainer_core.contracts.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
+from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
 from vllm_server.config import ENV_SHM_PATH, ServerConfig
 from vllm_server.plain_weights import PlainLoader
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future
 from typing import Generic, NoReturn, TypeVar
 
-from trainer_core.contracts.run_dir import ENV_WAIT_FOR_GO, GO_LINE
+from atropos_common.run_dir import ENV_WAIT_FOR_GO, GO_LINE
 
 logger = logging.getLogger(__name__)
 

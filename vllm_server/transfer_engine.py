@@ -18,8 +18,8 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
-from trainer_core.contracts.transfer import SLOTS, Chunk, TransferInit, TransferUpdate, chunks
+from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
+from atropos_common.transfer import SLOTS, Chunk, TransferInit, TransferUpdate, chunks
 from vllm_server import collectives
 from vllm_server.copy_recorder import Copies, CopyRecorder, addresses, named_views
 

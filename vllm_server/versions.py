@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from trainer_core.contracts.files import write_private
+from atropos_common.files import write_private
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import asyncio
 import os
 import sys
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.plain import one_line
-from trainer_core.contracts.run_dir import RunDir
 
 
 def attach(options: argparse.Namespace) -> int:

@@ -26,13 +26,13 @@ from pathlib import Path
 
 import tomli_w
 
+from atropos_common.run_dir import ENV_TOKEN, RunDir
 from atropos_tui.cli import runs
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.stack.redact import Scrubber, is_harmless, is_plain_setting, is_secret_name, secret_references
 from atropos_tui.stack.variables import references
 from atropos_tui.supervisor import leftovers, procfs
 from atropos_tui.supervisor.store import ProcessTable
-from trainer_core.contracts.run_dir import ENV_TOKEN, RunDir
 
 MIB = 1024 * 1024
 HEAD_BYTES = MIB // 4

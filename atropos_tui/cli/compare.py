@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO, TypeVar
 
+from atropos_common.run_dir import RunDir
 from atropos_tui import __version__
 from atropos_tui.cli import runs, show
 from atropos_tui.cli.control import bring_down
@@ -38,7 +39,6 @@ from atropos_tui.stack.plan import make_site
 from atropos_tui.stack.profile import Profile, find_profile, load_profile
 from atropos_tui.stack.side_by_side import separate
 from atropos_tui.stack.spec import StackSpec
-from trainer_core.contracts.run_dir import RunDir
 
 Found = TypeVar("Found")
 POLL_S = 0.2

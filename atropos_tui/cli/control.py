@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from atropos_common.control import Action, CommandRequest
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.plain import one_line
-from trainer_core.contracts.control import Action, CommandRequest
-from trainer_core.contracts.run_dir import RunDir
 
 if TYPE_CHECKING:
     from atropos_tui.supervisor.client import ControlClient

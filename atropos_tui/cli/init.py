@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atropos_common.run_dir import is_safe_name
 from atropos_tui.cli.profiles import checked, planned_site, schema_text
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.stack import ports
@@ -26,7 +27,6 @@ from atropos_tui.stack.modes import TRAITS
 from atropos_tui.stack.profile import Mode, parse_profile
 from atropos_tui.stack.schema import TITLE
 from atropos_tui.stack.template import SCHEMA_FILE, SCRIPT, TEMPLATES, Answers, default_model, profile_text
-from trainer_core.contracts.run_dir import is_safe_name
 
 Given = dict[str, Any]
 """Answers so far, by question."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
+from atropos_common.run_dir import RunDir, is_safe_name
 from atropos_tui.cli import runs
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.log_reader import Line, LogReader, MergedLogs
@@ -23,7 +24,6 @@ from atropos_tui.monitor.patterns import Pattern, PatternError
 from atropos_tui.monitor.plain import one_line
 from atropos_tui.monitor.run_info import read_info
 from atropos_tui.supervisor.logs import attempts
-from trainer_core.contracts.run_dir import RunDir, is_safe_name
 
 Show = Callable[[Line], str]
 

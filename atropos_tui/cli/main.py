@@ -66,7 +66,7 @@ def _write_report(report: str, run_dir: Path | None) -> Path:
     Raises:
         OSError: not even a temporary file can be written.
     """
-    from trainer_core.contracts.run_dir import RunDir
+    from atropos_common.run_dir import RunDir
 
     data = report.encode("utf-8", "backslashreplace")
     if run_dir is not None:

@@ -11,21 +11,21 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atropos_tui.cli import runs, show
-from atropos_tui.cli.control import client
-from atropos_tui.cli.logs import compiled
-from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import one_line
-from atropos_tui.monitor.run_info import read_info
-from trainer_core.contracts.control import RunStatus
-from trainer_core.contracts.records import (
+from atropos_common.control import RunStatus
+from atropos_common.records import (
     RECORD_TYPES,
     ComponentRecord,
     Record,
     RecordError,
     parse_line,
 )
-from trainer_core.contracts.run_dir import RunDir
+from atropos_common.run_dir import RunDir
+from atropos_tui.cli import runs, show
+from atropos_tui.cli.control import client
+from atropos_tui.cli.logs import compiled
+from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.monitor.plain import one_line
+from atropos_tui.monitor.run_info import read_info
 
 if TYPE_CHECKING:
     from atropos_tui.monitor.why import Picture

@@ -6,12 +6,12 @@ import argparse
 import time
 from pathlib import Path
 
+from atropos_common.control import RunStatus
+from atropos_common.files import write_private
 from atropos_tui.cli import reading, runs
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.plain import bytes_text, one_line
 from atropos_tui.stack.errors import printable
-from trainer_core.contracts.control import RunStatus
-from trainer_core.contracts.files import write_private
 
 NEEDED = ("jinja2", "markupsafe", "matplotlib")
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import tomli_w
 
+from atropos_common.files import write_private
+from atropos_common.run_dir import RunDir
 from atropos_tui.stack.plan import redacted
 from atropos_tui.stack.profile import Profile
 from atropos_tui.stack.redact import hide_command, hide_tree
 from atropos_tui.stack.spec import StackSpec
-from trainer_core.contracts.files import write_private
-from trainer_core.contracts.run_dir import RunDir
 
 PROFILE_HEAD = """\
 # What this run was started with, everything it extends and every --set included. To go on with it:

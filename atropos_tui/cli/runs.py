@@ -15,10 +15,10 @@ from typing import Any
 
 import platformdirs
 
+from atropos_common.files import read_regular
+from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.stack.listening import listens
-from trainer_core.contracts.files import read_regular
-from trainer_core.contracts.run_dir import LATEST_TIME, RunDir
 
 
 @dataclass(frozen=True)

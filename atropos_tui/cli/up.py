@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from atropos_common.run_dir import RunDir
 from atropos_tui import __version__
 from atropos_tui.cli import resume, runs, show
 from atropos_tui.cli.attach import open_screen
@@ -30,7 +31,6 @@ from atropos_tui.stack.errors import printable
 from atropos_tui.stack.plan import make_site
 from atropos_tui.stack.profile import Profile, load_profile
 from atropos_tui.stack.spec import StackSpec
-from trainer_core.contracts.run_dir import RunDir
 
 MAX_PATH = 120
 """Characters of a path in a message about it."""

@@ -17,13 +17,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.feed import load_run
 from atropos_tui.monitor.pace import tokens_per_second
 from atropos_tui.monitor.plain import bytes_text, counted, number, one_line
 from atropos_tui.monitor.run_info import read_json
 from atropos_tui.monitor.series import Series, mean, real
 from atropos_tui.monitor.state import RunState
-from trainer_core.contracts.run_dir import RunDir
 
 RULE = "=" * 70
 GB = 1e9

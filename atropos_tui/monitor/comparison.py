@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from atropos_common.control import State
+from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.feed import RunFeed
 from atropos_tui.monitor.pace import pace
 from atropos_tui.monitor.plain import duration, number, one_line, seconds_text
 from atropos_tui.monitor.run_info import RunInfo, read_info, read_json
 from atropos_tui.monitor.state import RunState
-from trainer_core.contracts.control import State
-from trainer_core.contracts.run_dir import RunDir
 
 SETTLED = (State.COMPLETED, State.STOPPED, State.FAILED)
 ILL = (State.UNHEALTHY, State.BACKOFF, State.STOPPING, State.FAILED)

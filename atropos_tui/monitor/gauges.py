@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from trainer_core.contracts.control import GpuStatus
+from atropos_common.control import GpuStatus
 
 KEPT = 900
 """Samples kept: a quarter of an hour at one a second."""

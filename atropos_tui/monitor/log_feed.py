@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.log_buffer import Classifier, Entry
 from atropos_tui.monitor.log_reader import Line, LogReader, MergedLogs
 from atropos_tui.monitor.plain import plain_text
-from trainer_core.contracts.run_dir import RunDir
 
 
 class EntryMaker:

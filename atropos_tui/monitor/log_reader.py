@@ -19,11 +19,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
+from atropos_common.files import open_regular
 from atropos_tui.monitor.plain import bytes_text
 from atropos_tui.supervisor.log_times import LogTimes
 from atropos_tui.supervisor.logs import attempts, latest_attempt
 from atropos_tui.supervisor.record_tail import CHUNK_BYTES, MAX_LINE_BYTES
-from trainer_core.contracts.files import open_regular
 
 MAX_BEHIND_BYTES = 4 * CHUNK_BYTES
 """A lossy reader that is later than this jumps ahead."""

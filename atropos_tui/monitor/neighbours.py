@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.run_info import moment, read_info, read_json
-from trainer_core.contracts.run_dir import RunDir
 
 MOST = 100
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 
+from atropos_common.control import State
 from atropos_tui.monitor.series import real
 from atropos_tui.stack.redact import mask
-from trainer_core.contracts.control import State
 
 MAX_COLUMNS = 4096
 """A longer line is cut for display; its file has the rest."""

@@ -16,6 +16,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from atropos_common.control import Accepted, Action, CommandRequest, Phase, Recipe, RunStatus, Snapshot, State
+from atropos_common.records import ComponentRecord, Record, StepRecord
+from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.feed import Batch
 from atropos_tui.monitor.log_buffer import Entry
 from atropos_tui.monitor.log_feed import EntryMaker
@@ -24,9 +27,6 @@ from atropos_tui.monitor.run_info import RunInfo, component_rows, read_info, sta
 from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import Refused
 from atropos_tui.supervisor.record_tail import RecordTail
-from trainer_core.contracts.control import Accepted, Action, CommandRequest, Phase, Recipe, RunStatus, Snapshot, State
-from trainer_core.contracts.records import ComponentRecord, Record, StepRecord
-from trainer_core.contracts.run_dir import LATEST_TIME, RunDir
 
 RECORDS_AT_ONCE = 1_000
 """A read hands over so many at most, so that a jump does not hold up the screen."""

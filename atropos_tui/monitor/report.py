@@ -16,6 +16,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from atropos_common.control import Phase, RunStatus, State
+from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecord
+from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
 from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections
 from atropos_tui.monitor.feed import load_run
@@ -27,9 +30,6 @@ from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS
 from atropos_tui.monitor.timeline import timeline
 from atropos_tui.monitor.without_result import is_crashed
 from atropos_tui.stack.redact import mask
-from trainer_core.contracts.control import Phase, RunStatus, State
-from trainer_core.contracts.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecord
-from trainer_core.contracts.run_dir import LATEST_TIME, RunDir
 
 SAMPLES = 24
 """Rollouts on the page, the newest."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from atropos_common.records import RolloutRecord
 from atropos_tui.monitor.patterns import Pattern
-from trainer_core.contracts.records import RolloutRecord
 
 Change = Literal["same", "gone", "new"]
 _WORDS = re.compile(r"\w+|\s+|[^\w\s]")

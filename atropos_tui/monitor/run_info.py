@@ -13,14 +13,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
+from atropos_common.files import read_regular
+from atropos_common.records import StateRecord
+from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.plain import one_line
 from atropos_tui.monitor.series import MOST_STEPS, real
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.without_result import without_result
-from trainer_core.contracts.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
-from trainer_core.contracts.files import read_regular
-from trainer_core.contracts.records import StateRecord
-from trainer_core.contracts.run_dir import LATEST_TIME, RunDir
 
 E = TypeVar("E", bound=StrEnum)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+from atropos_common.control import ComponentStatus, Role, RunStatus, State
+from atropos_common.http import LIMITS
 from atropos_tui.monitor.gauges import HostUse, Sample, parse_metrics, parse_queue
-from trainer_core.contracts.control import ComponentStatus, Role, RunStatus, State
-from trainer_core.contracts.http import LIMITS
 
 ANSWER_S = 1.0
 MOST_BYTES = 4_000_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from atropos_common.control import ComponentStatus, GpuStatus, Role
 from atropos_tui.monitor.gauges import HostUse
-from trainer_core.contracts.control import ComponentStatus, GpuStatus, Role
 
 OTHER = "other"
 

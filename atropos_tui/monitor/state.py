@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from atropos_tui.monitor.series import MOST_STEPS, Series, real
-from trainer_core.contracts.records import (
+from atropos_common.records import (
     SCHEMA_VERSION,
     AlignmentRecord,
     BenchmarkRecord,
@@ -29,6 +28,7 @@ from trainer_core.contracts.records import (
     TimingRecord,
     TrainerRecord,
 )
+from atropos_tui.monitor.series import MOST_STEPS, Series, real
 
 METRICS: dict[type[Record], tuple[str, ...]] = {
     StepRecord: (

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
+from atropos_common.control import State
+from atropos_common.records import CheckpointRecord, CommandRecord, DiagnosisRecord, StateRecord
 from atropos_tui.monitor.plain import bytes_text, glyph_and_word, one_line, plain_lines, seconds_text
 from atropos_tui.monitor.state import RunState
-from trainer_core.contracts.control import State
-from trainer_core.contracts.records import CheckpointRecord, CommandRecord, DiagnosisRecord, StateRecord
 
 Tone = Literal["good", "busy", "warn", "bad", "dim"]
 

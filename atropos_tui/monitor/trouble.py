@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from atropos_common.control import RunStatus, State
+from atropos_common.records import DiagnosisRecord
 from atropos_tui.monitor.pace import pace
 from atropos_tui.monitor.plain import duration
 from atropos_tui.monitor.state import RunState
-from trainer_core.contracts.control import RunStatus, State
-from trainer_core.contracts.records import DiagnosisRecord
 
 SILENT_S, SILENT_STEPS = 10.0, 10
 """A trainer that is silent for both this many seconds and this many usual steps is waiting for something. The

@@ -8,6 +8,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
+from atropos_common.records import DiagnosisRecord
 from atropos_tui.monitor.plain import counted, duration, glyph_and_word, one_line
 from atropos_tui.monitor.run_info import PlannedComponent, RunInfo
 from atropos_tui.monitor.state import RunState
@@ -15,8 +17,6 @@ from atropos_tui.monitor.timeline import clock
 from atropos_tui.monitor.trouble import open_diagnoses, overdue
 from atropos_tui.monitor.without_result import is_crashed
 from atropos_tui.supervisor.states import satisfies
-from trainer_core.contracts.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
-from trainer_core.contracts.records import DiagnosisRecord
 
 PIDS_SHOWN = 8
 DIAGNOSES_SHOWN = 5

@@ -5,12 +5,12 @@ Asked of the process table, so that what the journal told last is not taken for 
 
 from __future__ import annotations
 
+from atropos_common.control import ComponentStatus, Phase, RunStatus, State
+from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.plain import counted
 from atropos_tui.supervisor import leftovers
 from atropos_tui.supervisor.leftovers import Leftover
 from atropos_tui.supervisor.store import ProcessTable
-from trainer_core.contracts.control import ComponentStatus, Phase, RunStatus, State
-from trainer_core.contracts.run_dir import RunDir
 
 GONE = "its supervisor is gone and left no result"
 

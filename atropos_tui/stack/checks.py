@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from atropos_common.bridge import LORA_RANKS, server_rank
+from atropos_common.transfer import is_loopback, is_wildcard
 from atropos_tui.errors import Problem
 from atropos_tui.stack.errors import SECTION_LISTS, KeyPath, key_text, printable
 from atropos_tui.stack.graph import find_faults
@@ -19,8 +21,6 @@ from atropos_tui.stack.plan import Site, env_engine, fed_engines, meeting_addres
 from atropos_tui.stack.profile import ComponentOptions, EngineSection, Profile
 from atropos_tui.stack.spec import StackSpec
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import LORA_RANKS, server_rank
-from trainer_core.contracts.transfer import is_loopback, is_wildcard
 
 MAX_REASON = 1000
 """Characters of a reason or fix: both may quote what the profile says."""

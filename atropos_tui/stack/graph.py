@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from atropos_common.run_dir import is_safe_name
 from atropos_tui.stack.spec import StackSpec
-from trainer_core.contracts.run_dir import is_safe_name
 
 
 class StackError(ValueError):

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from atropos_common import model_math
 from atropos_tui.stack.hardware import Inventory, Machine
 from atropos_tui.stack.models import LAYER, Model, Shapes
 from atropos_tui.stack.modes import TRAITS
 from atropos_tui.stack.plan import Site, training_config
 from atropos_tui.stack.profile import EngineSection, Profile
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts import model_math
 
 HOST = "host"
 VLLM_FRACTION = 0.92

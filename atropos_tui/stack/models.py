@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer_core.contracts.model_math import Dimensions
+from atropos_common.model_math import Dimensions
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]

@@ -14,6 +14,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from atropos_common.bridge import few_graph_sizes, server_rank
+from atropos_common.control import Role
+from atropos_common.run_dir import ENV_HOLD_GENERATION, ENV_TRAINER_HOSTS, RunDir
+from atropos_common.transfer import is_loopback, meeting_place
 from atropos_tui.stack.load import shipped_profiles
 from atropos_tui.stack.modes import TRAITS, ModeTraits
 from atropos_tui.stack.profile import (
@@ -40,10 +44,6 @@ from atropos_tui.stack.spec import (
 )
 from atropos_tui.stack.variables import expand, planning_variables, references
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import few_graph_sizes, server_rank
-from trainer_core.contracts.control import Role
-from trainer_core.contracts.run_dir import ENV_HOLD_GENERATION, ENV_TRAINER_HOSTS, RunDir
-from trainer_core.contracts.transfer import is_loopback, meeting_place
 
 PYTHON = sys.executable
 OUR_PACKAGES = ("atropos_tui", "atropos_api", "atropos_envs", "trainer_core", "vllm_server", "atroposlib")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
+from atropos_common.ports import LOOPBACK, bind, is_held
+from atropos_common.run_dir import ENV_COMPONENT, ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID
 from atropos_tui.stack.listening import listens
-from trainer_core.contracts.ports import LOOPBACK, bind, is_held
-from trainer_core.contracts.run_dir import ENV_COMPONENT, ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID
 
 
 def is_free(port: int, *, held: bool = False) -> bool:

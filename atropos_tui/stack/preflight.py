@@ -9,6 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
+from atropos_common.run_dir import (
+    ENV_ATTEMPT,
+    ENV_COMPONENT,
+    ENV_CONTROL_SOCKET,
+    ENV_RUN_DIR,
+    ENV_RUN_ID,
+    ENV_TOKEN,
+)
 from atropos_tui.errors import Problem
 from atropos_tui.stack import memory, ports
 from atropos_tui.stack.hardware import Inventory, Machine, take_inventory
@@ -26,15 +35,6 @@ from atropos_tui.stack.profile import EngineSection, EnvSection
 from atropos_tui.stack.spec import ComponentSpec, StackSpec
 from atropos_tui.stack.variables import expand, references
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
-from trainer_core.contracts.run_dir import (
-    ENV_ATTEMPT,
-    ENV_COMPONENT,
-    ENV_CONTROL_SOCKET,
-    ENV_RUN_DIR,
-    ENV_RUN_ID,
-    ENV_TOKEN,
-)
 
 UNSEEN = "a process that this user may not see"
 ON_THE_CPU = (

@@ -26,6 +26,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from atropos_common.control import Role
+from atropos_common.run_dir import is_safe_name
 from atropos_tui.errors import Problem
 from atropos_tui.stack.errors import (
     SECTION_LISTS,
@@ -53,8 +55,6 @@ from atropos_tui.stack.spec import (
 )
 from atropos_tui.stack.variables import references
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.control import Role
-from trainer_core.contracts.run_dir import is_safe_name
 
 __all__ = ["Profile", "apply_sets", "find_profile", "load_profile", "parse_profile", "shipped_profiles"]
 

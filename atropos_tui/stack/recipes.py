@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from atropos_common.control import Action, Recipe
 from atropos_tui.stack.spec import ComponentSpec, StackSpec
-from trainer_core.contracts.control import Action, Recipe
 
 
 def recipe(

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainer_core.contracts.control import Role
+from atropos_common.control import Role
 
 
 class Spec(BaseModel):

@@ -1,4 +1,4 @@
-"""The control socket's HTTP routes, exactly as `trainer_core.contracts.control` names them."""
+"""The control socket's HTTP routes, exactly as `atropos_common.control` names them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from atropos_common.control import CommandRequest, Phase, Refusal, Snapshot, State, WaitResult
+from atropos_common.records import Record
+from atropos_common.run_dir import RunDir
 from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.operations import RefusedError
 from atropos_tui.supervisor.store import Subscription
 from atropos_tui.supervisor.supervisor import Supervisor
-from trainer_core.contracts.control import CommandRequest, Phase, Refusal, Snapshot, State, WaitResult
-from trainer_core.contracts.records import Record
-from trainer_core.contracts.run_dir import RunDir
 
 MOST_LINES = 100_000
 

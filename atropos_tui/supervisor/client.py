@@ -20,8 +20,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from atropos_tui.errors import Exit, Problem, UserError
-from trainer_core.contracts.control import (
+from atropos_common.control import (
     Accepted,
     Action,
     CommandRequest,
@@ -32,9 +31,10 @@ from trainer_core.contracts.control import (
     Snapshot,
     WaitResult,
 )
-from trainer_core.contracts.http import LIMITS
-from trainer_core.contracts.records import Record, parse_line
-from trainer_core.contracts.run_dir import RunDir
+from atropos_common.http import LIMITS
+from atropos_common.records import Record, parse_line
+from atropos_common.run_dir import RunDir
+from atropos_tui.errors import Exit, Problem, UserError
 
 Answer = TypeVar("Answer", bound=BaseModel)
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from atropos_common.control import ComponentStatus, Role, StageStatus, State
+from atropos_common.records import DiagnosisRecord, ProbeRecord, StageRecord, StateRecord
 from atropos_tui.stack.spec import ComponentSpec, LogCheck, Stage
 from atropos_tui.supervisor import diagnoses, procfs, states
 from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence, describe_exit, own
@@ -31,8 +33,6 @@ from atropos_tui.supervisor.process import Leader, end_set
 from atropos_tui.supervisor.restarts import Restarts
 from atropos_tui.supervisor.sampling import Usage
 from atropos_tui.supervisor.store import Store
-from trainer_core.contracts.control import ComponentStatus, Role, StageStatus, State
-from trainer_core.contracts.records import DiagnosisRecord, ProbeRecord, StageRecord, StateRecord
 
 PROVEN_S = 5.0
 """A component without probes that lived this long has shown that it can start."""

@@ -7,9 +7,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from atropos_common import run_dir
 from atropos_tui.stack.spec import ComponentSpec, StackSpec
 from atropos_tui.stack.variables import expand, references
-from trainer_core.contracts import run_dir
 
 
 class LaunchError(ValueError):

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.process import SPAWNED
-from trainer_core.contracts.run_dir import ENV_COMPONENT, ENV_RUN_ID
 
 ROOT = str(Path(__file__).resolve().parents[2])
 MAX_DEATHS = 5

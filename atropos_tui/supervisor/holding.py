@@ -10,9 +10,9 @@ import contextlib
 import socket
 from collections.abc import Iterable
 
+from atropos_common.ports import hold
 from atropos_tui.stack import ports
 from atropos_tui.stack.spec import ComponentSpec
-from trainer_core.contracts.ports import hold
 
 
 class HeldPorts:

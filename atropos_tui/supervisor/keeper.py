@@ -23,10 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from atropos_common.parent_death import become
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.keeper_line import Line, LineClosedError
 from atropos_tui.supervisor.log_file import CHUNK, SAY_AGAIN_S, LogFile, widen
-from trainer_core.contracts.parent_death import become
 
 MOST_LEFT = 64 * 1024 * 1024
 """At the end at most so much is read from a pipe whose other end a stranger floods."""

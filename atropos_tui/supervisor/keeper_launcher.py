@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.stack.graph import StackError
 from atropos_tui.stack.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import cgroup, environment, keeping, leftovers, procfs
@@ -28,7 +29,6 @@ from atropos_tui.supervisor.launcher import Inherited, Living, OnExit, OnProblem
 from atropos_tui.supervisor.logs import TAIL_BYTES, LogDrain
 from atropos_tui.supervisor.members import Tracker
 from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
-from trainer_core.contracts.run_dir import RunDir
 
 KEEPER_TRIES = 2
 """A keeper that is killed before it has started the component is nobody's crash: so many more are tried."""

@@ -23,11 +23,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from atropos_common.run_dir import ENV_RUN_ID, RunDir
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.keeper_line import Frame, Line
 from atropos_tui.supervisor.log_file import FULL
 from atropos_tui.supervisor.process import SPAWNED
-from trainer_core.contracts.run_dir import ENV_RUN_ID, RunDir
 
 ROOT = str(Path(__file__).resolve().parents[2])
 CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from atropos_tui.supervisor.keeper import main; main()"

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import httpx
 
+from atropos_common.http import LIMITS
+from atropos_common.run_dir import ENV_WAIT_FOR_GO, GO_LINE, RunDir
 from atropos_tui.stack.nvml import Nvml
 from atropos_tui.stack.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import cgroup, environment, procfs, shared_memory
@@ -32,8 +34,6 @@ from atropos_tui.supervisor.members import Tracker
 from atropos_tui.supervisor.nvml import Reader
 from atropos_tui.supervisor.process import Child, Leader, spawn
 from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
-from trainer_core.contracts.http import LIMITS
-from trainer_core.contracts.run_dir import ENV_WAIT_FOR_GO, GO_LINE, RunDir
 
 GROUP_PATIENCE_S = 0.05
 """A control group that is not free by then goes with the run's own group at the end."""

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from atropos_common.run_dir import ENV_COMPONENT
 from atropos_tui.supervisor import cgroup, procfs
 from atropos_tui.supervisor.guard import run_members
 from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
-from trainer_core.contracts.run_dir import ENV_COMPONENT
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import os
 import threading
 from collections.abc import Iterable
 
+from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID
 from atropos_tui.supervisor import procfs, shared_memory
 from atropos_tui.supervisor.process import SPAWNED, reap_adopted
-from trainer_core.contracts.run_dir import ENV_COMPONENT, ENV_RUN_ID
 
 Key = tuple[int, int]
 

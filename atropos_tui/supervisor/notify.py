@@ -19,11 +19,11 @@ from typing import Any, Literal, TypeGuard
 
 import httpx
 
+from atropos_common.records import DiagnosisRecord, Record
 from atropos_tui.stack.redact import REDACTED, mask
 from atropos_tui.stack.spec import StackSpec
 from atropos_tui.supervisor.environment import LaunchError, resolve
 from atropos_tui.supervisor.store import RunResult, Store, SubscriberDroppedError
-from trainer_core.contracts.records import DiagnosisRecord, Record
 
 Event = Literal["failed", "mismatch", "done"]
 """What is posted, and what the bell of a screen rings for."""

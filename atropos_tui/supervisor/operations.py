@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from atropos_common.control import CommandRequest, CommandStatus, Phase, Recipe, Refusal, State
 from atropos_tui.supervisor.component import Component
-from trainer_core.contracts.control import CommandRequest, CommandStatus, Phase, Recipe, Refusal, State
 
 
 class RefusedError(Exception):

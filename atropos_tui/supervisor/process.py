@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from atropos_common import parent_death
 from atropos_tui.supervisor import cgroup, procfs
 from atropos_tui.supervisor.log_file import widen
-from trainer_core.contracts import parent_death
 
 SHIM = str(parent_death.__file__)
 PR_SET_CHILD_SUBREAPER = 36

@@ -11,8 +11,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer_core.contracts.files import open_regular
-from trainer_core.contracts.records import Record, RecordError, parse_line
+from atropos_common.files import open_regular
+from atropos_common.records import Record, RecordError, parse_line
 
 CHUNK_BYTES = 256 * 1024
 """Read per call: a few hundred records, some ten milliseconds of parsing."""

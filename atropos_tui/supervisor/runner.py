@@ -15,6 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
+from atropos_common.run_dir import ENV_TOKEN, RunDir
 from atropos_tui.stack.graph import check_stack
 from atropos_tui.stack.spec import StackSpec
 from atropos_tui.supervisor import cgroup, keeper_launcher, leftovers, sockets
@@ -26,7 +27,6 @@ from atropos_tui.supervisor.notify import Notifier
 from atropos_tui.supervisor.process import become_subreaper
 from atropos_tui.supervisor.store import Journal, OnEvent, ProcessTable, RunInUseError, RunResult, Store
 from atropos_tui.supervisor.supervisor import EXIT_FAULT, EXIT_INTERRUPTED, Supervisor
-from trainer_core.contracts.run_dir import ENV_TOKEN, RunDir
 
 GUARD_PATIENCE_S = 60.0
 """How long to wait for the guard of a supervisor that was killed; it gives up by itself after that time."""

@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from atropos_common.control import GpuStatus
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.gpu_memory import GpuMemory
 from atropos_tui.supervisor.members import Tracker
-from trainer_core.contracts.control import GpuStatus
 
 MAX_AGE_S = 2.0
 PATIENCE_S = 0.02

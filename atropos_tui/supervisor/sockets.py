@@ -9,7 +9,7 @@ import socket
 import stat
 from pathlib import Path
 
-from trainer_core.contracts.run_dir import RunDir
+from atropos_common.run_dir import RunDir
 
 MAX_PATH_BYTES = 107
 """What the kernel takes for the path of a Unix socket."""

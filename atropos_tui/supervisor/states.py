@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer_core.contracts.control import State
+from atropos_common.control import State
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.PENDING: frozenset({State.STARTING, State.STOPPED, State.COMPLETED, State.FAILED}),

@@ -23,9 +23,9 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from atropos_common.files import write_private
+from atropos_common.records import ComponentRecord, Record
 from atropos_tui.stack.spec import StackSpec
-from trainer_core.contracts.files import write_private
-from trainer_core.contracts.records import ComponentRecord, Record
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 Event = TypeVar("Event")

@@ -17,6 +17,17 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from atropos_common.control import (
+    Accepted,
+    CommandRequest,
+    Phase,
+    Recipe,
+    Refusal,
+    RunStatus,
+    State,
+)
+from atropos_common.records import CommandRecord, DiagnosisRecord
+from atropos_common.run_dir import RunDir
 from atropos_tui.stack.recipes import recipe
 from atropos_tui.supervisor import procfs, states
 from atropos_tui.supervisor.component import SIGNALS, Component, Ended, look_again, stuck
@@ -28,17 +39,6 @@ from atropos_tui.supervisor.operations import Operation, RefusedError, refusal
 from atropos_tui.supervisor.sampling import Sampler, Usage
 from atropos_tui.supervisor.store import RunResult, Store
 from atropos_tui.supervisor.watching import Watcher
-from trainer_core.contracts.control import (
-    Accepted,
-    CommandRequest,
-    Phase,
-    Recipe,
-    Refusal,
-    RunStatus,
-    State,
-)
-from trainer_core.contracts.records import CommandRecord, DiagnosisRecord
-from trainer_core.contracts.run_dir import RunDir
 
 EXIT_DONE, EXIT_FAULT, EXIT_FAILED, EXIT_TIMEOUT, EXIT_INTERRUPTED = 0, 1, 3, 4, 130
 KEPT_OPERATIONS = 200

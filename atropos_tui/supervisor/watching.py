@@ -16,6 +16,8 @@ from pathlib import Path
 
 import httpx
 
+from atropos_common.control import Role
+from atropos_common.run_dir import RunDir
 from atropos_tui.stack.spec import StackSpec
 from atropos_tui.supervisor.component import Component
 from atropos_tui.supervisor.diagnoses import own
@@ -37,8 +39,6 @@ from atropos_tui.supervisor.diagnoses.waiting import (
     starting_roles,
 )
 from atropos_tui.supervisor.record_tail import RecordTail
-from trainer_core.contracts.control import Role
-from trainer_core.contracts.run_dir import RunDir
 
 LOOK_S = 1.0
 ASK_S = 30.0

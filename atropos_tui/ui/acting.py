@@ -8,14 +8,14 @@ from textual.app import App
 from textual.screen import Screen
 from textual.widget import Widget
 
+from atropos_common.control import Action, CommandRequest
+from atropos_common.records import CommandRecord
 from atropos_tui.monitor.plain import one_line
 from atropos_tui.supervisor.client import Refused
 from atropos_tui.ui.bridge import Bridge
 from atropos_tui.ui.command_bar import CommandBar
 from atropos_tui.ui.components import Components
 from atropos_tui.ui.dialogs import ConfirmDialog, QuitDialog
-from trainer_core.contracts.control import Action, CommandRequest
-from trainer_core.contracts.records import CommandRecord
 
 Outcome = Literal["detach", "stop", "ended", "failed"]
 """How the screen was left: the run goes on, was stopped from here, or was over."""

@@ -10,11 +10,11 @@ from textual.app import RenderResult
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from atropos_common.records import AlignmentRecord
 from atropos_tui.monitor.plain import duration, number, one_line
 from atropos_tui.monitor.trouble import silent_s
 from atropos_tui.ui.look import title
 from atropos_tui.ui.view import View
-from trainer_core.contracts.records import AlignmentRecord
 
 VERDICTS = {"ok": ("✔", "good"), "drift": ("▲", "warn"), "mismatch": ("✖", "bad")}
 _LABEL = 10

@@ -21,6 +21,8 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widget import Widget
 
+from atropos_common.control import Phase, RunStatus, State
+from atropos_common.records import CommandRecord
 from atropos_tui.monitor.bench import RunBenchmark, benchmark_run
 from atropos_tui.monitor.gauges import GaugeHistory, Sample
 from atropos_tui.monitor.neighbours import neighbours
@@ -55,8 +57,6 @@ from atropos_tui.ui.rollouts import RolloutDetail, Rollouts
 from atropos_tui.ui.running import run_app
 from atropos_tui.ui.search_bar import Apply, SearchBar
 from atropos_tui.ui.view import Panel, View
-from trainer_core.contracts.control import Phase, RunStatus, State
-from trainer_core.contracts.records import CommandRecord
 
 REFRESH_S = 0.25
 CURVES_S = 1.0

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
+from atropos_common.control import Phase, RunStatus
+from atropos_common.records import Record
+from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.run_info import read_json
 from atropos_tui.stack.spec import NotifyPolicy
 from atropos_tui.supervisor.notify import event_of_exit, is_mismatch
-from trainer_core.contracts.control import Phase, RunStatus
-from trainer_core.contracts.records import Record
-from trainer_core.contracts.run_dir import RunDir
 
 NEWS_S = 60.0
 """An older record is history: the screen was opened since, or a file is read again."""

@@ -11,6 +11,7 @@ from textual.app import RenderResult
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from atropos_common.control import Role
 from atropos_tui.monitor.pace import Pace, pace
 from atropos_tui.monitor.plain import bytes_text, duration, number, one_line, seconds_text
 from atropos_tui.monitor.series import mean
@@ -18,7 +19,6 @@ from atropos_tui.ui.alignment import verdict_text
 from atropos_tui.ui.bars import progress_bar
 from atropos_tui.ui.look import title
 from atropos_tui.ui.view import View
-from trainer_core.contracts.control import Role
 
 _LABEL = 12
 _VALUE = 9

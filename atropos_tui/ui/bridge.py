@@ -18,6 +18,9 @@ import httpx
 from pydantic import ValidationError
 from textual.message import Message
 
+from atropos_common.control import Accepted, Action, CommandRequest, Recipe, RunStatus, Snapshot
+from atropos_common.records import Record, RecordError
+from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.feed import Batch, RunFeed
 from atropos_tui.monitor.gauges import Sample
 from atropos_tui.monitor.log_buffer import Entry
@@ -26,9 +29,6 @@ from atropos_tui.monitor.run_info import RunInfo, read_info
 from atropos_tui.monitor.sampler import Sampler
 from atropos_tui.supervisor.client import NoSupervisor, Refused, StreamLost
 from atropos_tui.supervisor.logs import latest_attempt
-from trainer_core.contracts.control import Accepted, Action, CommandRequest, Recipe, RunStatus, Snapshot
-from trainer_core.contracts.records import Record, RecordError
-from trainer_core.contracts.run_dir import RunDir
 
 STATUS_S = 1.0
 FEED_S = 0.25

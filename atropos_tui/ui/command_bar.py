@@ -10,11 +10,11 @@ from textual.app import RenderResult
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from atropos_common.control import Recipe
+from atropos_common.records import CommandRecord
 from atropos_tui.monitor.plain import duration, one_line
 from atropos_tui.ui.look import TONES, state_text
 from atropos_tui.ui.view import View
-from trainer_core.contracts.control import Recipe
-from trainer_core.contracts.records import CommandRecord
 
 
 class CommandBar(Widget):

@@ -11,11 +11,11 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import DataTable
 
+from atropos_common.control import ComponentStatus, State
 from atropos_tui.monitor.plain import bytes_text, duration, one_line, seconds_text
 from atropos_tui.monitor.trouble import open_diagnoses
 from atropos_tui.ui.look import TONES, state_text, title
 from atropos_tui.ui.view import View
-from trainer_core.contracts.control import ComponentStatus, State
 
 _WIDE = 90
 """From this width on there is room for ports, and for GPU memory where a component has some."""

@@ -11,12 +11,12 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
+from atropos_common.control import ComponentStatus
 from atropos_tui.monitor.plain import bytes_text, duration, one_line, seconds_text
 from atropos_tui.monitor.run_info import PlannedComponent
 from atropos_tui.monitor.timeline import clock
 from atropos_tui.ui.look import TONES, state_text, title
 from atropos_tui.ui.view import View
-from trainer_core.contracts.control import ComponentStatus
 
 _LABEL = 12
 _DIAGNOSES = 5

@@ -14,9 +14,9 @@ from textual.screen import ModalScreen
 from textual.widgets import Button, OptionList, Static
 from textual.widgets.option_list import Option
 
+from atropos_common.control import Recipe
 from atropos_tui.monitor.neighbours import Neighbour
 from atropos_tui.monitor.plain import one_line, plain_text
-from trainer_core.contracts.control import Recipe
 
 Leave = Literal["detach", "stop"]
 

@@ -8,12 +8,12 @@ from typing import ClassVar
 from rich.text import Text
 from textual.binding import Binding, BindingType
 
+from atropos_common.records import DiagnosisRecord
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.timeline import Event, clock, diagnosed, timeline
 from atropos_tui.ui.listing import Listing
 from atropos_tui.ui.look import TONES, title
 from atropos_tui.ui.view import View
-from trainer_core.contracts.records import DiagnosisRecord
 
 NAME_CELLS = 12
 """A longer name of a component is cut."""

@@ -11,13 +11,13 @@ from textual.app import RenderResult
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from atropos_common.control import Phase, RunStatus, State
 from atropos_tui.monitor.pace import pace
 from atropos_tui.monitor.plain import duration, one_line, seconds_text
 from atropos_tui.monitor.trouble import open_diagnoses, overdue
 from atropos_tui.ui.bars import progress_bar
 from atropos_tui.ui.look import TONES, live_components
 from atropos_tui.ui.view import View
-from trainer_core.contracts.control import Phase, RunStatus, State
 
 
 class Header(Widget):

@@ -6,8 +6,8 @@ from textual.color import Color
 from textual.content import Content
 from textual.theme import Theme
 
+from atropos_common.control import RunStatus, State
 from atropos_tui.monitor.plain import glyph_and_word
-from trainer_core.contracts.control import RunStatus, State
 
 THEME = Theme(
     name="atropos",

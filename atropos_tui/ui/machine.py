@@ -14,12 +14,12 @@ from textual.app import RenderResult
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from atropos_common.control import GpuStatus, Role
 from atropos_tui.monitor.plain import bytes_text, one_line
 from atropos_tui.monitor.shares import Split, split_cpu, split_gpu, split_memory
 from atropos_tui.ui.bars import legend, sparkline, split_bar, textures
 from atropos_tui.ui.look import title
 from atropos_tui.ui.view import View
-from trainer_core.contracts.control import GpuStatus, Role
 
 _COLOURS = ("primary", "accent", "success", "warning", "error")
 _LABEL = 8

@@ -7,10 +7,10 @@ from textual.app import RenderResult
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord
 from atropos_tui.monitor.plain import one_line
 from atropos_tui.monitor.trouble import open_diagnoses
 from atropos_tui.ui.view import View
-from trainer_core.contracts.records import SCHEMA_VERSION, DiagnosisRecord
 
 
 class Notices(Widget):

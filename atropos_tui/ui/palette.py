@@ -10,7 +10,7 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.dom import DOMNode
 
-from trainer_core.contracts.control import Action, ComponentStatus
+from atropos_common.control import Action, ComponentStatus
 
 _NAMED = {"left_square_bracket": "left bracket", "right_square_bracket": "right bracket"}
 """Keys whose own sign would be read as markup."""

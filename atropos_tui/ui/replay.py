@@ -15,6 +15,8 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import Input
 
+from atropos_common.control import RunStatus
+from atropos_common.records import Record
 from atropos_tui.monitor.gauges import Sample
 from atropos_tui.monitor.plain import duration
 from atropos_tui.monitor.replay import Replay, ReplayClock
@@ -24,8 +26,6 @@ from atropos_tui.ui.bell import Bell
 from atropos_tui.ui.bridge import Bridge
 from atropos_tui.ui.log_view import LogView
 from atropos_tui.ui.running import run_app
-from trainer_core.contracts.control import RunStatus
-from trainer_core.contracts.records import Record
 
 TICK_S = 0.25
 FASTER = 2.0

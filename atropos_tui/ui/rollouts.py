@@ -14,13 +14,13 @@ from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.widgets import Static
 
+from atropos_common.records import RolloutRecord
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.plain import number, one_line, plain_text
 from atropos_tui.monitor.rollout_groups import Group, diff, earlier_twin, groups
 from atropos_tui.ui.listing import Listing
 from atropos_tui.ui.look import title
 from atropos_tui.ui.view import View
-from trainer_core.contracts.records import RolloutRecord
 
 
 @dataclass(frozen=True)

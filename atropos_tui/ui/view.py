@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from atropos_common.control import ComponentStatus, RunStatus
 from atropos_tui.monitor.bench import RunBenchmark
 from atropos_tui.monitor.gauges import GaugeHistory
 from atropos_tui.monitor.run_info import RunInfo
 from atropos_tui.monitor.state import RunState
-from trainer_core.contracts.control import ComponentStatus, RunStatus
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from atropos_common.records import AlignmentRecord, parse_line
 from tests.e2e.streams import Streams
 from tests.e2e.vllm_server_live import Server
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.records import AlignmentRecord, parse_line
 from trainer_core.errors import MismatchError
 from trainer_core.loop import train
 from trainer_core.weight_sync import shared_vllm

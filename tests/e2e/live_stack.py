@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer_core.contracts.records import EvalRecord, Record, RecordError, StateRecord, parse_line
-from trainer_core.contracts.run_dir import ENV_RUN_ID, RunDir
+from atropos_common.records import EvalRecord, Record, RecordError, StateRecord, parse_line
+from atropos_common.run_dir import ENV_RUN_ID, RunDir
 
 
 def free_ports(count: int) -> list[int]:

@@ -19,9 +19,9 @@ from typing import Any
 
 import httpx
 
+from atropos_common.bridge import TOKEN_HEADER, completion_digest
+from atropos_common.http import LIMITS
 from tests.e2e.vllm_server_live import reference_logprobs
-from trainer_core.contracts.bridge import TOKEN_HEADER, completion_digest
-from trainer_core.contracts.http import LIMITS
 from trainer_core.server.client import ServerClient
 
 

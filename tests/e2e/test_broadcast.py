@@ -18,6 +18,7 @@ import httpx
 import pytest
 import torch
 
+from atropos_common.run_dir import ENV_TOKEN
 from tests.e2e.live_stack import LiveStack, free_ports
 from tests.e2e.small_models import ARCHITECTURES, TINY, another_model, make_model
 from tests.e2e.test_demo import assert_aligned, assert_learned
@@ -25,7 +26,6 @@ from tests.e2e.test_lora import EXACT, ask
 from tests.e2e.test_none import TENSOR_PARALLEL, TWO_RANKS, UPDATES, Whole, twenty_steps_under_streams
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.run_dir import ENV_TOKEN
 from trainer_core.errors import EngineError
 from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.broadcast import Broadcast
@@ -82,7 +82,7 @@ import sys, threading, time
 import torch
 from transformers import AutoConfig
 from tests.e2e.test_broadcast import config
-from trainer_core.contracts.transfer import TransferUpdate
+from atropos_common.transfer import TransferUpdate
 from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.broadcast import Broadcast
 

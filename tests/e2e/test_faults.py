@@ -11,8 +11,8 @@ from statistics import mean
 
 import pytest
 
+from atropos_common.records import DiagnosisRecord
 from tests.e2e.live_stack import LiveStack, read_records
-from trainer_core.contracts.records import DiagnosisRecord
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 Start = Callable[..., LiveStack]

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.live_stack import LiveStack, free_ports
 from tests.e2e.small_models import ARCHITECTURES, TINY, make_model
@@ -25,7 +26,6 @@ from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
 from tests.unit.small_models import CONFIGS, SMALL, build
 from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from atropos_common.bridge import LoadWeightsRequest
+from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.live_stack import LiveStack, free_ports
 from tests.e2e.small_models import ARCHITECTURES, TINY, another_model, make_model
@@ -23,8 +25,6 @@ from tests.e2e.streams import Streamed, Streams
 from tests.e2e.test_lora import EXACT, PROMPT, STEPS, Trainer, ask, own_servers
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import LoadWeightsRequest
-from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.policy.logprobs import completions_logprobs
 from trainer_core.server.client import ServerClient

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from atropos_common.bridge import LoadWeightsRequest
+from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
 from tests.e2e import test_broadcast, test_none
 from tests.e2e.small_models import make_model
 from tests.e2e.test_none import UPDATES, Whole
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
-from trainer_core.contracts.bridge import LoadWeightsRequest
-from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
 from trainer_core.errors import EngineError
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.broadcast import Broadcast

@@ -21,12 +21,12 @@ import psutil
 import pytest
 import torch
 
+from atropos_common.bridge import InFlight
+from atropos_common.records import StepRecord
 from tests.e2e.gate import PROMPTS, Live, alignments, shift, stopped_for, train_on, train_on_copies
 from tests.e2e.small_models import ARCHITECTURES, make_model
 from tests.e2e.streams import Streams
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, largest_gap, start_server
-from trainer_core.contracts.bridge import InFlight
-from trainer_core.contracts.records import StepRecord
 from trainer_core.errors import EngineGone
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync import shared_vllm

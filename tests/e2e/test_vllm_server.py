@@ -20,6 +20,8 @@ import httpx
 import psutil
 import pytest
 
+from atropos_common import ports
+from atropos_common.run_dir import ENV_HELD_PORT
 from atropos_tui.stack.ports import free_port
 from tests.e2e.vllm_server_live import (
     TOKEN,
@@ -35,8 +37,6 @@ from tests.e2e.vllm_server_live import (
     still_running,
 )
 from tests.strangers import needs_another_user, squat, stranger
-from trainer_core.contracts import ports
-from trainer_core.contracts.run_dir import ENV_HELD_PORT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

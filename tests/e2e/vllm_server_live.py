@@ -18,9 +18,9 @@ import httpx
 import psutil
 import pytest
 
-from trainer_core.contracts.bridge import TOKEN_HEADER, completion_digest
-from trainer_core.contracts.manifest import Manifest, read_manifest
-from trainer_core.contracts.run_dir import ENV_HELD_PORT
+from atropos_common.bridge import TOKEN_HEADER, completion_digest
+from atropos_common.manifest import Manifest, read_manifest
+from atropos_common.run_dir import ENV_HELD_PORT
 
 TOKEN = "e2e-token-0123456789"
 START_S = 240.0

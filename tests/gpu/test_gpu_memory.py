@@ -15,11 +15,11 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from atropos_common.control import CommandRequest, ComponentStatus, State
+from atropos_common.records import DiagnosisRecord, Record, StateRecord
 from atropos_tui.stack.spec import ComponentSpec, LogCheck, Probe, Probes, RestartPolicy, StackSpec
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.runner import run_stack
-from trainer_core.contracts.control import CommandRequest, ComponentStatus, State
-from trainer_core.contracts.records import DiagnosisRecord, Record, StateRecord
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(110)]
 

@@ -10,8 +10,8 @@ from statistics import mean
 
 import pytest
 
+from atropos_common.records import OUTLIER, AlignmentRecord
 from tests.e2e.live_stack import LiveStack
-from trainer_core.contracts.records import OUTLIER, AlignmentRecord
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(540)]
 Start = Callable[..., LiveStack]

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from atropos_common.records import parse_line
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.live_stack import free_ports
 from tests.e2e.streams import Streams
@@ -27,7 +28,6 @@ from tests.e2e.vllm_server_live import Server, end_of
 from tests.unit.test_trainer_gpu import Sampled
 from tests.unit.trainer_stand_ins import TOKEN
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.records import parse_line
 from trainer_core.loop import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from atropos_common.control import State
+from atropos_common.records import Record, StateRecord, parse_line
+from atropos_common.run_dir import RunDir
 from atropos_tui.stack.spec import (
     Check,
     ComponentSpec,
@@ -23,9 +26,6 @@ from atropos_tui.supervisor import states
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.runner import run_stack
 from atropos_tui.supervisor.store import RunResult
-from trainer_core.contracts.control import State
-from trainer_core.contracts.records import Record, StateRecord, parse_line
-from trainer_core.contracts.run_dir import RunDir
 
 CHILDREN = Path(__file__).parent / "children"
 QUICK = RestartPolicy(backoff_s=0.02, max_backoff_s=0.1, max_restarts=2)

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest, ComponentStatus, Role, State
+from atropos_common.records import StateRecord, parse_line
+from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
 from atropos_tui.stack import ports
 from atropos_tui.stack.spec import ComponentSpec, RestartPolicy
 from atropos_tui.supervisor import leftovers, procfs
@@ -22,9 +25,6 @@ from atropos_tui.supervisor.store import ProcessTable, RunResult
 from atropos_tui.supervisor.supervisor import Supervisor
 from tests.supervisor.harness import QUICK, alive, part, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background, plant
-from trainer_core.contracts.control import CommandRequest, ComponentStatus, Role, State
-from trainer_core.contracts.records import StateRecord, parse_line
-from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
 
 COUNT = "import time\nprint('up')\nn = 0\nwhile True:\n    print('line', n, flush=True)\n    n += 1\n    time.sleep({})"
 WAITS = """

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest, State
 from atropos_tui.supervisor import cgroup, procfs
 from atropos_tui.supervisor.process import end_set, spawn
 from atropos_tui.supervisor.store import ProcessTable
 from tests.supervisor.harness import alive, part, pids_in, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background, guard_of
-from trainer_core.contracts.control import CommandRequest, State
 
 DELEGATED = cgroup.describe().startswith("cgroup v2 is delegated")
 needs_delegation = pytest.mark.skipif(not DELEGATED, reason="cgroup v2 is not delegated here")

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.control import Action, CommandRequest, State
+from atropos_common.records import StateRecord, parse_line
 from atropos_tui.stack.spec import RestartPolicy
 from atropos_tui.supervisor import states
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 from atropos_tui.supervisor.store import RunResult
 from tests.supervisor.harness import part, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background
-from trainer_core.contracts.control import Action, CommandRequest, State
-from trainer_core.contracts.records import StateRecord, parse_line
 
 ACTIONS: tuple[Action, ...] = ("start", "stop", "restart", "kill")
 ENDS = ("kill-supervisor", "term-supervisor", "down", "impatient")

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest, Role, State
+from atropos_common.records import CommandRecord, ComponentRecord, DiagnosisRecord, ProbeRecord, StateRecord
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.stack.spec import HttpCheck, Probe, Probes
 from atropos_tui.supervisor import client as client_module
@@ -20,8 +22,6 @@ from atropos_tui.supervisor import supervisor as supervisor_module
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, NotAnswering, StreamLost
 from atropos_tui.supervisor.members import Tracker
 from tests.supervisor.harness import part, python, ready
-from trainer_core.contracts.control import CommandRequest, Role, State
-from trainer_core.contracts.records import CommandRecord, ComponentRecord, DiagnosisRecord, ProbeRecord, StateRecord
 
 
 @asynccontextmanager

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest, Phase, RunStatus, Snapshot, State
+from atropos_common.records import CommandRecord, Record, parse_line
+from atropos_common.run_dir import RunDir
 from atropos_tui.supervisor import sockets
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 from atropos_tui.supervisor.runner import run_stack
 from atropos_tui.supervisor.store import RunInUseError
 from tests.supervisor.harness import part, python, ready, script
-from trainer_core.contracts.control import CommandRequest, Phase, RunStatus, Snapshot, State
-from trainer_core.contracts.records import CommandRecord, Record, parse_line
-from trainer_core.contracts.run_dir import RunDir
 
 
 async def test_status_measures_the_whole_set(launch: Any, tmp_path: Path) -> None:
@@ -285,8 +285,8 @@ async def test_a_resumed_run_goes_on_counting(launch: Any) -> None:
 
 
 def test_events_file_is_strict_json(tmp_path: Path) -> None:
+    from atropos_common.records import ProbeRecord
     from atropos_tui.supervisor.store import Journal
-    from trainer_core.contracts.records import ProbeRecord
 
     journal = Journal(tmp_path / "supervisor.jsonl", "run")
     journal.append(ProbeRecord(probe="startup", ok=True, latency_s=float("nan"), detail="\x1b]52;c;x\x07\n\u2028"))

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import State
+from atropos_common.run_dir import RunDir
 from atropos_tui.stack.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import leftovers, procfs
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
 from atropos_tui.supervisor.store import ProcessTable, RunResult
 from tests.supervisor.harness import alive, part, pids_in, python, script, wait_until
-from trainer_core.contracts.control import State
-from trainer_core.contracts.run_dir import RunDir
 
 
 class Background:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.control import Role
 from atropos_tui.stack.spec import StackSpec
 from atropos_tui.supervisor.diagnoses import Evidence, Names, describe_exit, diagnose
 from tests.supervisor.harness import part
-from trainer_core.contracts.control import Role
 
 UVICORN = "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 8000): address already in use"
 VLLM_PORT = "OSError: [Errno 98] Address already in use"

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.control import Role
 from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence, Names, diagnose
 from atropos_tui.supervisor.diagnoses.lines import LOG_RULES
 from atropos_tui.supervisor.diagnoses.model import QUIET_S
 from atropos_tui.supervisor.diagnoses.scanner import HEAD, REST, LogScanner
 from tests.supervisor.harness import part
-from trainer_core.contracts.control import Role
 
 LOGS = Path(__file__).parent / "logs"
 API, ENGINE, ENV, TRAINER = Role.API, Role.ENGINE, Role.ENV, Role.TRAINER

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from atropos_common.records import ALIGNMENT_CAUSES, EvalRecord, Record, RolloutRecord, parse_line
 from atropos_tui.supervisor.diagnoses import Diagnosis
 from atropos_tui.supervisor.diagnoses.following import NumberWatch
 from atropos_tui.supervisor.diagnoses.model import QUIET_S
 from atropos_tui.supervisor.diagnoses.numbers import NUMBER_RULES
-from trainer_core.contracts.records import ALIGNMENT_CAUSES, EvalRecord, Record, RolloutRecord, parse_line
 
 CLEAN = Path(__file__).parent / "logs/clean"
 RUN = [parse_line(line) for line in (CLEAN / "telemetry.jsonl").read_text().splitlines()]

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from atropos_common.control import Role, State
 from atropos_tui.supervisor.diagnoses.waiting import (
     ApiView,
     Part,
@@ -23,7 +24,6 @@ from atropos_tui.supervisor.diagnoses.waiting import (
     starting_roles,
 )
 from atropos_tui.supervisor.watching import ask_api
-from trainer_core.contracts.control import Role, State
 
 BEGAN = 1e9
 

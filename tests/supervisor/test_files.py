@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from atropos_common.records import DiagnosisRecord, parse_line
 from atropos_tui.supervisor import log_times
 from atropos_tui.supervisor.logs import LogDrain, LogFile, last_lines, latest_attempt
 from atropos_tui.supervisor.store import Journal, ProcessTable, RunInUseError
-from trainer_core.contracts.records import DiagnosisRecord, parse_line
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"kind": "sta', b"\xff\xfe\x00", b"x" * 200_000])

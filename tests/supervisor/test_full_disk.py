@@ -16,14 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from atropos_common.control import CommandRequest
+from atropos_common.records import DiagnosisRecord, Record, StateRecord, parse_line
+from atropos_common.run_dir import RunDir
 from atropos_tui.stack.spec import StackSpec
 from atropos_tui.supervisor import leftovers
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.logs import LogFile
 from tests.supervisor.harness import part, python, ready, wait_until
-from trainer_core.contracts.control import CommandRequest
-from trainer_core.contracts.records import DiagnosisRecord, Record, StateRecord, parse_line
-from trainer_core.contracts.run_dir import RunDir
 
 TALK = "import time\nprint('up')\nfor n in range(10**6):\n print(f'line {n:06d}', flush=True)\n time.sleep(0.002)"
 NOTE = re.compile(rb"\[atropos\] (\d+) bytes of output are missing here: the disk did not take them\n")

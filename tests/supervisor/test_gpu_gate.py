@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest, ComponentStatus, Role, State
+from atropos_common.records import DiagnosisRecord
 from atropos_tui.stack.nvml import Card, NoDriverError, Nvml
 from atropos_tui.supervisor import gpu_memory, nvml
 from atropos_tui.supervisor.gpu_memory import GIB, GpuMemory, excess_of
 from atropos_tui.supervisor.nvml import Reader
 from tests.supervisor.harness import QUICK, Running, alive, part, ready, wait_until
-from trainer_core.contracts.control import CommandRequest, ComponentStatus, Role, State
-from trainer_core.contracts.records import DiagnosisRecord
 
 HOST = 1_000_000
 """Added to a pid as the host sees it."""

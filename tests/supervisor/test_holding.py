@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest, State
+from atropos_common.records import DiagnosisRecord
 from atropos_tui.stack.plan import build_stack
 from atropos_tui.stack.ports import is_free
 from atropos_tui.stack.profile import parse_profile
@@ -19,8 +21,6 @@ from tests.strangers import as_another_user, needs_another_user, squat, stranger
 from tests.supervisor.harness import part, python, ready, script
 from tests.supervisor.test_adoption import again, down, kill, rows_of, same_processes
 from tests.supervisor.test_death import background
-from trainer_core.contracts.control import CommandRequest, State
-from trainer_core.contracts.records import DiagnosisRecord
 
 OFTEN = RestartPolicy(policy="always", backoff_s=0.02, max_backoff_s=0.05, max_restarts=20)
 

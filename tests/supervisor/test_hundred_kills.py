@@ -18,6 +18,7 @@ from typing import Literal
 
 import pytest
 
+from atropos_common.control import CommandRequest, ComponentStatus, Role, State
 from atropos_tui.stack.spec import ComponentSpec, FileCheck, LogCheck, RestartPolicy, StopPolicy
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
@@ -25,7 +26,6 @@ from atropos_tui.supervisor.store import RunResult
 from tests.supervisor.harness import part, python, ready, script, wait_until
 from tests.supervisor.test_chaos import check_records
 from tests.supervisor.test_death import Background, background, plant
-from trainer_core.contracts.control import CommandRequest, ComponentStatus, Role, State
 
 Victim = Literal["supervisor", "leader", "grandchild"]
 VICTIMS: tuple[Victim, ...] = ("supervisor", "leader", "grandchild")

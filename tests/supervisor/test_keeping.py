@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.control import CommandRequest
+from atropos_common.run_dir import RunDir
 from atropos_tui.stack.spec import LogPolicy, RestartPolicy, Stage
 from atropos_tui.supervisor import keeping, leftovers, procfs
 from atropos_tui.supervisor.keeper_line import Line, LineClosedError
@@ -34,8 +36,6 @@ from tests.supervisor.test_adoption import (
 )
 from tests.supervisor.test_chaos import disturb
 from tests.supervisor.test_death import background, guard_of
-from trainer_core.contracts.control import CommandRequest
-from trainer_core.contracts.run_dir import RunDir
 
 FLOOD = """
 import sys, time

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest, State
 from atropos_tui.stack.spec import LogCheck, StopPolicy
 from atropos_tui.supervisor import procfs
 from tests.supervisor.harness import alive, part, pids_in, python, ready, script, wait_until
-from trainer_core.contracts.control import CommandRequest, State
 
 
 async def test_ignores_term_is_killed_after_the_grace(launch: Any, tmp_path: Path) -> None:

@@ -20,15 +20,15 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest, Phase, RunStatus
+from atropos_common.records import DiagnosisRecord
+from atropos_common.run_dir import RunDir
 from atropos_tui.stack.plan import redacted
 from atropos_tui.stack.spec import ComponentSpec, NotifyPolicy, StackSpec
 from atropos_tui.supervisor import notify
 from atropos_tui.supervisor.store import Journal, RunResult, Store
 from atropos_tui.ui.bell import Bell
 from tests.supervisor.harness import Running, check_history, part, python
-from trainer_core.contracts.control import CommandRequest, Phase, RunStatus
-from trainer_core.contracts.records import DiagnosisRecord
-from trainer_core.contracts.run_dir import RunDir
 
 SECRET = "T000-B000-averysecretpath"
 FAILS = python("import sys; print('boom <!channel>', flush=True); sys.exit(7)")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest, Role, State
 from atropos_tui.stack.graph import StackError
 from atropos_tui.stack.spec import FileCheck, HttpCheck, LogCheck, Probe, Probes, TcpCheck
 from tests.supervisor.harness import Running, part, python, ready, script
-from trainer_core.contracts.control import CommandRequest, Role, State
 
 
 def when(running: Running, component: str, state: str) -> float:

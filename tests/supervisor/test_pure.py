@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.control import State
 from atropos_tui.supervisor import shared_memory, states
 from atropos_tui.supervisor.store import Hub, SubscriberDroppedError
-from trainer_core.contracts.control import State
 
 
 def test_every_state_has_its_row_and_can_be_left_and_reached() -> None:

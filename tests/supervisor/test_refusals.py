@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import Role, State
+from atropos_common.records import DiagnosisRecord
 from atropos_tui.stack.spec import StackSpec
 from atropos_tui.supervisor import watching
 from atropos_tui.supervisor.diagnoses import waiting
@@ -17,8 +19,6 @@ from atropos_tui.supervisor.diagnoses.model import Diagnosis
 from atropos_tui.supervisor.diagnoses.refusals import LASTS_S, RefusalWatch, asked_engines
 from atropos_tui.supervisor.diagnoses.waiting import Part, Scene, no_batches
 from tests.supervisor.harness import NEVER, SLEEP, Running, part, python, ready, wait_until
-from trainer_core.contracts.control import Role, State
-from trainer_core.contracts.records import DiagnosisRecord
 from vllm_server import refusals as server
 from vllm_server.sampling import WHY, instead
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest, Role, State
+from atropos_common.records import DiagnosisRecord, ProbeRecord
 from atropos_tui.stack.spec import HttpCheck, Probe, Probes, RestartPolicy, StopPolicy
 from atropos_tui.supervisor.restarts import next_delay
 from tests.supervisor.harness import QUICK, alive, part, pids_in, python, ready, script
-from trainer_core.contracts.control import CommandRequest, Role, State
-from trainer_core.contracts.records import DiagnosisRecord, ProbeRecord
 
 
 async def test_backoff_then_failed_with_exit_3(launch: Any) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.control import Role
 from atropos_tui.supervisor.diagnoses import Evidence, Names, diagnose
 from atropos_tui.supervisor.diagnoses.roots import root_error
 from atropos_tui.supervisor.diagnoses.scanner import LogScanner
 from tests.supervisor.harness import part
-from trainer_core.contracts.control import Role
 
 LOGS = Path(__file__).parent / "logs"
 HEADS = "AssertionError: num_heads (7) is not divisible by num_kv_heads (2)"

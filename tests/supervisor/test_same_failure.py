@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest, Role, State
 from atropos_tui.stack.spec import LogCheck, RestartPolicy, Stage
 from atropos_tui.supervisor.diagnoses import RULES
 from atropos_tui.supervisor.diagnoses.roots import PASSING_RULES, lasting_error, same_words
 from tests.supervisor.harness import QUICK, part, python, ready
-from trainer_core.contracts.control import CommandRequest, Role, State
 
 LOG = Path(__file__).parent / "logs/engine_start.log"
 HEADS = "AssertionError: num_heads (7) is not divisible by num_kv_heads (2)"

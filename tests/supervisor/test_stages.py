@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from atropos_common.control import CommandRequest, ComponentStatus, State
+from atropos_common.records import StageRecord
 from atropos_tui.monitor.feed import load_run
 from atropos_tui.monitor.run_info import status_from_files
 from atropos_tui.monitor.why import Picture
 from atropos_tui.stack.spec import RestartPolicy, Stage
 from tests.supervisor.harness import QUICK, Running, part, python, ready
-from trainer_core.contracts.control import CommandRequest, ComponentStatus, State
-from trainer_core.contracts.records import StageRecord
 
 STAGES = [
     Stage(name="registered", pattern=r"^Registered as \d+", usually="run-api is busy"),

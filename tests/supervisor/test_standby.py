@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest, State
 from atropos_tui.stack.spec import ComponentSpec
 from tests.supervisor.harness import QUICK, Running, alive, part, python, ready, wait_until
-from trainer_core.contracts.control import CommandRequest, State
 
 ENGINE = """
 import os, sys, time

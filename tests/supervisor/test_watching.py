@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest, Role
+from atropos_common.records import DiagnosisRecord
 from atropos_tui.stack.spec import FileCheck, LogCheck, Probe, Probes, StopPolicy
 from atropos_tui.supervisor import watching
 from atropos_tui.supervisor.component import stuck
 from atropos_tui.supervisor.diagnoses import model, waiting
 from tests.supervisor.harness import NEVER, QUICK, SLEEP, Running, part, python, ready, wait_until
-from trainer_core.contracts.control import CommandRequest, Role
-from trainer_core.contracts.records import DiagnosisRecord
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 FILES = "OSError: [Errno 24] Too many open files: '/dev/null'"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from atropos_common.control import Accepted, Action, CommandRequest, Recipe, RunStatus, Snapshot
+from atropos_common.records import Record
 from atropos_tui.supervisor.client import NoSupervisor, Refused
-from trainer_core.contracts.control import Accepted, Action, CommandRequest, Recipe, RunStatus, Snapshot
-from trainer_core.contracts.records import Record
 
 
 class FakeControl:

@@ -12,9 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from atropos_tui.monitor.gauges import EngineMetrics, HostUse, Sample
-from trainer_core.contracts.control import ComponentStatus, Phase, Role, RunStatus, State
-from trainer_core.contracts.records import (
+from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, State
+from atropos_common.records import (
     AlignmentRecord,
     EvalRecord,
     MemoryRecord,
@@ -25,7 +24,8 @@ from trainer_core.contracts.records import (
     SyncRecord,
     TimingRecord,
 )
-from trainer_core.contracts.run_dir import RunDir
+from atropos_common.run_dir import RunDir
+from atropos_tui.monitor.gauges import EngineMetrics, HostUse, Sample
 
 T0 = 1_790_000_000.0
 RUN_ID = "demo-test"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.control import Phase, RunStatus
+from atropos_common.run_dir import RunDir
 from atropos_tui.supervisor.notify import MISMATCH
 from atropos_tui.ui.app import CockpitApp
 from tests.ui.fakes import FakeControl
-from trainer_core.contracts.control import Phase, RunStatus
-from trainer_core.contracts.run_dir import RunDir
 
 
 def line(seq: int, when: float) -> str:

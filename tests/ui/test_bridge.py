@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from textual.message import Message
 
+from atropos_common.records import AlignmentRecord, RolloutRecord, StepRecord
+from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.run_info import RunInfo, read_info
 from atropos_tui.ui import bridge
 from atropos_tui.ui.bridge import Bridge, RecordsArrived
 from tests.ui.conftest import cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, still, write_records
-from trainer_core.contracts.records import AlignmentRecord, RolloutRecord, StepRecord
-from trainer_core.contracts.run_dir import RunDir
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 

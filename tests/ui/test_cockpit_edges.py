@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.control import GpuStatus, RunStatus
+from atropos_common.records import CommandRecord
+from atropos_common.run_dir import RunDir
 from tests.ui.conftest import cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, still, write_records
-from trainer_core.contracts.control import GpuStatus, RunStatus
-from trainer_core.contracts.records import CommandRecord
-from trainer_core.contracts.run_dir import RunDir
 
 
 @pytest.fixture

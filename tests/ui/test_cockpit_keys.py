@@ -13,6 +13,8 @@ import pytest
 from textual.command import CommandPalette
 from textual.widgets import Input, OptionList
 
+from atropos_common.control import Action, Recipe, Role, State
+from atropos_common.records import DiagnosisRecord, RolloutRecord
 from atropos_tui.monitor.log_buffer import Entry
 from atropos_tui.monitor.patterns import compiled
 from atropos_tui.ui.components import Components
@@ -24,8 +26,6 @@ from atropos_tui.ui.rollouts import Rollouts
 from tests.ui.conftest import Screen, Supervise, child, cockpit, small_stack
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, still, write_records
-from trainer_core.contracts.control import Action, Recipe, Role, State
-from trainer_core.contracts.records import DiagnosisRecord, RolloutRecord
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 TALKS = """

@@ -9,6 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.control import Phase, RunStatus, State
+from atropos_common.records import (
+    AlignmentRecord,
+    BenchmarkRecord,
+    DiagnosisRecord,
+    RolloutRecord,
+    StateRecord,
+    StepRecord,
+)
+from atropos_common.run_dir import RunDir
 from atropos_tui.supervisor.client import Refused
 from atropos_tui.ui import app
 from atropos_tui.ui.app import CockpitApp
@@ -17,16 +27,6 @@ from atropos_tui.ui.layout import VIEWS
 from tests.ui.conftest import cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, still, write_records
-from trainer_core.contracts.control import Phase, RunStatus, State
-from trainer_core.contracts.records import (
-    AlignmentRecord,
-    BenchmarkRecord,
-    DiagnosisRecord,
-    RolloutRecord,
-    StateRecord,
-    StepRecord,
-)
-from trainer_core.contracts.run_dir import RunDir
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.control import ComponentStatus, Role, RunStatus, State
+from atropos_common.records import DiagnosisRecord, StateRecord
+from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.replay import Recording, Replay
 from atropos_tui.ui.components import Components
 from atropos_tui.ui.dialogs import TextDialog
@@ -15,9 +18,6 @@ from atropos_tui.ui.replay import ReplayApp
 from tests.ui.conftest import Screen, cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, still, write_records
-from trainer_core.contracts.control import ComponentStatus, Role, RunStatus, State
-from trainer_core.contracts.records import DiagnosisRecord, StateRecord
-from trainer_core.contracts.run_dir import RunDir
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 REFUSED = DiagnosisRecord(

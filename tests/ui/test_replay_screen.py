@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from textual.widgets import Input
 
+from atropos_common.records import CommandRecord
 from atropos_tui.cli import main
 from atropos_tui.monitor.replay import Recording, Replay
 from atropos_tui.supervisor.client import ControlClient
@@ -22,7 +23,6 @@ from atropos_tui.ui.layout import VIEWS
 from atropos_tui.ui.replay import ReplayApp
 from tests.ui.conftest import Screen, Supervise, small_stack
 from tests.ui.run_maker import T0, make_run, start_records, write_records
-from trainer_core.contracts.records import CommandRecord
 
 
 class Ticks:

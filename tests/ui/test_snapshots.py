@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from atropos_common.control import GpuStatus, Phase, RunStatus, State
+from atropos_common.records import AlignmentRecord, DiagnosisRecord, StateRecord
+from atropos_common.run_dir import RunDir
 from atropos_tui.ui.app import CockpitApp, Outcome
 from atropos_tui.ui.log_view import LogView
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, still, write_records
-from trainer_core.contracts.control import GpuStatus, Phase, RunStatus, State
-from trainer_core.contracts.records import AlignmentRecord, DiagnosisRecord, StateRecord
-from trainer_core.contracts.run_dir import RunDir
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 GPUS = [

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from trainer_core.contracts.bridge import TOKEN_HEADER
+from atropos_common.bridge import TOKEN_HEADER
 
 Answer = Callable[[str, dict[str, Any], str | None], tuple[int, Any] | None]
 """Path, body and token of a request -> status and body; None hangs up, as a killed process does."""

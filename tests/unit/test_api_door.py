@@ -23,11 +23,11 @@ import pytest
 from atropos_api import peer
 from atropos_api.body import BodyError, Gunzip
 from atropos_api.settings import Settings
+from atropos_common.bridge import TOKEN_HEADER
 from atropos_tui.stack.plan import build_stack
 from atropos_tui.stack.ports import free_port
 from atropos_tui.stack.profile import parse_profile
 from tests.strangers import as_another_user, call, needs_another_user
-from trainer_core.contracts.bridge import TOKEN_HEADER
 
 TOKEN = "a-token-of-the-run"
 MIB = 1024 * 1024

@@ -24,11 +24,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from atropos_common import nccl
+from atropos_common.group import Gloo, SealedStore
+from atropos_common.transfer import TransferInit
 from tests.unit.test_trainer_broadcast import Make, assert_same_weights, base, make, receivers, step
 from tests.unit.transfer_stand_in import Receiver
-from trainer_core.contracts import nccl
-from trainer_core.contracts.group import Gloo, SealedStore
-from trainer_core.contracts.transfer import TransferInit
 from trainer_core.errors import UsageError
 from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.broadcast import Broadcast

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli import bundle, main
 from atropos_tui.errors import Exit
 from atropos_tui.stack.redact import REDACTED, Scrubber
 from atropos_tui.supervisor.store import ProcessTable
 from tests.unit.cli_places import own_places  # noqa: F401
-from trainer_core.contracts.run_dir import RunDir
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SECRETS = {

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli import dead_runs, main, runs
 from atropos_tui.errors import Exit
 from atropos_tui.stack.spec import ComponentSpec, LogCheck, Probe, Probes, StackSpec
 from atropos_tui.supervisor import leftovers, procfs
 from atropos_tui.supervisor.store import ProcessTable
 from tests.unit.cli_places import own_places  # noqa: F401
-from trainer_core.contracts.run_dir import RunDir
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; print('up', flush=True); time.sleep(600)"]
 ESCAPE = """

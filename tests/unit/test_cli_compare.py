@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.records import StateRecord, parse_line
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli import main
 from atropos_tui.cli.compare import Board, Entry, label_entries
 from atropos_tui.cli.parser import build_parser
@@ -23,8 +25,6 @@ from atropos_tui.stack.profile import Profile, load_profile
 from atropos_tui.stack.side_by_side import separate
 from atropos_tui.supervisor import leftovers
 from tests.unit.comparison_support import write_profile
-from trainer_core.contracts.records import StateRecord, parse_line
-from trainer_core.contracts.run_dir import RunDir
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli.parser import build_parser
 from tests.unit.cli_places import own_places  # noqa: F401
-from trainer_core.contracts.run_dir import RunDir
 
 BIN = Path(sys.executable).parent
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli import doctor_gpu, doctor_machine, doctor_software, main
 from atropos_tui.cli.doctor_check import Check
 from atropos_tui.cli.doctor_gpu import Driver, Gpu, graphics, torch_sees_gpus
@@ -22,7 +23,6 @@ from atropos_tui.cli.doctor_machine import limits
 from atropos_tui.cli.doctor_software import unmet
 from atropos_tui.errors import Exit
 from tests.unit.cli_places import own_places  # noqa: F401
-from trainer_core.contracts.run_dir import RunDir
 
 GB = 1_000_000_000
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 150 * GB, GB)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.records import CommandRecord, DiagnosisRecord, StateRecord
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli import logs, main, runs
 from atropos_tui.cli.parser import build_parser
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.monitor.log_reader import LogReader
 from atropos_tui.supervisor.logs import LogFile
-from trainer_core.contracts.records import CommandRecord, DiagnosisRecord, StateRecord
-from trainer_core.contracts.run_dir import RunDir
 
 BIG = 1024 * 1024
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli import main
 from tests.ui.run_maker import make_run, start_records, write_records
 from tests.unit.cli_places import own_places  # noqa: F401
 from tests.unit.comparison_support import write_profile
-from trainer_core.contracts.run_dir import RunDir
 
 BIN = Path(sys.executable).parent
 

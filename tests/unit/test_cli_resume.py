@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli import main
 from atropos_tui.cli.resume import differences
 from atropos_tui.cli.run_files import write_run_files
@@ -16,7 +17,6 @@ from atropos_tui.errors import Exit, UserError
 from atropos_tui.stack.plan import build_stack
 from atropos_tui.stack.ports import free_port
 from atropos_tui.stack.profile import Profile, load_profile, shipped_profiles
-from trainer_core.contracts.run_dir import RunDir
 
 RICH = {
     "name": "rich", "model": "/models/ü\n\t\"'x", "seed": 3,

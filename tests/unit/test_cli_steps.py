@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.records import Record, StepRecord, TimingRecord
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli import steps
 from atropos_tui.cli.steps import StepLines
-from trainer_core.contracts.records import Record, StepRecord, TimingRecord
-from trainer_core.contracts.run_dir import RunDir
 
 
 def write(run: RunDir, *records: Record) -> None:

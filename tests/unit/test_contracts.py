@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_core.contracts import bridge, control, manifest, records
-from trainer_core.contracts.run_dir import RunDir, is_safe_name
+from atropos_common import bridge, control, manifest, records
+from atropos_common.run_dir import RunDir, is_safe_name
 
 FIELDS: dict[str, dict[str, Any]] = {
     "state": {"component": "vllm", "role": "engine", "old": "pending", "new": "starting", "attempt": 1},
@@ -155,10 +155,10 @@ def test_names_are_safe_in_paths(name: str, safe: bool) -> None:
     [
         ("trainer_core", "torch"),
         ("trainer_core.config", "torch"),
-        ("trainer_core.contracts.records", "torch"),
+        ("atropos_common.records", "torch"),
         ("vllm_server", "vllm"),
         ("atropos_api", "atroposlib"),
-        ("trainer_core.contracts.ports", "pydantic"),
+        ("atropos_common.ports", "pydantic"),
         ("atropos_tui.supervisor.runner", "textual"),
         ("atropos_tui.supervisor.runner", "torch"),
         ("atropos_tui.supervisor.runner", "atropos_tui.stack.profile"),
@@ -173,3 +173,13 @@ def test_imports_stay_light(module: str, forbidden: str) -> None:
     """Import rules hold at run time too, not only in the linter's graph."""
     code = f"import sys, {module}; sys.exit({forbidden!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
+
+
+def test_the_old_names_stay_for_a_release() -> None:
+    """In a process of its own: another name must not give a second class."""
+    code = (
+        "from trainer_core.contracts.records import StepRecord as old; from trainer_core.contracts import run_dir\n"
+        "from atropos_common.records import StepRecord as new; from atropos_common.run_dir import RunDir\n"
+        "assert old is new and run_dir.RunDir is RunDir"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.records import EvalRecord, parse_line
 from atropos_envs.evaluation import EvalLog, Graded, component_name, eval_path
-from trainer_core.contracts.records import EvalRecord, parse_line
 
 
 def read(path: Path) -> list[EvalRecord]:

@@ -9,10 +9,10 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from atropos_common.records import EvalRecord, parse_line
 from atropos_envs.errors import EnvFault
 from atropos_envs.gsm8k_server import SYSTEM_PROMPT, Gsm8kEnv, Row, load_rows
 from tests.unit.envs_support import Engine, decode, encode, make_env, text_tokenizer, write_splits
-from trainer_core.contracts.records import EvalRecord, parse_line
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -17,6 +17,7 @@ import pytest
 from atroposlib.api import server as api_module
 from atroposlib.envs import base as atropos_base
 
+from atropos_common.records import EvalRecord, parse_line
 from atropos_envs import base, engine_client
 from atropos_envs.arithmetic import Question, make_task, write_task
 from atropos_envs.arithmetic_server import ArithmeticEnv
@@ -24,7 +25,6 @@ from atropos_envs.engine_client import EngineRefused, EngineUnavailable, parse_g
 from atropos_envs.errors import EnvFault
 from atropos_envs.tiny_model import make_tokenizer
 from tests.unit.envs_support import EOS, Engine, run_api, trainer_registration
-from trainer_core.contracts.records import EvalRecord, parse_line
 
 NOWHERE = "http://127.0.0.1:9/v1"
 Make = Callable[..., ArithmeticEnv]

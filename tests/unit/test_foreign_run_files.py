@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.files import open_regular, read_regular
+from atropos_common.records import StateRecord
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs
 from atropos_tui.monitor.feed import RunFeed, load_run
 from atropos_tui.monitor.run_info import status_from_files
 from tests.ui.run_maker import make_run, write_records
-from trainer_core.contracts.files import open_regular, read_regular
-from trainer_core.contracts.records import StateRecord
-from trainer_core.contracts.run_dir import RunDir
 
 pytestmark = pytest.mark.timeout(20)
 HUGE = 10**400

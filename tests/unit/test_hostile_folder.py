@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli import main
 from atropos_tui.cli.env_files import read_env_files
 from atropos_tui.errors import Exit
@@ -17,7 +18,6 @@ from atropos_tui.stack.ports import free_port
 from atropos_tui.stack.profile import load_profile
 from tests.unit.cli_places import own_places
 from tests.unit.comparison_support import write_profile
-from trainer_core.contracts.run_dir import RunDir
 
 __all__ = ["own_places"]
 

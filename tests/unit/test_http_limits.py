@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from atropos_common.http import LIMITS
 from tests.unit.json_server import JsonServer
-from trainer_core.contracts.http import LIMITS
 from trainer_core.rollouts.client import RunApi
 from trainer_core.server.client import ServerClient
 

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.cli import logs, main
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.monitor.log_reader import HOLD_S, LogReader, MergedLogs
 from atropos_tui.supervisor.logs import LogFile
 from atropos_tui.supervisor.record_tail import CHUNK_BYTES
-from trainer_core.contracts.run_dir import RunDir
 
 BIG = 1024 * 1024
 NAMES = ["api", "vllm", "env"]

@@ -10,15 +10,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from transformers.optimization import Adafactor
 
-from trainer_core.contracts.benchmark_summary import summary_sections, summary_text
-from trainer_core.contracts.model_math import (
+from atropos_common.benchmark_summary import summary_sections, summary_text
+from atropos_common.model_math import (
     Dimensions,
     effective_optimizer,
     optimizer_bytes,
     peak_flops,
     step_flops,
 )
-from trainer_core.contracts.records import BenchmarkRecord
+from atropos_common.records import BenchmarkRecord
 from trainer_core.policy.attention import register
 from trainer_core.policy.checkpointing import activation_bytes
 from trainer_core.policy.load import dimensions, train_only

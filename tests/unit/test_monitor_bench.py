@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.records import BenchmarkRecord, StepRecord, SyncRecord, TimingRecord, parse_line
 from atropos_tui.monitor.bench import benchmark_run, benchmark_runs, benchmarks_json, render_benchmarks
 from tests.ui.run_maker import make_run, step_records, write_records
-from trainer_core.contracts.records import BenchmarkRecord, StepRecord, SyncRecord, TimingRecord, parse_line
 
 
 def summary(**changes: object) -> BenchmarkRecord:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atropos_common.control import ComponentStatus, GpuStatus, Phase, Role, RunStatus, State
 from atropos_tui.monitor.gauges import EngineMetrics, GaugeHistory, HostUse, Sample, parse_metrics, parse_queue
 from atropos_tui.monitor.sampler import Sampler
 from atropos_tui.monitor.shares import Share, Split, cells, split_cpu, split_gpu, split_memory
-from trainer_core.contracts.control import ComponentStatus, GpuStatus, Phase, Role, RunStatus, State
 
 PAGE = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge

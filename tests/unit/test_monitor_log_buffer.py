@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.log_buffer import Classifier, Entry, LogBuffer
 from atropos_tui.monitor.log_feed import LogFeed
 from atropos_tui.monitor.patterns import compiled
-from trainer_core.contracts.run_dir import RunDir
 
 
 def filled(*lines: str, capacity: int = 1000) -> LogBuffer:

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atropos_common.records import CheckpointRecord, CommandRecord, DiagnosisRecord, RolloutRecord, StateRecord
 from atropos_tui.monitor.neighbours import neighbours
 from atropos_tui.monitor.plain import plain_text
 from atropos_tui.monitor.rollout_groups import _stayed, diff, earlier_twin, groups
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.timeline import clock, timeline
 from tests.ui.run_maker import make_run, start_records
-from trainer_core.contracts.records import CheckpointRecord, CommandRecord, DiagnosisRecord, RolloutRecord, StateRecord
 
 
 def rollout(step: int, prompt: str, completion: str = "", reward: float = 1.0, env: str = "e") -> RolloutRecord:

@@ -9,14 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos_tui.monitor.feed import RunFeed, load_run
-from atropos_tui.monitor.pace import pace
-from atropos_tui.monitor.run_info import RunInfo, flag, read_info, status_from_files
-from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
-from atropos_tui.supervisor.record_tail import RecordTail
-from tests.ui.run_maker import RUN_ID, T0, make_run, step_records, write_records
-from trainer_core.contracts.control import Phase, Role, State
-from trainer_core.contracts.records import (
+from atropos_common.control import Phase, Role, State
+from atropos_common.records import (
     AlignmentRecord,
     BenchmarkRecord,
     CheckpointRecord,
@@ -30,7 +24,13 @@ from trainer_core.contracts.records import (
     TimingRecord,
     parse_line,
 )
-from trainer_core.contracts.run_dir import RunDir
+from atropos_common.run_dir import RunDir
+from atropos_tui.monitor.feed import RunFeed, load_run
+from atropos_tui.monitor.pace import pace
+from atropos_tui.monitor.run_info import RunInfo, flag, read_info, status_from_files
+from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
+from atropos_tui.supervisor.record_tail import RecordTail
+from tests.ui.run_maker import RUN_ID, T0, make_run, step_records, write_records
 
 
 def fed(*records: Record) -> RunState:

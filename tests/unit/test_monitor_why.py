@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from atropos_tui.cli import show
-from atropos_tui.monitor.run_info import PlannedComponent, RunInfo
-from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.why import Picture
-from tests.ui.run_maker import step_records
-from trainer_core.contracts.control import (
+from atropos_common.control import (
     ComponentStatus,
     GpuStatus,
     Phase,
@@ -22,7 +17,12 @@ from trainer_core.contracts.control import (
     StageStatus,
     State,
 )
-from trainer_core.contracts.records import DiagnosisRecord, Record, StateRecord
+from atropos_common.records import DiagnosisRecord, Record, StateRecord
+from atropos_tui.cli import show
+from atropos_tui.monitor.run_info import PlannedComponent, RunInfo
+from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.why import Picture
+from tests.ui.run_maker import step_records
 
 NOW = 1000.0
 ROLES = {"api": Role.API, "vllm": Role.ENGINE, "trainer": Role.TRAINER, "env": Role.ENV}

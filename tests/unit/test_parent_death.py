@@ -10,7 +10,7 @@ import time
 
 import psutil
 
-from trainer_core.contracts import parent_death
+from atropos_common import parent_death
 
 PROGRAM = [sys.executable, "-I", "-S", parent_death.__file__]
 PARENT = f"""

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.control import CommandRequest, Phase, State
+from atropos_common.records import StateRecord
+from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.feed import load_run
 from atropos_tui.monitor.replay import LINES_AT_ONCE, Recording, Replay, ReplayClock
 from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import Refused
 from atropos_tui.supervisor.log_times import TimesWriter
 from tests.ui.run_maker import T0, make_run, start_records, step_records, write_records
-from trainer_core.contracts.control import CommandRequest, Phase, State
-from trainer_core.contracts.records import StateRecord
-from trainer_core.contracts.run_dir import RunDir
 
 
 class Ticks:

@@ -16,6 +16,16 @@ from xml.etree import ElementTree
 import html5lib
 import pytest
 
+from atropos_common.control import State
+from atropos_common.records import (
+    BenchmarkRecord,
+    CommandRecord,
+    DiagnosisRecord,
+    RolloutRecord,
+    StateRecord,
+    StepRecord,
+)
+from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.feed import load_run
 from atropos_tui.monitor.plain import number
 from atropos_tui.monitor.report import lanes, render_report
@@ -25,16 +35,6 @@ from atropos_tui.monitor.series import Series
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.thinning import averaged, thin
 from tests.ui.run_maker import T0, live_status, make_run, step_records, write_records
-from trainer_core.contracts.control import State
-from trainer_core.contracts.records import (
-    BenchmarkRecord,
-    CommandRecord,
-    DiagnosisRecord,
-    RolloutRecord,
-    StateRecord,
-    StepRecord,
-)
-from trainer_core.contracts.run_dir import RunDir
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.optimization import Adafactor
 
+from atropos_common import model_math
 from atropos_tui.stack import memory
 from atropos_tui.stack.hardware import Gpu, Inventory, Machine, take_inventory
 from atropos_tui.stack.memory import HOST, Budget, Device, as_data, as_lines, make_budget, size_text
@@ -20,7 +21,6 @@ from atropos_tui.stack.preflight import preflight
 from atropos_tui.stack.profile import EngineSection, Profile, parse_profile
 from tests.unit.small_models import CONFIGS, SMALL, build, saved, sizes_of
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts import model_math
 from trainer_core.optim import Stepper
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import train_only

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from atropos_common.bridge import completion_digest
+from atropos_common.records import ALIGNMENT_CAUSES, AlignmentRecord, parse_line
 from tests.unit.trainer_stand_ins import Engine, Recorded, group, run_config
-from trainer_core.contracts.bridge import completion_digest
-from trainer_core.contracts.records import ALIGNMENT_CAUSES, AlignmentRecord, parse_line
 from trainer_core.errors import MismatchError, MissingLogprobs
 from trainer_core.loop import train
 from trainer_core.mismatch_causes import explain

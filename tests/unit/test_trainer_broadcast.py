@@ -18,13 +18,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atropos_common.transfer import ALIGNMENT, SentTensor, chunks
 from atropos_tui.stack.checks import check_notes, check_profile
 from atropos_tui.stack.plan import build_stack, make_site
 from tests.unit.small_models import CONFIGS, build
 from tests.unit.test_stack_plan import profile
 from tests.unit.transfer_stand_in import Fault, Receiver
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.transfer import ALIGNMENT, SentTensor, chunks
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.rollouts.source import LagMeter
 from trainer_core.server.client import ServerClient
@@ -222,7 +222,7 @@ def test_a_trainer_that_dies_is_an_error_on_the_server(make: Make, receivers: li
     errors: list[str] = []
 
     def receive(client: ServerClient) -> None:
-        from trainer_core.contracts.transfer import TransferUpdate
+        from atropos_common.transfer import TransferUpdate
 
         try:
             client.receive(TransferUpdate(weight_version=1, timeout_s=300))

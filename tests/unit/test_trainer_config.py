@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.run_dir import RunDir
 from tests.unit.cpu_time import cpu_seconds
 from trainer_core.__main__ import main
 from trainer_core.cli import build_parser, parse_args
 from trainer_core.config import TrainingConfig, validate
-from trainer_core.contracts.run_dir import RunDir
 from trainer_core.errors import UsageError
 
 GUIDES = {

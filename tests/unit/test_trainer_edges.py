@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from trainer_core.contracts.records import TimingRecord, parse_line
+from atropos_common.records import TimingRecord, parse_line
 from trainer_core.errors import Stopped
 from trainer_core.metrics.telemetry import Telemetry
 from trainer_core.rollouts.client import RunApi

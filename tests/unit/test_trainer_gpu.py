@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from atropos_common.manifest import read_manifest
+from atropos_common.records import parse_line
 from atropos_envs.tiny_model import make_tiny_model
 from tests.unit.trainer_stand_ins import TOKEN, Engine
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.manifest import read_manifest
-from trainer_core.contracts.records import parse_line
 from trainer_core.loop import train
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import row_logprobs

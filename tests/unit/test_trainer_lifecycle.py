@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
+from atropos_common.control import Accepted, CommandRequest, CommandStatus, Recipe, Refusal
+from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
 from tests.strangers import as_another_user, needs_another_user, squat, stranger
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.control import Accepted, CommandRequest, CommandStatus, Recipe, Refusal
-from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
 from trainer_core.server import child as child_module
 from trainer_core.server.child import ServerChild

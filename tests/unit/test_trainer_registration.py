@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
+from atropos_common.bridge import TOKEN_HEADER
+from atropos_common.records import StepRecord, parse_line
 from tests.unit.json_server import JsonServer
 from tests.unit.trainer_stand_ins import TOKEN, Engine, RunApiThread, group, run_config
-from trainer_core.contracts.bridge import TOKEN_HEADER
-from trainer_core.contracts.records import StepRecord, parse_line
 from trainer_core.errors import Stopped
 from trainer_core.loop import train
 from trainer_core.rollouts.client import RunApi

@@ -18,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atropos_common.manifest import ManifestError, write_manifest
+from atropos_common.records import StepRecord, TrainerRecord, parse_line
 from tests.unit.trainer_stand_ins import (
     TOKEN,
     Engine,
@@ -31,8 +33,6 @@ from tests.unit.trainer_stand_ins import (
 )  # fmt: skip
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.manifest import ManifestError, write_manifest
-from trainer_core.contracts.records import StepRecord, TrainerRecord, parse_line
 from trainer_core.errors import ApiError, EngineError, EngineGone, UsageError
 from trainer_core.loop import TrainResult, train
 from trainer_core.policy.load import attach_views, empty_model, load_config, load_model

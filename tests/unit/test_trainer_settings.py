@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atropos_common.records import StepRecord, parse_line
 from tests.unit.trainer_stand_ins import TOKEN, Engine, Recorded, group, plain_model, run_config
 from trainer_core import checkpoint
-from trainer_core.contracts.records import StepRecord, parse_line
 from trainer_core.errors import MemoryFullError, MismatchError
 from trainer_core.loop import TrainResult, train
 from trainer_core.policy.logprobs import row_logprobs

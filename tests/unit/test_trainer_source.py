@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from atropos_common.bridge import MOST_DIGESTS
+from atropos_common.control import Role
+from atropos_common.records import StepRecord, parse_line
 from atropos_tui.supervisor.diagnoses import Names
 from atropos_tui.supervisor.diagnoses.scanner import LogScanner
 from tests.supervisor.harness import part
 from tests.unit.trainer_stand_ins import Engine, RunApiThread, group, run_config
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import MOST_DIGESTS
-from trainer_core.contracts.control import Role
-from trainer_core.contracts.records import StepRecord, parse_line
 from trainer_core.loop import train
 from trainer_core.metrics.telemetry import Telemetry
 from trainer_core.rollouts.batch import Selection, read_batch

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from trainer_core.contracts.bridge import PauseRequest, ResumeRequest
-from trainer_core.contracts.transfer import TransferInit, TransferUpdate
+from atropos_common.bridge import PauseRequest, ResumeRequest
+from atropos_common.transfer import TransferInit, TransferUpdate
 from vllm_server import broadcast
 from vllm_server.auth import GenerationHold
 from vllm_server.bridge import Bridge, make_router

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from trainer_core.contracts.transfer import SentTensor, chunks
+from atropos_common.transfer import SentTensor, chunks
 from vllm_server.copy_recorder import CopyRecorder, addresses, named_views
 
 

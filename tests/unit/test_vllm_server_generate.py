@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer_core.contracts.bridge import completion_digest
+from atropos_common.bridge import completion_digest
 from vllm_server.generate import (
     BrokenWeights,
     Generator,

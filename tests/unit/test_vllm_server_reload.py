@@ -18,8 +18,8 @@ import torch
 from fastapi import FastAPI
 from safetensors.torch import save_file
 
+from atropos_common.bridge import LoadWeightsRequest
 from tests.unit.test_vllm_server_bridge import RecordingEngine
-from trainer_core.contracts.bridge import LoadWeightsRequest
 from vllm_server import reload
 from vllm_server.auth import GenerationHold
 from vllm_server.bridge import Bridge

@@ -14,10 +14,10 @@ import httpx
 import psutil
 import torch
 
+from atropos_common.bridge import completion_digest
+from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
 from tests.unit.json_server import JsonServer
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import completion_digest
-from trainer_core.contracts.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 VOCAB_PADDING = 64

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from atropos_common.transfer import Chunk, TransferInit, chunks
 from tests.unit.json_server import JsonServer
-from trainer_core.contracts.transfer import Chunk, TransferInit, chunks
 from vllm_server import collectives
 from vllm_server.copy_recorder import named_views
 

@@ -1,5 +1,18 @@
-"""What the parts of the stack say to each other: stream records, run directory, control messages, tensor manifest.
+"""Moved to `atropos_common`; the old names stay for one release.
 
-A leaf: it imports pydantic and the standard library, nothing of ours and no torch, so that every program
-(trainer, vLLM server, supervisor, screen) can share it.
+from trainer_core.contracts.records import parse_line    # write atropos_common.records instead
 """
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+
+import atropos_common
+
+NEED_TORCH = ("group", "nccl")
+
+for _module in pkgutil.iter_modules(atropos_common.__path__):
+    if _module.name not in NEED_TORCH:
+        sys.modules[f"{__name__}.{_module.name}"] = importlib.import_module(f"atropos_common.{_module.name}")

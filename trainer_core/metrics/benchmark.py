@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import torch
 
-from trainer_core.contracts.benchmark_summary import summary_sections, summary_text
-from trainer_core.contracts.model_math import Dimensions, peak_flops, step_flops
-from trainer_core.contracts.records import BenchmarkRecord
+from atropos_common.benchmark_summary import summary_sections, summary_text
+from atropos_common.model_math import Dimensions, peak_flops, step_flops
+from atropos_common.records import BenchmarkRecord
 
 
 @dataclass

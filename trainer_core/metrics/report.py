@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer_core.config import TrainingConfig
-from trainer_core.contracts.records import (
+from atropos_common.records import (
     AlignmentRecord,
     MemoryRecord,
     RolloutRecord,
@@ -16,6 +15,7 @@ from trainer_core.contracts.records import (
     SyncRecord,
     TimingRecord,
 )
+from trainer_core.config import TrainingConfig
 from trainer_core.metrics.benchmark import memory_fields
 from trainer_core.metrics.telemetry import Telemetry
 from trainer_core.objective.alignment import Alignment, ProbeDiffs

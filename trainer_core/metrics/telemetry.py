@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer_core.contracts.records import RecordError, TrainerRecord, parse_line
-from trainer_core.contracts.run_dir import ENV_ATTEMPT, ENV_RUN_ID, RunDir
+from atropos_common.records import RecordError, TrainerRecord, parse_line
+from atropos_common.run_dir import ENV_ATTEMPT, ENV_RUN_ID, RunDir
 
 _TAIL = 1 << 20
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer_core.contracts.records import (
+from atropos_common.records import (
     BROKEN_WEIGHTS,
     OTHER_WEIGHTS,
     OUTLIER,

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from trainer_core.contracts import model_math
+from atropos_common import model_math
 from trainer_core.policy.load import dimensions
 
 

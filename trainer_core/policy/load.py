@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_core.contracts.manifest import SINGLE_COPY_ARCHITECTURES
-from trainer_core.contracts.model_math import Dimensions
+from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
+from atropos_common.model_math import Dimensions
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainer_core.contracts.model_math import LOGITS_AT_ONCE
+from atropos_common.model_math import LOGITS_AT_ONCE
 from trainer_core.policy.attention import layout
 from trainer_core.policy.compiled import compiled_on_cuda
 from trainer_core.rollouts.packing import PackedRow

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_core.contracts.bridge import completion_digest
+from atropos_common.bridge import completion_digest
 from trainer_core.errors import MissingLogprobs
 from trainer_core.rollouts import fields
 from trainer_core.rollouts.fields import Malformed

@@ -23,10 +23,10 @@ from typing import Any
 
 import httpx
 
+from atropos_common.bridge import TOKEN_HEADER
+from atropos_common.http import LIMITS
+from atropos_common.run_dir import ENV_TOKEN
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import TOKEN_HEADER
-from trainer_core.contracts.http import LIMITS
-from trainer_core.contracts.run_dir import ENV_TOKEN
 from trainer_core.errors import ApiError, Stopped
 
 POLL_FIRST_S = 0.02

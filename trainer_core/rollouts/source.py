@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from atropos_common.bridge import MOST_DIGESTS
+from atropos_common.records import MISSING, AlignmentRecord
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import MOST_DIGESTS
-from trainer_core.contracts.records import MISSING, AlignmentRecord
 from trainer_core.errors import EngineError, EngineGone, MissingLogprobs
 from trainer_core.metrics.telemetry import Telemetry
 from trainer_core.rollouts.batch import Batch, Rollout, Selection, read_batch

@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
+from atropos_common import parent_death, ports
+from atropos_common.run_dir import ENV_HELD_PORT, ENV_HOLD_GENERATION, ENV_TOKEN, ENV_WAIT_FOR_GO, GO_LINE
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts import parent_death, ports
-from trainer_core.contracts.run_dir import ENV_HELD_PORT, ENV_HOLD_GENERATION, ENV_TOKEN, ENV_WAIT_FOR_GO, GO_LINE
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
 from trainer_core.server.client import ServerClient
 

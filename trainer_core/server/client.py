@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
-from trainer_core.contracts.bridge import (
+from atropos_common.bridge import (
     INSTANCE_HEADER,
     TOKEN_HEADER,
     AdapterInfo,
@@ -23,9 +23,9 @@ from trainer_core.contracts.bridge import (
     VersionsResponse,
     WeightsLoaded,
 )
-from trainer_core.contracts.http import LIMITS
-from trainer_core.contracts.run_dir import ENV_TOKEN
-from trainer_core.contracts.transfer import TransferInit, TransferReport, TransferUpdate
+from atropos_common.http import LIMITS
+from atropos_common.run_dir import ENV_TOKEN
+from atropos_common.transfer import TransferInit, TransferReport, TransferUpdate
 from trainer_core.errors import EngineError, EngineGone
 
 

@@ -22,8 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from trainer_core.config import TrainingConfig
-from trainer_core.contracts.control import (
+from atropos_common.control import (
     Accepted,
     CommandRequest,
     CommandStatus,
@@ -33,8 +32,9 @@ from trainer_core.contracts.control import (
     RunStatus,
     State,
 )
-from trainer_core.contracts.http import LIMITS
-from trainer_core.contracts.run_dir import ENV_CONTROL_SOCKET
+from atropos_common.http import LIMITS
+from atropos_common.run_dir import ENV_CONTROL_SOCKET
+from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
 from trainer_core.server.child import ServerChild
 

@@ -19,9 +19,9 @@ from typing import Generic, TypeVar
 
 import torch
 
+from atropos_common.bridge import BridgeInfo
+from atropos_common.transfer import SentTensor, TransferInit, TransferReport, TransferUpdate, chunks, place
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import BridgeInfo
-from trainer_core.contracts.transfer import SentTensor, TransferInit, TransferReport, TransferUpdate, chunks, place
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Phases, Start, SyncReport

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from trainer_core.contracts import nccl
-from trainer_core.contracts.group import SECRET_BYTES, Gloo, Nccl, SealedStore
-from trainer_core.contracts.transfer import Chunk, is_wildcard, meeting_place
+from atropos_common import nccl
+from atropos_common.group import SECRET_BYTES, Gloo, Nccl, SealedStore
+from atropos_common.transfer import Chunk, is_wildcard, meeting_place
 from trainer_core.errors import UsageError
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from atropos_common.bridge import LORA_RANKS, BridgeInfo, few_graph_sizes, server_rank
+from atropos_common.run_dir import RunDir
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import LORA_RANKS, BridgeInfo, few_graph_sizes, server_rank
-from trainer_core.contracts.run_dir import RunDir
 from trainer_core.errors import EngineGone, Stopped, UsageError
 from trainer_core.policy.lora import add_adapter, load_adapter, save_adapter
 from trainer_core.server.client import ServerClient

@@ -19,9 +19,9 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 
+from atropos_common.bridge import BridgeInfo, LoadWeightsRequest
+from atropos_common.run_dir import RunDir
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import BridgeInfo, LoadWeightsRequest
-from trainer_core.contracts.run_dir import RunDir
 from trainer_core.errors import EngineGone, Stopped, TrainerError, UsageError
 from trainer_core.policy.load import weights
 from trainer_core.server.client import ServerClient

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from atropos_common.bridge import BridgeInfo
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.bridge import BridgeInfo
 from trainer_core.errors import EngineGone
 from trainer_core.policy.load import dtype_of, load_config, load_model
 from trainer_core.server.client import ServerClient

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from atropos_common.manifest import CudaIpc, Manifest, ManifestError, Shard, TensorEntry, read_manifest
+from atropos_common.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
 from trainer_core.config import TrainingConfig
-from trainer_core.contracts.manifest import CudaIpc, Manifest, ManifestError, Shard, TensorEntry, read_manifest
-from trainer_core.contracts.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.load import attach_views, copy_weights, differences, empty_model, load_config, load_model
 from trainer_core.policy.logprobs import sequence_logprobs

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
-from atropos_tui.supervisor.diagnoses.model import Diagnosis, Voice, shortened
-from atropos_tui.supervisor.diagnoses.numbers import NUMBER_RULES, NumberRule
-from trainer_core.contracts.records import (
+from atropos_common.records import (
     AlignmentRecord,
     EvalRecord,
     Record,
@@ -16,6 +14,8 @@ from trainer_core.contracts.records import (
     TimingRecord,
     TrainerRecord,
 )
+from atropos_tui.supervisor.diagnoses.model import Diagnosis, Voice, shortened
+from atropos_tui.supervisor.diagnoses.numbers import NUMBER_RULES, NumberRule
 
 PACE_STEPS = 20
 MARKS_A_STEP = (StepRecord, AlignmentRecord, TimingRecord, RolloutRecord)

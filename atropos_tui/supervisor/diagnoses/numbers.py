@@ -11,6 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from atropos_common.records import (
+    OUTLIER,
+    AlignmentRecord,
+    EvalRecord,
+    Record,
+    RolloutRecord,
+    StepRecord,
+    TimingRecord,
+)
 from atropos_tui.supervisor.diagnoses import texts, trends
 from atropos_tui.supervisor.diagnoses.model import Rule
 from atropos_tui.supervisor.diagnoses.training import (
@@ -20,15 +29,6 @@ from atropos_tui.supervisor.diagnoses.training import (
     GRADIENT_FIX,
     LOST_GRADIENTS,
     NON_FINITE,
-)
-from trainer_core.contracts.records import (
-    OUTLIER,
-    AlignmentRecord,
-    EvalRecord,
-    Record,
-    RolloutRecord,
-    StepRecord,
-    TimingRecord,
 )
 
 RATIO = (0.8, 1.2)

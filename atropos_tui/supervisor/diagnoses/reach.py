@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from atropos_common.control import Role
 from atropos_tui.supervisor.diagnoses.model import Diagnosis, Sighting
 from atropos_tui.supervisor.diagnoses.roots import VANISHED, root_error
 from atropos_tui.supervisor.diagnoses.signs import LogRule, Sign
-from trainer_core.contracts.control import Role
 
 BOTH_SERVERS = (Role.API, Role.ENGINE)
 ASKS = (Role.TRAINER, Role.ENV)

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from atropos_common.control import Role, State
 from atropos_tui.stack.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor.diagnoses.model import Diagnosis, Rule, shortened
 from atropos_tui.supervisor.diagnoses.waiting import Part
-from trainer_core.contracts.control import Role, State
 
 REFUSED = Rule("rollouts_refused", "an engine refuses the requests of an environment")
 ENOUGH = 5

@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
+from atropos_common.control import Role
 from atropos_tui.stack.spec import ComponentSpec
 from atropos_tui.supervisor.diagnoses.lines import LOG_RULES
 from atropos_tui.supervisor.diagnoses.model import QUIET_S, Diagnosis, Names, Sighting, Voice
 from atropos_tui.supervisor.diagnoses.signs import LONGEST_LINE, LogRule, Sign, plain
-from trainer_core.contracts.control import Role
 
 HEAD = 160 * 1024
 REST = 32 * 1024

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
+from atropos_common.control import Role
 from atropos_tui.supervisor.diagnoses.model import Diagnosis, Fix, Rule, Sighting, Tell, fix_for, shortened
-from trainer_core.contracts.control import Role
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 LONGEST_LINE = 8 * 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer_core.contracts.records import RolloutRecord
+from atropos_common.records import RolloutRecord
 
 LOOKED_AT = 12
 SHARE = 0.5

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from atropos_tui.supervisor.diagnoses.signs import LogRule, Sign
-from trainer_core.contracts.control import Role
-from trainer_core.contracts.records import (
+from atropos_common.control import Role
+from atropos_common.records import (
     BROKEN_WEIGHTS,
     HEAD_DTYPE,
     MISSING,
@@ -15,6 +14,7 @@ from trainer_core.contracts.records import (
     STALE_WEIGHTS,
     TEMPERATURE,
 )
+from atropos_tui.supervisor.diagnoses.signs import LogRule, Sign
 
 ALIGNMENT_FIX = (
     "a `cause` in the evidence names it. Else: was {engine} restarted behind the trainer's back? atropos-tui "

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, median_low
 
-from trainer_core.contracts.records import EvalRecord, StepRecord, TimingRecord
+from atropos_common.records import EvalRecord, StepRecord, TimingRecord
 
 BLOCK = 10
 """Steps that are averaged: one batch alone says little."""

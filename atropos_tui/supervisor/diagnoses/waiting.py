@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from atropos_common.control import Role, State
 from atropos_tui.supervisor.diagnoses.model import USUAL, Diagnosis, Names, Rule
-from trainer_core.contracts.control import Role, State
 
 NO_BATCHES = Rule("no_batches", "no batches: the trainer stands still")
 SLOW_START = Rule("slow_start", "a component takes unusually long to start")

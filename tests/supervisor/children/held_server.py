@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from trainer_core.contracts import ports
+from atropos_common import ports
 
 port = int(sys.argv[1])
 bound = ports.bind("127.0.0.1", port, held=ports.is_held(port, os.environ))

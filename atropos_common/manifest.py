@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from trainer_core.contracts.files import write_private
+from atropos_common.files import write_private
 
 MANIFEST_VERSION = 1
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
-from trainer_core.contracts.bridge import BridgeMessage, InFlight
+from atropos_common.bridge import BridgeMessage, InFlight
 
 TransferBackend = Literal["nccl", "gloo"]
 """NCCL between GPUs, gloo where the weights lie in CPU memory."""

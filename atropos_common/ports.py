@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from trainer_core.contracts.run_dir import ENV_HELD_PORT
+from atropos_common.run_dir import ENV_HELD_PORT
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 2048

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer_core.contracts.nccl import Communicator
+from atropos_common.nccl import Communicator
 
 SECRET_BYTES = 32
 POLL_S = 0.001

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from trainer_core.contracts.run_dir import ENV_ALLOWED_HOSTS
+from atropos_common.run_dir import ENV_ALLOWED_HOSTS
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
