@@ -25,7 +25,7 @@ import psutil
 from atropos_common.control import CommandRequest
 from atropos_common.records import StateRecord, parse_line
 from atropos_common.run_dir import RunDir
-from atropos_tui.stack.spec import ComponentSpec, LogPolicy, RestartPolicy, StackSpec
+from atropos_tui.profile.spec import ComponentSpec, LogPolicy, RestartPolicy, StackSpec
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
 
 CHILDREN = 4

@@ -32,7 +32,7 @@ import psutil
 
 from atropos_common.control import Role
 from atropos_common.run_dir import RunDir
-from atropos_tui.stack.spec import LogPolicy
+from atropos_tui.profile.spec import LogPolicy
 from benchmarks.supervisor import SLEEP, child, supervised
 from tests.ui.run_maker import make_run, step_records, write_records
 

@@ -29,8 +29,8 @@ import tomli_w
 from atropos_common.run_dir import ENV_TOKEN, RunDir
 from atropos_tui.cli import runs
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.stack.redact import Scrubber, is_harmless, is_plain_setting, is_secret_name, secret_references
-from atropos_tui.stack.variables import references
+from atropos_tui.profile.redact import Scrubber, is_harmless, is_plain_setting, is_secret_name, secret_references
+from atropos_tui.profile.variables import references
 from atropos_tui.supervisor import leftovers, procfs
 from atropos_tui.supervisor.store import ProcessTable
 

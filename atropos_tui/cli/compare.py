@@ -33,12 +33,12 @@ from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import benchmark_runs, benchmarks_json, render_benchmarks
 from atropos_tui.monitor.comparison import Progress
 from atropos_tui.monitor.plain import plain_text
-from atropos_tui.stack.errors import refused
-from atropos_tui.stack.hardware import read_machine
-from atropos_tui.stack.plan import make_site
-from atropos_tui.stack.profile import Profile, find_profile, load_profile
-from atropos_tui.stack.side_by_side import separate
-from atropos_tui.stack.spec import StackSpec
+from atropos_tui.profile.errors import refused
+from atropos_tui.profile.hardware import read_machine
+from atropos_tui.profile.plan import make_site
+from atropos_tui.profile.sections import Profile, find_profile, load_profile
+from atropos_tui.profile.side_by_side import separate
+from atropos_tui.profile.spec import StackSpec
 
 Found = TypeVar("Found")
 POLL_S = 0.2

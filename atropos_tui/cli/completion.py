@@ -85,7 +85,7 @@ def _components(run_dir: Path | None) -> dict[str, str]:
 
 
 def _profiles() -> dict[str, str]:
-    from atropos_tui.stack.load import shipped_profiles
+    from atropos_tui.profile.load import shipped_profiles
 
     return dict.fromkeys(shipped_profiles(), "shipped profile")
 

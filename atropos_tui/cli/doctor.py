@@ -72,7 +72,7 @@ def _ask_torch(driver: Driver | str | None, torch_cuda: str | None) -> Iterator[
 def _preflight(name: str) -> Iterator[Check]:
     """What `up` would say about the profile on this machine."""
     from atropos_tui.cli.profiles import checked, planned_site
-    from atropos_tui.stack.profile import load_profile
+    from atropos_tui.profile.sections import load_profile
 
     try:
         profile, file = load_profile(name, [])

@@ -20,13 +20,13 @@ from typing import Any
 from atropos_common.run_dir import is_safe_name
 from atropos_tui.cli.profiles import checked, planned_site, schema_text
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.stack import ports
-from atropos_tui.stack.errors import did_you_mean, printable, value_text
-from atropos_tui.stack.hardware import gpu_count
-from atropos_tui.stack.modes import TRAITS
-from atropos_tui.stack.profile import Mode, parse_profile
-from atropos_tui.stack.schema import TITLE
-from atropos_tui.stack.template import SCHEMA_FILE, SCRIPT, TEMPLATES, Answers, default_model, profile_text
+from atropos_tui.profile import ports
+from atropos_tui.profile.errors import did_you_mean, printable, value_text
+from atropos_tui.profile.hardware import gpu_count
+from atropos_tui.profile.modes import TRAITS
+from atropos_tui.profile.schema import TITLE
+from atropos_tui.profile.sections import Mode, parse_profile
+from atropos_tui.profile.template import SCHEMA_FILE, SCRIPT, TEMPLATES, Answers, default_model, profile_text
 
 Given = dict[str, Any]
 """Answers so far, by question."""

@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
 def _report_fault(argv: Sequence[str], run_dir: Path | None) -> int:
     """Write what a developer needs beside the run (else to a private temporary file) and say where. Never raises."""
     from atropos_tui.monitor.plain import plain_text
-    from atropos_tui.stack.redact import hide_command
+    from atropos_tui.profile.redact import hide_command
 
     versions = f"atropos-tui {__version__}, Python {platform.python_version()}, {platform.platform()}"
     report = f"{versions}\narguments: {hide_command(argv)}\n\n{traceback.format_exc()}"

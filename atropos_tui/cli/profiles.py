@@ -11,14 +11,14 @@ from pathlib import Path
 
 from atropos_tui.cli.env_files import read_env_files, tell_unused
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.stack.checks import check_graph, check_notes, check_profile, placed
-from atropos_tui.stack.errors import in_words, printable, refused
-from atropos_tui.stack.hardware import take_inventory
-from atropos_tui.stack.memory import as_data, as_lines, site_budget
-from atropos_tui.stack.plan import Site, make_site, redacted, stack_of
-from atropos_tui.stack.preflight import preflight, unfit
-from atropos_tui.stack.profile import Profile, load_profile, profile_schema
-from atropos_tui.stack.spec import ComponentSpec, StackSpec
+from atropos_tui.profile.checks import check_graph, check_notes, check_profile, placed
+from atropos_tui.profile.errors import in_words, printable, refused
+from atropos_tui.profile.hardware import take_inventory
+from atropos_tui.profile.memory import as_data, as_lines, site_budget
+from atropos_tui.profile.plan import Site, make_site, redacted, stack_of
+from atropos_tui.profile.preflight import preflight, unfit
+from atropos_tui.profile.sections import Profile, load_profile, profile_schema
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 
 def checked(profile: Profile, file: Path, site: Site, *, machine: bool) -> StackSpec:

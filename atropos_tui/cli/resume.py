@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs
 from atropos_tui.errors import Problem, UserError
-from atropos_tui.stack.errors import SECTION_LISTS, KeyPath, key_text, printable
-from atropos_tui.stack.load import read_toml
-from atropos_tui.stack.profile import Profile
-from atropos_tui.stack.redact import hide_tree
+from atropos_tui.profile.errors import SECTION_LISTS, KeyPath, key_text, printable
+from atropos_tui.profile.load import read_toml
+from atropos_tui.profile.redact import hide_tree
+from atropos_tui.profile.sections import Profile
 
 MAX_SHOWN = 120
 """Characters of a value in the list of changes."""

@@ -15,10 +15,10 @@ import tomli_w
 
 from atropos_common.files import write_private
 from atropos_common.run_dir import RunDir
-from atropos_tui.stack.plan import redacted
-from atropos_tui.stack.profile import Profile
-from atropos_tui.stack.redact import hide_command, hide_tree
-from atropos_tui.stack.spec import StackSpec
+from atropos_tui.profile.plan import redacted
+from atropos_tui.profile.redact import hide_command, hide_tree
+from atropos_tui.profile.sections import Profile
+from atropos_tui.profile.spec import StackSpec
 
 PROFILE_HEAD = """\
 # What this run was started with, everything it extends and every --set included. To go on with it:

@@ -27,10 +27,10 @@ from atropos_tui.cli.steps import StepLines
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.plain import one_line
 from atropos_tui.monitor.run_info import read_info
-from atropos_tui.stack.errors import printable
-from atropos_tui.stack.plan import make_site
-from atropos_tui.stack.profile import Profile, load_profile
-from atropos_tui.stack.spec import StackSpec
+from atropos_tui.profile.errors import printable
+from atropos_tui.profile.plan import make_site
+from atropos_tui.profile.sections import Profile, load_profile
+from atropos_tui.profile.spec import StackSpec
 
 MAX_PATH = 120
 """Characters of a path in a message about it."""
@@ -107,7 +107,7 @@ def _is_plain(text: str) -> bool:
 
 
 def _headless(run: RunDir, stack: StackSpec) -> int:
-    from atropos_tui.stack.graph import StackError
+    from atropos_tui.profile.graph import StackError
     from atropos_tui.supervisor.runner import run_stack
     from atropos_tui.supervisor.sockets import SocketError
     from atropos_tui.supervisor.store import RunInUseError

@@ -12,7 +12,7 @@ import re
 
 from atropos_common.control import State
 from atropos_tui.monitor.series import real
-from atropos_tui.stack.redact import mask
+from atropos_tui.profile.redact import mask
 
 MAX_COLUMNS = 4096
 """A longer line is cut for display; its file has the rest."""

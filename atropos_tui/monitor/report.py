@@ -29,7 +29,7 @@ from atropos_tui.monitor.run_info import RunInfo, read_json
 from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
 from atropos_tui.monitor.timeline import timeline
 from atropos_tui.monitor.without_result import is_crashed
-from atropos_tui.stack.redact import mask
+from atropos_tui.profile.redact import mask
 
 SAMPLES = 24
 """Rollouts on the page, the newest."""

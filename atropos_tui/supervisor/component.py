@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 from atropos_common.control import ComponentStatus, Role, StageStatus, State
 from atropos_common.records import DiagnosisRecord, ProbeRecord, StageRecord, StateRecord
-from atropos_tui.stack.spec import ComponentSpec, LogCheck, Stage
+from atropos_tui.profile.spec import ComponentSpec, LogCheck, Stage
 from atropos_tui.supervisor import diagnoses, procfs, states
 from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence, describe_exit, own
 from atropos_tui.supervisor.diagnoses.roots import lasting_error

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Iterable
 
 from atropos_common.ports import hold
-from atropos_tui.stack import ports
-from atropos_tui.stack.spec import ComponentSpec
+from atropos_tui.profile import ports
+from atropos_tui.profile.spec import ComponentSpec
 
 
 class HeldPorts:

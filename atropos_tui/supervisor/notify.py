@@ -20,8 +20,8 @@ from typing import Any, Literal, TypeGuard
 import httpx
 
 from atropos_common.records import DiagnosisRecord, Record
-from atropos_tui.stack.redact import REDACTED, mask
-from atropos_tui.stack.spec import StackSpec
+from atropos_tui.profile.redact import REDACTED, mask
+from atropos_tui.profile.spec import StackSpec
 from atropos_tui.supervisor.environment import LaunchError, resolve
 from atropos_tui.supervisor.store import RunResult, Store, SubscriberDroppedError
 

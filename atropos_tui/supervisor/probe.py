@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import httpx
 
-from atropos_tui.stack.spec import Check, ExecCheck, FileCheck, HttpCheck, LogCheck, Probe, Probes, TcpCheck
+from atropos_tui.profile.spec import Check, ExecCheck, FileCheck, HttpCheck, LogCheck, Probe, Probes, TcpCheck
 from atropos_tui.supervisor.environment import Launch
 from atropos_tui.supervisor.logs import LogDrain
 from atropos_tui.supervisor.process import spawn

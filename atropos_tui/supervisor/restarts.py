@@ -6,7 +6,7 @@ import random
 import time
 from collections import deque
 
-from atropos_tui.stack.spec import RestartPolicy
+from atropos_tui.profile.spec import RestartPolicy
 from atropos_tui.supervisor.diagnoses.model import shortened
 from atropos_tui.supervisor.diagnoses.roots import same_words
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atropos_common.files import write_private
 from atropos_common.records import ComponentRecord, Record
-from atropos_tui.stack.spec import StackSpec
+from atropos_tui.profile.spec import StackSpec
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 Event = TypeVar("Event")

@@ -28,7 +28,7 @@ from atropos_common.control import (
 )
 from atropos_common.records import CommandRecord, DiagnosisRecord
 from atropos_common.run_dir import RunDir
-from atropos_tui.stack.recipes import recipe
+from atropos_tui.profile.recipes import recipe
 from atropos_tui.supervisor import procfs, states
 from atropos_tui.supervisor.component import SIGNALS, Component, Ended, look_again, stuck
 from atropos_tui.supervisor.diagnoses import Diagnosis, describe_exit, own

@@ -18,7 +18,7 @@ import httpx
 
 from atropos_common.control import Role
 from atropos_common.run_dir import RunDir
-from atropos_tui.stack.spec import StackSpec
+from atropos_tui.profile.spec import StackSpec
 from atropos_tui.supervisor.component import Component
 from atropos_tui.supervisor.diagnoses import own
 from atropos_tui.supervisor.diagnoses.following import NumberWatch

@@ -10,7 +10,7 @@ from atropos_common.control import Phase, RunStatus
 from atropos_common.records import Record
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.run_info import read_json
-from atropos_tui.stack.spec import NotifyPolicy
+from atropos_tui.profile.spec import NotifyPolicy
 from atropos_tui.supervisor.notify import event_of_exit, is_mismatch
 
 NEWS_S = 60.0

@@ -22,7 +22,7 @@ import pytest
 
 from atropos_common import ports
 from atropos_common.run_dir import ENV_HELD_PORT
-from atropos_tui.stack.ports import free_port
+from atropos_tui.profile.ports import free_port
 from tests.e2e.vllm_server_live import (
     TOKEN,
     Server,

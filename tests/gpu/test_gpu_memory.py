@@ -17,7 +17,7 @@ import pytest
 
 from atropos_common.control import CommandRequest, ComponentStatus, State
 from atropos_common.records import DiagnosisRecord, Record, StateRecord
-from atropos_tui.stack.spec import ComponentSpec, LogCheck, Probe, Probes, RestartPolicy, StackSpec
+from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, RestartPolicy, StackSpec
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.runner import run_stack
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from atropos_tui.stack.spec import ComponentSpec, LogPolicy, StackSpec
+from atropos_tui.profile.spec import ComponentSpec, LogPolicy, StackSpec
 from atropos_tui.supervisor import leftovers
 from tests.supervisor.harness import Running, check_history
 

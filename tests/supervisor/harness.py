@@ -12,7 +12,7 @@ from typing import Any
 from atropos_common.control import State
 from atropos_common.records import Record, StateRecord, parse_line
 from atropos_common.run_dir import RunDir
-from atropos_tui.stack.spec import (
+from atropos_tui.profile.spec import (
     Check,
     ComponentSpec,
     LogCheck,

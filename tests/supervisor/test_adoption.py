@@ -17,8 +17,8 @@ import pytest
 from atropos_common.control import CommandRequest, ComponentStatus, Role, State
 from atropos_common.records import StateRecord, parse_line
 from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
-from atropos_tui.stack import ports
-from atropos_tui.stack.spec import ComponentSpec, RestartPolicy
+from atropos_tui.profile import ports
+from atropos_tui.profile.spec import ComponentSpec, RestartPolicy
 from atropos_tui.supervisor import leftovers, procfs
 from atropos_tui.supervisor.runner import run_stack
 from atropos_tui.supervisor.store import ProcessTable, RunResult

@@ -13,7 +13,7 @@ import pytest
 
 from atropos_common.control import Action, CommandRequest, State
 from atropos_common.records import StateRecord, parse_line
-from atropos_tui.stack.spec import RestartPolicy
+from atropos_tui.profile.spec import RestartPolicy
 from atropos_tui.supervisor import states
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 from atropos_tui.supervisor.store import RunResult

@@ -15,7 +15,7 @@ import pytest
 from atropos_common.control import CommandRequest, Role, State
 from atropos_common.records import CommandRecord, ComponentRecord, DiagnosisRecord, ProbeRecord, StateRecord
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.stack.spec import HttpCheck, Probe, Probes
+from atropos_tui.profile.spec import HttpCheck, Probe, Probes
 from atropos_tui.supervisor import client as client_module
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor import supervisor as supervisor_module

@@ -16,7 +16,7 @@ import pytest
 
 from atropos_common.control import State
 from atropos_common.run_dir import RunDir
-from atropos_tui.stack.spec import ComponentSpec, StackSpec
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import leftovers, procfs
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
 from atropos_tui.supervisor.store import ProcessTable, RunResult

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from atropos_common.control import Role
-from atropos_tui.stack.spec import StackSpec
+from atropos_tui.profile.spec import StackSpec
 from atropos_tui.supervisor.diagnoses import Evidence, Names, describe_exit, diagnose
 from tests.supervisor.harness import part
 

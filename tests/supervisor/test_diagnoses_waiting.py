@@ -123,7 +123,7 @@ def test_a_disk_that_fills_up() -> None:
 @pytest.fixture(scope="module")
 def run_api() -> Iterator[str]:
     """A real run-api, as a stack starts it."""
-    from atropos_tui.stack.ports import free_port
+    from atropos_tui.profile.ports import free_port
 
     port = free_port()
     process = subprocess.Popen(

@@ -19,7 +19,7 @@ import pytest
 from atropos_common.control import CommandRequest
 from atropos_common.records import DiagnosisRecord, Record, StateRecord, parse_line
 from atropos_common.run_dir import RunDir
-from atropos_tui.stack.spec import StackSpec
+from atropos_tui.profile.spec import StackSpec
 from atropos_tui.supervisor import leftovers
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.logs import LogFile

@@ -13,10 +13,10 @@ import pytest
 
 from atropos_common.control import CommandRequest, State
 from atropos_common.records import DiagnosisRecord
-from atropos_tui.stack.plan import build_stack
-from atropos_tui.stack.ports import is_free
-from atropos_tui.stack.profile import parse_profile
-from atropos_tui.stack.spec import ComponentSpec, HttpCheck, RestartPolicy
+from atropos_tui.profile.plan import build_stack
+from atropos_tui.profile.ports import is_free
+from atropos_tui.profile.sections import parse_profile
+from atropos_tui.profile.spec import ComponentSpec, HttpCheck, RestartPolicy
 from tests.strangers import as_another_user, needs_another_user, squat, stranger
 from tests.supervisor.harness import part, python, ready, script
 from tests.supervisor.test_adoption import again, down, kill, rows_of, same_processes

@@ -19,7 +19,7 @@ from typing import Literal
 import pytest
 
 from atropos_common.control import CommandRequest, ComponentStatus, Role, State
-from atropos_tui.stack.spec import ComponentSpec, FileCheck, LogCheck, RestartPolicy, StopPolicy
+from atropos_tui.profile.spec import ComponentSpec, FileCheck, LogCheck, RestartPolicy, StopPolicy
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
 from atropos_tui.supervisor.store import RunResult

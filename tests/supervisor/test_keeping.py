@@ -16,7 +16,7 @@ import pytest
 
 from atropos_common.control import CommandRequest
 from atropos_common.run_dir import RunDir
-from atropos_tui.stack.spec import LogPolicy, RestartPolicy, Stage
+from atropos_tui.profile.spec import LogPolicy, RestartPolicy, Stage
 from atropos_tui.supervisor import keeping, leftovers, procfs
 from atropos_tui.supervisor.keeper_line import Line, LineClosedError
 from atropos_tui.supervisor.logs import last_lines

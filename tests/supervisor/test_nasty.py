@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atropos_common.control import CommandRequest, State
-from atropos_tui.stack.spec import LogCheck, StopPolicy
+from atropos_tui.profile.spec import LogCheck, StopPolicy
 from atropos_tui.supervisor import procfs
 from tests.supervisor.harness import alive, part, pids_in, python, ready, script, wait_until
 

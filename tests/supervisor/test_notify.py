@@ -23,8 +23,8 @@ import pytest
 from atropos_common.control import CommandRequest, Phase, RunStatus
 from atropos_common.records import DiagnosisRecord
 from atropos_common.run_dir import RunDir
-from atropos_tui.stack.plan import redacted
-from atropos_tui.stack.spec import ComponentSpec, NotifyPolicy, StackSpec
+from atropos_tui.profile.plan import redacted
+from atropos_tui.profile.spec import ComponentSpec, NotifyPolicy, StackSpec
 from atropos_tui.supervisor import notify
 from atropos_tui.supervisor.store import Journal, RunResult, Store
 from atropos_tui.ui.bell import Bell

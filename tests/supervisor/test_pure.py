@@ -94,7 +94,7 @@ def test_the_supervisor_imports_no_screen_no_profile_and_no_trainer() -> None:
     code = (
         "import sys, atropos_tui.supervisor.runner, atropos_tui.supervisor.client\n"
         "bad = [m for m in sys.modules if m.split('.')[0] in ('textual','torch','vllm','transformers')"
-        " or m in ('atropos_tui.stack.profile','atropos_tui.stack.plan','trainer_core.loop')]\n"
+        " or m in ('atropos_tui.profile.sections','atropos_tui.profile.plan','trainer_core.loop')]\n"
         "print(bad)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

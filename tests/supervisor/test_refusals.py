@@ -12,7 +12,7 @@ import pytest
 
 from atropos_common.control import Role, State
 from atropos_common.records import DiagnosisRecord
-from atropos_tui.stack.spec import StackSpec
+from atropos_tui.profile.spec import StackSpec
 from atropos_tui.supervisor import watching
 from atropos_tui.supervisor.diagnoses import waiting
 from atropos_tui.supervisor.diagnoses.model import Diagnosis

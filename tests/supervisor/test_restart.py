@@ -13,7 +13,7 @@ import pytest
 
 from atropos_common.control import CommandRequest, Role, State
 from atropos_common.records import DiagnosisRecord, ProbeRecord
-from atropos_tui.stack.spec import HttpCheck, Probe, Probes, RestartPolicy, StopPolicy
+from atropos_tui.profile.spec import HttpCheck, Probe, Probes, RestartPolicy, StopPolicy
 from atropos_tui.supervisor.restarts import next_delay
 from tests.supervisor.harness import QUICK, alive, part, pids_in, python, ready, script
 
@@ -133,7 +133,7 @@ async def test_liveness_failure_restarts_what_answers_no_more(launch: Any, free_
 async def test_readiness_lost_is_unhealthy_and_comes_back(
     launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from atropos_tui.stack.spec import FileCheck
+    from atropos_tui.profile.spec import FileCheck
 
     monkeypatch.setattr("atropos_tui.supervisor.probe.RECHECK_S", 0.02)
     flag = tmp_path / "flag"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atropos_common.control import CommandRequest, Role, State
-from atropos_tui.stack.spec import LogCheck, RestartPolicy, Stage
+from atropos_tui.profile.spec import LogCheck, RestartPolicy, Stage
 from atropos_tui.supervisor.diagnoses import RULES
 from atropos_tui.supervisor.diagnoses.roots import PASSING_RULES, lasting_error, same_words
 from tests.supervisor.harness import QUICK, part, python, ready

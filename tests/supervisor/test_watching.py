@@ -13,7 +13,7 @@ import pytest
 
 from atropos_common.control import CommandRequest, Role
 from atropos_common.records import DiagnosisRecord
-from atropos_tui.stack.spec import FileCheck, LogCheck, Probe, Probes, StopPolicy
+from atropos_tui.profile.spec import FileCheck, LogCheck, Probe, Probes, StopPolicy
 from atropos_tui.supervisor import watching
 from atropos_tui.supervisor.component import stuck
 from atropos_tui.supervisor.diagnoses import model, waiting

@@ -19,7 +19,7 @@ from textual.pilot import Pilot
 from atropos_common.control import ComponentStatus, Role, RunStatus
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.gauges import Sample
-from atropos_tui.stack.spec import ComponentSpec, LogCheck, Probe, Probes, RestartPolicy, StackSpec, StopPolicy
+from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, RestartPolicy, StackSpec, StopPolicy
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui.app import CockpitApp, Outcome
 from atropos_tui.ui.bridge import Control

@@ -15,7 +15,7 @@ import tomli_w
 
 from atropos_tui.cli import main
 from atropos_tui.errors import Exit
-from atropos_tui.stack.ports import free_port
+from atropos_tui.profile.ports import free_port
 
 COMMANDS = (["validate"], ["plan"], ["up", "--headless"])
 MEGABYTE = 1024 * 1024

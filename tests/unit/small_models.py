@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from atropos_tui.stack.models import Model, read_model
+from atropos_tui.profile.models import Model, read_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

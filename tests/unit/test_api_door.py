@@ -24,9 +24,9 @@ from atropos_api import peer
 from atropos_api.body import BodyError, Gunzip
 from atropos_api.settings import Settings
 from atropos_common.bridge import TOKEN_HEADER
-from atropos_tui.stack.plan import build_stack
-from atropos_tui.stack.ports import free_port
-from atropos_tui.stack.profile import parse_profile
+from atropos_tui.profile.plan import build_stack
+from atropos_tui.profile.ports import free_port
+from atropos_tui.profile.sections import parse_profile
 from tests.strangers import as_another_user, call, needs_another_user
 
 TOKEN = "a-token-of-the-run"

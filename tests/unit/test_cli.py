@@ -18,7 +18,7 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.cli import main, runs, up
 from atropos_tui.cli.parser import build_parser
 from atropos_tui.errors import Exit
-from atropos_tui.stack.plan import build_stack
+from atropos_tui.profile.plan import build_stack
 from tests.unit.cpu_time import cpu_seconds
 
 

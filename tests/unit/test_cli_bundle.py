@@ -18,7 +18,7 @@ import pytest
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import bundle, main
 from atropos_tui.errors import Exit
-from atropos_tui.stack.redact import REDACTED, Scrubber
+from atropos_tui.profile.redact import REDACTED, Scrubber
 from atropos_tui.supervisor.store import ProcessTable
 from tests.unit.cli_places import own_places  # noqa: F401
 

@@ -22,7 +22,7 @@ import pytest
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import dead_runs, main, runs
 from atropos_tui.errors import Exit
-from atropos_tui.stack.spec import ComponentSpec, LogCheck, Probe, Probes, StackSpec
+from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, StackSpec
 from atropos_tui.supervisor import leftovers, procfs
 from atropos_tui.supervisor.store import ProcessTable
 from tests.unit.cli_places import own_places  # noqa: F401

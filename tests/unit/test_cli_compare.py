@@ -21,8 +21,8 @@ from atropos_tui.cli.compare import Board, Entry, label_entries
 from atropos_tui.cli.parser import build_parser
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.monitor.run_info import read_json
-from atropos_tui.stack.profile import Profile, load_profile
-from atropos_tui.stack.side_by_side import separate
+from atropos_tui.profile.sections import Profile, load_profile
+from atropos_tui.profile.side_by_side import separate
 from atropos_tui.supervisor import leftovers
 from tests.unit.comparison_support import write_profile
 

@@ -19,12 +19,12 @@ import pytest
 from atropos_tui.cli import init, main
 from atropos_tui.cli.profiles import schema_text
 from atropos_tui.errors import Exit
-from atropos_tui.stack import hardware
-from atropos_tui.stack.hardware import Gpu, Machine
-from atropos_tui.stack.modes import TRAITS
-from atropos_tui.stack.ports import is_free
-from atropos_tui.stack.profile import Profile, load_profile, profile_schema
-from atropos_tui.stack.template import SCHEMA_FILE, default_model
+from atropos_tui.profile import hardware
+from atropos_tui.profile.hardware import Gpu, Machine
+from atropos_tui.profile.modes import TRAITS
+from atropos_tui.profile.ports import is_free
+from atropos_tui.profile.sections import Profile, load_profile, profile_schema
+from atropos_tui.profile.template import SCHEMA_FILE, default_model
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from atropos_tui.cli import main
 from atropos_tui.cli.resume import differences
 from atropos_tui.cli.run_files import write_run_files
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.stack.plan import build_stack
-from atropos_tui.stack.ports import free_port
-from atropos_tui.stack.profile import Profile, load_profile, shipped_profiles
+from atropos_tui.profile.plan import build_stack
+from atropos_tui.profile.ports import free_port
+from atropos_tui.profile.sections import Profile, load_profile, shipped_profiles
 
 RICH = {
     "name": "rich", "model": "/models/ü\n\t\"'x", "seed": 3,

@@ -161,7 +161,7 @@ def test_names_are_safe_in_paths(name: str, safe: bool) -> None:
         ("atropos_common.ports", "pydantic"),
         ("atropos_tui.supervisor.runner", "textual"),
         ("atropos_tui.supervisor.runner", "torch"),
-        ("atropos_tui.supervisor.runner", "atropos_tui.stack.profile"),
+        ("atropos_tui.supervisor.runner", "atropos_tui.profile.sections"),
         ("atropos_tui.monitor.state", "textual"),
         ("atropos_tui.cli.profiles", "textual"),
         ("atropos_tui.ui.app", "torch"),

@@ -13,9 +13,9 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.cli import main
 from atropos_tui.cli.env_files import read_env_files
 from atropos_tui.errors import Exit
-from atropos_tui.stack.plan import OUR_PACKAGES, build_stack
-from atropos_tui.stack.ports import free_port
-from atropos_tui.stack.profile import load_profile
+from atropos_tui.profile.plan import OUR_PACKAGES, build_stack
+from atropos_tui.profile.ports import free_port
+from atropos_tui.profile.sections import load_profile
 from tests.unit.cli_places import own_places
 from tests.unit.comparison_support import write_profile
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from atropos_tui.stack import ports
+from atropos_tui.profile import ports
 from atropos_tui.supervisor.diagnoses import port_taken
 
 LISTEN = (

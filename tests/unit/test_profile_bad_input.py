@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from atropos_tui.stack.redact import REDACTED
+from atropos_tui.profile.redact import REDACTED
 from tests.unit.profile_support import (
     COMMANDS,
     MEGABYTE,

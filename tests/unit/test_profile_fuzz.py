@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atropos_tui.errors import Exit
-from atropos_tui.stack.profile import profile_schema
+from atropos_tui.profile.sections import profile_schema
 from tests.unit.profile_support import COMMANDS, ask, assert_readable, assert_refused, make_folder, valid, write
 
 

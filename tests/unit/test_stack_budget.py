@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.optimization import Adafactor
 
 from atropos_common import model_math
-from atropos_tui.stack import memory
-from atropos_tui.stack.hardware import Gpu, Inventory, Machine, take_inventory
-from atropos_tui.stack.memory import HOST, Budget, Device, as_data, as_lines, make_budget, size_text
-from atropos_tui.stack.models import Model
-from atropos_tui.stack.plan import build_stack, make_site, training_config
-from atropos_tui.stack.preflight import preflight
-from atropos_tui.stack.profile import EngineSection, Profile, parse_profile
+from atropos_tui.profile import memory
+from atropos_tui.profile.hardware import Gpu, Inventory, Machine, take_inventory
+from atropos_tui.profile.memory import HOST, Budget, Device, as_data, as_lines, make_budget, size_text
+from atropos_tui.profile.models import Model
+from atropos_tui.profile.plan import build_stack, make_site, training_config
+from atropos_tui.profile.preflight import preflight
+from atropos_tui.profile.sections import EngineSection, Profile, parse_profile
 from tests.unit.small_models import CONFIGS, SMALL, build, saved, sizes_of
 from trainer_core.config import TrainingConfig
 from trainer_core.optim import Stepper

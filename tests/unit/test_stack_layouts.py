@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from atropos_tui.cli.main import run
-from atropos_tui.stack import hardware
-from atropos_tui.stack.checks import check_graph, check_profile
-from atropos_tui.stack.hardware import Gpu, Inventory, Machine
-from atropos_tui.stack.memory import make_budget
-from atropos_tui.stack.models import Model, model_shapes
-from atropos_tui.stack.plan import build_stack, make_site, training_config
-from atropos_tui.stack.preflight import preflight
-from atropos_tui.stack.profile import load_profile, shipped_profiles
+from atropos_tui.profile import hardware
+from atropos_tui.profile.checks import check_graph, check_profile
+from atropos_tui.profile.hardware import Gpu, Inventory, Machine
+from atropos_tui.profile.memory import make_budget
+from atropos_tui.profile.models import Model, model_shapes
+from atropos_tui.profile.plan import build_stack, make_site, training_config
+from atropos_tui.profile.preflight import preflight
+from atropos_tui.profile.sections import load_profile, shipped_profiles
 
 GIB = 1024**3
 QWEN3_1_7B: dict[str, Any] = {

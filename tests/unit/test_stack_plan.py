@@ -12,12 +12,12 @@ import pytest
 import tomli_w
 
 from atropos_tui.cli.run_files import _profile_data
-from atropos_tui.stack.checks import check_graph, check_notes, check_profile
-from atropos_tui.stack.plan import Site, build_stack, make_site, redacted
-from atropos_tui.stack.profile import Profile, load_profile, parse_profile
-from atropos_tui.stack.recipes import recipe
-from atropos_tui.stack.redact import hide_command, hide_tree
-from atropos_tui.stack.spec import StackSpec
+from atropos_tui.profile.checks import check_graph, check_notes, check_profile
+from atropos_tui.profile.plan import Site, build_stack, make_site, redacted
+from atropos_tui.profile.recipes import recipe
+from atropos_tui.profile.redact import hide_command, hide_tree
+from atropos_tui.profile.sections import Profile, load_profile, parse_profile
+from atropos_tui.profile.spec import StackSpec
 
 
 def profile(**changes: Any) -> Profile:

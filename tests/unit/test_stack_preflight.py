@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from atropos_tui.errors import Problem
-from atropos_tui.stack.hardware import Gpu, Inventory, Machine
-from atropos_tui.stack.models import Model, model_shapes
-from atropos_tui.stack.plan import build_stack, config_file
-from atropos_tui.stack.preflight import preflight
-from atropos_tui.stack.profile import Profile
+from atropos_tui.profile.hardware import Gpu, Inventory, Machine
+from atropos_tui.profile.models import Model, model_shapes
+from atropos_tui.profile.plan import build_stack, config_file
+from atropos_tui.profile.preflight import preflight
+from atropos_tui.profile.sections import Profile
 from tests.unit.test_stack_plan import profile, site
 
 GIB = 1024**3

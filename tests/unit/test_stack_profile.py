@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.stack.profile import READ_WORDS, apply_sets, load_profile, parse_profile, shipped_profiles
+from atropos_tui.profile.sections import READ_WORDS, apply_sets, load_profile, parse_profile, shipped_profiles
 
 MINIMAL = 'name = "p"\nmodel = "m"\n[env]\nmodule = "json"\n'
 

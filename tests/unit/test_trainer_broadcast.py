@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atropos_common.transfer import ALIGNMENT, SentTensor, chunks
-from atropos_tui.stack.checks import check_notes, check_profile
-from atropos_tui.stack.plan import build_stack, make_site
+from atropos_tui.profile.checks import check_notes, check_profile
+from atropos_tui.profile.plan import build_stack, make_site
 from tests.unit.small_models import CONFIGS, build
 from tests.unit.test_stack_plan import profile
 from tests.unit.transfer_stand_in import Fault, Receiver

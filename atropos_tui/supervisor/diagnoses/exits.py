@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from atropos_tui.stack.spec import ComponentSpec
+from atropos_tui.profile.spec import ComponentSpec
 from atropos_tui.supervisor.diagnoses.lines import LOG_RULES
 from atropos_tui.supervisor.diagnoses.model import USUAL, Diagnosis, Names, Rule, Sighting, shortened
 from atropos_tui.supervisor.diagnoses.signs import ANSI, LogRule, Sign

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from atropos_common.control import Role
-from atropos_tui.stack import ports
+from atropos_tui.profile import ports
 from atropos_tui.supervisor.diagnoses.model import Diagnosis, Sighting
 from atropos_tui.supervisor.diagnoses.signs import LogRule, Sign
 

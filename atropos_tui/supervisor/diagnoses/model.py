@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from atropos_common.control import Role
-from atropos_tui.stack.spec import ComponentSpec, StackSpec
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 QUIET_S = 600.0
 """So long a finding must have been gone before it is a new one; twice as long after each time that it was told."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from atropos_common.control import Role, State
-from atropos_tui.stack.spec import ComponentSpec, StackSpec
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor.diagnoses.model import Diagnosis, Rule, shortened
 from atropos_tui.supervisor.diagnoses.waiting import Part
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from atropos_common.control import Role
-from atropos_tui.stack.spec import ComponentSpec
+from atropos_tui.profile.spec import ComponentSpec
 from atropos_tui.supervisor.diagnoses.lines import LOG_RULES
 from atropos_tui.supervisor.diagnoses.model import QUIET_S, Diagnosis, Names, Sighting, Voice
 from atropos_tui.supervisor.diagnoses.signs import LONGEST_LINE, LogRule, Sign, plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from atropos_common.control import Action, Recipe
-from atropos_tui.stack.spec import ComponentSpec, StackSpec
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 
 def recipe(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atropos_tui.stack.profile import Mode
+from atropos_tui.profile.sections import Mode
 
 
 @dataclass(frozen=True)

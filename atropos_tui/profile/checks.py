@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 from atropos_common.bridge import LORA_RANKS, server_rank
 from atropos_common.transfer import is_loopback, is_wildcard
 from atropos_tui.errors import Problem
-from atropos_tui.stack.errors import SECTION_LISTS, KeyPath, key_text, printable
-from atropos_tui.stack.graph import find_faults
-from atropos_tui.stack.memory import VLLM_FRACTION
-from atropos_tui.stack.modes import TRAITS
-from atropos_tui.stack.plan import Site, env_engine, fed_engines, meeting_address, training_config
-from atropos_tui.stack.profile import ComponentOptions, EngineSection, Profile
-from atropos_tui.stack.spec import StackSpec
+from atropos_tui.profile.errors import SECTION_LISTS, KeyPath, key_text, printable
+from atropos_tui.profile.graph import find_faults
+from atropos_tui.profile.memory import VLLM_FRACTION
+from atropos_tui.profile.modes import TRAITS
+from atropos_tui.profile.plan import Site, env_engine, fed_engines, meeting_address, training_config
+from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
+from atropos_tui.profile.spec import StackSpec
 from trainer_core.config import TrainingConfig
 
 MAX_REASON = 1000

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_tui.errors import Problem, UserError
-from atropos_tui.stack.errors import SECTION_LISTS, KeyPath, did_you_mean, printable, value_text
+from atropos_tui.profile.errors import SECTION_LISTS, KeyPath, did_you_mean, printable, value_text
 
 MAX_PROFILE_BYTES = 1024 * 1024
 """A larger file is no profile, but a model given in its place."""

@@ -14,7 +14,7 @@ import psutil
 
 from atropos_common.ports import LOOPBACK, bind, is_held
 from atropos_common.run_dir import ENV_COMPONENT, ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID
-from atropos_tui.stack.listening import listens
+from atropos_tui.profile.listening import listens
 
 
 def is_free(port: int, *, held: bool = False) -> bool:

@@ -19,10 +19,10 @@ from atropos_common.run_dir import (
     ENV_TOKEN,
 )
 from atropos_tui.errors import Problem
-from atropos_tui.stack import memory, ports
-from atropos_tui.stack.hardware import Inventory, Machine, take_inventory
-from atropos_tui.stack.models import Model, architecture
-from atropos_tui.stack.plan import (
+from atropos_tui.profile import memory, ports
+from atropos_tui.profile.hardware import Inventory, Machine, take_inventory
+from atropos_tui.profile.models import Model, architecture
+from atropos_tui.profile.plan import (
     Site,
     config_file,
     engine_model,
@@ -31,9 +31,9 @@ from atropos_tui.stack.plan import (
     trainer_gpus,
     training_config,
 )
-from atropos_tui.stack.profile import EngineSection, EnvSection
-from atropos_tui.stack.spec import ComponentSpec, StackSpec
-from atropos_tui.stack.variables import expand, references
+from atropos_tui.profile.sections import EngineSection, EnvSection
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
+from atropos_tui.profile.variables import expand, references
 from trainer_core.config import TrainingConfig
 
 UNSEEN = "a process that this user may not see"

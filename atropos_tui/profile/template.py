@@ -12,9 +12,9 @@ from typing import Any
 
 import tomli_w
 
-from atropos_tui.stack.load import shipped_profiles
-from atropos_tui.stack.modes import TRAITS
-from atropos_tui.stack.profile import Mode
+from atropos_tui.profile.load import shipped_profiles
+from atropos_tui.profile.modes import TRAITS
+from atropos_tui.profile.sections import Mode
 
 SCHEMA_FILE = "profile.schema.json"
 """Lies beside the profile, which points at it in its first line."""

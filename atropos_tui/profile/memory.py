@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from atropos_common import model_math
-from atropos_tui.stack.hardware import Inventory, Machine
-from atropos_tui.stack.models import LAYER, Model, Shapes
-from atropos_tui.stack.modes import TRAITS
-from atropos_tui.stack.plan import Site, training_config
-from atropos_tui.stack.profile import EngineSection, Profile
+from atropos_tui.profile.hardware import Inventory, Machine
+from atropos_tui.profile.models import LAYER, Model, Shapes
+from atropos_tui.profile.modes import TRAITS
+from atropos_tui.profile.plan import Site, training_config
+from atropos_tui.profile.sections import EngineSection, Profile
 from trainer_core.config import TrainingConfig
 
 HOST = "host"

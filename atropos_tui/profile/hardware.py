@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import psutil
 
-from atropos_tui.stack.models import Model, read_model
-from atropos_tui.stack.nvml import Nvml
-from atropos_tui.stack.plan import Site, engine_model, resolve_path
+from atropos_tui.profile.models import Model, read_model
+from atropos_tui.profile.nvml import Nvml
+from atropos_tui.profile.plan import Site, engine_model, resolve_path
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from atropos_common.run_dir import is_safe_name
-from atropos_tui.stack.spec import StackSpec
+from atropos_tui.profile.spec import StackSpec
 
 
 class StackError(ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from atropos_tui.stack.errors import SECTION_LISTS, Schema
+from atropos_tui.profile.errors import SECTION_LISTS, Schema
 from trainer_core.config import TrainingConfig
 
 DIALECT = "http://json-schema.org/draft-07/schema#"

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from atropos_tui.errors import Problem
-from atropos_tui.stack import ports
-from atropos_tui.stack.modes import TRAITS
-from atropos_tui.stack.plan import trainer_gpus
-from atropos_tui.stack.profile import Profile
+from atropos_tui.profile import ports
+from atropos_tui.profile.modes import TRAITS
+from atropos_tui.profile.plan import trainer_gpus
+from atropos_tui.profile.sections import Profile
 
 
 @dataclass

@@ -29,7 +29,7 @@ from pydantic_core import PydanticCustomError
 from atropos_common.control import Role
 from atropos_common.run_dir import is_safe_name
 from atropos_tui.errors import Problem
-from atropos_tui.stack.errors import (
+from atropos_tui.profile.errors import (
     SECTION_LISTS,
     KeyPath,
     Schema,
@@ -39,10 +39,10 @@ from atropos_tui.stack.errors import (
     refused,
     value_text,
 )
-from atropos_tui.stack.load import SET, Origins, apply_sets, file_text, find_profile, read_merged, shipped_profiles
-from atropos_tui.stack.redact import REDACTED
-from atropos_tui.stack.schema import build_schema
-from atropos_tui.stack.spec import (
+from atropos_tui.profile.load import SET, Origins, apply_sets, file_text, find_profile, read_merged, shipped_profiles
+from atropos_tui.profile.redact import REDACTED
+from atropos_tui.profile.schema import build_schema
+from atropos_tui.profile.spec import (
     ExecCheck,
     HttpCheck,
     LogCheck,
@@ -53,7 +53,7 @@ from atropos_tui.stack.spec import (
     StopPolicy,
     TcpCheck,
 )
-from atropos_tui.stack.variables import references
+from atropos_tui.profile.variables import references
 from trainer_core.config import TrainingConfig
 
 __all__ = ["Profile", "apply_sets", "find_profile", "load_profile", "parse_profile", "shipped_profiles"]

@@ -18,9 +18,10 @@ from atropos_common.bridge import few_graph_sizes, server_rank
 from atropos_common.control import Role
 from atropos_common.run_dir import ENV_HOLD_GENERATION, ENV_TRAINER_HOSTS, RunDir
 from atropos_common.transfer import is_loopback, meeting_place
-from atropos_tui.stack.load import shipped_profiles
-from atropos_tui.stack.modes import TRAITS, ModeTraits
-from atropos_tui.stack.profile import (
+from atropos_tui.profile.load import shipped_profiles
+from atropos_tui.profile.modes import TRAITS, ModeTraits
+from atropos_tui.profile.redact import hide_tree
+from atropos_tui.profile.sections import (
     ApiSection,
     ComponentOptions,
     EngineSection,
@@ -29,8 +30,7 @@ from atropos_tui.stack.profile import (
     PrepareSection,
     Profile,
 )
-from atropos_tui.stack.redact import hide_tree
-from atropos_tui.stack.spec import (
+from atropos_tui.profile.spec import (
     ComponentSpec,
     FileCheck,
     HttpCheck,
@@ -42,7 +42,7 @@ from atropos_tui.stack.spec import (
     Stage,
     StopPolicy,
 )
-from atropos_tui.stack.variables import expand, planning_variables, references
+from atropos_tui.profile.variables import expand, planning_variables, references
 from trainer_core.config import TrainingConfig
 
 PYTHON = sys.executable

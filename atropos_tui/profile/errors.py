@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from atropos_tui.errors import Problem, UserError
-from atropos_tui.stack.redact import hide
+from atropos_tui.profile.redact import hide
 
 MAX_SHOWN = 60
 """Characters of a value or key."""
