@@ -1,13 +1,16 @@
 """What a restart, a kill or a stopped process costs a run: time to the next step, steps lost, the trainer's attempts.
 
-    python benchmarks/restarts.py [--modes lora_only ...] [--events "restart vllm" ...] [--times 20] [--seed 0] [--json]
+    python -m benchmarks.restarts [--modes lora_only ...] [--events "restart vllm" ...] [--times 20] [--seed 0]
+                                  [--profile demo-gpu --set vllm.gpus=[1] ...] [--records FILE] [--json]
+    python -m benchmarks.restarts --table FILE ...      # of what several of them recorded
 
-The demo's real stack (real vLLM on the CPU) for each mode, under 16 streams of completions beside the environment's own
+The demo's real stack (real vLLM) for each mode, under 16 streams of completions beside the environment's own
 load. An event comes at a random moment of a step, and the next one when the stack has recovered and trained two more
 steps. `kill` and `restart` are the product's own commands, the others are signals to single processes of the engine; a
 worker is one of two tensor parallel ones. Next step: seconds from the event to the first step that ends after every
 component is healthy again (for a stopped process: after it goes on). Lost: steps that a later attempt of the trainer
-did again. Attempts: of the trainer, beyond the one that ran. Runs are kept in --folder.
+did again. Attempts: of the trainer, beyond the one that ran. Runs are kept in --folder; --records gets a JSON line for
+each event, so that several of these may run side by side, or be stopped.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -81,8 +85,8 @@ class Row:
 class Stack:
     """A running demo, and what is known of it from outside."""
 
-    def __init__(self, root: Path, mode: str, *, workers: int) -> None:
-        sets = {"mode": mode, "trainer.training_steps": 1_000_000}
+    def __init__(self, root: Path, mode: str, *, workers: int, profile: str, given: dict[str, str]) -> None:
+        sets: dict[str, Any] = {"mode": mode, "trainer.training_steps": 1_000_000}
         for name in (
             "vllm",
             "trainer",
@@ -91,7 +95,7 @@ class Stack:
         sets["vllm.restart.policy"] = "always"  # as derived: whoever names one field of it names them all
         if workers > 1:
             sets["vllm.tensor_parallel"] = workers
-        self.live = LiveStack(root, sets=sets)
+        self.live = LiveStack(root, profile=profile, sets=sets | given)
         self._steps: list[tuple[float, int]] = []
         self._read = 0
 
@@ -253,39 +257,63 @@ def one_event(stack: Stack, act: Act, moments: random.Random) -> Outcome:
     )  # fmt: skip
 
 
-def run_mode(mode: str, events: list[str], times: int, seed: int, folder: Path, *, workers: int = 1) -> list[Row]:
-    """Every event `times` times; a stack that does not recover is begun anew for the next event."""
-    rows: list[Row] = []
-    while len(rows) < len(events):
-        stack = Stack(folder / f"{mode}-{workers}-{len(rows)}", mode, workers=workers)
+def run_mode(
+    mode: str, events: list[str], times: int, seed: int, folder: Path, *, workers: int = 1, profile: str = "demo",
+    given: dict[str, str] | None = None, records: Path | None = None,
+) -> list[Row]:  # fmt: skip
+    """Every event, `times` rounds of them; a stack that does not recover is begun anew for the rest."""
+    rows = {event: Row(mode, event) for event in events}
+    left = events * times
+    moments = random.Random(f"{seed} {mode} {events}")
+    while left:
+        root = folder / f"{mode}-{workers}-{len(left)}"
+        stack = Stack(root, mode, workers=workers, profile=profile, given=given or {})
         stack.live.up()
         try:
-            run_stack(stack, mode, events, times, seed, rows)
+            for event, outcome in run_stack(stack, left, moments):
+                rows[event].outcomes.append(outcome)
+                print(f"  {mode} {event}: {outcome}", file=sys.stderr, flush=True)
+                record(records, mode, event, asdict(outcome))
+        except NotRecovered as error:
+            event = left.pop(0)
+            rows[event].error += f"{error}; {root} "
+            record(records, mode, event, {"error": str(error)})
         finally:
             stack.live.close()
-    return rows
+    return list(rows.values())
 
 
-def run_stack(stack: Stack, mode: str, events: list[str], times: int, seed: int, rows: list[Row]) -> None:
-    """The events that have no row yet, until the stack does not recover from one."""
-    try:
-        stack.wait(stack.live.run.control_sock.exists, "the supervisor", 60)
-        stack.wait(lambda: len(stack.steps()) >= STEPS_AFTER, "the first steps")
-    except NotRecovered as error:
-        rows.append(Row(mode, events[len(rows)], error=f"{error}; {stack.live.root}"))
-        return
+def run_stack(stack: Stack, left: list[str], moments: random.Random) -> Iterator[tuple[str, Outcome]]:
+    """Carry out the events that are left, in order; each is taken off the list once the stack has recovered from it.
+
+    Raises:
+        NotRecovered: it has not, from the first of the list.
+    """
+    stack.wait(stack.live.run.control_sock.exists, "the supervisor", 60)
+    stack.wait(lambda: len(stack.steps()) >= STEPS_AFTER, "the first steps")
     with Streams(stack.url(), prompt=PROMPT, max_tokens=40, patient=True):
-        for event in events[len(rows) :]:
-            row = Row(mode, event)
-            rows.append(row)
-            moments = random.Random(f"{seed} {mode} {event}")
-            try:
-                for _ in range(times):
-                    row.outcomes.append(one_event(stack, EVENTS[event], moments))
-                    print(f"  {mode} {event}: {row.outcomes[-1]}", file=sys.stderr, flush=True)
-            except NotRecovered as error:
-                row.error = f"{error}; {stack.live.root}"
-                return
+        while left:
+            outcome = one_event(stack, EVENTS[left[0]], moments)
+            yield left.pop(0), outcome
+
+
+def record(path: Path | None, mode: str, event: str, what: dict[str, Any]) -> None:
+    if path is not None:
+        with path.open("a") as stream:
+            stream.write(json.dumps({"mode": mode, "event": event, **what}) + "\n")
+
+
+def recorded(paths: Iterable[Path]) -> list[Row]:
+    """The rows of several records, by mode and event; each event that did not recover is told in its row."""
+    rows = {(mode, event): Row(mode, event) for mode in MODES for event in EVENTS}
+    for line in (line for path in paths for line in path.read_text().splitlines()):
+        fields = json.loads(line)
+        row = rows[fields.pop("mode"), fields.pop("event")]
+        if "error" in fields:
+            row.error = f"{row.error}; {fields['error']}" if row.error else fields["error"]
+        else:
+            row.outcomes.append(Outcome(**fields))
+    return [row for row in rows.values() if row.outcomes or row.error]
 
 
 def table(rows: list[Row]) -> str:
@@ -310,17 +338,27 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep the runs here")
+    parser.add_argument("--profile", default="demo")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the profile")
+    parser.add_argument("--records", type=Path, help="append a JSON line for each event")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print the table of these records")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.table:
+        print(table(recorded(options.table)))
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its run is ended like that of an interrupted one
+    given = dict(pair.split("=", 1) for pair in options.set)
+    common = {"profile": options.profile, "given": given, "records": options.records}
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for mode in options.modes:
             plain = [event for event in options.events if event not in TENSOR_PARALLEL]
-            rows += run_mode(mode, plain, options.times, options.seed, folder)
+            rows += run_mode(mode, plain, options.times, options.seed, folder, **common)
             split = [event for event in options.events if event in TENSOR_PARALLEL]
             if split and mode in TENSOR_PARALLEL_MODES:
-                rows += run_mode(mode, split, options.times, options.seed, folder, workers=2)
+                rows += run_mode(mode, split, options.times, options.seed, folder, workers=2, **common)
             print(table(rows), file=sys.stderr, flush=True)
     print(json.dumps({"rows": [row.fields() for row in rows]}) if options.json else table(rows))
 
