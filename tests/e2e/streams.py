@@ -80,10 +80,20 @@ class Streams:
         ]
 
     def __enter__(self) -> Streams:
-        self._model = httpx.get(f"{self.url}/v1/models", timeout=30).json()["data"][0]["id"]
+        self._model = self._served_model()
         for thread in self._threads:
             thread.start()
         return self
+
+    def _served_model(self, patience_s: float = 120) -> str:
+        deadline = time.monotonic() + patience_s * self._patient
+        while True:
+            try:
+                return str(httpx.get(f"{self.url}/v1/models", timeout=30).json()["data"][0]["id"])
+            except (httpx.HTTPError, ValueError, KeyError):
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
 
     def __exit__(self, *_: object) -> None:
         """Let each request that is in flight end, then stop."""
