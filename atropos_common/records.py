@@ -300,11 +300,37 @@ class EvalRecord(Record):
     env: str
     split: str = "held_out"
     accuracy: Number
-    correct: int
-    questions: int
+    correct: int | None = None
+    questions: int | None = None
+    """How many; null where the environment tells only the share."""
     weight_version: int | None = None
     policy_step: int | None = None
     """run-api's step (batches drained) when the evaluation began."""
+
+
+class EnvCountsRecord(Record):
+    """What became of an environment's groups since it started; in its own `eval.NAME.jsonl`."""
+
+    KIND: ClassVar[str] = "env_counts"
+    kind: Literal["env_counts"] = "env_counts"
+    env: str
+    policy_step: int | None = None
+    sent: int
+    """Groups that run-api took."""
+    left_out: dict[str, int] = {}
+    """Groups that were made and not sent, by reason."""
+    failures: dict[str, int] = {}
+    """Groups that were not made, by reason."""
+
+
+class EnvMetricsRecord(Record):
+    """Every number that an environment logs, wandb or not; in its own `eval.NAME.jsonl`."""
+
+    KIND: ClassVar[str] = "env_metrics"
+    kind: Literal["env_metrics"] = "env_metrics"
+    env: str
+    policy_step: int | None = None
+    metrics: dict[str, Number]
 
 
 def _concrete(root: type[Record]) -> list[type[Record]]:

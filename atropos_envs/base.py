@@ -10,21 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NoReturn
 
-import aiohttp
-from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum
-from tenacity import RetryError
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 
 from atropos_envs.engine_client import EngineClient, EngineRefused, EngineUnavailable
 from atropos_envs.errors import EnvFault
-from atropos_envs.evaluation import EvalLog, Graded, component_name, eval_path
-from atropos_envs.registration import Registration
+from atropos_envs.evaluation import Graded
+from atropos_envs.hosted import Hosted
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +28,9 @@ ONE_OFF_PATIENCE_S = 60.0
 """How long process and evaluate wait for the inference server."""
 LEAVE_S = 3.0
 """For the last evaluation on SIGTERM, well inside of the supervisor's grace."""
-SUMMARY_S = 5.0
-"""Between two lines of progress."""
 
 
-class StackEnv(BaseEnv):  # type: ignore[misc]
+class StackEnv(Hosted):
     """Base of our environments.
 
     A subclass gives `eval_questions`, `grade` and BaseEnv's `setup`, `get_next_item`, and `rollout` in the place of
@@ -78,30 +72,9 @@ class StackEnv(BaseEnv):  # type: ignore[misc]
 
     def __init__(self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
         _check_servers(server_configs)
-        try:
-            super().__init__(config, server_configs, slurm=slurm, testing=testing)
-        except (OSError, ValueError) as error:
-            first_line = str(error).strip().split("\n")[0]
-            raise EnvFault(
-                f"no tokenizer at {config.tokenizer_name!r} or the model's own ({first_line}). "
-                "Give --env.tokenizer_name and --openai.model_name a model folder or a hub id",
-                exit_code=2,
-            ) from None
-        self.component = component_name(self.name)
-        self.eval_log = EvalLog(eval_path(self.component, config.data_dir_to_save_evals), self.component)
-        self.eval_runner: asyncio.Task[None] | None = None
-        self.num_steps: int | None = None
-        self.status_dict: dict[str, Any] = {}
-        self._serving = False
-        self._stopping = False
-        self._fault: EnvFault | None = None
-        self._main: asyncio.Task[Any] | None = None
+        super().__init__(config, server_configs, slurm=slurm, testing=testing)
         self._may_roll = asyncio.Event()
         self._evaluating = asyncio.Lock()
-        self._registration = Registration(config.rollout_server_url, self.component)
-        self._sent = 0
-        self._recent: list[float] = []
-        self._summary_at = 0.0
 
     # What a subclass gives
 
@@ -118,28 +91,6 @@ class StackEnv(BaseEnv):  # type: ignore[misc]
         raise NotImplementedError
 
     # The three commands
-
-    async def env_manager(self) -> None:
-        """serve: until total_steps, SIGTERM, or a fault.
-
-        Raises:
-            EnvFault: run-api is gone, or the server will never do.
-        """
-        loop = asyncio.get_running_loop()
-        self._serving, self._main = True, asyncio.current_task()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
-        try:
-            await super().env_manager()
-        except asyncio.CancelledError:
-            if not self._stopping:
-                raise
-        except (RetryError, aiohttp.ClientError) as error:
-            self._fault = self._fault or EnvFault(self._registration.gone(error))
-        finally:
-            await self._leave()
-        if self._fault is not None:
-            raise self._fault
 
     async def process_manager(self) -> None:
         """process: write `env.total_steps` groups to a file."""
@@ -161,73 +112,21 @@ class StackEnv(BaseEnv):  # type: ignore[misc]
 
     # Rollouts
 
-    async def collect_trajectories(self, item: Any) -> tuple[dict[str, Any] | None, list[Any]]:
-        """Wait until rollouts may start, then make one group; a refused one is dropped, a hopeless server ends us."""
+    async def _make_groups(self, item: Any) -> tuple[dict[str, Any] | None, list[Any]]:
         await self._may_roll.wait()
-        try:
-            group = await self.rollout(item)
-        except EngineRefused as error:
-            if not self._serving:
-                raise
-            if error.fatal:
-                self._give_up(EnvFault(str(error), exit_code=2))
-            log.warning("dropped %s: %s", item, error)
-            return None, []
-        if group is not None:
-            self._recent += group["scores"]
-        return group, []
-
-    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        await super()._send_scored_data_to_api(scored_data)
-        self._sent += 1
-
-    async def get_status(self) -> None:
-        """run-api's view, with groups counted that it received while it answered.
-
-        Without them BaseEnv would start rollouts for places already taken, some would wait in the queue for one batch
-        more, and the policy lag would exceed `max_batches_offpolicy`.
-        """
-        sent_before = self._sent
-        await super().get_status()
-        status = self.status_dict
-        others = status["queue_size"] - status.get("self_queue_size", 0)
-        status["queue_size"] += self._sent - sent_before
-        if others <= 0 and self.config.batch_size > 0:
-            # Our own rollouts in flight have their place already; BaseEnv must not cancel them.
-            places = self.config.max_batches_offpolicy * self.config.batch_size // self.config.group_size
-            status["queue_size"] = max(0, min(status["queue_size"], places - len(self.workers)))
+        return await self.rollout(item), []
 
     async def env_step_checks(self) -> None:
-        """BaseEnv's cadence of evaluations, one more when the trainer has drained its last batch, and progress."""
+        """The cadence of evaluations, and one more when the trainer has drained its last batch."""
         before, now = self.curr_step, self.status_dict["current_step"]
         await super().env_step_checks()
         idle = self.eval_runner is None or self.eval_runner.done()
         if self._evaluates and idle and self.num_steps is not None and before < self.num_steps <= now:
             self.eval_runner = asyncio.create_task(self.evaluate())
-        if now != before and time.monotonic() - self._summary_at > SUMMARY_S and self._recent:
-            mean = sum(self._recent) / len(self._recent)
-            log.info(
-                "step %d: %d groups sent, mean score %.3f over the last %d", now, self._sent, mean, len(self._recent)
-            )
-            self._recent, self._summary_at = [], time.monotonic()
-
-    # Registration
-
-    async def _register_env(self) -> dict[str, Any]:
-        answer = await self._registration.register(
-            max_token_length=self.config.max_token_length,
-            desired_name=self.config.wandb_name,
-            weight=self.config.inference_weight,
-            min_batch_allocation=self.config.min_batch_allocation,
-            group_size=self.config.group_size,
-        )
-        self.num_steps = answer["num_steps"] if answer["num_steps"] > 0 else None
-        return answer
 
     async def get_server_info(self) -> None:
         """After registering: learn the batch size, then evaluate while BaseEnv waits its five seconds."""
         await super().get_server_info()
-        log.info("registered as environment %d at step %d", self.env_id, self.curr_step)
         if self._evaluates:
             self.eval_runner = asyncio.create_task(self._evaluate_first())
         if not (self._evaluates and self.evaluates_first):
@@ -274,32 +173,11 @@ class StackEnv(BaseEnv):  # type: ignore[misc]
 
         return await asyncio.gather(*(one(question) for question in questions))
 
-    # Leaving
-
-    def _stop(self) -> None:
-        if not self._stopping and self._main is not None:
-            self._stopping = True
-            self._main.cancel()
-
-    def _give_up(self, fault: EnvFault) -> None:
-        self._fault = self._fault or fault
-        self._stop()
-
-    async def _leave(self) -> None:
-        """Free our share of the batch, so that a successor does not compete with our ghost."""
-        for task in [*self.workers, *([self.eval_runner] if self.eval_runner else [])]:
-            task.cancel()
+    async def _last_words(self) -> None:
         if self._stopping and self._fault is None and self._evaluates and self.evaluates_last:
             self._evaluating = asyncio.Lock()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.evaluate(wait=False), LEAVE_S)
-        await self._registration.disconnect()
-        await self._registration.close()
-        await self._close_servers()
-
-    async def _close_servers(self) -> None:
-        for server in self.server.servers:
-            await server.close()
 
 
 def _check_servers(server_configs: Any) -> None:
@@ -346,10 +224,10 @@ def run(env_class: type[StackEnv]) -> NoReturn:
         code = fault.exit_code
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    _end(code)
+    leave(code)
 
 
-def _end(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """Leave at once: taking torch apart, which transformers brings along, costs seconds on a busy machine."""
     wandb = sys.modules.get("wandb")
     if wandb is not None and wandb.run is not None:

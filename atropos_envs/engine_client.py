@@ -10,11 +10,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import openai
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         self.initialized = True
         self._session: aiohttp.ClientSession | None = None
         self._lost_at: float | None = None
+        self._context: int | None = None
+        self._said_shorter = False
 
     @property
     def root_url(self) -> str:
@@ -102,10 +105,12 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             EngineUnavailable: away for longer than `patience_s`, or at all with `wait=False`.
             EngineRefused: the request is wrong, or the server is no server of ours.
         """
-        body = {"prompt": {"prompt_token_ids": list(prompt_ids)}, "logprobs": 0} | sampling
+        body: dict[str, Any] = {"prompt": {"prompt_token_ids": list(prompt_ids)}, "logprobs": 0} | sampling
         started = time.monotonic()
         while True:
             try:
+                if body.get("max_tokens") is not None:
+                    body["max_tokens"] = await self._fitting(body["max_tokens"], lambda: len(prompt_ids))
                 answer = await self._post(body)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 self._note_lost(error)
@@ -138,6 +143,83 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         del timings[: -self.config.rolling_buffer_length]
         return done.prompt_ids, done.token_ids, done.logprobs, done.finish_reasons
 
+    async def chat_completion(self, **request: Any) -> Any:
+        """atroposlib's interface: an answer of `/v1/chat/completions`."""
+        split = request.pop("split", "train")
+        request = self._inject_reasoning_kwargs(request)
+        messages = request.get("messages")
+        return await self._over_v1(self._chat_completion_wrapper, request, split, lambda: self._chat_length(messages))
+
+    async def completion(self, **request: Any) -> Any:
+        """atroposlib's interface: an answer of `/v1/completions`."""
+        split = request.pop("split", "train")
+        prompt = request.get("prompt")
+        return await self._over_v1(
+            self._completion_wrapper, request, split,
+            lambda: len(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt or []),
+        )  # fmt: skip
+
+    async def _over_v1(
+        self, call: Callable[..., Awaitable[Any]], request: dict[str, Any], split: str, prompt_length: Callable[[], int]
+    ) -> Any:
+        """vLLM's own routes, again and again while the server is away.
+
+        Raises:
+            EngineUnavailable: away for longer than `patience_s`.
+            EngineRefused: the request is wrong.
+        """
+        request["model"] = self.config.model_name
+        started = time.time()
+        async with self.sem if split == "train" else self.eval_sem:
+            while True:
+                try:
+                    for name in ("max_tokens", "max_completion_tokens"):
+                        if request.get(name) is not None:
+                            request[name] = await self._fitting(request[name], prompt_length)
+                    answer = await call(**request)
+                    break
+                except (openai.APIConnectionError, openai.InternalServerError, aiohttp.ClientError, OSError) as error:
+                    self._note_lost(error)
+                    if time.time() - started > self.patience_s:
+                        raise EngineUnavailable(f"{self.root_url} does not answer ({_name(error)})") from None
+                    await asyncio.sleep(RETRY_S)
+                except openai.APIStatusError as error:
+                    text = f"{self.root_url}/v1: {error.status_code}: {error.message[:300]}"
+                    raise EngineRefused(text, fatal=error.status_code in (401, 403, 405)) from None
+        self._note_found()
+        timings = self.request_timings if split == "train" else self.eval_request_timings
+        timings.append(time.time() - started)
+        del timings[: -self.config.rolling_buffer_length]
+        return answer
+
+    async def _fitting(self, max_tokens: int, prompt_length: Callable[[], int]) -> int:
+        """`max_tokens` within the server's context; environments are written for models with longer ones."""
+        if self._context is None:
+            self._context = await self._served_context()
+        room = self._context - prompt_length()
+        if max_tokens <= room or room < 1:
+            return max_tokens  # a prompt that is too long is refused in the server's own words
+        if not self._said_shorter:
+            self._said_shorter = True
+            log.warning(
+                "asked for %d tokens beyond the prompt; the server's context is %d in all (vllm.max_model_len), so "
+                "answers end earlier", max_tokens, self._context,
+            )  # fmt: skip
+        return room
+
+    async def _served_context(self) -> int:
+        """Tokens of prompt and completion together; without bound where the server does not say."""
+        async with self._http().get(f"{self.root_url}/v1/models") as response:
+            response.raise_for_status()
+            models = (await response.json())["data"]
+        return int(models[0].get("max_model_len") or 2**31)
+
+    def _chat_length(self, messages: Any) -> int:
+        try:
+            return len(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        except Exception:  # no template, or parts that are not text: the server judges
+            return 0
+
     async def close(self) -> None:
         """Close the kept connections; a later request opens new ones."""
         if self._session is not None:
@@ -149,14 +231,17 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         bos = self.tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
-    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self.config.timeout, sock_connect=5),
                 connector=aiohttp.TCPConnector(limit=0),
                 headers={"Authorization": f"Bearer {self.config.api_key}"} if self.config.api_key else {},
             )
-        async with self._session.post(f"{self.root_url}/generate", json=body) as response:
+        return self._session
+
+    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        async with self._http().post(f"{self.root_url}/generate", json=body) as response:
             if 400 <= response.status < 500 and response.status not in (408, 425, 429):
                 raise await self._refusal(response)
             response.raise_for_status()
@@ -186,4 +271,6 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
 def _name(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientResponseError):
         return f"status {error.status}"
+    if isinstance(error, openai.APIStatusError):
+        return f"status {error.status_code}"
     return "time-out" if isinstance(error, TimeoutError) else str(error) or type(error).__name__

@@ -1,14 +1,23 @@
-"""An environment's own stream of accuracies: `RUN/eval.NAME.jsonl`, one `EvalRecord` a line, one writer."""
+"""An environment's own stream, `RUN/eval.NAME.jsonl`: accuracies, its own metrics, what became of its groups."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-from atropos_common.records import EvalRecord
+import numpy as np
+
+from atropos_common.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord, Record
 from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir
+
+RecordT = TypeVar("RecordT", bound=Record)
+_SHARE = re.compile(r"correct|accuracy|(^|[_/])acc([_/]|$)|pass@|success|solve", re.IGNORECASE)
+"""Names under which environments log the share of right answers."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +63,6 @@ class EvalLog:
         versions = [each.weight_version for each in graded if each.weight_version is not None]
         correct = sum(each.correct for each in graded)
         record = EvalRecord(
-            run_id=self._run_id,
-            time=time.time(),
-            seq=self._next,
             env=self._env,
             split=split,
             accuracy=correct / len(graded),
@@ -65,11 +71,31 @@ class EvalLog:
             weight_version=min(versions) if len(versions) == len(graded) else None,
             policy_step=policy_step,
         )
+        return self._write(record)
+
+    def measured(self, metrics: Mapping[str, Any], policy_step: int | None) -> None:
+        """Numbers by name, as an environment hands them to wandb; shares of right answers in `eval/` are accuracies."""
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float, np.number))}
+        for name, value in numbers.items():
+            kind, _, split = name.partition("/")
+            if kind == "eval" and _SHARE.search(split) and 0 <= value <= 1:
+                self._write(EvalRecord(env=self._env, split=split, accuracy=value, policy_step=policy_step))
+        if numbers:
+            self._write(EnvMetricsRecord(env=self._env, metrics=numbers, policy_step=policy_step))
+
+    def counted(self, sent: int, left_out: Mapping[str, int], failures: Mapping[str, int], step: int | None) -> None:
+        """What became of the groups since the start."""
+        counts = {"left_out": dict(left_out), "failures": dict(failures)}
+        self._write(EnvCountsRecord(env=self._env, policy_step=step, sent=sent, **counts))
+
+    def _write(self, record: RecordT) -> RecordT:
+        """Stamp and append; return what was written."""
+        stamped = record.model_copy(update={"run_id": self._run_id, "time": time.time(), "seq": self._next})
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(record.to_line())
+                file.write(stamped.to_line())
         self._next += 1
-        return record
+        return stamped
 
 
 def _repair(path: Path) -> int:

@@ -388,7 +388,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
     if section.command:
         command = site.texts(section.command)
     else:
-        program = _module(site.text(section.module)) if section.module else [PYTHON, site.text(section.script or "")]
+        program = _environment_program(site.text(section.module or section.script or ""))
         config = ["--config", str(config_file(site.text(section.config)))] if section.config else []
         command = [*program, "serve", *config, *site.texts(_flags(flags, explicit_booleans=True))]
     return _spec(
@@ -401,6 +401,13 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         stages=ENV_STAGES,
         stop=StopPolicy(signal="TERM", grace_s=5),
     )
+
+
+def _environment_program(target: str) -> list[str]:
+    """Environments of ours are programs of the stack; any other file or module is hosted by one."""
+    if is_ours(target) and not target.endswith(".py"):
+        return _module(target)
+    return [*_module("atropos_envs.runner"), target]
 
 
 def env_engine(profile: Profile, section: EnvSection) -> EngineSection:

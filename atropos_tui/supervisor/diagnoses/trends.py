@@ -47,7 +47,7 @@ def held_out_collapsed(evals: Sequence[EvalRecord]) -> str | None:
     if len(evals) < 3:
         return None
     best, last = max(evals[:-2], key=lambda record: record.accuracy), evals[-2:]
-    chance = 2 * math.sqrt(0.25 / max(best.questions, 1)) + SMALL_DROP
+    chance = 2 * math.sqrt(0.25 / max(best.questions or 1, 1)) + SMALL_DROP
     if any(record.accuracy > best.accuracy / 2 or best.accuracy - record.accuracy < chance for record in last):
         return None
     said = " then ".join(f"{record.accuracy:.1%}{_at(record)}" for record in last)

@@ -1,0 +1,258 @@
+"""Any environment of atroposlib's as a good citizen of the stack, whoever wrote it.
+
+`hosted(TheirEnv)` is their class, unmodified, with this in front of it: patience while the inference server or run-api
+is away, a place at run-api that is given back, SIGTERM as a request to leave, groups and failures counted by reason,
+and what it evaluates written to the run. `StackEnv` is the same for environments of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+from atroposlib.envs.base import APIServerConfig, BaseEnv
+from atroposlib.envs.server_handling.server_baseline import ServerBaseline
+from tenacity import RetryError
+
+from atropos_envs.engine_client import EngineClient, EngineRefused
+from atropos_envs.errors import EnvFault
+from atropos_envs.evaluation import EvalLog, component_name, eval_path
+from atropos_envs.registration import Registration
+from atropos_envs.tally import Tally
+
+log = logging.getLogger(__name__)
+
+SUMMARY_S = 5.0
+"""Between two lines of progress."""
+
+
+class Hosted(BaseEnv):  # type: ignore[misc]
+    """What the stack gives every environment; its own class comes behind this one in the order of resolution."""
+
+    def __init__(self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+        try:
+            super().__init__(config, server_configs, slurm=slurm, testing=testing)
+        except (OSError, ValueError) as error:
+            first_line = str(error).strip().split("\n")[0]
+            raise EnvFault(
+                f"no tokenizer at {config.tokenizer_name!r} or the model's own ({first_line}). "
+                "Give --env.tokenizer_name and --openai.model_name a model folder or a hub id",
+                exit_code=2,
+            ) from error
+        self.eval_runner: asyncio.Task[None] | None = None
+        self.component = component_name(self.name or type(self).__name__)
+        self.eval_log = EvalLog(eval_path(self.component, config.data_dir_to_save_evals), self.component)
+        self.tally = Tally()
+        self.num_steps: int | None = None
+        self.status_dict: dict[str, Any] = {}
+        self._serving = False
+        self._stopping = False
+        self._fault: EnvFault | None = None
+        self._main: asyncio.Task[Any] | None = None
+        self._registration = Registration(config.rollout_server_url, self.component)
+        self._summary_at = time.monotonic()
+
+    async def env_manager(self) -> None:
+        """serve: until total_steps, SIGTERM, or a fault.
+
+        Raises:
+            EnvFault: run-api is gone, or the server will never do.
+        """
+        loop = asyncio.get_running_loop()
+        self._serving, self._main = True, asyncio.current_task()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            await super().env_manager()
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+        except (RetryError, aiohttp.ClientError) as error:
+            self._fault = self._fault or EnvFault(self._registration.gone(error))
+        finally:
+            await self._leave()
+        if self._fault is not None:
+            raise self._fault
+
+    # Rollouts
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        """Their groups; a failure costs one group and is counted by its reason, a hopeless server ends the program."""
+        try:
+            return await self._make_groups(item)
+        except EngineRefused as error:
+            if not self._serving:
+                raise
+            if error.fatal:
+                self._give_up(EnvFault(str(error), exit_code=2))
+            self.tally.failed(error)
+        except Exception as error:
+            if not self._serving:
+                raise
+            self.tally.failed(error)
+        return None, []
+
+    async def _make_groups(self, item: Any) -> tuple[Any, list[Any]]:
+        return await super().collect_trajectories(item)  # type: ignore[no-any-return]
+
+    async def handle_send_to_api(self, scored_data: Any, item: Any = None, *args: Any, **kwargs: Any) -> None:
+        """BaseEnv leaves out groups that are flat, cut or too long; here they are counted as well."""
+        for group in scored_data if isinstance(scored_data, list) else [scored_data]:
+            self.tally.group(group, self.config, self.max_token_len)
+        await super().handle_send_to_api(scored_data, item, *args, **kwargs)
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        await super()._send_scored_data_to_api(scored_data)
+        self.tally.sent += len(scored_data) if isinstance(scored_data, list) else 1
+
+    async def get_status(self) -> None:
+        """run-api's view, with groups counted that it received while it answered.
+
+        Without them BaseEnv would start rollouts for places already taken, some would wait in the queue for one batch
+        more, and the policy lag would exceed `max_batches_offpolicy`.
+        """
+        sent_before = self.tally.sent
+        await super().get_status()
+        status = self.status_dict
+        others = status["queue_size"] - status.get("self_queue_size", 0)
+        status["queue_size"] += self.tally.sent - sent_before
+        if others <= 0 and self.config.batch_size > 0:
+            # Our own rollouts in flight have their place already; BaseEnv must not cancel them.
+            places = self.config.max_batches_offpolicy * self.config.batch_size // self.config.group_size
+            status["queue_size"] = max(0, min(status["queue_size"], places - len(self.workers)))
+
+    async def env_step_checks(self) -> None:
+        """BaseEnv's cadence of evaluations, and a line of progress."""
+        await super().env_step_checks()
+        if time.monotonic() - self._summary_at > SUMMARY_S and self.tally.news():
+            log.info("step %d: %s", self.curr_step, self.tally.line())
+            self.eval_log.counted(self.tally.sent, self.tally.left_out, self.tally.failures, self.curr_step)
+            self._summary_at = time.monotonic()
+
+    # What is measured
+
+    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Every metric that the environment logs passes here, wandb or not: it becomes a record of the run."""
+        self.eval_log.measured(wandb_metrics, self.curr_step)
+        return dict(await super().create_rollout_table(wandb_metrics))
+
+    async def evaluate_log(self, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """An evaluation's result: a record of the run, and a file where `data_dir_to_save_evals` asks for one."""
+        self.eval_log.measured({f"eval/{name}": value for name, value in metrics.items()}, self.curr_step)
+        if self.config.data_dir_to_save_evals is not None:
+            await super().evaluate_log(metrics, *args, **kwargs)
+
+    # Registration
+
+    async def _register_env(self) -> dict[str, Any]:
+        answer = await self._registration.register(
+            max_token_length=self.config.max_token_length,
+            desired_name=self.config.wandb_name,
+            weight=self.config.inference_weight,
+            min_batch_allocation=self.config.min_batch_allocation,
+            group_size=self.config.group_size,
+        )
+        self.num_steps = answer["num_steps"] if answer["num_steps"] > 0 else None
+        return answer
+
+    async def get_server_info(self) -> None:
+        await super().get_server_info()
+        log.info("registered as environment %d at step %d", self.env_id, self.curr_step)
+
+    # Leaving
+
+    def _stop(self) -> None:
+        if not self._stopping and self._main is not None:
+            self._stopping = True
+            self._main.cancel()
+
+    def _give_up(self, fault: EnvFault) -> None:
+        self._fault = self._fault or fault
+        self._stop()
+
+    async def _last_words(self) -> None:
+        """What a subclass does between the end of the rollouts and the end of its place at run-api."""
+
+    async def _leave(self) -> None:
+        """Free our share of the batch, so that a successor does not compete with our ghost."""
+        for task in [*self.workers, *([self.eval_runner] if self.eval_runner else [])]:
+            task.cancel()
+        await self._last_words()
+        await self._registration.disconnect()
+        await self._registration.close()
+        await self._close_servers()
+
+    async def _close_servers(self) -> None:
+        for server in self.server.servers:
+            with suppress(AttributeError):  # a server class of their own
+                await server.close()
+
+
+class Foreign(Hosted):
+    """In front of a class that nobody here wrote: its servers are the plan's, and its set-up fails in words."""
+
+    servers_asked: int = 1
+
+    @classmethod
+    def config_init(cls) -> tuple[Any, Any]:
+        """Theirs, as a list of one server, so that `--openai.*` and a YAML file's keys reach it whatever it was."""
+        config, servers = super().config_init()
+        asked = servers if isinstance(servers, list) else [servers]
+        cls.servers_asked = max(len(asked), 1)
+        first = asked[0] if asked else APIServerConfig()
+        known = {name: value for name, value in first.model_dump().items() if name in APIServerConfig.model_fields}
+        return config, [APIServerConfig(**known)]
+
+    def __init__(self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+        """As many servers as they asked for, each the one that the plan names: some speak to them by number."""
+        configs = server_configs if isinstance(server_configs, list) else [server_configs]
+        if all(type(each) is ServerBaseline for each in configs) or not configs[0].base_url:
+            raise EnvFault("which inference server? Give --openai.base_url http://127.0.0.1:PORT/v1", exit_code=2)
+        each_of = configs if len(configs) > 1 else configs * self.servers_asked
+        super().__init__(config, [one.model_copy() for one in each_of], slurm=slurm, testing=testing)
+
+    async def setup(self) -> None:
+        """Theirs.
+
+        Raises:
+            EnvFault: a package or data set is missing, or a hub is not reached.
+        """
+        try:
+            await super().setup()
+        except ImportError as error:
+            raise EnvFault(missing_package(error), exit_code=2) from error
+        except EnvFault:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip() or 'no words'}".split("\n")[0]
+            raise EnvFault(f"the environment's setup failed: {reason}", exit_code=2) from error
+
+
+def missing_package(error: ImportError) -> str:
+    """The way out of an import that failed."""
+    package = (error.name or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package:
+        return (
+            f"the environment needs the Python package {package!r}, which is not installed. Install what its own "
+            f"requirements name (perhaps: python -m pip install {package}); if it is a folder beside the script, put "
+            "the folder that holds it in env.PYTHONPATH of the [env]"
+        )
+    return f"the environment cannot be imported: {error}"
+
+
+def hosted(env_class: type[BaseEnv]) -> type[BaseEnv]:
+    """`env_class` with `Foreign` in front; classes of ours stay as they are."""
+    if issubclass(env_class, Hosted):
+        return env_class
+    own_server = not inspect.isabstract(env_class.server_cls)
+    names = {"__module__": env_class.__module__, "__doc__": env_class.__doc__}
+    return type(
+        env_class.__name__, (Foreign, env_class),
+        names | ({} if own_server else {"server_cls": EngineClient}),
+    )  # fmt: skip

@@ -1,0 +1,116 @@
+"""Runs an environment that nobody here wrote, as it is.
+
+    python -m atropos_envs.runner FILE.py serve --env.rollout_server_url ... --openai.base_url ...
+    python -m atropos_envs.runner PACKAGE.MODULE serve ...
+
+The file or module runs as `__main__`, as its author runs it; where it calls `SomeEnv.cli()`, the class is hosted first
+(`atropos_envs.hosted`). A file that calls no `cli()` must define one environment class, or name it: FILE.py:ClassName.
+"""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from atroposlib.envs.base import BaseEnv
+
+from atropos_envs.base import configure_logging, leave, one_off_defaults
+from atropos_envs.errors import EnvFault
+from atropos_envs.hosted import hosted, missing_package
+from atropos_envs.tally import reason_of
+
+log = logging.getLogger(__name__)
+
+
+def main() -> NoReturn:
+    """Exit 0, 1 (a part of the stack is gone), or 2 (a mistake)."""
+    configure_logging()
+    code = 0
+    try:
+        run(sys.argv[1:])
+    except EnvFault as fault:
+        log.error("%s", fault)
+        if fault.__cause__ is not None and not isinstance(fault.__cause__, ImportError):
+            log.info("where it happened:\n%s", "".join(traceback.format_exception(fault.__cause__)))
+        code = fault.exit_code
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception as error:
+        log.info("where it happened:\n%s", traceback.format_exc())
+        log.error("the environment ended with %s", reason_of(error))
+        code = 1
+    leave(code)
+
+
+def run(arguments: list[str]) -> None:
+    """Load what the first argument names and hand the others to its command line.
+
+    Raises:
+        EnvFault: there is no such file, module or class, or it cannot be imported.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        raise EnvFault("which environment? python -m atropos_envs.runner FILE.py|MODULE serve ...", exit_code=2)
+    target, _, wanted = arguments[0].partition(":")
+    sys.argv = [target, *one_off_defaults(arguments[1:])]
+    original, began = BaseEnv.cli, []
+
+    def cli(cls: type[BaseEnv]) -> None:
+        began.append(cls)
+        original.__func__(hosted(cls))
+
+    BaseEnv.cli = classmethod(cli)
+    try:
+        found = _execute(target, name="__main__" if not wanted else "environment")
+        if not began:
+            _only_class(found, target, wanted).cli()
+    finally:
+        BaseEnv.cli = original
+
+
+def _execute(target: str, name: str) -> dict[str, Any]:
+    """The globals of the file or module after it ran."""
+    try:
+        if target.endswith(".py") or "/" in target:
+            path = Path(target)
+            if not path.is_file():
+                raise EnvFault(f"there is no file {target}", exit_code=2)
+            sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` does
+            return runpy.run_path(str(path), run_name=name)
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; ours were imported before
+        return runpy.run_module(target, run_name=name, alter_sys=True)
+    except ImportError as error:
+        raise EnvFault(missing_package(error), exit_code=2) from error
+    except SyntaxError as error:
+        raise EnvFault(f"{error.filename}, line {error.lineno}: {error.msg}", exit_code=2) from None
+
+
+def _only_class(found: dict[str, Any], target: str, wanted: str) -> type[BaseEnv]:
+    """The environment class that the file defines."""
+    module = found.get("__name__")
+    classes = {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, type) and issubclass(value, BaseEnv) and value.__module__ == module
+    }
+    if wanted:
+        if wanted not in classes:
+            raise EnvFault(f"{target} defines no environment {wanted!r}; it has {_names(classes)}", exit_code=2)
+        return classes[wanted]
+    leaves = {n: c for n, c in classes.items() if not any(c in other.__mro__[1:] for other in classes.values())}
+    if len(leaves) != 1:
+        raise EnvFault(
+            f"{target} calls no cli() and defines {_names(leaves)}; name one: {target}:ClassName", exit_code=2
+        )
+    return next(iter(leaves.values()))
+
+
+def _names(classes: dict[str, Any]) -> str:
+    return ", ".join(sorted(classes)) or "no environment class (a subclass of atroposlib's BaseEnv)"
+
+
+if __name__ == "__main__":
+    main()
