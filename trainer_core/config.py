@@ -134,6 +134,10 @@ class TrainingConfig(BaseModel):
     """Lower bound of the mask."""
     tis_mask_high: float = Field(2.0, gt=0)
     """Upper bound of the mask."""
+    missing_logprobs: Literal["recompute", "refuse"] = "recompute"
+    """What becomes of generated tokens that an environment sends without inference_logprobs. recompute: the trainer
+    puts its own at the present weights (one more forward pass over their rows; the ratio begins at 1). refuse: they do
+    not train, and a first batch without any ends the run."""
     max_policy_lag: int | None = Field(None, ge=0)
     """Leave out rollouts whose oldest token was generated more than N weight versions ago, and count them."""
     temperature: float = Field(1.0, gt=0)

@@ -289,7 +289,12 @@ class Run:
         lag_max = max(known) if known else None
         verdict = self.gate.judge(outcome.diffs, probe, lag_max=lag_max, version=self.version)
         alignment = explain(
-            verdict, self.model, batch.rollouts, self.probe.answers, step=self.step + 1, lag_max=lag_max
+            verdict,
+            self.model,
+            [r for r in batch.rollouts if r.complete],
+            self.probe.answers,
+            step=self.step + 1,
+            lag_max=lag_max,
         )
         if alignment.verdict != "ok":
             print(f"LogProb Alignment: {alignment.verdict.upper()} ({alignment.cause})")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,7 +34,7 @@ class StepOutcome:
     grad_norm: float
     lr: float
     diffs: DiffSums
-    """Trainer against rollout logprobs, over the trained tokens, masked ones included."""
+    """Trainer against rollout logprobs, over the trained tokens that came with one, masked ones included."""
     tokens: int
     clip_low: float = 0.0
     clip_high: float = 0.0
@@ -59,6 +59,8 @@ class _DeviceRow:
     packed: PackedRow
     sequences: Sequences
     correction: Correction | None
+    measured: torch.Tensor | None = None
+    """[T] bool, false where the trainer's own logprob stands in for a missing one; null: all came with the rollouts."""
 
 
 def accumulate(
@@ -101,31 +103,40 @@ def accumulate(
 
 
 def _on_device(model: torch.nn.Module, row: PackedRow, objective: Objective, device: torch.device) -> _DeviceRow:
-    """The row moved, and with `ratio_base = proximal` the trainer's own logprobs of it before anything changes."""
-    ids = row.sequences
+    """The row moved. The trainer's own logprobs of it, before anything changes, are the base of the ratio with
+    `ratio_base = proximal`, and stand in where the rollouts came without."""
+    ids, missing = row.sequences, row.logprobs.isnan()
+    some_missing = bool(missing.any())  # asked of the CPU's copy: a GPU would have to be waited for
     row = row.to(device)
     sequences = Sequences(ids.to(device, non_blocking=True), len(row.lengths))
-    if objective.bounds is None:
+    if objective.bounds is None and not some_missing:
         return _DeviceRow(row, sequences, None)
     with torch.no_grad():
         base = row_logprobs(model, row)
-    return _DeviceRow(row, sequences, objective.correction(base, row.logprobs, sequences))
+    measured = None
+    if some_missing:
+        missing = missing.to(device, non_blocking=True)
+        row, measured = replace(row, logprobs=torch.where(missing, base.float(), row.logprobs)), ~missing
+    correction = None if objective.bounds is None else objective.correction(base, row.logprobs, sequences)
+    return _DeviceRow(row, sequences, correction, measured)
 
 
 class _Sums:
     """Sums over the rows of a step, in float64 on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._values = torch.zeros(15, dtype=torch.float64, device=device)
+        self._values = torch.zeros(16, dtype=torch.float64, device=device)
         self._largest = torch.zeros((), device=device)
 
     @torch.no_grad()
     def add(self, part: LossSums, logprobs: torch.Tensor, row: _DeviceRow) -> None:
         rollout, correction = row.packed.logprobs, row.correction
-        diff = logprobs - rollout
+        measured = torch.ones_like(rollout) if row.measured is None else row.measured.to(rollout.dtype)
+        diff = torch.where(measured > 0, logprobs - rollout, 0.0)
         self._largest = torch.maximum(self._largest, diff.abs().max())
         everything = torch.ones_like(rollout).sum()
-        values = [*part, diff.sum(), diff.abs().sum(), logprobs.sum(), rollout.sum(), everything]
+        theirs = [(logprobs * measured).sum(), (rollout * measured).sum(), measured.sum()]
+        values = [*part, diff.sum(), diff.abs().sum(), *theirs, everything]
         values += [everything * 0, everything * 0] if correction is None else [
             correction.weight.sum(), correction.truncated.sum()
         ]  # fmt: skip
@@ -134,8 +145,8 @@ class _Sums:
     def outcome(self, denominator: torch.Tensor, norm: torch.Tensor, lr: float) -> StepOutcome:
         extra = torch.stack([x.double() for x in (self._largest, denominator, norm)])
         values = torch.cat([self._values, extra]).tolist()
-        part, (diff, abs_diff, train, inference, tokens) = LossSums(*values[:8]), values[8:13]
-        weight, truncated, largest, denominator_, norm_ = values[13:]
+        part, (diff, abs_diff, train, inference, measured, tokens) = LossSums(*values[:8]), values[8:14]
+        weight, truncated, largest, denominator_, norm_ = values[14:]
         kept = part.tokens
 
         def mean(total: float, over: float) -> float:
@@ -145,7 +156,7 @@ class _Sums:
         return StepOutcome(
             loss=part.loss / denominator_, ratio_mean=mean(part.ratio, kept), clip_fraction=mean(part.clipped, kept),
             kl_k3=mean(part.kl_k3, kept), grad_norm=norm_, lr=lr, tokens=int(tokens),
-            diffs=DiffSums(int(tokens), diff, abs_diff, largest, train, inference),
+            diffs=DiffSums(int(measured), diff, abs_diff, largest, train, inference),
             clip_low=mean(part.clipped_low, kept), clip_high=mean(part.clipped_high, kept),
             dual_clip=mean(part.dual_clipped, kept), tis_mean=mean(weight, tokens) if corrected else None,
             tis_truncated=mean(truncated, tokens) if corrected else None,

@@ -229,9 +229,17 @@ def test_missing_logprobs_end_the_run_with_a_record(engine: Engine, base: Path, 
     for each in batch:
         each["inference_logprobs"] = None
     with pytest.raises(MissingLogprobs, match="requires inference_logprobs"):
-        _first(engine, base, tmp_path, batch)
+        _first(engine, base, tmp_path, batch, missing_logprobs="refuse")
     (record,) = _alignments(tmp_path)
     assert record.verdict == "mismatch" and record.cause.startswith("missing logprobs: ") and record.step == 1
+
+
+def test_missing_logprobs_are_recomputed_and_the_probe_still_judges(engine: Engine, base: Path, tmp_path: Path) -> None:
+    batch = _batch(engine)
+    for each in batch:
+        each["inference_logprobs"] = None
+    found = _first(engine, base, tmp_path, batch)
+    assert found.verdict == "ok" and not found.tokens and found.probe_diff_abs_mean is not None, found
 
 
 def test_a_head_in_another_type_is_named(base: Path) -> None:

@@ -122,6 +122,21 @@ def test_who_alone_has_no_logprobs_is_left_out() -> None:
     assert half.rollouts[0].advantages[0] == 1, "it still is what the other is compared with"
 
 
+def test_missing_logprobs_are_left_to_the_trainer() -> None:
+    """All of a sequence, or single tokens: they train, and their logprob is not a number until it is computed."""
+    for missing in (None, [], NONE):
+        batch = _read(_group(inference_logprobs=missing), recompute=True)
+        assert not batch.left_out and not any(rollout.complete or rollout.digests for rollout in batch.rollouts)
+        assert all(np.isnan(rollout.logprobs[rollout.trained]).all() for rollout in batch.rollouts)
+        assert [count for text, count in batch.remarks.items() if "missing_logprobs" in text] == [2]
+        (row,) = pack(batch.rollouts, 64)
+        assert row.labels.tolist() == [8, 9, 10]
+    partly = _read(_group(inference_logprobs=[[1.0, 1.0, 1.0, -0.8, 1.0], [1.0, 1.0, 1.0, -1.0]]), recompute=True)
+    assert [rollout.complete for rollout in partly.rollouts] == [False, True]
+    assert np.isnan(partly.rollouts[0].logprobs).tolist() == [False] * 4 + [True]
+    assert [len(rollout.digests) for rollout in partly.rollouts] == [0, 1]
+
+
 def _first(row: list[Any], value: Any) -> list[Any]:
     """Both rows of a column, the last entry of the first replaced."""
     return [[*row[0][:-1], value], row[1]]

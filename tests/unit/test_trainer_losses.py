@@ -142,6 +142,7 @@ def _reference(model: torch.nn.Module, rollouts: list[Rollout], config: Training
     for r in rollouts:
         logprobs = plain_logprobs(model, r)
         rollout = torch.from_numpy(r.logprobs[r.trained]).double()
+        rollout = torch.where(rollout.isnan(), logprobs.detach(), rollout)
         advantage = torch.from_numpy(r.advantages[r.trained]).double()
         base, weight, keep = rollout, torch.ones_like(rollout), torch.ones_like(rollout, dtype=torch.bool)
         if config.ratio_base == "proximal":
@@ -182,6 +183,30 @@ def test_gradient_against_float64(base: Path, name: str, ratio: dict[str, object
     assert (gradient.double() - reference).norm() / reference.norm() < 1e-5
     assert outcome.loss == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
     assert (outcome.tis_masked or 0) > 0 if "tis_mask" in ratio else not outcome.tis_masked
+
+
+@pytest.mark.parametrize("ratio", RATIOS[:2], ids=["rollout", "proximal"])
+@pytest.mark.parametrize("name", ALL)
+def test_missing_logprobs_are_the_trainers_own(base: Path, name: str, ratio: dict[str, object]) -> None:
+    """Some sequences came without, one with some: the loss is that of the trainer's own there, as a constant, and what
+    is measured against the server's are the others alone."""
+    rollouts = rollouts_of()
+    measured = 0
+    for number, each in enumerate(rollouts):
+        missing = np.arange(len(each.tokens)) % 2 == 0 if number == 4 else np.full(len(each.tokens), number % 3 == 0)
+        each.logprobs[missing] = np.nan
+        measured += int((each.trained & ~missing).sum())
+    config = _config(objective=name, kl_coef=0.05, **ratio)
+    outcome, gradient = _gradient(load_model(str(base), torch.float32, CPU), pack(rollouts, 60), config)
+    exact = load_model(str(base), torch.float64, CPU)
+    exact.base_model.rotary_emb.double()
+    loss = _reference(exact, rollouts, config)
+    loss.backward()
+    reference = torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None])
+    assert (gradient.double() - reference).norm() / reference.norm() < 1e-5
+    assert outcome.loss == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    assert outcome.tokens == sum(int(each.trained.sum()) for each in rollouts) > outcome.diffs.tokens == measured > 0
+    assert math.isfinite(outcome.diffs.abs_diff)
 
 
 @pytest.mark.parametrize("ratio", RATIOS, ids=["rollout", "proximal", "token-mask", "sequence-mask"])

@@ -165,7 +165,7 @@ class AlignmentGate:
     ) -> Alignment:
         mean = rollouts.abs_mean
         if mean is None:
-            return Alignment("ok", "no rollout tokens")
+            return Alignment("ok", "no rollout token came with a logprob")
         if not math.isfinite(mean):
             return Alignment("mismatch", f"{BROKEN_WEIGHTS}: a logprob of the batch is not a finite number")
         if lag_max == 0:  # the same weights on both sides, as in a probe

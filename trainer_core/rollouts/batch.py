@@ -37,6 +37,10 @@ NO_LOGPROBS = (
 )
 WITHOUT_LOGPROBS = "without inference_logprobs"
 """Why a sequence is left out."""
+RECOMPUTED = (
+    "sequences came without inference_logprobs: the trainer's own stand in (missing_logprobs = recompute), so their "
+    "ratio begins at 1 whatever the policy lag"
+)
 
 ALONE = "groups of one sequence have no advantage and teach nothing: env.group_size must be 2 or more"
 PARTLY = "generated tokens have no logprob (a placeholder in its place) and do not train"
@@ -82,9 +86,10 @@ class Rollout:
     tokens: NDArray[np.int64]
     """[L]"""
     trained: NDArray[np.bool_]
-    """[L], true for generated tokens with a logprob; never for the first token, which nothing predicts."""
+    """[L], true for generated tokens that train; never for the first token, which nothing predicts."""
     logprobs: NDArray[np.float32]
-    """[L] rollout logprobs in nats, on the token they belong to; meaningless where not trained."""
+    """[L] rollout logprobs in nats, on the token they belong to; meaningless where not trained. NaN where the
+    environment sent none, and the trainer is to put its own."""
     advantages: NDArray[np.float32]
     """[L]"""
     temperature: float
@@ -92,6 +97,11 @@ class Rollout:
     env: str
     digests: tuple[str, ...]
     """One for each contiguous generated segment (each turn)."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trained token came with a logprob."""
+        return not bool(np.isnan(self.logprobs[self.trained]).any())
 
     @property
     def prompt_length(self) -> int:
@@ -172,7 +182,7 @@ def _equal(scores: NDArray[np.float64]) -> bool:
 
 def read_batch(
     groups: Sequence[Any], *, seq_len: int, temperature: float = 1.0, advantage_std: bool = True,
-    selection: Selection | None = None, logprobs_seen: bool = False,
+    selection: Selection | None = None, logprobs_seen: bool = False, recompute: bool = False,
 ) -> Batch:  # fmt: skip
     """Judge the groups of one `GET /batch`, whatever they hold.
 
@@ -183,11 +193,12 @@ def read_batch(
         advantage_std: see `group_advantages`.
         selection: what the objective leaves out, or scores lower.
         logprobs_seen: an earlier batch had logprobs, so the settings are right and this batch alone is wrong.
+        recompute: tokens without a logprob train, with NaN in its place; else their sequence is left out.
 
     Raises:
         MissingLogprobs: no sequence of the batch has logprobs, and none had before.
     """
-    reader = _Reader(Batch([]), seq_len, temperature, advantage_std, selection or Selection())
+    reader = _Reader(Batch([]), seq_len, temperature, advantage_std, selection or Selection(), recompute)
     for index, group in enumerate(groups):
         reader.read(f"group {index} of the batch", group)
     batch = reader.batch
@@ -258,6 +269,7 @@ class _Reader:
     temperature: float
     advantage_std: bool
     selection: Selection
+    recompute: bool
 
     def read(self, where: str, raw: Any) -> None:
         """Take a group in, or leave it out as a whole."""
@@ -307,23 +319,23 @@ class _Reader:
         temperature = fields.temperature(spot, (override, *group.tables), self.temperature)
         if not generated[1:].any():
             return _Judged(None, "nothing generated", f"{spot}: masks is {IGNORED} behind the first token")
-        if logprobs is None:
+        if logprobs is None and not self.recompute:
             return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{group.where} has none"))
-        values = _logprobs(spot, logprobs, generated)
-        usable = generated & (values <= POSITIVE_TOLERANCE)
+        values = np.full(len(ids), PLACEHOLDER) if logprobs is None else _logprobs(spot, logprobs, generated)
+        real = generated & (values <= POSITIVE_TOLERANCE)
+        counted = generated if logprobs is not None else np.zeros_like(generated)
+        seen = (int(counted.sum()), float(values[counted].sum()), int((counted & ~real).sum()))
+        usable = generated.copy() if self.recompute else real.copy()
         usable[0] = False
-        seen = (
-            int(generated.sum()),
-            float(values[generated].sum()),
-            int((values[generated] > POSITIVE_TOLERANCE).sum()),
-        )
         if not usable.any():
             what = "only placeholders" if (values[generated] == PLACEHOLDER).all() else "no real one"
             return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{spot} has {what}"), *seen)
+        known = np.where(real, values, np.nan) if self.recompute else values
+        asked = logprobs if logprobs is not None and (not self.recompute or real[generated].all()) else []
         rollout = Rollout(
-            tokens=ids, trained=usable, logprobs=np.where(usable, values, 0.0).astype(np.float32),
+            tokens=ids, trained=usable, logprobs=np.where(usable, known, 0.0).astype(np.float32),
             advantages=advantages, temperature=temperature, score=float(group.scores[i]), env=group.env,
-            digests=tuple(completion_digest(tokens[a:b], logprobs[a:b]) for a, b in _segments(generated)),
+            digests=tuple(completion_digest(tokens[a:b], asked[a:b]) for a, b in _segments(generated) if asked),
         )  # fmt: skip
         return _Judged(rollout, "", "", *seen)
 
@@ -335,14 +347,17 @@ class _Reader:
         if rollout is None:
             batch.leave_out(judged.reason, 1, judged.example)
             return
-        batch.sample_len = batch.sample_len or len(rollout.tokens)
+        if rollout.complete:
+            batch.sample_len = batch.sample_len or len(rollout.tokens)
         if flat and self.selection.drop_flat:
             reason = "in a group of equal scores"
         elif self.selection.overlong_mask and self.selection.cut_off(_longest_turn(mask)):
             reason = f"cut off at --max-completion-tokens {self.selection.max_completion}"
         else:
             batch.rollouts.append(rollout)
-            batch.remark(PARTLY, judged.placeholders)
+            batch.remark(
+                *((RECOMPUTED, int(not rollout.complete)) if self.recompute else (PARTLY, judged.placeholders))
+            )
             return
         batch.leave_out(reason, 1)
         batch.unselected_scores.append(rollout.score)

@@ -168,6 +168,7 @@ class BatchSource:
             return read_batch(
                 raw, seq_len=self.config.seq_len, temperature=self.config.temperature,
                 advantage_std=self.advantage_std, selection=self.selection, logprobs_seen=self._greeted,
+                recompute=self.config.missing_logprobs == "recompute",
             )  # fmt: skip
         except MissingLogprobs as error:
             self.telemetry.write(AlignmentRecord, step + 1, verdict="mismatch", cause=f"{MISSING}: {error}")
