@@ -1,0 +1,67 @@
+"""Environments that know nothing of this stack, unmodified, through `atropos-tui up`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atropos_common.records import EnvCountsRecord, EvalRecord
+from tests.e2e.live_stack import LiveStack, read_records
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+FOREIGN = Path(__file__).parent / "foreign"
+STEPS = 8
+PROFILE = """
+extends = "demo"
+name = "strangers"
+
+[trainer]
+training_steps = {steps}
+batch_size = 32
+
+[[env]]
+name = "bare"
+script = "{folder}/bare_config.py"
+args = {{ "env.max_token_length" = 512 }}
+
+[[env]]
+name = "two"
+script = "{folder}/two_servers.py"
+
+[[env]]
+name = "careless"
+script = "{folder}/careless.py"
+"""
+
+
+def test_they_train_and_what_is_left_out_is_named(tmp_path: Path) -> None:
+    profile = tmp_path / "strangers.toml"
+    profile.write_text(PROFILE.format(folder=FOREIGN, steps=STEPS))
+    run = LiveStack(tmp_path / "run", profile=str(profile)).up()
+    try:
+        code, output = run.wait(300)
+        assert code == 0, output[-4000:]
+        assert [step.step for step in run.steps()] == list(range(1, STEPS + 1))
+        counts = {name: _last_counts(run, name) for name in ("bare", "two", "careless")}
+        assert all(each.sent > 0 for each in counts.values()), counts
+        assert any(reason.startswith("KeyError") for reason in counts["careless"].failures), counts["careless"]
+        assert "another number of completions than group_size" in counts["careless"].left_out
+        log = "".join(path.read_text() for path in (run.run.logs / "trainer").glob("*.log"))
+        assert "missing_logprobs = recompute" in log
+        assert "sequences left out: token ids outside of the vocabulary" in log
+        assert "sequences left out: score is not a finite number" in log or "malformed masks" in log
+        accuracies = [r for r in read_records(run.root / "eval.bare.jsonl") if isinstance(r, EvalRecord)]
+        assert {record.split for record in accuracies} == {"percent_correct"}
+        verdicts = [record.verdict for record in run.telemetry("alignment")]
+        assert verdicts.count("ok") >= STEPS - 1, verdicts
+        run.assert_nothing_left()
+    finally:
+        run.close()
+
+
+def _last_counts(run: LiveStack, name: str) -> EnvCountsRecord:
+    records = [r for r in read_records(run.root / f"eval.{name}.jsonl") if isinstance(r, EnvCountsRecord)]
+    assert records, f"{name} told nothing: {json.dumps([str(p) for p in run.root.iterdir()])}"
+    return records[-1]
