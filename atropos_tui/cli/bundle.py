@@ -30,7 +30,7 @@ from atropos_common.run_dir import ENV_TOKEN, RunDir
 from atropos_tui.cli import runs
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.redact import Scrubber, is_harmless, is_plain_setting, is_secret_name, secret_references
-from atropos_tui.profile.variables import references
+from atropos_tui.profile.spec import references
 from atropos_tui.supervisor import leftovers, procfs
 from atropos_tui.supervisor.store import ProcessTable
 
@@ -89,7 +89,7 @@ def bundle(options: argparse.Namespace) -> int:
 
 def _fill(packed: Bundle, entry: runs.RunEntry) -> None:
     from atropos_tui.cli.doctor import report_json
-    from atropos_tui.cli.reading import status_of
+    from atropos_tui.cli.inspect import status_of
 
     root = os.open(entry.dir.root, os.O_RDONLY | os.O_DIRECTORY)
     try:

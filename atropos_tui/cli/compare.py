@@ -22,22 +22,19 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from atropos_common.run_dir import RunDir
-from atropos_tui import __version__
 from atropos_tui.cli import runs, show
 from atropos_tui.cli.control import bring_down
-from atropos_tui.cli.env_files import read_env_files
-from atropos_tui.cli.profiles import checked
-from atropos_tui.cli.run_files import write_run_files
-from atropos_tui.cli.up import spawn_supervisor
+from atropos_tui.cli.profiles import checked, read_env_files
+from atropos_tui.cli.up import spawn_supervisor, write_run_files
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import benchmark_runs, benchmarks_json, render_benchmarks
 from atropos_tui.monitor.comparison import Progress
 from atropos_tui.monitor.plain import plain_text
 from atropos_tui.profile.errors import refused
-from atropos_tui.profile.hardware import read_machine
+from atropos_tui.profile.memory import read_machine
 from atropos_tui.profile.plan import make_site
+from atropos_tui.profile.preflight import separate
 from atropos_tui.profile.sections import Profile, find_profile, load_profile
-from atropos_tui.profile.side_by_side import separate
 from atropos_tui.profile.spec import StackSpec
 
 Found = TypeVar("Found")
@@ -57,7 +54,7 @@ class Planned:
 
 
 @dataclass
-class Entry:
+class ComparedStack:
     """One stack of the comparison."""
 
     label: str
@@ -113,15 +110,15 @@ async def compare(options: argparse.Namespace) -> int:
     return code
 
 
-def label_entries(options: argparse.Namespace) -> list[Entry]:
+def label_entries(options: argparse.Namespace) -> list[ComparedStack]:
     """An entry per PROFILE: named by its file, `demo`, `demo-2`, ..., with the overrides that are for it."""
-    entries: list[Entry] = []
+    entries: list[ComparedStack] = []
     count: Counter[str] = Counter()
     problems: list[Problem] = []
     for name in options.profiles:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).stem).lstrip("._-")[:40] or "profile"
         count[stem] += 1
-        entries.append(Entry(stem if count[stem] == 1 else f"{stem}-{count[stem]}", name))
+        entries.append(ComparedStack(stem if count[stem] == 1 else f"{stem}-{count[stem]}", name))
     by_label = {entry.label: entry for entry in entries}
     for item in options.sets:
         if ":" not in item.partition("=")[0]:
@@ -141,7 +138,7 @@ def label_entries(options: argparse.Namespace) -> list[Entry]:
     return entries
 
 
-def prepare(entries: Sequence[Entry], base: Path, *, sequential: bool) -> list[str]:
+def prepare(entries: Sequence[ComparedStack], base: Path, *, sequential: bool) -> list[str]:
     """Check every stack before any is started; what was changed so that they fit beside one another, in words.
 
     Raises:
@@ -162,7 +159,7 @@ def prepare(entries: Sequence[Entry], base: Path, *, sequential: bool) -> list[s
             share = f"{', '.join(without_gpus)} share {os.cpu_count()} processors"
             said.append(f"{share}: to measure each by itself add --sequential")
 
-    def plan(entry: Entry) -> Planned:
+    def plan(entry: ComparedStack) -> Planned:
         profile, file = loaded[entry.label], find_profile(entry.name)
         run_id, dotenv = runs.new_run_id(entry.label), read_env_files(file)
         site = make_site(profile, base / entry.label, run_id=run_id, dotenv=dotenv)
@@ -173,11 +170,11 @@ def prepare(entries: Sequence[Entry], base: Path, *, sequential: bool) -> list[s
     return said
 
 
-def _load(entry: Entry) -> Profile:
+def _load(entry: ComparedStack) -> Profile:
     return load_profile(entry.name, entry.sets)[0]
 
 
-def _each(entries: Sequence[Entry], work: Callable[[Entry], Found]) -> dict[str, Found]:
+def _each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], Found]) -> dict[str, Found]:
     """`work` for every entry by label, or all problems of all of them."""
     found: dict[str, Found] = {}
     problems: list[Problem] = []
@@ -197,7 +194,7 @@ def _each(entries: Sequence[Entry], work: Callable[[Entry], Found]) -> dict[str,
 class Board:
     """One live line per stack: redrawn in place on a terminal, printed when it changes elsewhere."""
 
-    def __init__(self, entries: Sequence[Entry], to: TextIO) -> None:
+    def __init__(self, entries: Sequence[ComparedStack], to: TextIO) -> None:
         self._entries = entries
         self._to = to
         self._live = to.isatty() and os.environ.get("TERM") != "dumb"
@@ -234,7 +231,7 @@ class Board:
 class Comparison:
     """Runs the stacks; an interrupt stops them all, a second one kills what is left."""
 
-    def __init__(self, entries: Sequence[Entry], board: Board, *, sequential: bool) -> None:
+    def __init__(self, entries: Sequence[ComparedStack], board: Board, *, sequential: bool) -> None:
         self._entries = entries
         self._board = board
         self._sequential = sequential
@@ -275,7 +272,7 @@ class Comparison:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), REDRAW_S)
 
-    async def _one(self, entry: Entry) -> None:
+    async def _one(self, entry: ComparedStack) -> None:
         """Start one stack when its turn has come, and wait until it has ended."""
         await self._wait_for_shared_steps(entry)
         if self._interrupts:
@@ -296,7 +293,7 @@ class Comparison:
         result = runs.read_result(run)
         entry.code = int(result["exit_code"]) if result else Exit.FAULT
 
-    async def _wait_for_shared_steps(self, entry: Entry) -> None:
+    async def _wait_for_shared_steps(self, entry: ComparedStack) -> None:
         """Two stacks that prepare the same thing at once would be in each other's way."""
         for other in self._entries[: self._entries.index(entry)]:
             for step in sorted(_creates(entry.spec).keys() & _creates(other.spec).keys()):
@@ -316,10 +313,10 @@ class Comparison:
             if entry.progress is not None and entry.code is None:
                 self._stop(entry)
 
-    def _stop(self, entry: Entry) -> None:
+    def _stop(self, entry: ComparedStack) -> None:
         self._stopping.add(asyncio.create_task(self._bring_down(entry, 0.0 if self._interrupts > 1 else None)))
 
-    async def _bring_down(self, entry: Entry, timeout_s: float | None) -> None:
+    async def _bring_down(self, entry: ComparedStack, timeout_s: float | None) -> None:
         try:
             await bring_down(Path(entry.spec.run_dir), timeout_s)
         except UserError as error:
@@ -331,16 +328,16 @@ def _creates(stack: StackSpec) -> dict[str, str]:
     return {part.creates: part.name for part in stack.components if part.creates}
 
 
-def start(entry: Entry, run: RunDir) -> None:
+def start(entry: ComparedStack, run: RunDir) -> None:
     """Write the run directory and start its supervisor."""
     run.create()
     assert entry.planned is not None
-    write_run_files(run, entry.spec, entry.planned.profile, version=__version__)
+    write_run_files(run, entry.spec, entry.planned.profile)
     runs.remember(run, entry.spec.run_id)
     spawn_supervisor(run, entry.spec)
 
 
-def tell(entries: Sequence[Entry], board: Board, *, as_json: bool) -> None:
+def tell(entries: Sequence[ComparedStack], board: Board, *, as_json: bool) -> None:
     """The table of what ran, then how the others ended."""
     figures = benchmark_runs([Path(entry.spec.run_dir) for entry in entries if entry.progress is not None])
     if as_json:

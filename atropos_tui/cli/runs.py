@@ -18,7 +18,7 @@ import platformdirs
 from atropos_common.files import read_regular
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.profile.listening import listens
+from atropos_tui.profile.ports import listens
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,10 @@ from atropos_common.bridge import LORA_RANKS, server_rank
 from atropos_common.transfer import is_loopback, is_wildcard
 from atropos_tui.errors import Problem
 from atropos_tui.profile.errors import SECTION_LISTS, KeyPath, key_text, printable
-from atropos_tui.profile.graph import find_faults
 from atropos_tui.profile.memory import VLLM_FRACTION
-from atropos_tui.profile.modes import TRAITS
-from atropos_tui.profile.plan import Site, env_engine, fed_engines, meeting_address, training_config
+from atropos_tui.profile.plan import TRAITS, Site, env_engine, fed_engines, meeting_address, training_config
 from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
-from atropos_tui.profile.spec import StackSpec
+from atropos_tui.profile.spec import StackSpec, dependency_faults
 from trainer_core.config import TrainingConfig
 
 MAX_REASON = 1000
@@ -64,8 +62,7 @@ def check_graph(profile: Profile, stack: StackSpec, file: str) -> list[Problem]:
     """What cannot be started in any order."""
     return [
         Problem(fault.reason, fault.fix, file, f"{profile.section_of(fault.component)}.depends_on")
-        for fault in find_faults(stack)
-        if fault.field == "depends_on"  # names are checked in the profile, which knows their sections
+        for fault in dependency_faults(stack)
     ]
 
 

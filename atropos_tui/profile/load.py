@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 from atropos_tui.errors import Problem, UserError
 from atropos_tui.profile.errors import SECTION_LISTS, KeyPath, did_you_mean, printable, value_text
 
@@ -23,6 +25,8 @@ MAX_PROFILE_BYTES = 1024 * 1024
 """A larger file is no profile, but a model given in its place."""
 SET = "--set"
 """What a problem names in the place of a file."""
+CACHE = "ATROPOS_CACHE"
+"""Where prepared models are kept between runs; override it in the environment."""
 
 PROGRAMS = {"module", "script", "command"}
 """Of these an environment has one: who names one takes back the others that are inherited."""
@@ -64,6 +68,11 @@ def displace(environment: dict[str, Any], named: set[str]) -> None:
     if PROGRAMS & named:
         for other in PROGRAMS - named:
             environment.pop(other, None)
+
+
+def cache_dir() -> Path:
+    """Folder for things that outlive a run, such as the demo's warm-started model."""
+    return Path(os.environ.get(CACHE) or platformdirs.user_cache_dir("atropos-tui"))
 
 
 def shipped_profiles() -> dict[str, Path]:

@@ -52,8 +52,8 @@ from atropos_tui.profile.spec import (
     RestartPolicy,
     StopPolicy,
     TcpCheck,
+    references,
 )
-from atropos_tui.profile.variables import references
 from trainer_core.config import TrainingConfig
 
 __all__ = ["Profile", "apply_sets", "find_profile", "load_profile", "parse_profile", "shipped_profiles"]

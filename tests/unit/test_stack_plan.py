@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from atropos_tui.cli.run_files import _profile_data
+from atropos_tui.cli.up import _profile_data
 from atropos_tui.profile.checks import check_graph, check_notes, check_profile
 from atropos_tui.profile.plan import Site, build_stack, make_site, redacted
 from atropos_tui.profile.recipes import recipe

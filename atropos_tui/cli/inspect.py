@@ -1,4 +1,4 @@
-"""Commands that read: they ask a live run, and answer from the files of one that has ended."""
+"""`ps`, `why`, `events`, `runs`: they ask a live run, and answer from the files of one that has ended."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from atropos_common.records import (
 )
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show
-from atropos_tui.cli.control import client
 from atropos_tui.cli.logs import compiled
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.plain import one_line
-from atropos_tui.monitor.run_info import read_info
+from atropos_tui.monitor.run_info import read_info, status_from_files
+from atropos_tui.supervisor.client import ControlClient, NoSupervisor, StreamLost
 
 if TYPE_CHECKING:
     from atropos_tui.monitor.why import Picture
@@ -33,17 +33,14 @@ if TYPE_CHECKING:
 
 async def status_of(entry: runs.RunEntry) -> RunStatus:
     """From the supervisor, else rebuilt from plan.json and supervisor.jsonl."""
-    from atropos_tui.supervisor.client import NoSupervisor
-
     try:
-        return await client(entry.dir.root).status()
+        return await ControlClient(entry.dir.root).status()
     except NoSupervisor:
         return status_of_files(entry)
 
 
 def status_of_files(entry: runs.RunEntry) -> RunStatus:
     from atropos_tui.monitor.feed import load_run
-    from atropos_tui.monitor.run_info import status_from_files
 
     info, state, _ = load_run(entry.dir.root)
     return status_from_files(entry.dir, info, state)
@@ -84,13 +81,11 @@ async def why(options: argparse.Namespace) -> int:
 async def _picture(entry: runs.RunEntry) -> Picture:
     """The run at this moment, with all that its records tell."""
     from atropos_tui.monitor.feed import load_run
-    from atropos_tui.monitor.run_info import status_from_files
     from atropos_tui.monitor.why import Picture
-    from atropos_tui.supervisor.client import NoSupervisor
 
     info, state, _ = load_run(entry.dir.root)
     try:
-        status = await client(entry.dir.root).status()
+        status = await ControlClient(entry.dir.root).status()
     except NoSupervisor:
         status = status_from_files(entry.dir, info, state)
     return Picture(status, info, state, time.time())
@@ -132,15 +127,13 @@ async def _past_events(entry: runs.RunEntry) -> AsyncIterator[Record]:
 
 async def _live_events(entry: runs.RunEntry) -> AsyncIterator[Record]:
     """The past from the file, then the live stream from where the file ended."""
-    from atropos_tui.supervisor.client import NoSupervisor, StreamLost
-
     last = -1
     for record in read_events(entry.dir):
         last = record.seq
         yield record
     while True:
         try:
-            async for item in client(entry.dir.root).events(after=last):
+            async for item in ControlClient(entry.dir.root).events(after=last):
                 if isinstance(item, Record):
                     last = item.seq
                     yield item
@@ -177,7 +170,7 @@ def list_runs(options: argparse.Namespace) -> int:
 
 def _crashed(entry: runs.RunEntry) -> str:
     """A run without supervisor and result, and what is left of it."""
-    from atropos_tui.cli.dead_runs import find_dead
+    from atropos_tui.cli.cleanup import find_dead
 
     found = find_dead(entry.dir.root, entry.info)
     if found is None:
@@ -190,13 +183,3 @@ def _crashed(entry: runs.RunEntry) -> str:
         if found.is_adoptable
         else f"crashed, {left} left: atropos-tui clean"
     )
-
-
-def bench(options: argparse.Namespace) -> int:
-    """The guides' BENCHMARK SUMMARY of each run."""
-    from atropos_tui.monitor import bench as summary
-
-    chosen = [runs.pick(path).dir.root for path in options.runs] or [runs.pick(None).dir.root]
-    figures = summary.benchmark_runs(chosen)
-    print(summary.benchmarks_json(figures) if options.json else summary.render_benchmarks(figures))
-    return Exit.DONE
