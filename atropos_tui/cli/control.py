@@ -29,25 +29,9 @@ def not_live(run_dir: Path) -> UserError:
     )
 
 
-async def start(options: argparse.Namespace) -> int:
-    return await _act("start", options)
-
-
-async def stop(options: argparse.Namespace) -> int:
-    return await _act("stop", options)
-
-
-async def restart(options: argparse.Namespace) -> int:
-    return await _act("restart", options)
-
-
-async def kill(options: argparse.Namespace) -> int:
-    return await _act("kill", options)
-
-
-async def _act(action: Action, options: argparse.Namespace) -> int:
-    """Show the blast radius, ask where it is wide, send the command and follow it to its end."""
-
+async def act(options: argparse.Namespace) -> int:
+    """`start`, `stop`, `restart`, `kill`: show the blast radius, ask where it is wide, and follow it to its end."""
+    action: Action = options.action
     run_dir = runs.pick(options.run_dir).dir.root
     socket = ControlClient(run_dir)
     try:
@@ -62,9 +46,13 @@ async def _act(action: Action, options: argparse.Namespace) -> int:
         accepted = await socket.command(CommandRequest(action=action, component=options.component))
         return await _follow(socket, accepted.command_id)
     except Refused as refused:
-        raise UserError(f"refused: {refused.error}", [Problem(refused.fix)] if refused.fix else []) from None
+        raise _refused(refused) from None
     except NoSupervisor:
         raise not_live(run_dir) from None
+
+
+def _refused(refused: Refused) -> UserError:
+    return UserError(f"refused: {refused.error}", [Problem(refused.fix)] if refused.fix else [])
 
 
 async def _follow(socket: ControlClient, command_id: str) -> int:
@@ -128,7 +116,7 @@ async def wait(options: argparse.Namespace) -> int:
     try:
         outcome = await ControlClient(entry.dir.root).wait(options.target, options.timeout)
     except Refused as refused:
-        raise UserError(f"refused: {refused.error}", [Problem(refused.fix)] if refused.fix else []) from None
+        raise _refused(refused) from None
     except NoSupervisor:
         result = runs.read_result(entry.dir)
         if options.target == "done" and result is not None:

@@ -98,8 +98,7 @@ def _no_component(name: str, known: list[str]) -> UserError:
 async def events(options: argparse.Namespace) -> int:
     entry = runs.pick(options.run_dir)
     wanted = _wanted_events(entry, options)
-    source = _live_events(entry) if options.follow else _past_events(entry)
-    async for record in source:
+    async for record in _events(entry, follow=options.follow):
         if wanted(record):
             print(record.to_line().rstrip("\n") if options.json else show.event_line(record), flush=True)
     return Exit.DONE
@@ -120,18 +119,13 @@ def _wanted_events(entry: runs.RunEntry, options: argparse.Namespace) -> Callabl
     )
 
 
-async def _past_events(entry: runs.RunEntry) -> AsyncIterator[Record]:
-    for record in read_events(entry.dir):
-        yield record
-
-
-async def _live_events(entry: runs.RunEntry) -> AsyncIterator[Record]:
+async def _events(entry: runs.RunEntry, *, follow: bool) -> AsyncIterator[Record]:
     """The past from the file, then the live stream from where the file ended."""
     last = -1
     for record in read_events(entry.dir):
         last = record.seq
         yield record
-    while True:
+    while follow:
         try:
             async for item in ControlClient(entry.dir.root).events(after=last):
                 if isinstance(item, Record):
@@ -145,19 +139,12 @@ async def _live_events(entry: runs.RunEntry) -> AsyncIterator[Record]:
 
 
 def list_runs(options: argparse.Namespace) -> int:
-    entries = runs.all_runs()
     rows = []
-    for entry in entries:
+    for entry in runs.all_runs():
         result = runs.read_result(entry.dir)
         state = "live" if entry.is_live else (f"ended {result['exit_code']}" if result else _crashed(entry))
-        rows.append(
-            {
-                "run": entry.info.get("run_id"),
-                "mode": entry.info.get("mode"),
-                "state": state,
-                "dir": str(entry.dir.root),
-            }
-        )
+        known = {"run": entry.info.get("run_id"), "mode": entry.info.get("mode")}
+        rows.append(known | {"state": state, "dir": str(entry.dir.root)})
     if options.json:
         print(json.dumps(rows, indent=2))
     elif not rows:
@@ -177,9 +164,5 @@ def _crashed(entry: runs.RunEntry) -> str:
         return "live"  # its supervisor is just coming or going
     if not found.processes:
         return "crashed"
-    left = found.count_text
-    return (
-        f"crashed, {left} kept: atropos-tui up --resume"
-        if found.is_adoptable
-        else f"crashed, {left} left: atropos-tui clean"
-    )
+    then = "kept: atropos-tui up --resume" if found.is_adoptable else "left: atropos-tui clean"
+    return f"crashed, {found.count_text} {then}"

@@ -133,7 +133,8 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
         ("restart", "restart a component, with whatever must go along"),
         ("kill", "SIGKILL every process of a component"),
     ):
-        parser = _command(commands, name, f"control:{name}", text)
+        parser = _command(commands, name, "control:act", text)
+        parser.set_defaults(action=name)
         parser.add_argument("component", metavar="COMPONENT")
         parser.add_argument("--yes", action="store_true", help="do not ask")
         parser.add_argument("--dry-run", action="store_true", help="show what would be touched, and do nothing")

@@ -29,15 +29,15 @@ def checked(profile: Profile, file: Path, site: Site, *, machine: bool) -> Stack
         UserError: with all problems; `machine` adds those of this machine.
     """
     with in_words(printable(str(file))):
-        problems = check_profile(site, str(file))
+        problems = check_profile(site)
         try:
             stack = stack_of(site)
         except ValueError:
             if not problems:  # else the trainer's settings contradict each other, which is among them
                 raise
         else:
-            problems += check_graph(profile, stack, str(file))
-            problems += preflight(site, stack, str(file)) if machine else []
+            problems += check_graph(profile, stack)
+            problems += preflight(site, stack) if machine else []
             if not problems:
                 return stack
         raise refused([placed(problem, profile) for problem in problems], "cannot start this profile")
@@ -75,7 +75,7 @@ def plan(options: argparse.Namespace) -> int:
     with in_words(printable(str(file))):
         inventory = take_inventory(site)
         budget = site_budget(site, inventory)
-        lacking = [placed(problem, profile) for problem in unfit(site, str(file), inventory)]
+        lacking = [placed(problem, profile) for problem in unfit(site, inventory)]
     if options.json:
         more = {"notes": check_notes(site), "budget": as_data(budget), "problems": [asdict(p) for p in lacking]}
         print(json.dumps(redacted(stack) | more, indent=2))

@@ -276,7 +276,7 @@ def test_preflight_refuses_what_cannot_fit_even_without_activations(tmp_path: Pa
     site = make_site(chosen, Path("/runs/r"), run_id="r")
     stack = build_stack(chosen, Path("/runs/r"), run_id="r")
     for host, refused in ((10**4, True), (10**9, False)):
-        found = preflight(site, stack, "p.toml", Inventory(Hardware((), host), {"vllm": model}))
+        found = preflight(site, stack, Inventory(Hardware((), host), {"vllm": model}))
         assert any("before any activation" in problem.reason for problem in found) is refused, found
 
 

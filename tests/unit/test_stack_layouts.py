@@ -69,9 +69,9 @@ def test_a_layout_that_does_not_run_is_refused_with_its_reasons(
 def test_a_layout_that_runs_is_planned_without_a_problem(name: str) -> None:
     profile, _ = load_profile(name)
     site = make_site(profile, RUN_DIR, run_id="r")
-    assert check_profile(site, name) == []
+    assert check_profile(site) == []
     stack = build_stack(profile, RUN_DIR, run_id="r")
-    assert check_graph(profile, stack, name) == []
+    assert check_graph(profile, stack) == []
     assert {"api", "env", "engine", "trainer"} <= {part.role.value for part in stack.components}
 
 
@@ -84,7 +84,7 @@ def test_the_gpu_layouts_fit_on_80_gib_by_their_budget(name: str) -> None:
     budget = make_budget(profile, training_config(site), {"vllm": model}, machine)
     assert budget.warnings == [] and budget.devices[0].wanted > 60 * GIB
     stack = build_stack(profile, RUN_DIR, run_id="r")
-    found = preflight(site, stack, name, Inventory(machine, {"vllm": model}))
+    found = preflight(site, stack, Inventory(machine, {"vllm": model}))
     assert [problem for problem in found if "port" not in problem.key and "optimizer" not in problem.key] == []
     smaller = Hardware((Gpu("NVIDIA L40S", 48 * GIB),), 512 * GIB)
     assert make_budget(profile, training_config(site), {"vllm": model}, smaller).warnings
