@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show
@@ -37,20 +37,11 @@ from atropos_tui.profile.preflight import separate
 from atropos_tui.profile.sections import Profile, find_profile, load_profile
 from atropos_tui.profile.spec import StackSpec
 
-Found = TypeVar("Found")
 POLL_S = 0.2
 REDRAW_S = 0.5
 REPEAT_S = 10.0
 """Off a terminal a line is printed when its phase changes, and so often while only its figures do."""
 WORST_FIRST = (Exit.FAULT, Exit.COMPONENT_FAILED, Exit.TIMEOUT, Exit.USAGE, Exit.INTERRUPTED)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A profile that passed every check, and what it starts."""
-
-    profile: Profile
-    stack: StackSpec
 
 
 @dataclass
@@ -62,17 +53,15 @@ class ComparedStack:
     name: str
     """PROFILE as given."""
     sets: list[str] = field(default_factory=list)
-    planned: Planned | None = None
+    profile: Profile = field(init=False)
+    """Known once it is loaded."""
+    spec: StackSpec = field(init=False)
+    """What it starts, known once every check has passed."""
     progress: Progress | None = None
     """None before its start."""
     note: str = "waits for its turn"
     code: int | None = None
     """Exit code; None while it runs, and when it was never started."""
-
-    @property
-    def spec(self) -> StackSpec:
-        assert self.planned is not None
-        return self.planned.stack
 
     @property
     def phase(self) -> str:
@@ -104,8 +93,7 @@ async def compare(options: argparse.Namespace) -> int:
     board.say(f"comparing {len(entries)} stacks {how}: {base}")
     for line in said:
         board.say(f"  {line}")
-    comparison = Comparison(entries, board, sequential=options.sequential)
-    code = await comparison.run()
+    code = await Comparison(entries, board, sequential=options.sequential).run()
     tell(entries, board, as_json=options.json)
     return code
 
@@ -144,51 +132,48 @@ def prepare(entries: Sequence[ComparedStack], base: Path, *, sequential: bool) -
     Raises:
         UserError: with every problem of every profile.
     """
-    loaded = _each(entries, _load)
+    _each(entries, _load)
     said: list[str] = []
     if not sequential:
-        changes = separate(loaded, len(read_machine().gpus))
+        changes = separate({entry.label: entry.profile for entry in entries}, len(read_machine().gpus))
         if changes.problems:
             raise refused(changes.problems, "these stacks do not fit beside one another")
         said = changes.lines
         for entry in entries:
             entry.sets += changes.sets[entry.label]
-        loaded = _each(entries, _load)
-        without_gpus = [name for name, profile in loaded.items() if not any(part.gpus for part in profile.vllm)]
+        _each(entries, _load)
+        without_gpus = [entry.label for entry in entries if not any(part.gpus for part in entry.profile.vllm)]
         if len(without_gpus) > 1:
             share = f"{', '.join(without_gpus)} share {os.cpu_count()} processors"
             said.append(f"{share}: to measure each by itself add --sequential")
 
-    def plan(entry: ComparedStack) -> Planned:
-        profile, file = loaded[entry.label], find_profile(entry.name)
+    def plan(entry: ComparedStack) -> None:
+        file = find_profile(entry.name)
         run_id, dotenv = runs.new_run_id(entry.label), read_env_files(file)
-        site = make_site(profile, base / entry.label, run_id=run_id, dotenv=dotenv)
-        return Planned(profile, checked(profile, file, site, machine=True))
+        site = make_site(entry.profile, base / entry.label, run_id=run_id, dotenv=dotenv)
+        entry.spec = checked(entry.profile, file, site, machine=True)
 
-    for label, planned in _each(entries, plan).items():
-        next(entry for entry in entries if entry.label == label).planned = planned
+    _each(entries, plan)
     return said
 
 
-def _load(entry: ComparedStack) -> Profile:
-    return load_profile(entry.name, entry.sets)[0]
+def _load(entry: ComparedStack) -> None:
+    entry.profile, _ = load_profile(entry.name, entry.sets)
 
 
-def _each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], Found]) -> dict[str, Found]:
-    """`work` for every entry by label, or all problems of all of them."""
-    found: dict[str, Found] = {}
+def _each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], None]) -> None:
+    """`work` for every entry, or all problems of all of them."""
     problems: list[Problem] = []
     several = Counter(entry.name for entry in entries)
     for entry in entries:
         try:
-            found[entry.label] = work(entry)
+            work(entry)
         except UserError as error:
             for problem in error.problems or [Problem(error.title)]:
                 file = f"{problem.file} ({entry.label})" if several[entry.name] > 1 else problem.file
                 problems.append(replace(problem, file=file))
     if problems:
         raise refused(problems, "cannot start this comparison")
-    return found
 
 
 class Board:
@@ -331,8 +316,7 @@ def _creates(stack: StackSpec) -> dict[str, str]:
 def start(entry: ComparedStack, run: RunDir) -> None:
     """Write the run directory and start its supervisor."""
     run.create()
-    assert entry.planned is not None
-    write_run_files(run, entry.spec, entry.planned.profile)
+    write_run_files(run, entry.spec, entry.profile)
     runs.remember(run, entry.spec.run_id)
     spawn_supervisor(run, entry.spec)
 

@@ -48,8 +48,7 @@ def event_line(record: Record) -> str:
             reason = f"  ({one_line(record.reason)})" if record.reason else ""
             return f"{clock}  {record.component or '':<14} {record.old} → {record.new}{reason}"
         case ProbeRecord():
-            verdict = "passed" if record.ok else "failed"
-            said = f"{record.probe} probe {verdict}  {one_line(record.detail)}"
+            said = f"{record.probe} probe {'passed' if record.ok else 'failed'}  {one_line(record.detail)}"
             return f"{clock}  {record.component or '':<14} {said}".rstrip()
         case StageRecord():
             return f"{clock}  {record.component or '':<14} reached: {one_line(record.stage)}"
@@ -69,14 +68,12 @@ def event_line(record: Record) -> str:
 def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
     """Aligned columns; the first row is the head."""
     right = set(right)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+        cells = zip(row, widths, strict=True)
+        padded = [cell.rjust(w) if number in right else cell.ljust(w) for number, (cell, w) in enumerate(cells)]
+        lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 
 
@@ -173,40 +170,32 @@ class StepLines:
             await asyncio.to_thread(self.look)
             await asyncio.sleep(LOOK_S)
 
-    def look(self) -> None:
-        """Take in what was written since the last look; the newest step is told when it is time."""
+    def look(self, *, last: bool = False) -> None:
+        """Take in what was written since the last look; the newest step is told when it is time, or as the last."""
         with self._looking:
             self._read()
-            if self._untold and time.monotonic() - self._told_at >= EVERY_S:
-                self._tell()
+            if self._untold and (last or time.monotonic() - self._told_at >= EVERY_S):
+                self._say(self._untold)
+                self._untold, self._told_at = "", time.monotonic()
 
     def finish(self) -> None:
         """The last step is told in any case."""
-        with self._looking:
-            self._read()
-            if self._untold:
-                self._tell()
+        self.look(last=True)
 
     def _read(self) -> None:
         while True:
             for record in self._tail.read():
-                if record.time >= self._began and isinstance(record, StepRecord | TimingRecord) and record.rank == 0:
-                    self._take(record)
+                if record.time < self._began or not isinstance(record, StepRecord | TimingRecord) or record.rank:
+                    continue
+                if isinstance(record, StepRecord):
+                    self._step = record
+                else:
+                    self._timing = record
+                step, timing = self._step, self._timing
+                if step and timing and (step.attempt, step.step) == (timing.attempt, timing.step):
+                    self._untold = step_line(step, timing, self._total)
             if not self._tail.behind:
                 return
-
-    def _take(self, record: StepRecord | TimingRecord) -> None:
-        if isinstance(record, StepRecord):
-            self._step = record
-        else:
-            self._timing = record
-        step, timing = self._step, self._timing
-        if step and timing and (step.attempt, step.step) == (timing.attempt, timing.step):
-            self._untold = step_line(step, timing, self._total)
-
-    def _tell(self) -> None:
-        self._say(self._untold)
-        self._untold, self._told_at = "", time.monotonic()
 
 
 def step_line(step: StepRecord, timing: TimingRecord, total: int | None) -> str:

@@ -30,12 +30,13 @@ from atropos_tui.cli.show import Printer, StepLines
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.plain import one_line
 from atropos_tui.monitor.run_info import read_info
-from atropos_tui.profile.errors import SECTION_LISTS, KeyPath, key_text, printable
+from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.load import read_toml
 from atropos_tui.profile.plan import make_site, redacted
 from atropos_tui.profile.redact import hide_command, hide_tree
+from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import Profile, load_profile
-from atropos_tui.profile.spec import StackSpec
+from atropos_tui.profile.spec import StackError, StackSpec
 
 MAX_PATH = 120
 """Characters of a path in a message about it."""
@@ -121,7 +122,6 @@ def _is_plain(text: str) -> bool:
 
 
 def _headless(run: RunDir, stack: StackSpec) -> int:
-    from atropos_tui.profile.spec import StackError
     from atropos_tui.supervisor.runner import run_stack
     from atropos_tui.supervisor.sockets import SocketError
     from atropos_tui.supervisor.store import RunInUseError

@@ -13,9 +13,10 @@ from urllib.parse import urlsplit
 from atropos_common.bridge import LORA_RANKS, server_rank
 from atropos_common.transfer import is_loopback, is_wildcard
 from atropos_tui.errors import Problem
-from atropos_tui.profile.errors import SECTION_LISTS, KeyPath, key_text, printable
+from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.memory import VLLM_FRACTION
 from atropos_tui.profile.plan import TRAITS, Site, env_engine, fed_engines, meeting_address, training_config
+from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
 from atropos_tui.profile.spec import StackSpec, dependency_faults
 from trainer_core.config import TrainingConfig

@@ -19,7 +19,8 @@ from typing import Any
 import platformdirs
 
 from atropos_tui.errors import Problem, UserError
-from atropos_tui.profile.errors import SECTION_LISTS, KeyPath, did_you_mean, printable, value_text
+from atropos_tui.profile.errors import did_you_mean, printable, value_text
+from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 
 MAX_PROFILE_BYTES = 1024 * 1024
 """A larger file is no profile, but a model given in its place."""

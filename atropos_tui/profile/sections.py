@@ -29,19 +29,10 @@ from pydantic_core import PydanticCustomError
 from atropos_common.control import Role
 from atropos_common.run_dir import is_safe_name
 from atropos_tui.errors import Problem
-from atropos_tui.profile.errors import (
-    SECTION_LISTS,
-    KeyPath,
-    Schema,
-    in_words,
-    key_text,
-    problems_of,
-    refused,
-    value_text,
-)
+from atropos_tui.profile.errors import in_words, key_text, problems_of, refused, value_text
 from atropos_tui.profile.load import SET, Origins, apply_sets, file_text, find_profile, read_merged, shipped_profiles
 from atropos_tui.profile.redact import REDACTED
-from atropos_tui.profile.schema import build_schema
+from atropos_tui.profile.schema import SECTION_LISTS, KeyPath, Schema, build_schema
 from atropos_tui.profile.spec import (
     ExecCheck,
     HttpCheck,
@@ -427,7 +418,7 @@ class Profile(Section):
 @cache
 def profile_schema() -> Schema:
     """The JSON Schema of a profile file; one object, to be read only."""
-    return build_schema(Profile, derived=set(DERIVED_TRAINER_KEYS), words=READ_WORDS)
+    return build_schema(Profile, TrainingConfig, derived=set(DERIVED_TRAINER_KEYS), words=READ_WORDS)
 
 
 def load_profile(name_or_path: str, sets: Sequence[str] = ()) -> tuple[Profile, Path]:

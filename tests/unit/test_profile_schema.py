@@ -15,7 +15,7 @@ from atropos_tui.cli import main
 from atropos_tui.cli.init import SCHEMA_FILE
 from atropos_tui.cli.profiles import schema_text
 from atropos_tui.errors import Exit
-from atropos_tui.profile.errors import resolve
+from atropos_tui.profile.schema import resolve
 from atropos_tui.profile.sections import DERIVED_TRAINER_KEYS, profile_schema, shipped_profiles
 from trainer_core.config import TrainingConfig
 
