@@ -43,10 +43,13 @@ def clean(options: argparse.Namespace) -> int:
     found = [_named(options.run_dir)] if named else all_dead()
     kept = [] if named else [run for run in found if run.is_adoptable]
     chosen = [run for run in found if run not in kept and not run.is_clean]
-    sockets = [] if named else _others(stale_sockets(), found)
+    of_runs = {path for run in found for path in run.files}
+    sockets = [] if named else [path for path in stale_sockets() if path not in of_runs]
     print(_report(chosen, kept, sockets), flush=True)
     if not named and (unknown := strangers()):
-        print(_unknown(unknown), flush=True)
+        print("processes of runs that are not in the list of runs; name one to end them:")
+        for run in unknown:
+            print(f"  atropos-tui clean --run-dir {run.run_id}   ({run.count_text}; {run.root})", flush=True)
     if options.dry_run:
         return Exit.DONE
     if (chosen or sockets) and not options.yes and not _confirmed("end and remove these?"):
@@ -71,16 +74,9 @@ def _named(run_dir: Path) -> DeadRun:
         raise
     found = find_dead(entry.dir.root, entry.info)
     if found is None:
-        raise UserError(
-            f"{entry.info.get('run_id')} is live",
-            [Problem("its supervisor runs", f"atropos-tui down --run-dir {run_dir}")],
-        )
+        problem = Problem("its supervisor runs", f"atropos-tui down --run-dir {run_dir}")
+        raise UserError(f"{entry.info.get('run_id')} is live", [problem])
     return found
-
-
-def _others(paths: list[Path], found: list[DeadRun]) -> list[Path]:
-    named = {path for run in found for path in run.files}
-    return [path for path in paths if path not in named]
 
 
 def _report(chosen: list[DeadRun], kept: list[DeadRun], sockets: list[Path]) -> str:
@@ -90,10 +86,8 @@ def _report(chosen: list[DeadRun], kept: list[DeadRun], sockets: list[Path]) -> 
     if sockets:
         lines += ["sockets that nobody listens on", *(f"  file     {path}" for path in sockets)]
     for run in kept:
-        lines += [
-            f"{run.run_id} keeps {run.count_text} for adoption: atropos-tui up --resume {run.root}",
-            *_contents(run),
-        ]
+        lines.append(f"{run.run_id} keeps {run.count_text} for adoption: atropos-tui up --resume {run.root}")
+        lines += _contents(run)
     return "\n".join(lines) or "no run left anything behind"
 
 
@@ -106,18 +100,10 @@ def _contents(run: DeadRun) -> list[str]:
     return [*lines, f"  cgroup   {run.group}"] if run.group else lines
 
 
-def _unknown(found: list[DeadRun]) -> str:
-    lines = ["processes of runs that are not in the list of runs; name one to end them:"]
-    for run in found:
-        lines += [f"  atropos-tui clean --run-dir {run.run_id}   ({run.count_text}; {run.root})"]
-    return "\n".join(lines)
-
-
 def _confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise UserError(
-            "not confirmed", [Problem("there is no terminal to ask", "look with --dry-run, then say --yes")]
-        )
+        problem = Problem("there is no terminal to ask", "look with --dry-run, then say --yes")
+        raise UserError("not confirmed", [problem])
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 

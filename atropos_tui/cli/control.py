@@ -122,11 +122,8 @@ async def wait(options: argparse.Namespace) -> int:
         if options.target == "done" and result is not None:
             return int(result["exit_code"])
         if supervisor_gone(entry.dir):
-            raise UserError(
-                f"{entry.dir.root.name} crashed",
-                [Problem(GONE, f"atropos-tui up --resume {shlex.quote(str(entry.dir.root))} goes on with it")],
-                Exit.COMPONENT_FAILED,
-            ) from None
+            problem = Problem(GONE, f"atropos-tui up --resume {shlex.quote(str(entry.dir.root))} goes on with it")
+            raise UserError(f"{entry.dir.root.name} crashed", [problem], Exit.COMPONENT_FAILED) from None
         raise not_live(entry.dir.root) from None
     if outcome.outcome == "timeout":
         print(f"timeout: {one_line(outcome.detail)}", file=sys.stderr)

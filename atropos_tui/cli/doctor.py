@@ -155,7 +155,7 @@ def unmet(requirements: Iterable[str], extra: str = "") -> list[str]:
             wanted = Requirement(text)
         except InvalidRequirement:
             continue
-        if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
+        if _applies(wanted, extra):
             found = version_of(wanted.name)
             if found is None:
                 problems.append(f"{wanted.name} is missing")
@@ -220,8 +220,8 @@ def _requirements_of_engine(name: str) -> Iterator[Check]:
         yield warn(f"other requirements of {name}", _listed(problems), INSTALL)
 
 
-def _applies(requirement: Requirement) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+def _applies(requirement: Requirement, extra: str = "") -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
 def _companions(torch: str | None, found: dict[str, str | None]) -> Iterator[Check]:

@@ -83,10 +83,8 @@ def init(options: argparse.Namespace) -> int:
     if options.file is not None:
         _refuse_existing(options.file)
     if not options.yes and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UserError(
-            "no terminal to ask on",
-            [Problem("the questions need one", "add --yes, and flags for what differs from the defaults")],
-        )
+        problem = Problem("the questions need one", "add --yes, and flags for what differs from the defaults")
+        raise UserError("no terminal to ask on", [problem])
     given = _from_flags(options) if options.yes else _from_terminal(options)
     answers = Answers(**{key: given[key] for key in Answers.__dataclass_fields__})
     file = options.file or Path(f"{answers.name}.toml")
@@ -229,9 +227,8 @@ QUESTIONS = (
 
 def _refuse_existing(file: Path) -> None:
     if os.path.lexists(file):
-        raise UserError(
-            "that file exists", [Problem("it would be overwritten", "name another FILE", file=printable(str(file)))]
-        )
+        problem = Problem("it would be overwritten", "name another FILE", file=printable(str(file)))
+        raise UserError("that file exists", [problem])
 
 
 def _write(file: Path, text: str) -> None:
@@ -245,10 +242,8 @@ def _write(file: Path, text: str) -> None:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except OSError as error:
-        raise UserError(
-            "the profile cannot be written",
-            [Problem(str(error.strerror), "choose another FILE", file=printable(str(error.filename or file)))],
-        ) from None
+        problem = Problem(str(error.strerror), "choose another FILE", file=printable(str(error.filename or file)))
+        raise UserError("the profile cannot be written", [problem]) from None
 
 
 def default_model(kind: str) -> str:

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atropos_common.control import RunStatus
-from atropos_common.records import (
-    RECORD_TYPES,
-    ComponentRecord,
-    Record,
-    RecordError,
-    parse_line,
-)
+from atropos_common.records import RECORD_TYPES, ComponentRecord, Record, RecordError, parse_line
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show
 from atropos_tui.cli.logs import compiled

@@ -119,10 +119,8 @@ def schema(options: argparse.Namespace) -> int:
     try:
         options.output.write_text(schema_text(), encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            "the schema cannot be written",
-            [Problem(str(error.strerror), "choose another file", file=printable(str(options.output)))],
-        ) from None
+        problem = Problem(str(error.strerror), "choose another file", file=printable(str(options.output)))
+        raise UserError("the schema cannot be written", [problem]) from None
     return Exit.DONE
 
 
@@ -149,9 +147,8 @@ def read_env_files(profile: Path) -> dict[str, str]:
             if _is_own(file):
                 found = {name: value for name, value in dotenv_values(file).items() if value is not None} | found
         except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in a value
-            raise UserError(
-                "unreadable .env", [Problem(str(error), "write lines of NAME=value in UTF-8", file=str(file))]
-            ) from None
+            problem = Problem(str(error), "write lines of NAME=value in UTF-8", file=str(file))
+            raise UserError("unreadable .env", [problem]) from None
     return found
 
 

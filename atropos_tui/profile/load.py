@@ -138,9 +138,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
         raise _invalid(f"not TOML: {printable(str(error))}", "correct the syntax at that place", file) from None
     except OSError as error:
-        raise UserError(
-            "unreadable profile", [Problem(str(error.strerror), "make it a readable file", file=file)]
-        ) from None
+        problem = Problem(str(error.strerror), "make it a readable file", file=file)
+        raise UserError("unreadable profile", [problem]) from None
 
 
 def _invalid(reason: str, fix: str, file: str, key: str = "") -> UserError:

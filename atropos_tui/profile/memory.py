@@ -70,16 +70,13 @@ def gpu_count() -> int:
 
 def take_inventory(site: Site) -> Inventory:
     """What this machine has for a profile; the network is never asked."""
-    made = {site.text(step.creates): step.name for step in site.profile.prepare if step.creates}
-    known: dict[str, Model | str] = {}
-    for section in site.profile.vllm:
-        name = engine_model(site, section)
-        if name not in known:
-            known[name] = read_model(name)
-        if isinstance(known[name], str) and name in made and not resolve_path(name).exists():
-            known[name] = f"{made[name]} makes the model when the run starts"
-    models = {section.name: known[engine_model(site, section)] for section in site.profile.vllm}
-    return Inventory(read_machine(), models)
+    names = {section.name: engine_model(site, section) for section in site.profile.vllm}
+    known = {name: read_model(name) for name in set(names.values())}
+    for step in site.profile.prepare:
+        made = site.text(step.creates or "")
+        if isinstance(known.get(made), str) and not resolve_path(made).exists():
+            known[made] = f"{step.name} makes the model when the run starts"
+    return Inventory(read_machine(), {section: known[name] for section, name in names.items()})
 
 
 @dataclass(frozen=True)
@@ -113,6 +110,11 @@ class Device:
         """Without what is estimated, but with all that vLLM reserves."""
         return sum(item.bytes or 0 for item in self.items if not item.estimate or item.component != "trainer")
 
+    @property
+    def is_too_small(self) -> bool:
+        """Even if activations took nothing."""
+        return self.total is not None and self.certain > self.total
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -121,11 +123,6 @@ class Budget:
     devices: list[Device]
     notes: list[str]
     warnings: list[str]
-
-    @property
-    def impossible(self) -> list[str]:
-        """Devices that are too small even if activations took nothing."""
-        return [device.name for device in self.devices if device.total is not None and device.certain > device.total]
 
 
 def make_budget(
@@ -300,13 +297,11 @@ def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list
     """The five of the guides, as keys of the profile with their present values; first what is largest by request."""
     share = profile.vllm[0].gpu_memory_utilization or VLLM_FRACTION
     cache = given_cache(device, profile)
-    if cache and len(profile.vllm) == 1:
-        cache = cache.replace("vllm.0.", "vllm.")
     share_text = f"lower vllm.gpu_memory_utilization (now {share:g})"
     # Rows are packed up to pack_tokens, where it is set, whatever the batch size.
     row = "pack_tokens" if settings.pack_tokens else "batch_size"
     return [
-        f"lower {cache}" if cache else share_text,
+        f"lower {profile.short_key(cache)}" if cache else share_text,
         f"lower trainer.{row} (now {getattr(settings, row)})",
         f"raise trainer.gradient_accumulation_steps as much (now {settings.gradient_accumulation_steps})",
         f"lower trainer.seq_len (now {settings.seq_len})",

@@ -37,7 +37,7 @@ from atropos_tui.profile.plan import (
     training_config,
 )
 from atropos_tui.profile.sections import EngineSection, EnvSection, Profile
-from atropos_tui.profile.spec import ComponentSpec, StackSpec, expand, references
+from atropos_tui.profile.spec import StackSpec, expand, references
 from trainer_core.config import TrainingConfig
 
 UNSEEN = "a process that this user may not see"
@@ -56,7 +56,7 @@ def preflight(site: Site, stack: StackSpec, inventory: Inventory | None = None) 
     inventory = inventory or take_inventory(site)
     settings = training_config(site)
     return [
-        *_taken_ports(site, stack),
+        *_taken_ports(site),
         *_packages(site, settings, inventory.machine),
         *_programs(site),
         *_models(site),
@@ -93,25 +93,18 @@ def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
             yield Problem(f"working directory {cwd} does not exist", "create it, or change cwd", key=f"{section}.cwd")
 
 
-def _taken_ports(site: Site, stack: StackSpec) -> Iterator[Problem]:
-    for component in stack.components:
-        if component.port is None or ports.is_free(component.port):
+def _taken_ports(site: Site) -> Iterator[Problem]:
+    for key, port in site.profile.used_ports():
+        if ports.is_free(port):
             continue
-        holder = ports.holder(component.port)
-        if holder is None or holder.run_id != stack.run_id:  # else who resumes the run adopts it or ends it
-            key = _port_key(site, component)
+        holder = ports.holder(port)
+        if holder is None or holder.run_id != site.run_id:  # else who resumes the run adopts it or ends it
+            key = site.profile.short_key(key)
             yield Problem(
-                f"port {component.port} is taken by {holder or UNSEEN}",
+                f"port {port} is taken by {holder or UNSEEN}",
                 f"{holder.way_out if holder else 'stop it'}; or use another port: --set {key}={ports.free_port()}",
                 key=key,
             )
-
-
-def _port_key(site: Site, component: ComponentSpec) -> str:
-    names = [engine.name for engine in site.profile.vllm]
-    if component.name in names:
-        return f"vllm.{names.index(component.name)}.port" if len(names) > 1 else "vllm.port"
-    return "api.port" if component.name == "api" else f"component.{component.name}.port"
 
 
 def _packages(site: Site, settings: TrainingConfig, machine: Hardware) -> Iterator[Problem]:
@@ -284,9 +277,8 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
 
 def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
     """Devices that are too small for certain; what is only likely is a warning of `plan`."""
-    made = memory.site_budget(site, inventory)
-    for device in made.devices:
-        if device.name in made.impossible:
+    for device in memory.site_budget(site, inventory).devices:
+        if device.is_too_small:
             yield Problem(
                 f"{device.name}: {memory.size_text(device.certain)} are wanted before any activation, and "
                 f"{memory.size_text(device.total or 0)} are there",

@@ -139,19 +139,13 @@ def _check_probe(probe: Probe) -> Probe:
             case ExecCheck(command=command) if not command or not command[0].strip():
                 raise mistake("names no program", 'begin with the program, such as ["test", "-e", "x"]', at)
             case LogCheck(pattern=pattern):
-                _check_pattern(pattern, f"{at}.pattern")
+                try:
+                    re.compile(pattern)
+                except (re.error, OverflowError) as error:
+                    reason = f"no regular expression: {error} (got {value_text(pattern)})"
+                    fix = "correct it, or escape what is meant literally"
+                    raise mistake(reason, fix, f"{at}.pattern") from None
     return probe
-
-
-def _check_pattern(pattern: str, at: str) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError) as error:
-        raise mistake(
-            f"no regular expression: {error} (got {value_text(pattern)})",
-            "correct it, or escape what is meant literally",
-            at,
-        ) from None
 
 
 class ComponentOptions(Section):
@@ -405,6 +399,10 @@ class Profile(Section):
             *((f"vllm.{index}.port", engine.port) for index, engine in enumerate(self.vllm)),
             *((f"component.{name}.port", part.port) for name, part in self.component.items() if part.port),
         ]
+
+    def short_key(self, key: str) -> str:
+        """`vllm.0.port` as `vllm.port` where there is one engine."""
+        return key.replace("vllm.0.", "vllm.") if len(self.vllm) == 1 else key
 
     def section_of(self, component: str) -> str:
         """The key of the section that describes a component: `env.0`, `component.x`, `trainer`."""
