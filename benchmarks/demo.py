@@ -26,7 +26,7 @@ import psutil
 
 from atropos_common.records import parse_line
 from atropos_common.run_dir import ENV_RUN_ID, RunDir
-from atropos_tui.profile.variables import cache_dir
+from atropos_tui.profile.load import cache_dir
 
 SAMPLE_S = 2.0
 LIMITS: dict[str, tuple[str, float]] = {

@@ -90,7 +90,9 @@ async def logs(options: argparse.Namespace) -> int:
         reader.skip(math.inf if options.grep else count, since)
     merged = MergedLogs(readers)
     alone = options.no_prefix or len(options.components) == 1
-    show = _text if alone else Prefix(names, _has_colour(), str(datetime.now().date()))
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    prefix = Prefix(names, colour, str(datetime.now().date()))
+    show: Show = (lambda line: line.text) if alone else prefix
     first = wanted.of(merged.ready() if options.follow else merged.rest())
     shown = _print(first if count == math.inf else deque(first, maxlen=int(count)), show)
     if options.follow:
@@ -117,14 +119,6 @@ def _print(lines: Iterable[Line], show: Show) -> int:
         count += len(batch)
         print("\n".join(map(show, batch)), flush=True)
     return count
-
-
-def _text(line: Line) -> str:
-    return line.text
-
-
-def _has_colour() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _readers(run: RunDir, options: argparse.Namespace) -> tuple[list[str], list[LogReader]]:

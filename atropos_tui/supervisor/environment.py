@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atropos_common import run_dir
-from atropos_tui.profile.spec import ComponentSpec, StackSpec
-from atropos_tui.profile.variables import expand, references
+from atropos_tui.profile.spec import ComponentSpec, StackSpec, expand, references
 
 
 class LaunchError(ValueError):

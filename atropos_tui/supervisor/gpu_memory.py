@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atropos_tui.profile.nvml import Card
+from atropos_tui.gpu import Card
 from atropos_tui.supervisor.diagnoses import Diagnosis, own
 from atropos_tui.supervisor.nvml import Reader
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atropos_common.run_dir import RunDir
-from atropos_tui.profile.graph import StackError
-from atropos_tui.profile.spec import ComponentSpec, StackSpec
+from atropos_tui.profile.spec import ComponentSpec, StackError, StackSpec
 from atropos_tui.supervisor import cgroup, environment, keeping, leftovers, procfs
 from atropos_tui.supervisor.environment import Launch, LaunchError
 from atropos_tui.supervisor.keeping import Handle, Job, KeeperError, Kept, Spare

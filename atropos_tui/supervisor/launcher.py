@@ -20,7 +20,7 @@ import httpx
 
 from atropos_common.http import LIMITS
 from atropos_common.run_dir import ENV_WAIT_FOR_GO, GO_LINE, RunDir
-from atropos_tui.profile.nvml import Nvml
+from atropos_tui.gpu import Nvml
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import cgroup, environment, procfs, shared_memory
 from atropos_tui.supervisor.diagnoses import Names

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Protocol
 
-from atropos_tui.profile.nvml import Card, NoDriverError
+from atropos_tui.gpu import Card, NoDriverError
 
 PATIENCE_S = 5.0
 """So long a reading may take; a driver in trouble answers after minutes, or never."""

@@ -16,8 +16,7 @@ import traceback
 from pathlib import Path
 
 from atropos_common.run_dir import ENV_TOKEN, RunDir
-from atropos_tui.profile.graph import check_stack
-from atropos_tui.profile.spec import StackSpec
+from atropos_tui.profile.spec import StackSpec, check_stack
 from atropos_tui.supervisor import cgroup, keeper_launcher, leftovers, sockets
 from atropos_tui.supervisor.api import ApiServer
 from atropos_tui.supervisor.guarding import Guard

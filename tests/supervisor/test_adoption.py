@@ -333,11 +333,11 @@ def test_ports_of_the_run_itself_are_not_taken(free_port: int) -> None:
         server.stdout.readline()
         try:
             assert not ports.is_free(free_port)
-            assert ports.is_of_run(free_port, "ports-run")
-            assert not ports.is_of_run(free_port, "another-run")
+            holder = ports.holder(free_port)
+            assert holder is not None and holder.run_id == "ports-run"
         finally:
             server.kill()
-    assert not ports.is_of_run(free_port, "ports-run")
+    assert ports.holder(free_port) is None
 
 
 async def test_what_cannot_be_compared_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from atropos_common.control import CommandRequest, ComponentStatus, Role, State
 from atropos_common.records import DiagnosisRecord
-from atropos_tui.profile.nvml import Card, NoDriverError, Nvml
+from atropos_tui.gpu import Card, NoDriverError, Nvml
 from atropos_tui.supervisor import gpu_memory, nvml
 from atropos_tui.supervisor.gpu_memory import GIB, GpuMemory, excess_of
 from atropos_tui.supervisor.nvml import Reader

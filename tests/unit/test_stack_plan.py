@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from atropos_tui.cli.run_files import _profile_data
+from atropos_tui.cli.up import _profile_data
 from atropos_tui.profile.checks import check_graph, check_notes, check_profile
 from atropos_tui.profile.plan import Site, build_stack, make_site, redacted
 from atropos_tui.profile.recipes import recipe
@@ -245,8 +245,8 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_contradictions_are_found(changes: dict[str, Any], key: str, reason: str, fix: str) -> None:
-    found = check_profile(site(profile(**changes)), "p.toml")
-    assert all(problem.file == "p.toml" and problem.key and problem.fix for problem in found), found
+    found = check_profile(site(profile(**changes)))
+    assert all(problem.key and problem.fix for problem in found), found
     matching = [problem for problem in found if problem.key == key and reason in problem.reason]
     assert matching and fix in matching[0].fix, found
 
@@ -268,17 +268,17 @@ def test_contradictions_are_found(changes: dict[str, Any], key: str, reason: str
     ],
 )  # fmt: skip
 def test_what_fits_is_left_alone(changes: dict[str, Any]) -> None:
-    assert check_profile(site(profile(**changes)), "p.toml") == []
+    assert check_profile(site(profile(**changes))) == []
 
 
 def test_a_batch_that_never_fills_is_told_once() -> None:
     chosen = profile(trainer={"batch_size": 12, "gradient_accumulation_steps": 1})
-    assert [problem.key for problem in check_profile(site(chosen), "p.toml")] == ["env.0.args.env.group_size"]
+    assert [problem.key for problem in check_profile(site(chosen))] == ["env.0.args.env.group_size"]
 
 
 def test_a_variable_that_does_nothing_is_said_and_accepted() -> None:
     chosen = profile(vllm={"env": {"VLLM_USE_V1": "0"}})
-    assert check_profile(site(chosen), "p.toml") == []
+    assert check_profile(site(chosen)) == []
     (note,) = check_notes(site(chosen))
     assert note == "vllm.0.env.VLLM_USE_V1 is ignored: vLLM has only one engine now"
     assert check_notes(site(profile())) == []
@@ -361,7 +361,7 @@ def test_stages_match_what_the_programs_print() -> None:
 )
 def test_impossible_orders_are_found(trainer: dict[str, Any], expected: str) -> None:
     chosen = profile(trainer={"batch_size": 16, "gradient_accumulation_steps": 1} | trainer)
-    found = check_graph(chosen, stack(chosen), "p.toml")
+    found = check_graph(chosen, stack(chosen))
     assert [problem.key for problem in found] == ["trainer.depends_on"] and expected in found[0].reason
 
 
@@ -370,4 +370,4 @@ def test_stopping_the_engine_says_what_is_lost() -> None:
 
 
 def test_demo_has_no_contradiction() -> None:
-    assert check_profile(site(load_profile("demo")[0]), "demo.toml") == []
+    assert check_profile(site(load_profile("demo")[0])) == []

@@ -1,4 +1,4 @@
-"""Commands that read: they ask a live run, and answer from the files of one that has ended."""
+"""`ps`, `why`, `events`, `runs`: they ask a live run, and answer from the files of one that has ended."""
 
 from __future__ import annotations
 
@@ -12,20 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atropos_common.control import RunStatus
-from atropos_common.records import (
-    RECORD_TYPES,
-    ComponentRecord,
-    Record,
-    RecordError,
-    parse_line,
-)
+from atropos_common.records import RECORD_TYPES, ComponentRecord, Record, RecordError, parse_line
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show
-from atropos_tui.cli.control import client
 from atropos_tui.cli.logs import compiled
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.plain import one_line
-from atropos_tui.monitor.run_info import read_info
+from atropos_tui.monitor.run_info import read_info, status_from_files
+from atropos_tui.supervisor.client import ControlClient, NoSupervisor, StreamLost
 
 if TYPE_CHECKING:
     from atropos_tui.monitor.why import Picture
@@ -33,17 +27,14 @@ if TYPE_CHECKING:
 
 async def status_of(entry: runs.RunEntry) -> RunStatus:
     """From the supervisor, else rebuilt from plan.json and supervisor.jsonl."""
-    from atropos_tui.supervisor.client import NoSupervisor
-
     try:
-        return await client(entry.dir.root).status()
+        return await ControlClient(entry.dir.root).status()
     except NoSupervisor:
         return status_of_files(entry)
 
 
 def status_of_files(entry: runs.RunEntry) -> RunStatus:
     from atropos_tui.monitor.feed import load_run
-    from atropos_tui.monitor.run_info import status_from_files
 
     info, state, _ = load_run(entry.dir.root)
     return status_from_files(entry.dir, info, state)
@@ -84,13 +75,11 @@ async def why(options: argparse.Namespace) -> int:
 async def _picture(entry: runs.RunEntry) -> Picture:
     """The run at this moment, with all that its records tell."""
     from atropos_tui.monitor.feed import load_run
-    from atropos_tui.monitor.run_info import status_from_files
     from atropos_tui.monitor.why import Picture
-    from atropos_tui.supervisor.client import NoSupervisor
 
     info, state, _ = load_run(entry.dir.root)
     try:
-        status = await client(entry.dir.root).status()
+        status = await ControlClient(entry.dir.root).status()
     except NoSupervisor:
         status = status_from_files(entry.dir, info, state)
     return Picture(status, info, state, time.time())
@@ -103,8 +92,7 @@ def _no_component(name: str, known: list[str]) -> UserError:
 async def events(options: argparse.Namespace) -> int:
     entry = runs.pick(options.run_dir)
     wanted = _wanted_events(entry, options)
-    source = _live_events(entry) if options.follow else _past_events(entry)
-    async for record in source:
+    async for record in _events(entry, follow=options.follow):
         if wanted(record):
             print(record.to_line().rstrip("\n") if options.json else show.event_line(record), flush=True)
     return Exit.DONE
@@ -125,22 +113,15 @@ def _wanted_events(entry: runs.RunEntry, options: argparse.Namespace) -> Callabl
     )
 
 
-async def _past_events(entry: runs.RunEntry) -> AsyncIterator[Record]:
-    for record in read_events(entry.dir):
-        yield record
-
-
-async def _live_events(entry: runs.RunEntry) -> AsyncIterator[Record]:
+async def _events(entry: runs.RunEntry, *, follow: bool) -> AsyncIterator[Record]:
     """The past from the file, then the live stream from where the file ended."""
-    from atropos_tui.supervisor.client import NoSupervisor, StreamLost
-
     last = -1
     for record in read_events(entry.dir):
         last = record.seq
         yield record
-    while True:
+    while follow:
         try:
-            async for item in client(entry.dir.root).events(after=last):
+            async for item in ControlClient(entry.dir.root).events(after=last):
                 if isinstance(item, Record):
                     last = item.seq
                     yield item
@@ -152,19 +133,12 @@ async def _live_events(entry: runs.RunEntry) -> AsyncIterator[Record]:
 
 
 def list_runs(options: argparse.Namespace) -> int:
-    entries = runs.all_runs()
     rows = []
-    for entry in entries:
+    for entry in runs.all_runs():
         result = runs.read_result(entry.dir)
         state = "live" if entry.is_live else (f"ended {result['exit_code']}" if result else _crashed(entry))
-        rows.append(
-            {
-                "run": entry.info.get("run_id"),
-                "mode": entry.info.get("mode"),
-                "state": state,
-                "dir": str(entry.dir.root),
-            }
-        )
+        known = {"run": entry.info.get("run_id"), "mode": entry.info.get("mode")}
+        rows.append(known | {"state": state, "dir": str(entry.dir.root)})
     if options.json:
         print(json.dumps(rows, indent=2))
     elif not rows:
@@ -177,26 +151,12 @@ def list_runs(options: argparse.Namespace) -> int:
 
 def _crashed(entry: runs.RunEntry) -> str:
     """A run without supervisor and result, and what is left of it."""
-    from atropos_tui.cli.dead_runs import find_dead
+    from atropos_tui.cli.cleanup import find_dead
 
     found = find_dead(entry.dir.root, entry.info)
     if found is None:
         return "live"  # its supervisor is just coming or going
     if not found.processes:
         return "crashed"
-    left = found.count_text
-    return (
-        f"crashed, {left} kept: atropos-tui up --resume"
-        if found.is_adoptable
-        else f"crashed, {left} left: atropos-tui clean"
-    )
-
-
-def bench(options: argparse.Namespace) -> int:
-    """The guides' BENCHMARK SUMMARY of each run."""
-    from atropos_tui.monitor import bench as summary
-
-    chosen = [runs.pick(path).dir.root for path in options.runs] or [runs.pick(None).dir.root]
-    figures = summary.benchmark_runs(chosen)
-    print(summary.benchmarks_json(figures) if options.json else summary.render_benchmarks(figures))
-    return Exit.DONE
+    then = "kept: atropos-tui up --resume" if found.is_adoptable else "left: atropos-tui clean"
+    return f"crashed, {found.count_text} {then}"

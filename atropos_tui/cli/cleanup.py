@@ -1,14 +1,21 @@
-"""What runs left behind whose supervisor is gone: processes, manifests, weights in /dev/shm, sockets, control groups.
+"""`clean`: end and remove what runs left behind whose supervisor is gone, after saying what and asking.
+
+    atropos-tui clean [--dry-run] [--yes] [--run-dir DIR]
+
+Live runs are never touched, nothing is chosen by name or port, and run directories stay. Processes that were kept on
+purpose (`survive = true`) are ended only when their run is named or each is confirmed.
 
 A run counts as dead only when nobody listens on its socket, nobody holds the lock of its journal (a guard that is
-still sweeping does) and the supervisor that its journal names is not alive. Used by `clean`, `doctor` and `runs`.
+still sweeping does) and the supervisor that its journal names is not alive.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import os
+import sys
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -16,16 +23,116 @@ from pathlib import Path
 from typing import Any
 
 from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID, RunDir
-from atropos_tui.cli import runs
-from atropos_tui.monitor.plain import counted
+from atropos_tui.cli import runs, show
+from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.monitor.plain import counted, one_line
 from atropos_tui.monitor.run_info import read_json
-from atropos_tui.supervisor import cgroup, leftovers, procfs, sockets
+from atropos_tui.supervisor import cgroup, leftovers, procfs, shared_memory, sockets
 from atropos_tui.supervisor.leftovers import Leftover
 from atropos_tui.supervisor.store import ProcessTable
 
+COMMAND_COLUMNS = 80
 SHARED_MEMORY = Path("/dev/shm")
 SETTLED_S = 10.0
 """A younger socket may belong to a supervisor that does not listen yet."""
+
+
+def clean(options: argparse.Namespace) -> int:
+    """0: nothing is left; 2: not confirmed, or the run lives; 4: a process outlived SIGKILL; 5: no such run."""
+    named = options.run_dir is not None
+    found = [_named(options.run_dir)] if named else all_dead()
+    kept = [] if named else [run for run in found if run.is_adoptable]
+    chosen = [run for run in found if run not in kept and not run.is_clean]
+    of_runs = {path for run in found for path in run.files}
+    sockets = [] if named else [path for path in stale_sockets() if path not in of_runs]
+    print(_report(chosen, kept, sockets), flush=True)
+    if not named and (unknown := strangers()):
+        print("processes of runs that are not in the list of runs; name one to end them:")
+        for run in unknown:
+            print(f"  atropos-tui clean --run-dir {run.run_id}   ({run.count_text}; {run.root})", flush=True)
+    if options.dry_run:
+        return Exit.DONE
+    if (chosen or sockets) and not options.yes and not _confirmed("end and remove these?"):
+        chosen, sockets = [], []
+    if kept and not options.yes and sys.stdin.isatty():
+        chosen += [run for run in kept if _confirmed(f"end the processes that {run.run_id} keeps for adoption, too?")]
+    codes = [_clean_run(run) for run in chosen]
+    for path in sockets:
+        path.unlink(missing_ok=True)
+        print(f"removed  {path}")
+    return max(codes, default=Exit.DONE)
+
+
+def _named(run_dir: Path) -> DeadRun:
+    """The run that --run-dir means; its folder may be gone as long as its processes tell of it."""
+    try:
+        entry = runs.pick(run_dir)
+    except UserError:
+        for run in strangers():
+            if run_dir.resolve() == run.root or str(run_dir) == run.run_id:
+                return run
+        raise
+    found = find_dead(entry.dir.root, entry.info)
+    if found is None:
+        problem = Problem("its supervisor runs", f"atropos-tui down --run-dir {run_dir}")
+        raise UserError(f"{entry.info.get('run_id')} is live", [problem])
+    return found
+
+
+def _report(chosen: list[DeadRun], kept: list[DeadRun], sockets: list[Path]) -> str:
+    lines = []
+    for run in chosen:
+        lines += [f"{run.run_id}  {run.root}", *_contents(run)]
+    if sockets:
+        lines += ["sockets that nobody listens on", *(f"  file     {path}" for path in sockets)]
+    for run in kept:
+        lines.append(f"{run.run_id} keeps {run.count_text} for adoption: atropos-tui up --resume {run.root}")
+        lines += _contents(run)
+    return "\n".join(lines) or "no run left anything behind"
+
+
+def _contents(run: DeadRun) -> list[str]:
+    rows = [
+        ("  process ", str(p.pid), p.component or "?", one_line(p.command)[:COMMAND_COLUMNS]) for p in run.processes
+    ]
+    lines = show.table(rows, right=(1,)).split("\n") if rows else []
+    lines += [f"  file     {path}" for path in run.files]
+    return [*lines, f"  cgroup   {run.group}"] if run.group else lines
+
+
+def _confirmed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        problem = Problem("there is no terminal to ask", "look with --dry-run, then say --yes")
+        raise UserError("not confirmed", [problem])
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _clean_run(run: DeadRun) -> int:
+    """End and remove what is left of one run; says what it does."""
+    if mine := ancestors() & {process.pid for process in run.processes}:
+        fix = "run it from another terminal"
+        raise UserError(f"this shell is a process of {run.run_id}", [Problem(f"pid {min(mine)}", fix)])
+    with holding(RunDir(run.root)) as free:
+        if not free:
+            print(f"{run.run_id}: a supervisor has begun there meanwhile; not touched")
+            return Exit.DONE
+        shared = {path for process in run.processes for path in shared_memory.mapped_by(process.pid)}
+        shared |= {str(path) for path in run.files if path.parent == SHARED_MEMORY}
+        if run.processes or run.group:
+            leftovers.reap(run.run_id, run.table)
+        shared_memory.remove_unused(shared)
+        for path in run.files:
+            if path.parent != SHARED_MEMORY:
+                path.unlink(missing_ok=True)
+    left = {process.pid: process for process in leftovers.find(run.run_id, run.table)}
+    for process in run.processes:
+        if process.pid not in left:
+            print(f"ended    {process.pid} {process.component}".rstrip())
+    for name in sorted({*map(str, run.files), *shared, run.group} - {""}):
+        print(f"{'kept, in use' if os.path.lexists(name) else 'removed '} {name}")
+    for process in left.values():
+        print(f"pid {process.pid} ({process.component or '?'}) outlived SIGKILL: only its driver or disk can let it go")
+    return Exit.TIMEOUT if left else Exit.DONE
 
 
 @dataclass
