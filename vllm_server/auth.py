@@ -105,8 +105,8 @@ class Access:
     def watch_signals(self) -> None:
         """Know of the end the moment it is asked for, before those who act on the signal.
 
-        vLLM lets requests in until its engine has drained. Called with the first request: by then everyone who takes
-        these signals has done so, and each is still called.
+        vLLM lets requests in until its engine has drained. Called while the server starts up, which uvicorn does inside
+        of its own handling and after vLLM's: by then everyone who takes these signals has done so, and each is called.
         """
         numbers, self.signals = self.signals, ()
         for number in numbers:
@@ -127,11 +127,11 @@ class AuthMiddleware:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
+        door: Access = scope["app"].state.atropos_door
+        if scope["type"] == "lifespan":
+            door.watch_signals()
             await self.app(scope, receive, send)
             return
-        door: Access = scope["app"].state.atropos_door
-        door.watch_signals()
         headers = Headers(scope=scope)
         path = _route_path(scope)
         misnamed = host_refusal(headers.get("host"), door.hosts)

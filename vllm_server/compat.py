@@ -10,7 +10,6 @@ import importlib
 import inspect
 import logging
 import os
-import signal
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -177,21 +176,6 @@ def forked_engine_client(
             return config
 
     return _find("build_async_engine_client_from_engine_args")(ForkingEngineArgs.from_cli_args(args))
-
-
-def engine_died(shutdown: Any, engine: Any) -> bool:
-    """Whether serving ended because the engine did, rather than by SIGTERM or SIGINT.
-
-    Args:
-        shutdown: what `serve_http` returned; releases that cancel the server on a signal return a real shutdown then.
-        engine: the client. Releases that drain on a signal (0.26) end in the same way for both causes, but there the
-            engine's process is still ending, or has ended well.
-    """
-    if getattr(shutdown, "__name__", "") != "dummy_shutdown":
-        return False
-    resources = getattr(getattr(engine, "engine_core", None), "resources", None)
-    processes = getattr(getattr(resources, "engine_manager", None), "processes", None) or []
-    return not processes or any(process.exitcode not in (None, 0, -signal.SIGTERM) for process in processes)
 
 
 def worker_count(engine: Any) -> int:
