@@ -4,18 +4,17 @@
         --env.rollout_server_url http://127.0.0.1:8000 --openai.base_url http://127.0.0.1:9001/v1
 
 Without the hub: `--env.dataset_path FOLDER` with `train.jsonl` and `test.jsonl`, lines of `{"question", "answer"}` as
-the data set has them. Scores are +1 and -1 (see `gsm8k_scoring`); groups of equal scores are dropped.
+the data set has them. Scores are +1 and -1 (see `problems.group_scores`); groups of equal scores are dropped.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from atropos_envs import EnvFault
 from atropos_envs.base import run
-from atropos_envs.errors import EnvFault
-from atropos_envs.gsm8k_scoring import group_scores, parse_gold
 from atropos_envs.math_env import Completion, MathEnv
-from atropos_envs.problems import HubSplit, Row, read_split
+from atropos_envs.problems import HubSplit, Row, group_scores, parse_gold, read_split
 
 SYSTEM_PROMPT = (
     "You solve mathematics problems. Think as long as you need between <think> and </think>, then give a short "

@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atropos_envs.base import run
-from atropos_envs.gsm8k_scoring import BOX, RIGHT, WRONG, parse_answer
 from atropos_envs.math_env import Completion, MathConfig, MathEnv
-from atropos_envs.problems import HubSplit, Row, read_split
+from atropos_envs.problems import BOX, RIGHT, WRONG, HubSplit, Row, parse_answer, read_split
 
 PROMPT = (
     "Below is a mathematics problem, then a solution that reasons step by step and ends with the final answer "

@@ -18,11 +18,10 @@ from atroposlib.api import server as api_module
 from atroposlib.envs import base as atropos_base
 
 from atropos_common.records import EvalRecord, parse_line
-from atropos_envs import base, engine_client
+from atropos_envs import EnvFault, base, engine_client
 from atropos_envs.arithmetic import Question, make_task, write_task
 from atropos_envs.arithmetic_server import ArithmeticEnv
 from atropos_envs.engine_client import EngineRefused, EngineUnavailable, parse_generation
-from atropos_envs.errors import EnvFault
 from atropos_envs.tiny_model import make_tokenizer
 from tests.unit.envs_support import EOS, Engine, run_api, trainer_registration
 
