@@ -30,9 +30,8 @@ from atropos_common.bridge import (
 from atropos_common.files import write_private
 from atropos_common.manifest import Manifest
 from atropos_common.transfer import TransferBackend, TransferUpdate
-from vllm_server.auth import GenerationHold
+from vllm_server.auth import GenerationHold, error_response
 from vllm_server.config import ServerConfig
-from vllm_server.errors import error_response
 from vllm_server.generate import Generator
 from vllm_server.versions import MAX_LEASE_S, BridgeState, SpanStore, VersionHistory
 

@@ -25,8 +25,9 @@ from typing import Any
 from fastapi import APIRouter
 
 from atropos_common.bridge import AdapterInfo, LoadAdapterRequest
+from vllm_server import compat
+from vllm_server.auth import error_response
 from vllm_server.bridge import ASLEEP, Bridge
-from vllm_server.errors import error_response
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +137,6 @@ class Adapters:
             raise AdapterError(f"the adapter in {folder} is not one of {self._bridge.model}: {why}")
 
     async def _add(self, name: str, folder: Path) -> Any:
-        from vllm_server import compat
-
         answer = await self._models.load_lora_adapter(compat.load_adapter_request(name, str(folder)))
         if not isinstance(answer, str):
             raise AdapterError(f"vLLM refuses the adapter in {folder}: {answer.error.message}")
@@ -151,8 +150,6 @@ class Adapters:
 
     def _sweep(self) -> None:
         """Let go of retired adapters that no completion needs any more, by whichever route it was asked for."""
-        from vllm_server import compat
-
         if not self._retired:
             return
         running = compat.adapters_in_flight(self._bridge.engine)

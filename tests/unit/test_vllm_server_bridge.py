@@ -14,11 +14,11 @@ from fastapi import FastAPI
 
 from atropos_common.bridge import PauseRequest, ResumeRequest
 from atropos_common.transfer import TransferInit, TransferUpdate
-from vllm_server import broadcast
 from vllm_server.auth import GenerationHold
 from vllm_server.bridge import Bridge, make_router
-from vllm_server.broadcast import BrokenTransfer, Transfers
 from vllm_server.config import ServerConfig
+from vllm_server.weights import broadcast
+from vllm_server.weights.broadcast import BrokenTransfer, Transfers
 
 
 class RecordingEngine:

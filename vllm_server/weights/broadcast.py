@@ -17,9 +17,9 @@ from fastapi import APIRouter
 from atropos_common.bridge import BridgeInfo
 from atropos_common.run_dir import ENV_TRAINER_HOSTS
 from atropos_common.transfer import TransferInit, TransferReport, TransferUpdate
+from vllm_server.auth import error_response
 from vllm_server.bridge import ASLEEP, Bridge, timed
-from vllm_server.collectives import REFUSED
-from vllm_server.errors import error_response
+from vllm_server.weights.collectives import REFUSED
 
 logger = logging.getLogger(__name__)
 
