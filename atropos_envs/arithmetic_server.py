@@ -20,7 +20,7 @@ from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 
 from atropos_envs import EnvFault
-from atropos_envs.arithmetic import MAX_NEW_TOKENS, Question, Task, TaskError, load_task, reward
+from atropos_envs.arithmetic import MAX_NEW_TOKENS, Sum, Task, TaskError, load_task, reward
 from atropos_envs.base import Graded, StackEnv, epochs, run
 
 
@@ -63,7 +63,7 @@ class ArithmeticEnv(StackEnv):
         carries = self.task.carries
         self._carries = random.Random(self.config.seed).sample(carries, min(self.config.carry_questions, len(carries)))
 
-    async def rollout(self, item: Question) -> dict[str, Any]:
+    async def rollout(self, item: Sum) -> dict[str, Any]:
         """`group_size` completions of one question, scored."""
         sampling = {"temperature": self.config.temperature, "max_tokens": MAX_NEW_TOKENS}
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
@@ -72,15 +72,15 @@ class ArithmeticEnv(StackEnv):
         scores = [self._reward(item, _completion(node.tokens, node.masked_tokens)) for node in nodes]
         return self.scored_group(nodes, scores, sampling)
 
-    def eval_questions(self) -> dict[str, Sequence[Question]]:
+    def eval_questions(self) -> dict[str, Sequence[Sum]]:
         """Held-out questions, and a fixed sample of carries: what the warm start never says greedily."""
         return {"held_out": self.task.held_out, "carries": self._carries}
 
-    async def grade(self, question: Question, *, wait: bool) -> Graded:
+    async def grade(self, question: Sum, *, wait: bool) -> Graded:
         done = await self.greedy(self.tokenizer.encode(question.prompt), wait=wait, max_tokens=MAX_NEW_TOKENS)
         return Graded(self._reward(question, done.token_ids[0]) == 1.0, done.oldest_version)
 
-    def _reward(self, question: Question, completion: Sequence[int]) -> float:
+    def _reward(self, question: Sum, completion: Sequence[int]) -> float:
         return reward(completion, self.tokenizer.encode(question.answer), self.tokenizer.eos_token_id)
 
 

@@ -14,7 +14,7 @@ from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 
 from atropos_envs.base import Graded, StackEnv, epochs
-from atropos_envs.problems import Row, is_right
+from atropos_envs.problems import MathProblem, is_right
 
 
 class MathConfig(BaseEnvConfig):  # type: ignore[misc]
@@ -55,23 +55,23 @@ class MathEnv(StackEnv):
 
     # What a subclass gives
 
-    def train_rows(self) -> list[Row]:
+    def train_rows(self) -> list[MathProblem]:
         """The problems that are rolled out."""
         raise NotImplementedError
 
-    def test_rows(self) -> dict[str, list[Row]]:
+    def test_rows(self) -> dict[str, list[MathProblem]]:
         """The problems of each split that is evaluated."""
         raise NotImplementedError
 
-    def gold(self, row: Row) -> list[Any]:
+    def gold(self, row: MathProblem) -> list[Any]:
         """The answer as math_verify's candidates; empty where it cannot be read."""
         raise NotImplementedError
 
-    def prompt_ids(self, row: Row) -> list[int]:
+    def prompt_ids(self, row: MathProblem) -> list[int]:
         """The prompt as ManagedServer makes it in `complete`."""
         raise NotImplementedError
 
-    async def complete(self, managed: Any, row: Row, sampling: dict[str, Any]) -> list[tuple[str, str]]:
+    async def complete(self, managed: Any, row: MathProblem, sampling: dict[str, Any]) -> list[tuple[str, str]]:
         """`group_size` completions of one problem, each with its finish reason, by atroposlib's managed server."""
         raise NotImplementedError
 
@@ -89,7 +89,7 @@ class MathEnv(StackEnv):
             split: rng.sample(rows, min(self.config.eval_size, len(rows))) for split, rows in self.test_rows().items()
         }
 
-    async def rollout(self, item: Row) -> dict[str, Any] | None:
+    async def rollout(self, item: MathProblem) -> dict[str, Any] | None:
         """One scored group; None without a readable answer in the data set or with equal scores."""
         gold = self.gold(item)
         if not gold:
@@ -115,11 +115,11 @@ class MathEnv(StackEnv):
         """What the trainer shall do otherwise with one completion."""
         return {}
 
-    def eval_questions(self) -> dict[str, Sequence[Row]]:
+    def eval_questions(self) -> dict[str, Sequence[MathProblem]]:
         """A fixed sample of each test split."""
         return dict(self._test)
 
-    async def grade(self, question: Row, *, wait: bool) -> Graded:
+    async def grade(self, question: MathProblem, *, wait: bool) -> Graded:
         done = await self.greedy(self.prompt_ids(question), wait=wait, **self._sampling(question))
         completion = Completion(
             self.tokenizer.decode(done.token_ids[0], skip_special_tokens=True),
@@ -128,7 +128,7 @@ class MathEnv(StackEnv):
         )
         return Graded(self.right(completion, self.gold(question)), done.oldest_version)
 
-    def _sampling(self, row: Row) -> dict[str, Any]:
+    def _sampling(self, row: MathProblem) -> dict[str, Any]:
         """Tokens left for the completion are one less than the limit: run-api's side drops what reaches it."""
         room = self.config.max_token_length - len(self.prompt_ids(row)) - 1
         stop = {"stop": self.stop} if self.stop else {}

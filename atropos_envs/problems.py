@@ -26,7 +26,7 @@ PATIENCE_S = 1
 milliseconds."""
 
 
-class Row(TypedDict):
+class MathProblem(TypedDict):
     """One problem; `answer` is as the data set has it."""
 
     question: str
@@ -43,7 +43,7 @@ class HubSplit:
     question: str = "question"
     answer: str = "answer"
 
-    def load(self) -> list[Row]:
+    def load(self) -> list[MathProblem]:
         """Its rows; one without a text in both columns is left out.
 
         Raises:
@@ -64,13 +64,13 @@ class HubSplit:
             ) from None
         return _filled([row for row in rows if row is not None], f"the {self.split} split of {self.dataset}")
 
-    def _row(self, row: Any) -> Row | None:
+    def _row(self, row: Any) -> MathProblem | None:
         question, answer = row[self.question], row[self.answer]
         both = isinstance(question, str) and isinstance(answer, str)
-        return Row(question=question, answer=answer) if both else None
+        return MathProblem(question=question, answer=answer) if both else None
 
 
-def read_split(folder: str, split: str) -> list[Row]:
+def read_split(folder: str, split: str) -> list[MathProblem]:
     """`FOLDER/SPLIT.jsonl`, lines of `{"question": ..., "answer": ...}`.
 
     Raises:
@@ -88,17 +88,17 @@ def read_split(folder: str, split: str) -> list[Row]:
     return _filled([_parse(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()], str(path))
 
 
-def _parse(path: Path, number: int, line: str) -> Row:
+def _parse(path: Path, number: int, line: str) -> MathProblem:
     try:
         row = json.loads(line)
-        return Row(question=str(row["question"]), answer=str(row["answer"]))
+        return MathProblem(question=str(row["question"]), answer=str(row["answer"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         raise EnvFault(
             f'{path}:{number}: not a problem; expected {{"question": ..., "answer": ...}}', exit_code=2
         ) from None
 
 
-def _filled(rows: list[Row], what: str) -> list[Row]:
+def _filled(rows: list[MathProblem], what: str) -> list[MathProblem]:
     if not rows:
         raise EnvFault(f"{what} is empty", exit_code=2)
     return rows

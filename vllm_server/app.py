@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import uvloop
@@ -23,7 +23,7 @@ from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES, Shard
 from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, plugin, refusals
 from vllm_server.auth import Access, GenerationHold
-from vllm_server.bridge import Bridge
+from vllm_server.bridge import WeightBridge
 from vllm_server.config import DEFAULT_HOST, DEFAULT_PORT, ENV_EAGER_BECAUSE, ConfigError, ServerConfig
 from vllm_server.generate import Generator
 from vllm_server.versions import SpanFile
@@ -168,7 +168,7 @@ def _prepare_single_copy(args: Namespace) -> None:
             )
     args.worker_extension_cls = WORKER_EXTENSION
     if compat.is_cpu():
-        if args.load_format not in ("auto", "hf", "safetensors"):
+        if args.load_format not in reload.SAFETENSORS_FORMATS:
             raise ConfigError(f"single copy on the CPU loads safetensors: leave out --load-format {args.load_format}")
         from vllm_server.weights.loaders import SHARED_FORMAT, register_loaders
 
@@ -219,7 +219,8 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
     def arrive() -> Place:
         since = time.monotonic()
         prepare_bridge_dir(config)
-        return _bind(args, since)
+        with _taking_the_port(args):
+            return Place(since, *compat.setup_server(args, reuse_port=ports.is_held(args.port, os.environ)))
 
     # vLLM replaces these once it serves.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -237,7 +238,9 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
         app = await build(config, args, engine, place.address)
         door: Access = app.state.atropos_door  # vLLM takes the state off its app at the end
         logger.info("ready after %.1f s on %s", time.monotonic() - place.since, place.address)
-        _listen(args, place.sock)
+        if not args.uds:  # let callers in; nobody else binds the port from here on
+            with _taking_the_port(args):
+                ports.listen(place.sock)
         shutdown = await compat.serve_http(app, place.sock, args)
         # A dying engine's process may run for a while yet: only that nobody asked for this end is certain by now.
         told = door.ending
@@ -264,18 +267,9 @@ def _why_not_fork(args: Namespace) -> str | None:
     return plugin.why_not_fork(os.environ, cpu=cpu) if one_process else "it starts workers of its own"
 
 
-def _engine_client(args: Namespace, why_not: str | None, sock: Any) -> contextlib.AbstractAsyncContextManager[Any]:
-    """By fork where that is safe, else as vLLM starts it."""
-    if why_not:
-        logger.info("the engine process starts afresh, and imports vLLM again: %s", why_not)
-        return compat.build_async_engine_client(args)
-    plugin.prepare_fork(sock.fileno())
-    return compat.forked_engine_client(args, lambda: plugin.why_not_fork(os.environ, cpu=compat.is_cpu()))
-
-
 @contextlib.asynccontextmanager
 async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> AsyncIterator[Any]:
-    """vLLM's engine client, for as long as the block runs.
+    """vLLM's engine client for as long as the block runs: by fork where that is safe, else as vLLM starts it.
 
     Args:
         why_not: it may not be forked, as `_why_not_fork` says.
@@ -287,7 +281,13 @@ async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> Async
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
-            engine = await stack.enter_async_context(_engine_client(args, why_not, sock))
+            if why_not:
+                logger.info("the engine process starts afresh, and imports vLLM again: %s", why_not)
+                client = compat.build_async_engine_client(args)
+            else:
+                plugin.prepare_fork(sock.fileno())
+                client = compat.forked_engine_client(args, lambda: plugin.why_not_fork(os.environ, cpu=compat.is_cpu()))
+            engine = await stack.enter_async_context(client)
         except Exception as error:
             logger.debug("engine start", exc_info=True)
             reason = " ".join(str(error).split())[:400]
@@ -297,33 +297,15 @@ async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> Async
         yield engine
 
 
-def _bind(args: Namespace, since: float) -> Place:
-    """Take the port.
-
-    Raises:
-        ConfigError: somebody else has it.
-    """
+@contextlib.contextmanager
+def _taking_the_port(args: Namespace) -> Iterator[None]:
+    """Raises ConfigError where the block finds the port taken."""
     try:
-        return Place(since, *compat.setup_server(args, reuse_port=ports.is_held(args.port, os.environ)))
+        yield
     except OSError as error:
-        raise _port_taken(args, error) from None
-
-
-def _listen(args: Namespace, sock: Any) -> None:
-    """Let callers in; nobody else binds the port from here on.
-
-    Raises:
-        ConfigError: somebody else listens there.
-    """
-    try:
-        if not args.uds:
-            ports.listen(sock)
-    except OSError as error:
-        raise _port_taken(args, error) from None
-
-
-def _port_taken(args: Namespace, error: OSError) -> ConfigError:
-    return ConfigError(f"{args.host}:{args.port} cannot be bound ({error.strerror}); choose another --port")
+        raise ConfigError(
+            f"{args.host}:{args.port} cannot be bound ({error.strerror}); choose another --port"
+        ) from None
 
 
 async def build(config: ServerConfig, args: Namespace, engine: Any, address: str) -> Any:
@@ -335,7 +317,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     await compat.init_app_state(engine, app.state, args, tasks)
 
     gate = GenerationHold(held=config.hold_generation)
-    bridge = Bridge(engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version())
+    bridge = WeightBridge(engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version())
     names = args.served_model_name or [args.model]
     spans = SpanFile(config.spans_path, bridge.spans)
     adapters = lora.Adapters(bridge, app.state.openai_serving_models, config.run_dir)
@@ -383,7 +365,7 @@ async def require_safe_graphs(engine: Any, generator: Generator, *, eager: bool)
     raise ConfigError(f"{what}, so it cannot run in single copy. Use another weight bridge mode (broadcast, lora_only)")
 
 
-async def export_weights(bridge: Bridge, args: Namespace, address: str) -> None:
+async def export_weights(bridge: WeightBridge, args: Namespace, address: str) -> None:
     """Ask the worker for its parameters and write the manifest.
 
     Raises:

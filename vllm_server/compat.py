@@ -59,10 +59,6 @@ CONNECTIONS_CLOSE_S = 1
 """Time for open connections at the end, after vLLM has let requests in flight finish or has ended its engine."""
 
 
-class UnsupportedVllm(ImportError):
-    """This vLLM release keeps its server's parts where we do not look."""
-
-
 def __getattr__(name: str) -> Any:
     """A part of vLLM by its name in `_PLACES`, for whoever writes `compat.NAME`."""
     if name not in _PLACES:
@@ -76,7 +72,7 @@ def _find(name: str) -> Any:
             module = importlib.import_module(module_name)
             if hasattr(module, name):
                 return getattr(module, name)
-    raise UnsupportedVllm(
+    raise ImportError(
         f"vLLM {vllm_version()} has no {name} in {' or '.join(_PLACES[name])}; supported releases are 0.26 to 0.32"
     )
 

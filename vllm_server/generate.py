@@ -185,7 +185,7 @@ def text_of(tokenizer: Any, prompt_ids: list[int], completion: Any, params: Any)
         return str(tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
 
 
-class Adapters(Protocol):
+class AdapterSource(Protocol):
     """What may answer in the place of the base model."""
 
     def use(self) -> contextlib.AbstractContextManager[tuple[Any, int] | None]:
@@ -203,7 +203,7 @@ class Generator:
         history: VersionHistory,
         spans: SpanStore | SpanFile,
         model_names: Sequence[str],
-        adapters: Adapters | None = None,
+        adapters: AdapterSource | None = None,
     ) -> None:
         self.engine = engine
         self.adapters = adapters
@@ -341,7 +341,9 @@ class Generator:
 
     async def _prompt_ids(self, prompt: str | TokenPrompt) -> list[int]:
         if isinstance(prompt, str):
-            tokenizer = await self._tokenizer()
+            tokenizer = await compat.tokenizer_of(self.engine)
+            if tokenizer is None:
+                raise RequestError("prompt: this server runs without a tokenizer; send prompt_token_ids")
             ids = list(tokenizer.encode(prompt))
             if not ids:
                 raise RequestError("prompt: it is empty; at least one token is needed")
@@ -357,12 +359,6 @@ class Generator:
     async def _decode(self, ids: list[int]) -> str:
         tokenizer = await compat.tokenizer_of(self.engine)
         return "" if tokenizer is None else str(tokenizer.decode(ids))
-
-    async def _tokenizer(self) -> Any:
-        tokenizer = await compat.tokenizer_of(self.engine)
-        if tokenizer is None:
-            raise RequestError("prompt: this server runs without a tokenizer; send prompt_token_ids")
-        return tokenizer
 
 
 def make_router(generator: Generator) -> APIRouter:

@@ -27,7 +27,7 @@ from fastapi import APIRouter
 from atropos_common.bridge import AdapterInfo, LoadAdapterRequest
 from vllm_server import compat
 from vllm_server.auth import error_response
-from vllm_server.bridge import ASLEEP, Bridge
+from vllm_server.bridge import ASLEEP, WeightBridge
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ _PREFIX = "base_model.model."
 
 Shapes = dict[str, tuple[int, int]]
 """Linear module -> (out features, in features)."""
-NOT_ENABLED = "this server was started without --enable-lora"
 
 
 class AdapterError(ValueError):
@@ -48,7 +47,7 @@ class AdapterError(ValueError):
 class Adapters:
     """The adapter that answers now, and those that still finish what they began."""
 
-    def __init__(self, bridge: Bridge, models: Any, root: Path | None) -> None:
+    def __init__(self, bridge: WeightBridge, models: Any, root: Path | None) -> None:
         """`models` is vLLM's own list of what it serves; adapters must lie below `root`, if there is one."""
         self._bridge = bridge
         self._models = models
@@ -122,7 +121,7 @@ class Adapters:
 
     def _checked(self, path: str) -> Path:
         if self._config is None:
-            raise AdapterError(f"{NOT_ENABLED}: in a profile, mode = lora_only sets it")
+            raise AdapterError("this server was started without --enable-lora: in a profile, mode = lora_only sets it")
         folder = Path(path).resolve()
         if self._root is not None and not folder.is_relative_to(self._root.resolve()):
             raise AdapterError(f"{path} lies outside {self._root}: adapters are loaded from the run's directory only")
