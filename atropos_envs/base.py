@@ -10,20 +10,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import aiohttp
 from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum
 from tenacity import RetryError
 
-from atropos_envs.engine_client import EngineClient, EngineRefused, EngineUnavailable
-from atropos_envs.errors import EnvFault
-from atropos_envs.evaluation import EvalLog, Graded, component_name, eval_path
+from atropos_common.records import EvalRecord
+from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir
+from atropos_envs import EnvFault
+from atropos_envs.engine_client import EngineClient, EngineRefused, EngineUnavailable, Generation
 from atropos_envs.registration import Registration
 
 log = logging.getLogger(__name__)
@@ -36,11 +40,85 @@ SUMMARY_S = 5.0
 """Between two lines of progress."""
 
 
+@dataclass(frozen=True)
+class Graded:
+    """One question answered."""
+
+    correct: bool
+    weight_version: int | None = None
+    """Oldest weight version behind the answer; null when the server names none."""
+
+
+def component_name(default: str) -> str:
+    """This program's name in the plan; `default` when it runs alone."""
+    return os.environ.get(ENV_COMPONENT) or default
+
+
+def eval_path(name: str, folder: str | None) -> Path | None:
+    """Where accuracies go: the run directory, else `folder`, else nowhere."""
+    run = RunDir.from_env()
+    if run is not None:
+        return run.eval_jsonl(name)
+    return Path(folder) / f"eval.{name}.jsonl" if folder else None
+
+
+class EvalLog:
+    """An environment's own stream of accuracies, `RUN/eval.NAME.jsonl`: one `EvalRecord` a line, one writer.
+
+    A restarted environment goes on where the last whole line ended.
+    """
+
+    def __init__(self, path: Path | None, env: str) -> None:
+        """Open `path` (None: records are made, and kept nowhere) and cut a torn last line off."""
+        self._path = path
+        self._env = env
+        self._run_id = os.environ.get(ENV_RUN_ID, "")
+        self._next = _repair(path) if path is not None else 0
+
+    def append(self, split: str, graded: list[Graded], policy_step: int | None) -> EvalRecord:
+        """Write the accuracy over `graded` and return the record.
+
+        Raises:
+            ValueError: nothing was graded, so there is no accuracy.
+        """
+        if not graded:
+            raise ValueError(f"no question of {split} was graded")
+        versions = [each.weight_version for each in graded if each.weight_version is not None]
+        correct = sum(each.correct for each in graded)
+        record = EvalRecord(
+            run_id=self._run_id,
+            time=time.time(),
+            seq=self._next,
+            env=self._env,
+            split=split,
+            accuracy=correct / len(graded),
+            correct=correct,
+            questions=len(graded),
+            weight_version=min(versions) if len(versions) == len(graded) else None,
+            policy_step=policy_step,
+        )
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(record.to_line())
+        self._next += 1
+        return record
+
+
+def _repair(path: Path) -> int:
+    """Cut what follows the last newline and count the lines before it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = path.read_bytes() if path.exists() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    return whole.count(b"\n")
+
+
 class StackEnv(BaseEnv):  # type: ignore[misc]
     """Base of our environments.
 
-    A subclass gives `eval_questions`, `grade` and BaseEnv's `setup`, `get_next_item`, and `rollout` in the place of
-    `collect_trajectories`.
+    A subclass gives `eval_questions`, `grade`, `rollout` in the place of `collect_trajectories`, and BaseEnv's `setup`,
+    which has to set `items`.
     """
 
     server_cls = EngineClient
@@ -53,6 +131,8 @@ class StackEnv(BaseEnv):  # type: ignore[misc]
     """Fields of `env_config_cls` that differ from every environment's defaults."""
     server_defaults: ClassVar[dict[str, Any]] = {}
     """Fields of APIServerConfig, likewise."""
+    items: Iterator[Any]
+    """What is rolled out, one after the other."""
 
     @classmethod
     def config_init(cls) -> tuple[Any, list[Any]]:
@@ -116,6 +196,26 @@ class StackEnv(BaseEnv):  # type: ignore[misc]
     async def rollout(self, item: Any) -> dict[str, Any] | None:
         """One scored group (a ScoredDataGroup), or None to drop it."""
         raise NotImplementedError
+
+    # What it may use
+
+    async def get_next_item(self) -> Any:
+        """The next of `items`."""
+        return next(self.items)
+
+    async def greedy(self, prompt_ids: list[int], *, wait: bool, **sampling: Any) -> Generation:
+        """The likeliest completion, from the first server."""
+        return await self.server.servers[0].generate(prompt_ids, wait=wait, temperature=0.0, **sampling)
+
+    def scored_group(self, nodes: Sequence[Any], scores: list[float], sampling: dict[str, Any]) -> dict[str, Any]:
+        """What run-api takes, of the sequences that ManagedServer has noted."""
+        return {
+            "tokens": [node.tokens for node in nodes],
+            "masks": [node.masked_tokens for node in nodes],
+            "inference_logprobs": [node.logprobs for node in nodes],
+            "scores": scores,
+            "generation_params": sampling | {"env": self.component},
+        }
 
     # The three commands
 
@@ -300,6 +400,12 @@ class StackEnv(BaseEnv):  # type: ignore[misc]
     async def _close_servers(self) -> None:
         for server in self.server.servers:
             await server.close()
+
+
+def epochs(items: Sequence[Any], rng: random.Random) -> Iterator[Any]:
+    """All of `items` in a new order, again and again."""
+    while True:
+        yield from reversed(rng.sample(items, len(items)))
 
 
 def _check_servers(server_configs: Any) -> None:

@@ -317,6 +317,26 @@ def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path)
     assert "[vllm_server] stopped" in server.log.read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["EngineCore", "Worker_TP1"])
+def test_a_server_whose_engine_was_killed_ends_as_one_that_crashed(tmp_path: Path, model: Path, part: str) -> None:
+    """A worker takes its engine along, whose process still runs when the server sees it; nobody has to ask anything."""
+    server = start_server(
+        tmp_path, model, flags=("--tensor-parallel-size", "2"), ATROPOS_TOKEN=TOKEN, VLLM_ENABLE_SHARED_WEIGHTS="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+    )  # fmt: skip
+    try:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        (killed,) = (process for process in family if part in " ".join(process.cmdline()))
+        begun = time.monotonic()
+        killed.kill()
+        assert server.process.wait(60) == 1, server.log.read_text()[-3000:]
+        print(f"\nSIGKILL of {part} to exit: {time.monotonic() - begun:.1f} s")
+        assert "[vllm_server] the engine died; its own log lines are above" in server.log.read_text()
+    finally:
+        end_of(server.process)
+
+
 @needs_another_user
 def test_its_port_is_nobody_else_s_before_and_after_it(tmp_path: Path, model: Path) -> None:
     """As under a supervisor: another user tries for the port while it loads, serves, is killed and comes again."""

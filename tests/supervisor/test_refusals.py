@@ -20,7 +20,7 @@ from atropos_tui.supervisor.diagnoses.refusals import LASTS_S, RefusalWatch, ask
 from atropos_tui.supervisor.diagnoses.waiting import Part, Scene, no_batches
 from tests.supervisor.harness import NEVER, SLEEP, Running, part, python, ready, wait_until
 from vllm_server import refusals as server
-from vllm_server.sampling import WHY, instead
+from vllm_server.refusals import WHY, instead
 
 TOP_P = f"top_p=0.95: {WHY}. {instead(['top_p=0.95'])}, or, for an answer that is not trained on, send x"
 BIAS = f"logit_bias={{'5': 1}}: {WHY}. {instead(['logit_bias={}'])}, or ask for no logprobs"
@@ -142,7 +142,7 @@ def test_no_batches_gives_way_but_not_to_what_is_more_certain() -> None:
 
 
 ENGINE = """import asyncio, sys
-from vllm_server.logs import configure_logging
+from vllm_server.plugin import configure_logging
 from vllm_server.refusals import RefusalLog
 async def main():
     log, share = RefusalLog(), int(sys.argv[1])

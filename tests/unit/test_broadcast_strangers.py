@@ -33,7 +33,7 @@ from trainer_core.errors import UsageError
 from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.broadcast import Broadcast
 from trainer_core.weight_sync.collectives import Rendezvous
-from vllm_server import collectives
+from vllm_server.weights import collectives
 
 __all__ = ["base", "make", "receivers"]
 

@@ -32,7 +32,7 @@ from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.broadcast import Broadcast, into_one_piece, require_nodes
 from trainer_core.weight_sync.collectives import meeting_point
 from trainer_core.weight_sync.separate_weights import FIRST_PAUSE_S, Backoff
-from vllm_server.copy_recorder import named_views
+from vllm_server.weights.copy_recorder import named_views
 
 Make = Callable[..., Broadcast]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -20,17 +20,16 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
 from atropos_common.transfer import SLOTS, Chunk, TransferInit, TransferUpdate, chunks
-from vllm_server import collectives
-from vllm_server.copy_recorder import Copies, CopyRecorder, addresses, named_views
+from vllm_server.weights import collectives
+from vllm_server.weights.copy_recorder import Copies, CopyRecorder, addresses, named_views
 
 logger = logging.getLogger(__name__)
 
 BACKEND = "atropos_broadcast"
 """Its name in `--weight-transfer-config`."""
 
-_registered = False
 _failure: str | None = None
-"""Of this rank's last part in a broadcast, until it is asked for; see `worker.py` for why nothing is raised."""
+"""Of this rank's last part in a broadcast, until it is asked for; why nothing is raised: `AtroposWorkerExtension`."""
 
 
 def take_failure() -> str | None:
@@ -59,12 +58,10 @@ def _noted(call: Callable[[BroadcastEngine, Any], None]) -> Callable[[BroadcastE
     return without_raising
 
 
+@cache
 def register_engine() -> None:
     """Make the engine known to vLLM in this process; once is enough."""
-    global _registered
-    if not _registered:
-        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "BroadcastEngine")
-        _registered = True
+    WeightTransferEngineFactory.register_engine(BACKEND, __name__, "BroadcastEngine")
 
 
 class TransferRefused(ValueError):
@@ -101,7 +98,8 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         size = max(chunk.nbytes for chunk in self._chunks)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         parallel = self.parallel_config
-        rank = init_info.first_rank + _replica(parallel) * parallel.world_size + parallel.rank
+        replica = int(getattr(parallel, "data_parallel_index", 0) or 0)
+        rank = init_info.first_rank + replica * parallel.world_size + parallel.rank
         self._link = collectives.join(init_info, rank, self.device)
         logger.info("Joined the trainer's group as rank %d of %d", rank, init_info.world_size)
 
@@ -196,7 +194,3 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
                 f"{' with ' + self.model_config.quantization if self.model_config.quantization else ''}; known are "
                 f"{', '.join(SINGLE_COPY_ARCHITECTURES)} without quantization"
             )
-
-
-def _replica(parallel: Any) -> int:
-    return int(getattr(parallel, "data_parallel_index", 0) or 0)

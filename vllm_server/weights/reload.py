@@ -26,11 +26,11 @@ from safetensors import SafetensorError, safe_open
 from atropos_common.bridge import LoadWeightsRequest, WeightsLoaded
 from atropos_common.files import write_private
 from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
-from vllm_server.bridge import ASLEEP, Bridge, timed
+from vllm_server.auth import error_response
+from vllm_server.bridge import ASLEEP, WeightBridge, timed
 from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
-from vllm_server.copy_recorder import NO_WEIGHT, TIED_HEAD, CopyRecorder
-from vllm_server.errors import error_response
-from vllm_server.plain_weights import FOLDER_FORMAT, PLAIN_FORMAT, register_loaders
+from vllm_server.weights.copy_recorder import NO_WEIGHT, TIED_HEAD, CopyRecorder
+from vllm_server.weights.loaders import FOLDER_FORMAT, PLAIN_FORMAT, register_loaders
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def require_same(new: Shapes, own: Shapes, *, tied: bool) -> None:
 class Reloader:
     """Loads checkpoints for one server."""
 
-    def __init__(self, bridge: Bridge, args: Namespace) -> None:
+    def __init__(self, bridge: WeightBridge, args: Namespace) -> None:
         self.bridge = bridge
         self.started_from = os.environ.get(ENV_START_WEIGHTS)
         self._args = args

@@ -17,9 +17,9 @@ from fastapi import APIRouter
 from atropos_common.bridge import BridgeInfo
 from atropos_common.run_dir import ENV_TRAINER_HOSTS
 from atropos_common.transfer import TransferInit, TransferReport, TransferUpdate
-from vllm_server.bridge import ASLEEP, Bridge, timed
-from vllm_server.collectives import REFUSED
-from vllm_server.errors import error_response
+from vllm_server.auth import error_response
+from vllm_server.bridge import ASLEEP, WeightBridge, timed
+from vllm_server.weights.collectives import REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class BrokenTransfer(RuntimeError):
 class Transfers:
     """Takes weights from the trainer's group into the engine's workers."""
 
-    def __init__(self, bridge: Bridge) -> None:
+    def __init__(self, bridge: WeightBridge) -> None:
         self.bridge = bridge
 
     async def join(self, request: TransferInit) -> BridgeInfo:

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,15 @@ class LinkError(RuntimeError):
     """The group did not form, or broke; the message says in which phase."""
 
 
-class Link(Protocol):
+class Link:
     """Receives the trainer's broadcasts in order."""
 
     def receive(self, buffer: torch.Tensor, slot: int) -> None:
         """Fill `buffer`; what is queued on the device after this sees it full."""
-        ...
+        raise NotImplementedError
 
     def emptied(self, slot: int) -> None:
         """What is queued on the device so far was the last use of that slot's content."""
-        ...
 
     def finish(self) -> None:
         """Wait until everything received is where it belongs.
@@ -48,11 +47,10 @@ class Link(Protocol):
         Raises:
             LinkError: the trainer is gone, or nothing came within the timeout.
         """
-        ...
 
     def close(self) -> None:
         """Leave, whatever state the others are in."""
-        ...
+        raise NotImplementedError
 
 
 class Lifeline:
@@ -120,8 +118,8 @@ def join(init: TransferInit, rank: int, device: torch.device) -> Link:
         raise LinkError(f"rank {rank}: no {init.backend} connection (phase connect: {first_line(error)})") from None
 
 
-class GlooLink:
-    """Through CPU memory; a receive returns when its data is there."""
+class GlooLink(Link):
+    """Through CPU memory; a receive returns when its data is there, so nothing is left to wait for."""
 
     def __init__(self, lifeline: Lifeline, rank: int, init: TransferInit) -> None:
         self._lifeline = lifeline
@@ -137,17 +135,11 @@ class GlooLink:
         except RuntimeError as error:
             raise self._lifeline.died("receive", error) from None
 
-    def emptied(self, slot: int) -> None:
-        """Copies on the CPU are over when they return."""
-
-    def finish(self) -> None:
-        """Every receive has waited already."""
-
     def close(self) -> None:
         self._gloo.close()
 
 
-class NcclLink:
+class NcclLink(Link):
     """Broadcasts run on a stream of their own while the present stream empties the buffer before."""
 
     def __init__(self, lifeline: Lifeline, rank: int, init: TransferInit, device: torch.device) -> None:
