@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from tests.unit.trainer_rollouts import plain_logprobs, rollouts_of
 from trainer_core.config import TrainingConfig
-from trainer_core.objective.correction import Bounds, Sequences, correct
-from trainer_core.objective.loss import cispo_loss, grpo_loss, gspo_loss
+from trainer_core.objective.loss import Bounds, Sequences, cispo_loss, correct, grpo_loss, gspo_loss
 from trainer_core.objective.registry import RECIPES, Counts, Objective, count
 from trainer_core.optim import Stepper
 from trainer_core.policy.load import load_model

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import MissingLogprobs
-from trainer_core.objective.correction import Sequences
+from trainer_core.objective.loss import Sequences
 from trainer_core.objective.registry import RECIPES, Objective, count
 from trainer_core.rollouts.batch import IGNORED, POSITIVE_TOLERANCE, Batch, Selection, read_batch
 from trainer_core.rollouts.packing import pack

@@ -10,7 +10,7 @@ import torch
 
 from trainer_core.config import TrainingConfig
 from trainer_core.objective import loss
-from trainer_core.objective.correction import Bounds, Correction, Sequences, correct
+from trainer_core.objective.loss import Bounds, Correction, Sequences, correct
 from trainer_core.rollouts.batch import Selection
 
 Per = Literal["tokens", "sequences", "constant"]

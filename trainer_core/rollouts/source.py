@@ -12,9 +12,9 @@ from atropos_common.bridge import MOST_DIGESTS
 from atropos_common.records import MISSING, AlignmentRecord
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, MissingLogprobs
-from trainer_core.metrics.telemetry import Telemetry
 from trainer_core.rollouts.batch import Batch, Rollout, Selection, read_batch
 from trainer_core.rollouts.client import RawBatch, RunApi
+from trainer_core.telemetry import Telemetry
 
 REPEAT_S = 60.0
 """Between two lines about the same thing."""

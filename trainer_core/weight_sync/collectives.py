@@ -8,7 +8,7 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,35 +82,6 @@ class Rendezvous:
         del self.store, self._server
 
 
-class BroadcastGroup(Protocol):
-    """The connected group; the trainer is rank 0."""
-
-    def send(self, stream: torch.Tensor, parts: Sequence[Chunk]) -> None:
-        """Begin to broadcast `parts` of the bytes in `stream`, in order."""
-        ...
-
-    def sent(self) -> bool:
-        """Whether all of it has left.
-
-        Raises:
-            RuntimeError: the connection broke.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave, whatever state the others are in."""
-        ...
-
-
-def connect(meeting: Rendezvous, device: torch.device, timeout_s: float) -> BroadcastGroup:
-    """Connect to everyone who reported.
-
-    Raises:
-        RuntimeError: somebody did not, or a stranger did.
-    """
-    return GlooGroup(meeting, timeout_s) if meeting.backend == "gloo" else NcclGroup(meeting, device)
-
-
 class GlooGroup:
     """Through CPU memory."""
 
@@ -119,9 +90,15 @@ class GlooGroup:
         self._works: list[Any] = []
 
     def send(self, stream: torch.Tensor, parts: Sequence[Chunk]) -> None:
+        """Begin to broadcast `parts` of the bytes in `stream`, in order."""
         self._works = [self._gloo.broadcast(stream[part.start : part.end]) for part in parts]
 
     def sent(self) -> bool:
+        """Whether all of it has left.
+
+        Raises:
+            RuntimeError: the connection broke.
+        """
         if not all(work.is_completed() for work in self._works):
             return False
         for work in self._works:
@@ -129,6 +106,7 @@ class GlooGroup:
         return True
 
     def close(self) -> None:
+        """Leave, whatever state the others are in."""
         self._gloo.close(self._works)
 
 
@@ -151,6 +129,19 @@ class NcclGroup:
 
     def close(self) -> None:
         self._nccl.close()
+
+
+BroadcastGroup = GlooGroup | NcclGroup
+"""The connected group; the trainer is rank 0."""
+
+
+def connect(meeting: Rendezvous, device: torch.device, timeout_s: float) -> BroadcastGroup:
+    """Connect to everyone who reported.
+
+    Raises:
+        RuntimeError: somebody did not, or a stranger did.
+    """
+    return GlooGroup(meeting, timeout_s) if meeting.backend == "gloo" else NcclGroup(meeting, device)
 
 
 def _nccl_id() -> bytes:
