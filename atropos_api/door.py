@@ -17,7 +17,7 @@ from atropos_api import peer
 from atropos_api.body import BodyError, GoneError, read_body
 from atropos_api.settings import ENV_UIDS, Settings
 from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.hosts import host_refusal
+from atropos_common.http import host_refusal
 
 RESET = "/reset_data"
 """Forgets trainer, environments and queue, and is a GET."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from atropos_common.hosts import allowed_hosts, hosts_in
+from atropos_common.http import allowed_hosts, hosts_in
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 ENV_UIDS = "ATROPOS_API_UIDS"

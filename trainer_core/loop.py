@@ -46,7 +46,7 @@ from trainer_core.report import (
 from trainer_core.rollouts.batch import Batch
 from trainer_core.rollouts.client import RunApi, open_api
 from trainer_core.rollouts.packing import pack
-from trainer_core.rollouts.source import BatchSource, Lags
+from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
 from trainer_core.step import StepOutcome, accumulate
 from trainer_core.telemetry import Trackers, open_telemetry
 from trainer_core.weight_sync.base import Start, SyncReport, make_sync
@@ -136,26 +136,16 @@ def train(config: TrainingConfig, *, api: RunApi | None = None, stop: threading.
         api = api or open_api(config, start.step, stop)
         opened.callback(api.close)
         try:
-            return _attach(config, start, api, stop, opened).to_the_end()
+            try:
+                run = Run(config, start, api, stop, opened)
+            except Stopped:
+                raise
+            except Exception:  # nothing can be rescued yet: say what a next attempt begins with
+                print(_last_checkpoint(config))
+                raise
+            return run.to_the_end()
         except torch.OutOfMemoryError as error:
             raise MemoryFullError(OUT_OF_MEMORY.format(error=error, tokens=config.tokens_per_pass)) from None
-
-
-def _attach(
-    config: TrainingConfig, start: checkpoint.StartingPoint, api: RunApi, stop: threading.Event, opened: ExitStack
-) -> Run:
-    """The run, ready for its first step; before it can rescue anything, a failure says what a next attempt begins with.
-
-    Raises:
-        Stopped: a stop was asked for while the server was awaited.
-    """
-    try:
-        return Run(config, start, api, stop, opened)
-    except Stopped:
-        raise
-    except Exception:
-        print(_last_checkpoint(config))
-        raise
 
 
 class Run:
@@ -197,7 +187,8 @@ class Run:
         self.objective = Objective(config)
         self.batches = BatchSource(
             config, api, self.telemetry, selection=self.objective.selection(self.model.config.vocab_size),
-            advantage_std=self.objective.advantage_std, servers=[engine.versions for engine in self.sync.engines],
+            advantage_std=self.objective.advantage_std,
+            lag_meter=LagMeter([engine.versions for engine in self.sync.engines]),
             while_waiting=self.while_waiting,
         )  # fmt: skip
         self.bench = BenchmarkTotals(config.mode)
@@ -363,11 +354,9 @@ class Run:
 
     def save_at_stop(self) -> TrainResult:
         """A checkpoint of what was trained since the last one."""
-        path = None
         # A server that has died may have taken the weights with it: what is read then is nobody's model.
         self.sync.check()
-        if self.step > self.saved_step:
-            path = self.save().path
+        path = self.save().path if self.step > self.saved_step else None
         print(f"Stopped after step {self.step}. {_last_checkpoint(self.config)}")
         return TrainResult(self.step, self.version, False, path)
 

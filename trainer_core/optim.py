@@ -15,8 +15,8 @@ fill them before a step and give their memory back after it, when the activation
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
@@ -159,6 +159,7 @@ def _build(params: list[torch.Tensor], config: TrainingConfig) -> torch.optim.Op
             params, lr=None if relative else config.lr, weight_decay=config.weight_decay, relative_step=relative,
             scale_parameter=config.adafactor_scale_parameter, warmup_init=False,
         )  # fmt: skip
+    common: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw_8bit":
         try:
             from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found]
@@ -167,11 +168,9 @@ def _build(params: list[torch.Tensor], config: TrainingConfig) -> torch.optim.Op
                 f"--optimizer adamw_8bit needs bitsandbytes ({error}): pip install bitsandbytes, or --optimizer adamw "
                 "(more memory) or adafactor (no momentum)"
             ) from None
-        built: torch.optim.Optimizer = AdamW8bit(
-            params, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
+        built: torch.optim.Optimizer = AdamW8bit(params, **common)
         return built
-    return torch.optim.AdamW(params, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
+    return torch.optim.AdamW(params, **common, fused=True)
 
 
 def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
@@ -192,29 +191,29 @@ def _collect_into(master: torch.Tensor) -> Any:
     return hook
 
 
-class MasterWeights(Protocol):
-    """A strategy over some half-precision parameters."""
+class MasterWeights(ABC):
+    """A strategy over some half-precision parameters (none is fine)."""
 
     name: str
     masters: list[torch.Tensor]
     """float32 stand-ins with the parameters' shapes, which carry the gradient; valid between `load` and `write`."""
 
-    def load(self) -> None:
+    def load(self) -> None:  # noqa: B027
         """Before an optimizer step: let `masters` hold the weights."""
-        ...
 
+    @abstractmethod
     def write(self) -> None:
         """Round `masters` into the parameters, in place."""
-        ...
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly; the parameters already hold the checkpoint's weights."""
-        ...
 
 
-class Float32Copy:
+class Float32Copy(MasterWeights):
     """A float32 copy of every parameter."""
 
     name = "fp32"
@@ -222,9 +221,6 @@ class Float32Copy:
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.params = params
         self.masters = [p.detach().float().clone().requires_grad_() for p in params]
-
-    def load(self) -> None:
-        pass
 
     @torch.no_grad()
     def write(self) -> None:
@@ -240,7 +236,7 @@ class Float32Copy:
             master.copy_(saved)
 
 
-class _FilledForAStep:
+class _FilledForAStep(MasterWeights):
     """Float32 tensors that have memory only from `load` to `write`."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
@@ -336,10 +332,7 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
 
 
 def make_master_weights(name: str, params: list[torch.Tensor], seed: int) -> MasterWeights:
-    """The strategy `name` over half-precision `params` (none is fine)."""
-    strategies: dict[str, Callable[[], MasterWeights]] = {
-        "fp32": lambda: Float32Copy(params),
-        "kahan": lambda: Kahan(params),
-        "stochastic": lambda: Stochastic(params, seed),
-    }
-    return strategies[name]()
+    """The strategy `name` over half-precision `params`."""
+    if name == "stochastic":
+        return Stochastic(params, seed)
+    return Kahan(params) if name == "kahan" else Float32Copy(params)

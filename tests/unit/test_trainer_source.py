@@ -50,7 +50,7 @@ def _intake(tmp_path: Path, batches: list[Any], **fields: Any) -> BatchSource:
     config = TrainingConfig(model_name="m", save_path=str(tmp_path), batch_size=4, **fields)
     return BatchSource(
         config, Feed(batches), Telemetry(tmp_path / "t.jsonl"), selection=Selection(vocab_size=512),  # type: ignore[arg-type]
-        advantage_std=True, servers=[], while_waiting=lambda: None,
+        advantage_std=True, lag_meter=LagMeter([]), while_waiting=lambda: None,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ Groups stay groups only as long as advantages need them; afterwards a batch is a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -305,7 +306,7 @@ class _Reader:
         if len(tokens) > self.seq_len:
             return _Judged(None, f"longer than --seq-len {self.seq_len}", f"{spot}: {len(tokens)} tokens")
         ids = _token_ids(spot, tokens, self.selection.vocab_size)
-        labels = _whole_numbers(spot, "masks", group.masks[i])
+        labels = _numbers(spot, "masks", group.masks[i], whole=True)
         generated = labels != IGNORED
         if (labels[generated] != ids[generated]).any():
             raise _wrong("masks", f"{spot}: masks must be {IGNORED} or the token itself")
@@ -318,13 +319,10 @@ class _Reader:
         values = _logprobs(spot, logprobs, generated)
         usable = generated & (values <= POSITIVE_TOLERANCE)
         usable[0] = False
-        seen = (
-            int(generated.sum()),
-            float(values[generated].sum()),
-            int((values[generated] > POSITIVE_TOLERANCE).sum()),
-        )
+        own = values[generated]
+        seen = len(own), float(own.sum()), int((own > POSITIVE_TOLERANCE).sum())
         if not usable.any():
-            what = "only placeholders" if (values[generated] == PLACEHOLDER).all() else "no real one"
+            what = "only placeholders" if (own == PLACEHOLDER).all() else "no real one"
             return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{spot} has {what}"), *seen)
         rollout = Rollout(
             tokens=ids, trained=usable, logprobs=np.where(usable, values, 0.0).astype(np.float32),
@@ -437,29 +435,17 @@ def _lists_only(where: str, **columns: list[Any]) -> None:
             raise _wrong(name, f"{where}: {name} must hold one list for each sequence")
 
 
-def _whole_numbers(spot: str, name: str, values: list[Any]) -> NDArray[np.int64]:
-    """[len(values)]"""
-    try:
-        if set(map(type, values)) <= {int}:
-            return np.asarray(values, dtype=np.int64)
-    except OverflowError:
-        pass
-    raise _wrong(name, f"{spot}: {name} must be a list of whole numbers")
-
-
-def _numbers(spot: str, name: str, values: list[Any]) -> NDArray[np.float64]:
-    """[len(values)], NaN and infinities included."""
-    try:
-        if set(map(type, values)) <= {int, float}:
-            return np.asarray(values, dtype=np.float64)
-    except OverflowError:
-        pass
-    raise _wrong(name, f"{spot}: {name} must be a list of numbers")
+def _numbers(spot: str, name: str, values: list[Any], *, whole: bool = False) -> NDArray[Any]:
+    """[len(values)]: int64 for `whole` ones, else float64, NaN and infinities included."""
+    with suppress(OverflowError):
+        if set(map(type, values)) <= ({int} if whole else {int, float}):
+            return np.asarray(values, dtype=np.int64 if whole else np.float64)
+    raise _wrong(name, f"{spot}: {name} must be a list of {'whole numbers' if whole else 'numbers'}")
 
 
 def _token_ids(spot: str, tokens: list[Any], vocabulary: int | None) -> NDArray[np.int64]:
     """[L]; an id that the model has no row for would end a GPU's process."""
-    ids = _whole_numbers(spot, "tokens", tokens)
+    ids = _numbers(spot, "tokens", tokens, whole=True)
     if (ids < 0).any():
         raise Malformed(OUT_OF_VOCABULARY, f"{spot}: tokens holds id {ids.min()}, and token ids are not negative")
     if vocabulary is not None and (ids >= vocabulary).any():
@@ -486,15 +472,11 @@ def _temperature(spot: str, sources: tuple[dict[str, Any], ...], fallback: float
         value = source.get("temperature")
         if value is None:
             continue
-        if type(value) not in (int, float) or not _fits(value):
+        # Compared first: an integer may be too large to become a float.
+        if type(value) not in (int, float) or not abs(value) <= FLOAT32_MAX:
             raise _wrong("temperature", f"{spot}: temperature must be a finite number")
         return float(value) if value >= GREEDY_BELOW else 1.0
     return fallback
-
-
-def _fits(value: float) -> bool:
-    """Whether a float32 holds it. Comparing first: an integer may be too large to become a float."""
-    return abs(value) <= FLOAT32_MAX
 
 
 def _environment(group: dict[str, Any]) -> str:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from atropos_common import nccl
-from atropos_common.group import SECRET_BYTES, Gloo, Nccl, SealedStore
+from atropos_common.group import SECRET_BYTES, Gloo, Nccl, NcclError, SealedStore, unique_id
 from atropos_common.transfer import Chunk, is_wildcard, meeting_place
 from trainer_core.errors import UsageError
 
@@ -146,6 +145,6 @@ def connect(meeting: Rendezvous, device: torch.device, timeout_s: float) -> Broa
 
 def _nccl_id() -> bytes:
     try:
-        return nccl.unique_id()
-    except nccl.NcclError as error:
+        return unique_id()
+    except NcclError as error:
         raise UsageError(f"a broadcast between GPUs needs NCCL: {error}") from None
