@@ -118,7 +118,7 @@ def test_layer_indices_reject_nonsense() -> None:
 def test_torch_is_not_imported_before_it_is_needed() -> None:
     code = (
         "import sys, trainer_core; assert not {'torch', 'pydantic'} & set(sys.modules); "
-        "import trainer_core.config, trainer_core.__main__, trainer_core.__main__, trainer_core.checkpoint; "
+        "import trainer_core.config, trainer_core.__main__, trainer_core.checkpoint; "
         "import trainer_core.rollouts.client, trainer_core.weight_sync.base; trainer_core.TrainingConfig; "
         "assert not {'torch', 'transformers', 'vllm', 'textual', 'atropos_tui'} & set(sys.modules), 'heavy'"
     )

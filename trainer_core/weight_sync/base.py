@@ -13,17 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
-
-import torch
+from typing import TYPE_CHECKING, TypeVar
 
 from atropos_common.bridge import BridgeInfo
 from atropos_common.run_dir import RunDir
 from trainer_core.config import Mode, TrainingConfig
 from trainer_core.errors import EngineGone, Stopped
-from trainer_core.policy.load import dtype_of, load_config, load_model
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import Lifecycle, supervised, wait_for_server
+
+if TYPE_CHECKING:
+    import torch
 
 LOOK_S = 1.0
 """How often `check` asks whether it is still the same server."""
@@ -190,6 +190,8 @@ class SeparateWeights(WeightSync):
 
     def load(self, weights: Path | None) -> torch.nn.Module:
         """The model on the trainer's device and in its type, with `weights`, else the base model's."""
+        from trainer_core.policy.load import dtype_of, load_config, load_model
+
         dtype = dtype_of(load_config(self.config.model_name), self.config.dtype)
         return load_model(weights or self.config.model_name, dtype, self.device)
 
