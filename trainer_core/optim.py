@@ -51,8 +51,9 @@ class Stepper:
     def set_lr(self, step: int) -> float:
         """Learning rate of optimizer step `step` (from 1)."""
         lr = learning_rate(self.config, step)
+        own_lr = self.config.optimizer == "adafactor" and self.config.adafactor_relative_step
         for group in self.optimizer.param_groups:
-            group["lr"] = None if self.config.adafactor_relative_step and _is_adafactor(self.optimizer) else lr
+            group["lr"] = None if own_lr else lr
         return lr
 
     def take_gradients(self, gradients: list[torch.Tensor | None]) -> None:
@@ -173,10 +174,6 @@ def _build(params: list[torch.Tensor], config: TrainingConfig) -> torch.optim.Op
     return torch.optim.AdamW(params, **common, fused=True)
 
 
-def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__name__ == "Adafactor"
-
-
 def _collect_into(master: torch.Tensor) -> Any:
     @torch.no_grad()
     def hook(param: torch.Tensor) -> None:
@@ -241,7 +238,10 @@ class _FilledForAStep(MasterWeights):
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.params = params
-        self.masters = [_without_memory(p) for p in params]
+        self.masters = []
+        for param in params:  # one after the other, so that never all of them have memory
+            self.masters.append(torch.empty_like(param, dtype=torch.float32).requires_grad_())
+            self.masters[-1].untyped_storage().resize_(0)
 
     @torch.no_grad()
     def load(self) -> None:
@@ -252,13 +252,6 @@ class _FilledForAStep(MasterWeights):
     def _release(self) -> None:
         for master in self.masters:
             master.untyped_storage().resize_(0)
-
-
-def _without_memory(param: torch.Tensor) -> torch.Tensor:
-    """A float32 tensor of the shape of `param` that can carry a gradient, and has no memory yet."""
-    made = torch.empty_like(param, dtype=torch.float32).requires_grad_()
-    made.untyped_storage().resize_(0)
-    return made
 
 
 class Kahan(_FilledForAStep):

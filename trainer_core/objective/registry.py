@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -16,21 +16,12 @@ from trainer_core.rollouts.batch import Selection
 Per = Literal["tokens", "sequences", "constant"]
 
 
-class LossFunction(Protocol):
-    """Any of the functions in `objective/loss.py`."""
-
-    def __call__(
-        self, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, /, *, clip_eps: float,
-        clip_eps_high: float | None, per_sequence: bool, kl_coef: float, dual_clip: float | None,
-        sequences: Sequences | None, correction: Correction | None,
-    ) -> loss.LossSums: ...  # fmt: skip
-
-
 @dataclass(frozen=True)
 class PublishedObjective:
     """An objective as published: its loss, and what goes with it where the configuration says nothing."""
 
-    loss: LossFunction
+    loss: Callable[..., loss.LossSums]
+    """Any of the functions in `objective/loss.py`."""
     clip: tuple[float, float] | None = None
     """(clip_eps, clip_eps_high); null takes the configuration's default."""
     per: Per = "tokens"
@@ -120,8 +111,8 @@ class Objective:
 
 def count(rows: Iterable[tuple[Sequences, Correction | None]], device: torch.device) -> Counts:
     """Tokens and sequences that train in the given rows, masked ones left out."""
-    tokens = torch.zeros((), dtype=torch.float64, device=device)
-    counts = Counts(tokens, tokens.clone())
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    counts = Counts(zero, zero)
     for sequences, correction in rows:
         keep = None if correction is None else correction.keep
         ones = torch.ones_like(sequences.ids, dtype=torch.float64) if keep is None else keep.double()
