@@ -39,7 +39,6 @@ from trainer_core.report import (
     StepReport,
     TextReader,
     console_line,
-    memory_fields,
     tracker_metrics,
     write_records,
 )
@@ -332,11 +331,7 @@ class Run:
         write_records(self.telemetry, report, self.config, self.reader)
         print(console_line(report, self.config.training_steps, benchmark=self.config.benchmark))
         self.tracker.log(report.step, tracker_metrics(report))
-        self.bench.add(
-            step_s=report.step_s, wait_s=report.wait_s,
-            sync_s=report.sync.seconds if report.sync and report.sync.moved else None,
-            tokens=report.batch.tokens, allocated=memory_fields()["allocated_bytes"],
-        )  # fmt: skip
+        self.bench.add(report)
 
     def save_if_due(self) -> float:
         """Seconds spent on a checkpoint, 0 when none is due."""

@@ -237,16 +237,16 @@ class BenchmarkTotals:
     tokens: int = 0
     byte_sum: int = 0
 
-    def add(self, *, step_s: float, sync_s: float | None, wait_s: float, tokens: int, allocated: int | None) -> None:
-        """Count one step; `sync_s` is null when no weights moved to a server."""
+    def add(self, report: StepReport) -> None:
+        """Count one step; its sync only where weights moved to a server."""
         self.steps += 1
-        self.step_s += step_s
-        self.wait_s += wait_s
-        self.tokens += tokens
-        self.byte_sum += allocated or 0
-        if sync_s is not None:
+        self.step_s += report.step_s
+        self.wait_s += report.wait_s
+        self.tokens += report.batch.tokens
+        self.byte_sum += memory_fields()["allocated_bytes"] or 0
+        if report.sync is not None and report.sync.moved:
             self.syncs += 1
-            self.sync_s += sync_s
+            self.sync_s += report.sync.seconds
 
     def fields(self) -> dict[str, Any]:
         """The fields of a `benchmark` record. `tokens_per_s` counts every token trained on, prompts included, by the

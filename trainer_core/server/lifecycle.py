@@ -68,13 +68,9 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 
 def wait_for_server(
-    ready: Callable[[], T],
-    timeout_s: float,
-    stop: threading.Event,
-    *,
-    meanwhile: tuple[type[Exception], ...] = (EngineGone,),
-    coming: Callable[[], str | None] = lambda: None,
-) -> T:
+    ready: Callable[[], T], timeout_s: float, stop: threading.Event, *,
+    meanwhile: tuple[type[Exception], ...] = (EngineGone,), coming: Callable[[], str | None] = lambda: None,
+) -> T:  # fmt: skip
     """What `ready` returns once it no longer raises one of `meanwhile`; why it waits is printed once for each reason.
 
     Args:
@@ -234,12 +230,9 @@ class ServerChild:
     """
 
     def __init__(
-        self,
-        config: TrainingConfig,
-        stop: threading.Event,
-        flags: Sequence[str] = (),
+        self, config: TrainingConfig, stop: threading.Event, flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.config = config
         self.stop = stop
         self.flags = list(flags)

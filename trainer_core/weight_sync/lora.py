@@ -60,14 +60,11 @@ class LoraSwap(SeparateWeights):
         """Every server answers with the present adapter; one that is away is waited for."""
         for engine in self.engines:
             try:
-                self._load(engine)
+                self._give(engine)
             except EngineGone:
                 self._serve_again(engine)
 
-    def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
-        self._load(engine)
-
-    def _load(self, engine: ServerClient) -> None:
+    def _give(self, engine: ServerClient, info: BridgeInfo | None = None) -> None:
         self._require_lora(engine)
         if not self._path(self.version).is_dir():
             self._save()
