@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atropos_api import peer
 from atropos_api.body import ENV_MAX_BODY, BodyError, GoneError, read_body
 from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.hosts import allowed_hosts, host_refusal, hosts_in
+from atropos_common.http import allowed_hosts, host_refusal, hosts_in
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 ENV_UIDS = "ATROPOS_API_UIDS"

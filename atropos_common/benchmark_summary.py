@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 RULE = "=" * 70
 GB = 1e9
@@ -15,37 +15,13 @@ Section = tuple[str, list[tuple[str, str]]]
 """A title ("" for the first section, which has none), and figures by name, ready to show."""
 
 
-class BenchmarkFigures(Protocol):
-    """The fields of a `benchmark` record; seconds and bytes, null where there is no data."""
+def summary_sections(figures: Any, *, no_memory: str = NO_DATA) -> list[Section]:
+    """The guides' figures, in sections.
 
-    @property
-    def steps(self) -> int: ...
-    @property
-    def total_s(self) -> float | None: ...
-    @property
-    def avg_step_s(self) -> float | None: ...
-    @property
-    def total_step_s(self) -> float | None: ...
-    @property
-    def avg_sync_s(self) -> float | None: ...
-    @property
-    def syncs(self) -> int: ...
-    @property
-    def total_sync_s(self) -> float | None: ...
-    @property
-    def avg_data_wait_s(self) -> float | None: ...
-    @property
-    def total_data_wait_s(self) -> float | None: ...
-    @property
-    def peak_bytes(self) -> int | None: ...
-    @property
-    def avg_bytes(self) -> int | None: ...
-    @property
-    def tokens_per_s(self) -> float | None: ...
-
-
-def summary_sections(figures: BenchmarkFigures, *, no_memory: str = NO_DATA) -> list[Section]:
-    """The guides' figures; `no_memory` stands for GPU memory where there is none."""
+    Args:
+        figures: something with the fields of a `benchmark` record; seconds and bytes, null where there is no data.
+        no_memory: stands for GPU memory where there is none.
+    """
     minutes = "" if figures.total_s is None else f" ({figures.total_s / 60:.2f} min)"
     return [
         ("", [("Total training time", seconds_text(figures.total_s) + minutes), ("Total steps", str(figures.steps))]),

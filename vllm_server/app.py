@@ -18,7 +18,7 @@ import uvloop
 
 from atropos_common import ports
 from atropos_common.files import write_private
-from atropos_common.hosts import allowed_hosts
+from atropos_common.http import allowed_hosts
 from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES, Shard
 from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, plugin, refusals

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atropos_common.bridge import GONE_STATUS, INSTANCE_HEADER, TOKEN_HEADER
-from atropos_common.hosts import host_refusal
+from atropos_common.http import host_refusal
 
 Kind = Literal["open", "generation", "control"]
 

@@ -45,11 +45,10 @@ from atropos_tui.profile.spec import (
     TcpCheck,
     references,
 )
-from trainer_core.config import TrainingConfig
+from trainer_core.config import Mode, TrainingConfig
 
 __all__ = ["Profile", "apply_sets", "find_profile", "load_profile", "parse_profile", "shipped_profiles"]
 
-Mode = Literal["none", "shared_vllm", "broadcast", "lora_only", "lora_restart"]
 
 DERIVED_TRAINER_KEYS = {
     "model_name": "model",

@@ -28,10 +28,9 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.rollouts.source import LagMeter
 from trainer_core.server.client import ServerClient
-from trainer_core.weight_sync.base import Start
+from trainer_core.weight_sync.base import FIRST_PAUSE_S, Backoff, Start
 from trainer_core.weight_sync.broadcast import Broadcast, into_one_piece, require_nodes
 from trainer_core.weight_sync.collectives import meeting_point
-from trainer_core.weight_sync.separate_weights import FIRST_PAUSE_S, Backoff
 from vllm_server.weights.copy_recorder import named_views
 
 Make = Callable[..., Broadcast]
@@ -275,7 +274,7 @@ LEAVES = """
 import sys, threading
 import torch
 from trainer_core.config import TrainingConfig
-from trainer_core.weight_sync.base import Start
+from trainer_core.weight_sync.base import FIRST_PAUSE_S, Backoff, Start
 from trainer_core.weight_sync.broadcast import Broadcast
 
 config = TrainingConfig(model_name=sys.argv[1], weight_bridge_mode="shared_vllm", use_shared_memory=True,

@@ -217,7 +217,7 @@ def test_max_policy_lag_leaves_old_rollouts_out(engine: Engine, base: Path, tmp_
 
 def test_every_setting_can_be_set_from_a_profile(tmp_path: Path) -> None:
     from atropos_tui.profile.sections import load_profile
-    from trainer_core.cli import parse_args
+    from trainer_core.__main__ import parse_args
     from trainer_core.config import TrainingConfig
 
     sets = ["objective=gspo", "ratio_base=proximal", "tis_mask=token", "clip_eps_high=0.3", "master_weights=kahan",

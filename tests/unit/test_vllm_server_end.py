@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from atropos_common.hosts import allowed_hosts
+from atropos_common.http import allowed_hosts
 from vllm_server import app
 from vllm_server.auth import Access, AuthMiddleware, GenerationHold
 from vllm_server.config import ServerConfig

@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from atropos_common.hosts import allowed_hosts
+from atropos_common.http import allowed_hosts
 from vllm_server import refusals
 from vllm_server.auth import Access, AuthMiddleware, GenerationHold, error_response
 from vllm_server.generate import RequestError, parse_body

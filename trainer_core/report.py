@@ -1,14 +1,22 @@
-"""What one step leaves behind: telemetry records, a console line, metrics for trackers. Nothing here trains."""
+"""What a step and a run leave behind: telemetry records, a console line, metrics for trackers, the guides' BENCHMARK
+SUMMARY, MFU and the memory of this process. Nothing here trains."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import psutil
+import torch
 
+from atropos_common.benchmark_summary import summary_sections, summary_text
+from atropos_common.model_math import Dimensions, peak_flops, step_flops
 from atropos_common.records import (
     AlignmentRecord,
+    BenchmarkRecord,
     MemoryRecord,
     RolloutRecord,
     StepRecord,
@@ -16,12 +24,11 @@ from atropos_common.records import (
     TimingRecord,
 )
 from trainer_core.config import TrainingConfig
-from trainer_core.metrics.benchmark import memory_fields
-from trainer_core.metrics.telemetry import Telemetry
 from trainer_core.objective.alignment import Alignment, ProbeDiffs
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.source import Lags
 from trainer_core.step import StepOutcome
+from trainer_core.telemetry import Telemetry
 from trainer_core.weight_sync.base import SyncReport
 
 TEXT_LIMIT = 4000
@@ -213,4 +220,79 @@ def _rollout_fields(rollout: Rollout, lag: int | None, reader: TextReader) -> di
         "reward": rollout.score,
         "advantage": float(trained.mean(dtype=np.float64)) if len(trained) else 0.0,
         "policy_lag": lag,
+    }
+
+
+@dataclass
+class BenchmarkTotals:
+    """Sums over the steps of one attempt; seconds and bytes."""
+
+    mode: str
+    began: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    step_s: float = 0.0
+    sync_s: float = 0.0
+    syncs: int = 0
+    wait_s: float = 0.0
+    tokens: int = 0
+    byte_sum: int = 0
+
+    def add(self, report: StepReport) -> None:
+        """Count one step; its sync only where weights moved to a server."""
+        self.steps += 1
+        self.step_s += report.step_s
+        self.wait_s += report.wait_s
+        self.tokens += report.batch.tokens
+        self.byte_sum += memory_fields()["allocated_bytes"] or 0
+        if report.sync is not None and report.sync.moved:
+            self.syncs += 1
+            self.sync_s += report.sync.seconds
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a `benchmark` record. `tokens_per_s` counts every token trained on, prompts included, by the
+        seconds of all steps."""
+        steps, syncs = max(1, self.steps), max(1, self.syncs)
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return {
+            "mode": self.mode,
+            "total_s": time.perf_counter() - self.began,
+            "steps": self.steps,
+            "avg_step_s": self.step_s / steps,
+            "total_step_s": self.step_s,
+            "avg_sync_s": self.sync_s / syncs,
+            "syncs": self.syncs,
+            "total_sync_s": self.sync_s,
+            "avg_data_wait_s": self.wait_s / steps,
+            "total_data_wait_s": self.wait_s,
+            "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+            "avg_bytes": self.byte_sum // steps if cuda else None,
+            "tokens_per_s": self.tokens / self.step_s if self.step_s else 0.0,
+        }
+
+    def summary(self) -> str:
+        """The guides' block of text."""
+        figures = BenchmarkRecord(**self.fields())
+        return summary_text(f"({self.mode})", summary_sections(figures, no_memory="n/a (CPU)"))
+
+
+class MfuMeter:
+    """MFU of the training part of a step, on a GPU whose peak is known."""
+
+    def __init__(self, model: Dimensions, device: torch.device) -> None:
+        self._model = model
+        self._peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+    def measure(self, lengths: Sequence[int], seconds: float) -> float | None:
+        """Share of the peak, from 0 to 1; null where there is no peak to compare with."""
+        return step_flops(self._model, lengths) / seconds / self._peak if self._peak and seconds > 0 else None
+
+
+def memory_fields() -> dict[str, int | None]:
+    """The fields of a `memory` record; GPU fields are null without a GPU in use."""
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "allocated_bytes": torch.cuda.memory_allocated() if cuda else None,
+        "reserved_bytes": torch.cuda.memory_reserved() if cuda else None,
+        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "rss_bytes": psutil.Process().memory_info().rss,
     }
