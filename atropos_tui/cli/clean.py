@@ -18,7 +18,7 @@ from atropos_tui.cli import dead_runs, runs, show
 from atropos_tui.cli.dead_runs import DeadRun
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.plain import one_line
-from atropos_tui.supervisor import leftovers, shared_memory
+from atropos_tui.supervisor import tracker
 
 COMMAND_COLUMNS = 80
 
@@ -116,15 +116,15 @@ def _clean_run(run: DeadRun) -> int:
         if not free:
             print(f"{run.run_id}: a supervisor has begun there meanwhile; not touched")
             return Exit.DONE
-        shared = {path for process in run.processes for path in shared_memory.mapped_by(process.pid)}
+        shared = {path for process in run.processes for path in tracker.mapped_by(process.pid)}
         shared |= {str(path) for path in run.files if path.parent == dead_runs.SHARED_MEMORY}
         if run.processes or run.group:
-            leftovers.reap(run.run_id, run.table)
-        shared_memory.remove_unused(shared)
+            tracker.reap_leftovers(run.run_id, run.table)
+        tracker.remove_unused(shared)
         for path in run.files:
             if path.parent != dead_runs.SHARED_MEMORY:
                 path.unlink(missing_ok=True)
-    left = {process.pid: process for process in leftovers.find(run.run_id, run.table)}
+    left = {process.pid: process for process in tracker.find_leftovers(run.run_id, run.table)}
     for process in run.processes:
         if process.pid not in left:
             print(f"ended    {process.pid} {process.component}".rstrip())

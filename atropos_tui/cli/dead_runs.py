@@ -19,9 +19,9 @@ from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID, 
 from atropos_tui.cli import runs
 from atropos_tui.monitor.plain import counted
 from atropos_tui.monitor.run_info import read_json
-from atropos_tui.supervisor import cgroup, leftovers, procfs, sockets
-from atropos_tui.supervisor.leftovers import Leftover
+from atropos_tui.supervisor import client, procfs, tracker
 from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor.tracker import Leftover
 
 SHARED_MEMORY = Path("/dev/shm")
 SETTLED_S = 10.0
@@ -59,12 +59,12 @@ def find_dead(root: Path, info: dict[str, Any]) -> DeadRun | None:
     """What the run in `root` left; None when it lives. `info` is its run.json."""
     run = RunDir(root)
     table = ProcessTable.load(run.journal_json)
-    if runs.RunEntry(run, info).is_live or _is_held(run) or (table and leftovers.supervisor_alive(table)):
+    if runs.RunEntry(run, info).is_live or _is_held(run) or (table and tracker.supervisor_alive(table)):
         return None
     run_id = table.run_id if table else str(info.get("run_id", ""))
-    found = DeadRun(run_id, root, table, leftovers.find(run_id, table) if run_id else [])
+    found = DeadRun(run_id, root, table, tracker.find_leftovers(run_id, table) if run_id else [])
     found.files = [*_clearable_files(run, table), *_socket_files(run)]
-    found.group = table.group if table and cgroup.is_of(table.group, run_id) else ""
+    found.group = table.group if table and procfs.is_group_of(table.group, run_id) else ""
     return found
 
 
@@ -105,8 +105,8 @@ def left_text(found: list[DeadRun]) -> str:
 def stale_sockets() -> list[Path]:
     """Sockets of this user's supervisors on which nobody listens."""
     try:
-        candidates = sorted(sockets.socket_folder().glob("*.sock"))
-    except (OSError, sockets.SocketError):
+        candidates = sorted(client.socket_folder().glob("*.sock"))
+    except (OSError, client.SocketError):
         return []
     return [path for path in candidates if _is_stale(path)]
 
@@ -163,8 +163,8 @@ def _socket_files(run: RunDir) -> list[Path]:
     if not run.control_sock.is_symlink():
         return []
     target = run.control_sock.readlink()
-    with contextlib.suppress(OSError, sockets.SocketError):
-        if target == sockets.socket_path(run) and target.is_socket():
+    with contextlib.suppress(OSError, client.SocketError):
+        if target == client.socket_path(run) and target.is_socket():
             return [run.control_sock, target]
     return [run.control_sock]
 

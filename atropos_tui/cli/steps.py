@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from atropos_common.record_tail import RecordTail
 from atropos_common.records import StepRecord, TimingRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.plain import number, seconds_text
-from atropos_tui.supervisor.record_tail import RecordTail
 
 T = TypeVar("T")
 LOOK_S = 0.5

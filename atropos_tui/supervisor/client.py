@@ -1,4 +1,4 @@
-"""Talk to a running supervisor: `ControlClient(run_dir)`, asynchronous, over the run's Unix socket.
+"""The control socket of a run: where it lies, and how to talk to its supervisor: `ControlClient(run_dir)`.
 
 client = ControlClient(run_dir)
 status = await client.status()
@@ -10,7 +10,9 @@ accepted = await client.command(CommandRequest(action="restart", component="vllm
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
+import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +40,10 @@ from atropos_tui.errors import Exit, Problem, UserError
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
+MAX_PATH_BYTES = 107
+"""What the kernel takes for the path of a Unix socket."""
+NAME_BYTES = 25
+"""Of a socket's name in its folder."""
 ANSWER_S = 10.0
 """One try takes at most so long (only `wait` and `events` take longer)."""
 TRIES = 3
@@ -235,3 +241,42 @@ def _refused(status: int, content: bytes) -> Refused:
     except ValidationError:
         refusal = Refusal(error=f"the supervisor answered {status}")
     return Refused(refusal.error, refusal.fix, status)
+
+
+class SocketError(ValueError):
+    """The socket cannot be made safely."""
+
+
+def socket_folder() -> Path:
+    """A folder of this user alone: below $XDG_RUNTIME_DIR, else in /tmp with mode 0700.
+
+    Raises:
+        SocketError: someone else made the folder in /tmp, or $XDG_RUNTIME_DIR is too long for a socket in it.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK):
+        folder = Path(runtime) / "atropos-tui"
+    else:
+        folder = Path("/tmp") / f"atropos-tui-{os.getuid()}"
+    size = len(os.fsencode(folder)) + 1 + NAME_BYTES
+    if size > MAX_PATH_BYTES:
+        reason = f"$XDG_RUNTIME_DIR is too long: a socket in {folder} would have a path of {size} bytes"
+        raise SocketError(f"{reason}, and the kernel takes {MAX_PATH_BYTES}; set it to a shorter folder, or unset it")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(folder):
+        raise SocketError(f"{folder} must be a folder of this user with mode 0700; remove it, or set XDG_RUNTIME_DIR")
+    return folder
+
+
+def is_private(folder: Path) -> bool:
+    try:
+        info = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077
+
+
+def socket_path(run: RunDir) -> Path:
+    """Where the socket of this run lies: under 108 bytes, whatever the run directory is called."""
+    digest = hashlib.blake2b(os.fsencode(run.root.resolve()), digest_size=10).hexdigest()
+    return socket_folder() / f"{digest}.sock"

@@ -1,4 +1,7 @@
-"""Probes: is it started, ready, alive? All checks of a probe must pass; thresholds decide when the verdict changes."""
+"""Probes: is it started, ready, alive? All checks of a probe must pass; thresholds decide when the verdict changes.
+
+Stages, milestones that a component prints, are looked for by the same means, and gate nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,20 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 
-from atropos_tui.profile.spec import Check, ExecCheck, FileCheck, HttpCheck, LogCheck, Probe, Probes, TcpCheck
-from atropos_tui.supervisor.environment import Launch
+from atropos_tui.profile.spec import Check, ExecCheck, FileCheck, HttpCheck, LogCheck, Probe, Probes, Stage, TcpCheck
 from atropos_tui.supervisor.logs import LogDrain
-from atropos_tui.supervisor.process import spawn
+from atropos_tui.supervisor.process import Launch, spawn
 
 Which = Literal["startup", "readiness", "liveness"]
 
+STAGE_LOOK_S = 0.2
 RECHECK_S = 5.0
 """Readiness of a component that is ready is looked at again no more often than this."""
 
@@ -185,3 +188,30 @@ class Prober:
         except (ValueError, re.error, httpx.InvalidURL) as error:
             ok, detail = False, f"{type(error).__name__}: {error}"
         return ProbeResult(which, ok, time.perf_counter() - began, detail)
+
+
+class StageWatch:
+    """Finds stages in the log of one attempt."""
+
+    def __init__(self, stages: Sequence[Stage], log: LogDrain, reached: Callable[[str], None]) -> None:
+        """`reached` is told once of every stage whose line has been printed."""
+        self._log = log
+        self._reached = reached
+        self._waiting: list[Stage] = []
+        for stage in stages:
+            with contextlib.suppress(re.error):  # a stage that cannot be seen is shown as not reached
+                log.watch(stage.pattern)
+                self._waiting.append(stage)
+
+    def look(self) -> None:
+        """Tell of the stages that were reached since the last look."""
+        reached = [stage for stage in self._waiting if self._log.seen(stage.pattern)]
+        self._waiting = [stage for stage in self._waiting if stage not in reached]
+        for stage in reached:
+            self._reached(stage.name)
+
+    async def follow(self) -> None:
+        """Look again and again until every stage is reached."""
+        while self._waiting:
+            await asyncio.sleep(STAGE_LOOK_S)
+            self.look()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from atropos_tui.diagnoses.log_rules import LOG_RULES
+from atropos_tui.diagnoses.model import ANSI, USUAL, Diagnosis, Match, Names, Pattern, Rule, shortened
+from atropos_tui.diagnoses.roots import is_passing, root_error
 from atropos_tui.profile.spec import ComponentSpec
-from atropos_tui.supervisor.diagnoses.lines import LOG_RULES
-from atropos_tui.supervisor.diagnoses.model import USUAL, Diagnosis, Names, Rule, Sighting, shortened
-from atropos_tui.supervisor.diagnoses.signs import ANSI, LogRule, Sign
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,12 @@ class Evidence:
                 return match, line.strip()
         return None
 
-    def plain(self) -> Evidence:
-        """The same without colours."""
-        return replace(self, lines=[ANSI.sub("", line) for line in self.lines])
-
 
 @dataclass(frozen=True)
 class ExitRule(Rule):
     """A rule over how a component ended; `judge` gives title, evidence and fix where it recognises the case."""
 
     judge: Callable[[Evidence], tuple[str, str, str] | None]
-
-    def explain(self, found: Evidence) -> Diagnosis | None:
-        said = self.judge(found)
-        return Diagnosis(*said, self.name) if said else None
 
 
 def missing_module(found: Evidence) -> tuple[str, str, str] | None:
@@ -130,7 +122,7 @@ BY_EXIT = (
     ExitRule("model_missing", "the model was not found", model_missing),
     ExitRule("bad_usage", "a component refused its arguments", bad_usage),
     ExitRule("not_executable", "a command cannot be run", not_executable),
-    ExitRule("killed", "killed by a signal", killed_by_signal),
+    ExitRule("killed", "killed by a signal", killed_by_signal, passing=True),
 )
 AT_LAST = (
     ExitRule("python_error", "a component raised an exception", python_error),
@@ -138,43 +130,46 @@ AT_LAST = (
 )
 """Where nothing else explains the end; the last one always does."""
 EXIT_RULES = BY_EXIT + AT_LAST
+PASSING_RULES = frozenset(rule.name for rule in (*LOG_RULES, *EXIT_RULES) if rule.passing)
 
 
 def diagnose(found: Evidence) -> Diagnosis:
     """The first rule that recognises the case, else the plain exit code with the last log line."""
-    found = found.plain()
-    said = _from_lines(found, waits=False) or _first(BY_EXIT, found) or _from_lines(found, waits=True)
-    said = said or _first(AT_LAST, found)
+    found = replace(found, lines=[ANSI.sub("", line) for line in found.lines])
+    said = _from_lines(found, waits=False) or _first(BY_EXIT, found)
+    said = said or _from_lines(found, waits=True) or _first(AT_LAST, found)
     assert said is not None
     return said
 
 
+def lasting_error(rule: str, lines: list[str]) -> str:
+    """The error line of a log whose end `rule` explains; empty where there is none, or where another try can help."""
+    line = root_error(lines)
+    return "" if line is None or rule in PASSING_RULES or is_passing(line) else line
+
+
 def _first(rules: tuple[ExitRule, ...], found: Evidence) -> Diagnosis | None:
-    return next((said for rule in rules if (said := rule.explain(found)) is not None), None)
+    return next((Diagnosis(*said, rule.name) for rule in rules if (said := rule.judge(found)) is not None), None)
 
 
 def _from_lines(found: Evidence, *, waits: bool) -> Diagnosis | None:
-    """What a log rule says; with `waits` from signs that need patience and were not cleared."""
+    """What a log rule says; with `waits` from patterns that need patience and were not cleared."""
     for rule in LOG_RULES:
         if rule.at_exit and rule.concerns(found.spec.role):
-            for line, match in _hits(rule, found.lines, waits):
-                groups = tuple(group or "" for group in match.groups())
-                around = (*found.above, *found.lines)
-                return rule.explain(Sighting(found.spec, found.names, line.strip(), groups, around))
+            for pattern in rule.patterns:
+                if (pattern.patience_s > 0) is waits and (hit := _last_match(pattern, found.lines)) is not None:
+                    line, match = hit
+                    groups = tuple(group or "" for group in match.groups())
+                    around = (*found.above, *found.lines)
+                    return rule.explain(Match(found.spec, found.names, line.strip(), groups, around))
     return None
 
 
-def _hits(rule: LogRule, lines: list[str], waits: bool) -> Iterator[tuple[str, re.Match[str]]]:
-    for sign in rule.signs:
-        if (sign.patience_s > 0) is waits and (hit := _last_hit(sign, lines)) is not None:
-            yield hit
-
-
-def _last_hit(sign: Sign, lines: list[str]) -> tuple[str, re.Match[str]] | None:
+def _last_match(pattern: Pattern, lines: list[str]) -> tuple[str, re.Match[str]] | None:
     for line in reversed(lines):
-        if (match := sign.match(line)) is not None:
+        if (match := pattern.match(line)) is not None:
             return line, match
-        if any(text in line for text in sign.cleared_by):
+        if any(text in line for text in pattern.cleared_by):
             return None
     return None
 
