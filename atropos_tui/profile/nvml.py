@@ -1,4 +1,4 @@
-"""The NVIDIA driver's own word on its cards. It may hang: who cannot wait asks through `supervisor.gpu_memory.Reader`."""
+"""The NVIDIA driver's own word on its cards. It may hang: who cannot wait asks `supervisor.gpu_memory.Reader`."""
 
 from __future__ import annotations
 

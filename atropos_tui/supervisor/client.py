@@ -16,7 +16,7 @@ import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -142,7 +142,8 @@ class ControlClient:
         Raises:
             Refused: it cannot be taken now.
         """
-        return await self._ask("POST", "/commands", Accepted, content=request.model_dump_json())
+        answer = await self._request("POST", "/commands", content=request.model_dump_json())
+        return Accepted.model_validate_json(answer.content)
 
     async def command_status(self, command_id: str) -> CommandStatus:
         """How far a command has come."""
@@ -153,7 +154,7 @@ class ControlClient:
     ) -> Recipe:
         """What a command would do, without doing it."""
         params = {"action": action, "initiator": initiator} | ({"component": component} if component else {})
-        return await self._get("/recipe", Recipe, params)
+        return await self._get("/recipe", Recipe, params=params)
 
     async def logs(self, component: str, n: int = 100) -> list[str]:
         """The last `n` lines of the component's present attempt."""
@@ -164,42 +165,19 @@ class ControlClient:
         """Wait for `ready`, `done` or a component to be healthy; `timeout` in seconds."""
         params = {"for": for_} | ({} if timeout is None else {"timeout": str(timeout)})
         patience = httpx.Timeout(ANSWER_S, read=None if timeout is None else timeout + ANSWER_S)
-        return await self._get("/wait", WaitResult, params, patience)
+        return await self._get("/wait", WaitResult, params=params, timeout=patience)
 
-    async def _get(
-        self, path: str, kind: type[Answer], params: dict[str, str] | None = None, timeout: httpx.Timeout | None = None
-    ) -> Answer:
-        return await self._ask("GET", path, kind, params=params, timeout=timeout)
-
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        kind: type[Answer],
-        *,
-        params: dict[str, str] | None = None,
-        content: str | None = None,
-        timeout: httpx.Timeout | None = None,
-    ) -> Answer:
-        answer = await self._request(method, path, params=params, content=content, timeout=timeout)
-        return kind.model_validate_json(answer.content)
+    async def _get(self, path: str, kind: type[Answer], **options: Any) -> Answer:
+        return kind.model_validate_json((await self._request("GET", path, **options)).content)
 
     async def _request(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: dict[str, str] | None = None,
-        content: str | None = None,
-        timeout: httpx.Timeout | None = None,
+        self, method: str, path: str, *, timeout: httpx.Timeout | None = None, **options: Any
     ) -> httpx.Response:
         tries = TRIES if method == "GET" else 1
         for left in reversed(range(tries)):
             http = self._connection()
             try:
-                answer = await http.request(
-                    method, path, params=params, content=content, timeout=timeout or httpx.Timeout(ANSWER_S)
-                )
+                answer = await http.request(method, path, timeout=timeout or httpx.Timeout(ANSWER_S), **options)
                 break
             except httpx.ConnectError as error:
                 raise self._nobody() from error

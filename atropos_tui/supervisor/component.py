@@ -35,18 +35,13 @@ from atropos_tui.supervisor.probe import Checker, Prober, ProbeResult, StageWatc
 from atropos_tui.supervisor.process import Launch, Leader, end_set
 from atropos_tui.supervisor.store import Store
 
+ENDS = frozenset({State.STOPPED, State.BACKOFF, State.FAILED, State.COMPLETED})
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.PENDING: frozenset({State.STARTING, State.STOPPED, State.COMPLETED, State.FAILED}),
-    State.STARTING: frozenset(
-        {State.HEALTHY, State.STOPPING, State.STOPPED, State.BACKOFF, State.FAILED, State.COMPLETED}
-    ),
-    State.HEALTHY: frozenset(
-        {State.UNHEALTHY, State.STOPPING, State.STOPPED, State.BACKOFF, State.FAILED, State.COMPLETED}
-    ),
-    State.UNHEALTHY: frozenset(
-        {State.HEALTHY, State.STOPPING, State.STOPPED, State.BACKOFF, State.FAILED, State.COMPLETED}
-    ),
-    State.STOPPING: frozenset({State.STOPPED, State.BACKOFF, State.FAILED, State.COMPLETED}),
+    State.STARTING: ENDS | {State.HEALTHY, State.STOPPING},
+    State.HEALTHY: ENDS | {State.UNHEALTHY, State.STOPPING},
+    State.UNHEALTHY: ENDS | {State.HEALTHY, State.STOPPING},
+    State.STOPPING: ENDS,
     State.BACKOFF: frozenset({State.PENDING, State.STOPPED, State.FAILED}),
     State.STOPPED: frozenset({State.PENDING}),
     State.FAILED: frozenset({State.PENDING}),
@@ -98,23 +93,12 @@ class Restarts:
         """It was healthy once, so an exit is a crash and no mistake in its arguments."""
         self.came_up = False
         """It was past its start once, so how a later start fails is not how all do."""
-        self._healthy_at: float | None = None
+        self.healthy_at: float | None = None
+        """When the present attempt became healthy."""
+        self.start_error = ""
+        """The error line of the start that failed last, if another start would fail in the same way."""
         self._crashes: deque[float] = deque()
         self._streak = 0
-        self._start_error = ""
-        """The error line of the start that failed last, if another start would fail in the same way."""
-
-    def begin(self) -> None:
-        """A new attempt lives."""
-        self._healthy_at = None
-
-    def healthy(self) -> None:
-        """The attempt is healthy."""
-        self._healthy_at = self._healthy_at or time.monotonic()
-
-    def forgive(self) -> None:
-        """Somebody has asked for a start: what hindered the last one may have been mended."""
-        self._start_error = ""
 
     def recent(self) -> int:
         """Crashes within the policy's window."""
@@ -127,7 +111,7 @@ class Restarts:
             error: the error line of a start that would fail in the same way again; "" for any other crash.
         """
         now = time.monotonic()
-        if self._healthy_at is not None and now - self._healthy_at > HEALTHY_RESET_S:
+        if self.healthy_at is not None and now - self.healthy_at > HEALTHY_RESET_S:
             self._streak = 0
         hopeless = "wrong usage, not retried" if exit_code == 2 and not self.proven else ""
         if self._fails_alike(error):
@@ -145,8 +129,8 @@ class Restarts:
 
     def _fails_alike(self, error: str) -> bool:
         """A start has failed with this error line (none: in a way that may pass); whether the last one did so, too."""
-        last, self._start_error = self._start_error, "" if self.came_up else error
-        return same_words(self._start_error, last)
+        last, self.start_error = self.start_error, "" if self.came_up else error
+        return same_words(self.start_error, last)
 
 
 def next_delay(policy: RestartPolicy, crashes: deque[float], streak: int, now: float) -> float | None:
@@ -369,7 +353,7 @@ class Component:
         if command_id is not None:
             self._command_id = command_id
             self._port_wait = None
-            self._restarts.forgive()
+            self._restarts.start_error = ""
         if self.state.is_resting or self.state is State.BACKOFF:
             self._move(State.PENDING, reason)
 
@@ -427,7 +411,7 @@ class Component:
         self.child, self.attempt, self.started_at = child, living.entry.attempt, child.started_at
         self._hurry, self.outcome, self.exit_code = asyncio.Event(), "", None
         self._port_wait, self.exited_at, self._stages = None, None, {}
-        self._restarts.begin()
+        self._restarts.healthy_at = None
 
     def _watch(self) -> None:
         """Watch its log, its probes and the clock."""
@@ -514,7 +498,7 @@ class Component:
             self._timer.cancel()
         self._restarts.proven |= self.has_gate
         self._restarts.came_up |= self.has_gate
-        self._restarts.healthy()
+        self._restarts.healthy_at = self._restarts.healthy_at or time.monotonic()
         self.note_progress()
         self._move(State.HEALTHY, reason)
         self._host.prepare_next(self.spec, self.attempt + 1)

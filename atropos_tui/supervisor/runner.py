@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from atropos_common.control import CommandRequest, Phase, Refusal, Snapshot, State, WaitResult
+from atropos_common.control import CommandRequest, Phase, Snapshot, State, WaitResult
 from atropos_common.records import Record
 from atropos_common.run_dir import ENV_TOKEN, RunDir
 from atropos_tui.profile.graph import check_stack
@@ -34,7 +34,7 @@ from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.client import is_private, socket_path
 from atropos_tui.supervisor.guard import Guard
 from atropos_tui.supervisor.keeper_launcher import Estate, KeeperLauncher, claim
-from atropos_tui.supervisor.launcher import DirectLauncher, Host, Launcher
+from atropos_tui.supervisor.launcher import DirectLauncher, Host
 from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.notify import Notifier
 from atropos_tui.supervisor.process import become_subreaper
@@ -81,7 +81,11 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
     api: ApiServer | None = None
     try:
         token = _token(estate)
-        launcher = _launcher(stack, guard.group, str(path), token, estate)
+        launcher = (
+            KeeperLauncher(stack, guard.group, str(path), token, estate.heirs)
+            if stack.survive
+            else DirectLauncher(stack, guard.group)
+        )
         supervisor = Supervisor(store, Host(stack, guard, launcher, str(path), token, estate.table))
         api = ApiServer(supervisor, run, listening)
         await api.started()
@@ -124,12 +128,6 @@ def _group(run_id: str, estate: Estate) -> str:
     """The run's control group: the one that adopted components are in, or a new one."""
     earlier = estate.table.group if estate.table else ""
     return earlier if procfs.is_group_of(earlier, run_id) else procfs.run_group(run_id)
-
-
-def _launcher(stack: StackSpec, group: str, socket: str, token: str, estate: Estate) -> Launcher:
-    if stack.survive:
-        return KeeperLauncher(stack, group, socket, token, estate.heirs)
-    return DirectLauncher(stack, group)
 
 
 def _token(estate: Estate) -> str:
@@ -204,7 +202,8 @@ class Routes:
                 Route("/recipe", self.recipe),
                 Route("/logs/{component}", self.logs),
                 Route("/wait", self.wait),
-            ]
+            ],
+            exception_handlers={RefusedError: refused},
         )
 
     async def status(self, _: Request) -> Response:
@@ -215,7 +214,7 @@ class Routes:
         try:
             after = int(request.query_params["after"]) if "after" in request.query_params else None
         except ValueError:
-            return refuse(422, Refusal(error="after must be a number", fix="leave it out to begin with now"))
+            raise RefusedError(422, "after must be a number", "leave it out to begin with now") from None
         usage = await self._supervisor.sampler.fresh()
         store = self._supervisor.store
         status, live = store.hub.subscribe(lambda: self._supervisor.status(usage))
@@ -235,42 +234,26 @@ class Routes:
             live.close()
 
     async def command(self, request: Request) -> Response:
-        try:
-            wanted = CommandRequest.model_validate_json(await request.body())
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "body"
-            return refuse(422, Refusal(error=f"{where}: {first['msg']}", fix="see CommandRequest in the contracts"))
-        try:
-            return answer(await self._supervisor.submit(wanted), 202)
-        except RefusedError as error:
-            return refuse(error.status, error.refusal)
+        return answer(await self._supervisor.submit(request_of(await request.body())), 202)
 
     async def command_status(self, request: Request) -> Response:
-        operation = self._supervisor.operations.get(request.path_params["command_id"])
-        if operation is None:
-            return refuse(404, Refusal(error=f"no command {request.path_params['command_id']!r}"))
-        return answer(operation.as_status())
+        command_id = request.path_params["command_id"]
+        if command_id not in self._supervisor.operations:
+            raise RefusedError(404, f"no command {command_id!r}")
+        return answer(self._supervisor.operations[command_id].as_status())
 
     async def recipe(self, request: Request) -> Response:
-        try:
-            wanted = CommandRequest.model_validate(dict(request.query_params))
-            return answer(self._supervisor.recipe_for(wanted))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            return refuse(422, Refusal(error=f"{'.'.join(map(str, first['loc']))}: {first['msg']}"))
-        except RefusedError as error:
-            return refuse(error.status, error.refusal)
+        return answer(self._supervisor.recipe_for(request_of(dict(request.query_params))))
 
     async def logs(self, request: Request) -> Response:
         component = self._supervisor.components.get(request.path_params["component"])
         if component is None:
             known = ", ".join(self._supervisor.components)
-            return refuse(404, Refusal(error=f"no component {request.path_params['component']!r}", fix=known))
+            raise RefusedError(404, f"no component {request.path_params['component']!r}", known)
         try:
             count = min(max(int(request.query_params.get("n", 100)), 0), MOST_LINES)
         except ValueError:
-            return refuse(422, Refusal(error="n must be a number"))
+            raise RefusedError(422, "n must be a number") from None
         if not component.attempt:
             return PlainTextResponse("")
         lines = await asyncio.to_thread(last_lines, self._run.log(component.name, component.attempt), count)
@@ -281,10 +264,10 @@ class Routes:
         try:
             timeout = float(request.query_params["timeout"]) if "timeout" in request.query_params else None
         except ValueError:
-            return refuse(422, Refusal(error="timeout must be a number of seconds"))
+            raise RefusedError(422, "timeout must be a number of seconds") from None
         if target not in ("ready", "done") and target not in self._supervisor.components:
             known = ", ".join(["ready", "done", *self._supervisor.components])
-            return refuse(404, Refusal(error=f"nothing called {target!r} to wait for", fix=f"one of: {known}"))
+            raise RefusedError(404, f"nothing called {target!r} to wait for", f"one of: {known}")
         return answer(await wait_for(self._supervisor, target, timeout))
 
 
@@ -293,9 +276,25 @@ def answer(message: BaseModel, status: int = 200) -> Response:
     return Response(message.model_dump_json(), status, media_type="application/json")
 
 
-def refuse(status: int, refusal: Refusal) -> Response:
-    """A refusal as JSON."""
-    return answer(refusal, status)
+async def refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return answer(error.refusal, error.status)
+
+
+def request_of(data: bytes | dict[str, str]) -> CommandRequest:
+    """The request in a body, or in the parameters of an address.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    try:
+        if isinstance(data, bytes):
+            return CommandRequest.model_validate_json(data)
+        return CommandRequest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        raise RefusedError(422, f"{where}: {first['msg']}", "see CommandRequest in the contracts") from None
 
 
 async def wait_for(supervisor: Supervisor, target: str, timeout_s: float | None) -> WaitResult:

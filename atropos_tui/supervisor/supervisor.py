@@ -13,12 +13,22 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from atropos_common.control import Accepted, CommandRequest, CommandStatus, Phase, Recipe, Refusal, RunStatus, State
+from atropos_common.control import (
+    Accepted,
+    Action,
+    CommandRequest,
+    CommandStatus,
+    Phase,
+    Recipe,
+    Refusal,
+    RunStatus,
+    State,
+)
 from atropos_common.records import CommandRecord, DiagnosisRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.diagnoses import Diagnosis, describe_exit
@@ -44,10 +54,10 @@ STRAYS_S = 10.0
 class RefusedError(Exception):
     """A command that was not taken: HTTP status and the reason."""
 
-    def __init__(self, status: int, refusal: Refusal) -> None:
-        super().__init__(refusal.error)
+    def __init__(self, status: int, error: str, fix: str = "") -> None:
+        super().__init__(error)
         self.status = status
-        self.refusal = refusal
+        self.refusal = Refusal(error=error, fix=fix)
 
 
 @dataclass
@@ -121,70 +131,6 @@ class Operation:
         )
 
 
-def refusal(
-    request: CommandRequest, components: Mapping[str, Component], operations: Iterable[Operation], phase: Phase
-) -> tuple[int, Refusal] | None:
-    """HTTP status and reason if `request` cannot be taken now, else None."""
-    if phase is Phase.ENDED:
-        return 409, Refusal(error="the run has ended", fix="start a new one: atropos-tui up PROFILE")
-    if request.action == "down":
-        return None
-    if request.action == "restart" and not request.component:
-        return _not_as_a_whole(components, operations, phase)
-    if not request.component:
-        return 422, Refusal(error=f"{request.action} needs a component", fix=f"one of: {', '.join(components)}")
-    component = components.get(request.component)
-    if component is None:
-        return 404, Refusal(error=f"no component {request.component!r}", fix=f"one of: {', '.join(components)}")
-    if phase is Phase.STOPPING and request.action != "kill":
-        return 409, Refusal(error="the stack is being stopped", fix="wait for its end, or kill the component")
-    return _not_in_this_state(request, component) or _in_each_others_way(request, component, operations)
-
-
-def _not_as_a_whole(
-    components: Mapping[str, Component], operations: Iterable[Operation], phase: Phase
-) -> tuple[int, Refusal] | None:
-    if phase is Phase.STOPPING:
-        return 409, Refusal(error="the stack is being stopped", fix="wait for its end")
-    if all(component.state.is_resting for component in components.values()):
-        return 409, Refusal(error="nothing runs", fix="start the components that shall run")
-    for other in operations:
-        if other.by_hand and other.stage in ("stop", "start"):
-            whole = other.request.component or "the stack"
-            return 409, Refusal(
-                error=f"{other.action} of {whole} is under way ({other.id})", fix="wait until that command is done"
-            )
-    return None
-
-
-def _not_in_this_state(request: CommandRequest, component: Component) -> tuple[int, Refusal] | None:
-    action, name, state = request.action, component.name, component.state
-    if action == "start" and state is State.BACKOFF:
-        return None
-    if action == "start" and not state.is_resting:
-        fix = f"wait until it is stopped, or use: restart {name}" if state is State.STOPPING else f"use: restart {name}"
-        return 409, Refusal(error=f"{name} is {state} already", fix=fix)
-    if action == "stop" and (state.is_resting or state is State.STOPPING):
-        return 409, Refusal(error=f"{name} is {state} already", fix="nothing to do")
-    if action == "kill" and component.child is None:
-        return 409, Refusal(error=f"{name} has no process ({state})", fix=f"use: stop {name}, if it shall stay down")
-    return None
-
-
-def _in_each_others_way(
-    request: CommandRequest, component: Component, operations: Iterable[Operation]
-) -> tuple[int, Refusal] | None:
-    if request.action not in ("start", "restart"):
-        return None  # stop and kill always win
-    for other in operations:
-        if other.by_hand and other.stage in ("stop", "start") and component.name in {*other.stop, *other.start}:
-            whole = f"{other.action} {other.request.component or ''}".strip()
-            return 409, Refusal(
-                error=f"{component.name} is part of {whole} ({other.id})", fix="wait until that command is done"
-            )
-    return None
-
-
 class Supervisor:
     """Dependency gates, commands, restarts and the end of one run; what a component is in is the component's."""
 
@@ -226,7 +172,7 @@ class Supervisor:
         """
         await self._begun.wait()
         if self._over.done():
-            raise RefusedError(409, Refusal(error="the run has ended", fix="start a new one: atropos-tui up PROFILE"))
+            raise RefusedError(409, "the run has ended", "start a new one: atropos-tui up PROFILE")
         answer: asyncio.Future[Accepted] = self._loop.create_future()
         self._do(self._command, request, answer)
         return await answer
@@ -245,10 +191,7 @@ class Supervisor:
             among = self._partners(request.action, request.component)
             return recipe(self.stack, request.action, request.component, initiator=request.initiator, among=among)
         except KeyError:
-            known = ", ".join(self.components)
-            raise RefusedError(
-                404, Refusal(error=f"no component {request.component!r}", fix=f"one of: {known}")
-            ) from None
+            raise self._unknown(request.component) from None
 
     def status(self, usage: Mapping[str, Usage]) -> RunStatus:
         """Everything, as of the last record; `usage` is the sampler's newest."""
@@ -545,10 +488,11 @@ class Supervisor:
 
     def _command(self, request: CommandRequest, answer: asyncio.Future[Accepted]) -> None:
         command_id = new_id()
-        refused = refusal(request, self.components, self._active(), self.phase)
-        if refused:
-            self._record(request, command_id, "refused", refused[1].error)
-            answer.set_exception(RefusedError(*refused))
+        try:
+            self._check(request)
+        except RefusedError as refused:
+            self._record(request, command_id, "refused", refused.refusal.error)
+            answer.set_exception(refused)
             return
         plan = self.recipe_for(request)
         operation = Operation(command_id, request, plan, stop=list(plan.stop), start=list(plan.start))
@@ -566,6 +510,56 @@ class Supervisor:
         else:
             self._begin(operation)
         answer.set_result(Accepted(command_id=command_id, recipe=plan))
+
+    def _check(self, request: CommandRequest) -> None:
+        """Let a command pass that can be taken now.
+
+        Raises:
+            RefusedError: it cannot.
+        """
+        action, name = request.action, request.component
+        if action == "down":
+            return
+        if action == "restart" and not name:
+            if self.phase is Phase.STOPPING:
+                raise RefusedError(409, "the stack is being stopped", "wait for its end")
+            if all(component.state.is_resting for component in self.components.values()):
+                raise RefusedError(409, "nothing runs", "start the components that shall run")
+            for other in self._by_hand():
+                whole = other.request.component or "the stack"
+                problem = f"{other.action} of {whole} is under way ({other.id})"
+                raise RefusedError(409, problem, "wait until that command is done")
+            return
+        if not name:
+            raise RefusedError(422, f"{action} needs a component", f"one of: {', '.join(self.components)}")
+        if name not in self.components:
+            raise self._unknown(name)
+        if self.phase is Phase.STOPPING and action != "kill":
+            raise RefusedError(409, "the stack is being stopped", "wait for its end, or kill the component")
+        self._check_state(action, self.components[name])
+        if action in ("start", "restart"):  # stop and kill always win
+            for other in self._by_hand():
+                if name in {*other.stop, *other.start}:
+                    whole = f"{other.action} {other.request.component or ''}".strip()
+                    problem = f"{name} is part of {whole} ({other.id})"
+                    raise RefusedError(409, problem, "wait until that command is done")
+
+    def _check_state(self, action: Action, component: Component) -> None:
+        name, state = component.name, component.state
+        if action == "start" and not state.is_resting and state is not State.BACKOFF:
+            wait = "wait until it is stopped, or " if state is State.STOPPING else ""
+            raise RefusedError(409, f"{name} is {state} already", f"{wait}use: restart {name}")
+        if action == "stop" and (state.is_resting or state is State.STOPPING):
+            raise RefusedError(409, f"{name} is {state} already", "nothing to do")
+        if action == "kill" and component.child is None:
+            raise RefusedError(409, f"{name} has no process ({state})", f"use: stop {name}, if it shall stay down")
+
+    def _unknown(self, name: str | None) -> RefusedError:
+        return RefusedError(404, f"no component {name!r}", f"one of: {', '.join(self.components)}")
+
+    def _by_hand(self) -> Iterator[Operation]:
+        """Commands that are stopping components, or about to start some."""
+        return (op for op in self._active() if op.by_hand and op.stage in ("stop", "start"))
 
     def _interrupted(self, name: str) -> None:
         self._interrupts += 1
@@ -610,24 +604,27 @@ class Supervisor:
         resting = {name for name, whose in self._stopped_with.items() if whose == component}
         return {"start": resting, "restart": lives | resting}.get(action, lives)
 
-    def _finish(self, op: Operation, status: str, detail: str = "") -> None:
+    def _finish(self, op: Operation, status: Literal["done", "failed"], detail: str = "") -> None:
         op.stage = "over"
-        op.status = "failed" if status == "failed" else "done"
-        op.detail = detail
+        op.status, op.detail = status, detail
         if op.by_hand:
-            self._record(op.request, op.id, op.status, detail)
+            self._record(op.request, op.id, status, detail)
 
-    def _record(self, request: CommandRequest, command_id: str, status: str, detail: str) -> None:
+    def _record(
+        self,
+        request: CommandRequest,
+        command_id: str,
+        status: Literal["accepted", "refused", "done", "failed"],
+        detail: str,
+    ) -> None:
         self.store.emit(
-            CommandRecord.model_validate(
-                {
-                    "component": request.component,
-                    "command_id": command_id,
-                    "action": request.action,
-                    "status": status,
-                    "initiator": request.initiator,
-                    "detail": detail,
-                }
+            CommandRecord(
+                component=request.component,
+                command_id=command_id,
+                action=request.action,
+                status=status,
+                initiator=request.initiator,
+                detail=detail,
             )
         )
 

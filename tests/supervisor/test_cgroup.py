@@ -57,7 +57,7 @@ def hidden(tmp_path: Path, request: pytest.FixtureRequest) -> str:
     wrapper.write_text(f"""#!/bin/sh\nexec unshare --mount sh -c '{act} && exec "$@"' sh {sys.executable} "$@"\n""")
     wrapper.chmod(0o755)
     said = subprocess.run(
-        [str(wrapper), "-c", "from atropos_tui.supervisor import cgroup; print(procfs.describe_groups())"],
+        [str(wrapper), "-c", "from atropos_tui.supervisor import procfs; print(procfs.describe_groups())"],
         capture_output=True,
         text=True,
         check=True,
