@@ -38,46 +38,26 @@ class Evidence:
 
 @dataclass(frozen=True)
 class ExitRule(Rule):
-    """A rule over how a component ended; `judge` gives title, evidence and fix where it recognises the case."""
+    """A rule over how a component ended. `title` and `fix` may name `{name}` and groups of the match (`{0}`)."""
 
-    judge: Callable[[Evidence], tuple[str, str, str] | None]
+    fix: str = ""
+    pattern: str = ""
+    """On the log's lines; the last that matches, whatever its case, is the evidence."""
+    codes: tuple[int, ...] = ()
+    """Exit codes that it is about; none: all."""
+    judge: Callable[[Evidence], tuple[str, str, str] | None] | None = None
+    """Title, evidence and fix where it recognises the case; replaces all of that."""
 
-
-def missing_module(found: Evidence) -> tuple[str, str, str] | None:
-    if (hit := found.last(r"No module named '?([\w.]+)'?")) is not None:
-        module = hit[0].group(1)
-        where = f"install {module.partition('.')[0]} into the environment that runs {found.spec.name}"
-        fix = f"{where}, or correct its module or cwd"
-        return f"Python module {module} is missing", hit[1], fix
-    return None
-
-
-def import_failed(found: Evidence) -> tuple[str, str, str] | None:
-    if (hit := found.last(r"ImportError: .+")) is not None:
-        fix = "installed versions do not fit each other: run `make install` in a fresh .venv"
-        return "a Python import failed", hit[1], fix
-    return None
-
-
-def model_missing(found: Evidence) -> tuple[str, str, str] | None:
-    hit = found.last(
-        r"is not a local folder and is not a valid model identifier|Repository Not Found|RepositoryNotFoundError"
-        r"|(?:model|config\.json|safetensors|tokenizer).*(?:No such file or directory|does not exist|not found)"
-        r"|No such file or directory.*(?:config\.json|safetensors|tokenizer)|Repo id must be in the form"
-        r"|Incorrect path_or_model_id|HFValidationError|does not appear to have a file named"
-        r"|--model\S* .*(?:no such directory|no model there|no config\.json)"
-    )
-    if hit is None:
-        return None
-    fix = "correct `model` in the profile: a folder with config.json, or a hub id"
-    return "the model was not found", hit[1], fix
-
-
-def bad_usage(found: Evidence) -> tuple[str, str, str] | None:
-    hit = found.last(r"error: .+|usage: .+|unrecognized arguments.+|ValidationError.*")
-    if found.exit_code != 2 or hit is None:
-        return None
-    return f"{found.spec.name} refused its arguments", hit[1], "correct its section of the profile"
+    def explain(self, found: Evidence) -> Diagnosis | None:
+        """The diagnosis of an end, where this rule recognises it."""
+        if self.judge is not None:
+            said = self.judge(found)
+            return Diagnosis(*said, self.name) if said else None
+        hit = found.last(self.pattern)
+        if hit is None or (self.codes and found.exit_code not in self.codes):
+            return None
+        title, fix = (found.names.fill(text, *hit[0].groups(), name=found.spec.name) for text in (self.title, self.fix))
+        return Diagnosis(title, hit[1], fix, self.name)
 
 
 def not_executable(found: Evidence) -> tuple[str, str, str] | None:
@@ -103,30 +83,52 @@ def killed_by_signal(found: Evidence) -> tuple[str, str, str] | None:
     return f"killed by {describe_exit(found.exit_code)}", _last_words(found), fix
 
 
-def python_error(found: Evidence) -> tuple[str, str, str] | None:
-    hit = found.last(r"^\s*(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit))(?::|$)")
-    if hit is None:
-        return None
-    fix = f"atropos-tui logs {found.spec.name} shows it all"
-    return f"{found.spec.name} raised {hit[0].group(1)}", hit[1], fix
-
-
 def exited(found: Evidence) -> tuple[str, str, str]:
     fix = f"atropos-tui logs {found.spec.name} shows the whole log"
     return f"{found.spec.name} exited with code {found.exit_code}", _last_words(found), fix
 
 
 BY_EXIT = (
-    ExitRule("missing_module", "a Python module is missing", missing_module),
-    ExitRule("import_failed", "a Python import failed", import_failed),
-    ExitRule("model_missing", "the model was not found", model_missing),
-    ExitRule("bad_usage", "a component refused its arguments", bad_usage),
-    ExitRule("not_executable", "a command cannot be run", not_executable),
-    ExitRule("killed", "killed by a signal", killed_by_signal, passing=True),
+    ExitRule(
+        "missing_module",
+        "Python module {0} is missing",
+        "install {1} into the environment that runs {name}, or correct its module or cwd",
+        r"No module named '?((\w+)[\w.]*)'?",
+    ),
+    ExitRule(
+        "import_failed",
+        "a Python import failed",
+        "installed versions do not fit each other: run `make install` in a fresh .venv",
+        r"ImportError: .+",
+    ),
+    ExitRule(
+        "model_missing",
+        "the model was not found",
+        "correct `model` in the profile: a folder with config.json, or a hub id",
+        r"is not a local folder and is not a valid model identifier|Repository Not Found|RepositoryNotFoundError"
+        r"|(?:model|config\.json|safetensors|tokenizer).*(?:No such file or directory|does not exist|not found)"
+        r"|No such file or directory.*(?:config\.json|safetensors|tokenizer)|Repo id must be in the form"
+        r"|Incorrect path_or_model_id|HFValidationError|does not appear to have a file named"
+        r"|--model\S* .*(?:no such directory|no model there|no config\.json)",
+    ),
+    ExitRule(
+        "bad_usage",
+        "{name} refused its arguments",
+        "correct its section of the profile",
+        r"error: .+|usage: .+|unrecognized arguments.+|ValidationError.*",
+        codes=(2,),
+    ),
+    ExitRule("not_executable", "a command cannot be run", judge=not_executable),
+    ExitRule("killed", "killed by a signal", judge=killed_by_signal, passing=True),
 )
 AT_LAST = (
-    ExitRule("python_error", "a component raised an exception", python_error),
-    ExitRule("exited", "a component exited", exited),
+    ExitRule(
+        "python_error",
+        "{name} raised {0}",
+        "atropos-tui logs {name} shows it all",
+        r"^\s*(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit))(?::|$)",
+    ),
+    ExitRule("exited", "a component exited", judge=exited),
 )
 """Where nothing else explains the end; the last one always does."""
 EXIT_RULES = BY_EXIT + AT_LAST
@@ -149,7 +151,7 @@ def lasting_error(rule: str, lines: list[str]) -> str:
 
 
 def _first(rules: tuple[ExitRule, ...], found: Evidence) -> Diagnosis | None:
-    return next((Diagnosis(*said, rule.name) for rule in rules if (said := rule.judge(found)) is not None), None)
+    return next((said for rule in rules if (said := rule.explain(found)) is not None), None)
 
 
 def _from_lines(found: Evidence, *, waits: bool) -> Diagnosis | None:
