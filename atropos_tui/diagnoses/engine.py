@@ -42,10 +42,10 @@ from atropos_tui.diagnoses.model import (
     QUIET_S,
     WATCHER_FAULT,
     Diagnosis,
+    LogMatch,
+    LogPattern,
     LogRule,
-    Match,
     Names,
-    Pattern,
     RateLimit,
     Rule,
     plain,
@@ -101,11 +101,11 @@ class _Open:
     """A match that needs patience: since when, and the line."""
 
     since: float
-    match: Match
+    match: LogMatch
 
 
 class LogScanner:
-    """Finds signs in the output of one attempt. `feed` and `take` belong to the event loop, the rest to one thread."""
+    """Finds patterns in what one attempt prints. `feed` and `take` belong to the event loop, the rest to one thread."""
 
     def __init__(self, spec: ComponentSpec, names: Names) -> None:
         self.spec = spec
@@ -117,12 +117,14 @@ class LogScanner:
         self._room = HEAD
         self._rest = bytearray()
         self._carry = b""
-        self._signs = [(rule, sign) for rule in LOG_RULES if rule.concerns(spec.role) for sign in rule.patterns]
+        self._patterns = [
+            (rule, pattern) for rule in LOG_RULES if rule.concerns(spec.role) for pattern in rule.patterns
+        ]
         self._counted = COUNTED.get(spec.role, {})
         self._limits: dict[str, RateLimit] = {}
-        self._open: dict[Pattern, _Open] = {}
+        self._open: dict[LogPattern, _Open] = {}
         self._settling: dict[str, tuple[LogRule, _Open]] = {}
-        self._recent: bytearray | None = bytearray() if any(rule.settle_s for rule, _ in self._signs) else None
+        self._recent: bytearray | None = bytearray() if any(rule.settle_s for rule, _ in self._patterns) else None
 
     def feed(self, data: bytes) -> None:
         """Keep `data` for the next look, or its two ends."""
@@ -176,12 +178,12 @@ class LogScanner:
         if self._recent is not None:
             self._recent += text
             del self._recent[:-RECENT]
-        for rule, sign in self._signs:
+        for rule, pattern in self._patterns:
             if len(text) > MUCH:
                 time.sleep(0)
-            if sign.patience_s > 0:
-                self._wait(rule, sign, text, now)
-            elif (found := self._find(sign, text, 0, self._most(rule))) is not None:
+            if pattern.patience_s > 0:
+                self._wait(rule, pattern, text, now)
+            elif (found := self._find(pattern, text, 0, self._most(rule))) is not None:
                 if rule.settle_s:
                     self._settling.setdefault(rule.name, (rule, _Open(now, found)))
                 else:
@@ -192,20 +194,20 @@ class LogScanner:
             self.noted = [*self.noted, *_lines_with(text, wanted, 0, LINES)][-LINES:]
         return said
 
-    def _wait(self, rule: LogRule, sign: Pattern, text: bytes, now: float) -> None:
-        cleared = max((text.rfind(end) for end in sign.ends), default=-1)
+    def _wait(self, rule: LogRule, pattern: LogPattern, text: bytes, now: float) -> None:
+        cleared = max((text.rfind(end) for end in pattern.ends), default=-1)
         if cleared >= 0:
-            self._open.pop(sign, None)
+            self._open.pop(pattern, None)
             if (limit := self._limits.get(rule.name)) is not None:
                 limit.lowered()
-        if sign not in self._open and (found := self._find(sign, text, cleared + 1, LINES)) is not None:
-            self._open[sign] = _Open(now, found)
+        if pattern not in self._open and (found := self._find(pattern, text, cleared + 1, LINES)) is not None:
+            self._open[pattern] = _Open(now, found)
 
-    def _find(self, sign: Pattern, text: bytes, begin: int, most: int) -> Match | None:
-        """The first line of `text` from `begin` on that is such a sign, of at most `most` that hold its anchor."""
-        for line in _lines_with(text, sign.needle, begin, most):
-            if (match := sign.match(line)) is not None:
-                return Match(self.spec, self.names, line, tuple(group or "" for group in match.groups()))
+    def _find(self, pattern: LogPattern, text: bytes, begin: int, most: int) -> LogMatch | None:
+        """The first line of `text` from `begin` on that is such a pattern, of at most `most` that hold its anchor."""
+        for line in _lines_with(text, pattern.needle, begin, most):
+            if (match := pattern.match(line)) is not None:
+                return LogMatch(self.spec, self.names, line, tuple(group or "" for group in match.groups()))
         return None
 
     def _most(self, rule: LogRule) -> int:
@@ -213,7 +215,7 @@ class LogScanner:
         return 1 if limit is not None and limit.active else LINES
 
     def _settled(self, now: float) -> list[Diagnosis]:
-        """What is to be said of signs after which the program has told all that it had to tell."""
+        """What is to be said of patterns after which the program has told all that it had to tell."""
         said: list[Diagnosis] = []
         for name, (rule, seen) in list(self._settling.items()):
             if now - seen.since >= rule.settle_s:
@@ -224,18 +226,18 @@ class LogScanner:
 
     def _impatient(self, now: float, starting: Collection[Role]) -> list[Diagnosis]:
         said: list[Diagnosis] = []
-        for rule, sign in self._signs:
-            waited = self._open.get(sign)
+        for rule, pattern in self._patterns:
+            waited = self._open.get(pattern)
             if waited is None:
                 continue
-            if any(role in starting for role in sign.waits_for):
+            if any(role in starting for role in pattern.waits_for):
                 waited.since = now
-            elif now - waited.since >= sign.patience_s:
-                del self._open[sign]
+            elif now - waited.since >= pattern.patience_s:
+                del self._open[pattern]
                 said += self._say(rule, waited.match, now)
         return said
 
-    def _say(self, rule: LogRule, found: Match, now: float) -> list[Diagnosis]:
+    def _say(self, rule: LogRule, found: LogMatch, now: float) -> list[Diagnosis]:
         if any(self._limits[name].active for name in rule.unless if name in self._limits):
             return []
         limit = self._limits.setdefault(rule.name, RateLimit())

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from atropos_tui.diagnoses.log_rules import LOG_RULES
-from atropos_tui.diagnoses.model import ANSI, USUAL, Diagnosis, Match, Names, Pattern, Rule, shortened
+from atropos_tui.diagnoses.model import ANSI, USUAL, Diagnosis, LogMatch, LogPattern, Names, Rule, shortened
 from atropos_tui.diagnoses.roots import is_passing, root_error
 from atropos_tui.profile.spec import ComponentSpec
 
@@ -163,11 +163,11 @@ def _from_lines(found: Evidence, *, waits: bool) -> Diagnosis | None:
                     line, match = hit
                     groups = tuple(group or "" for group in match.groups())
                     around = (*found.above, *found.lines)
-                    return rule.explain(Match(found.spec, found.names, line.strip(), groups, around))
+                    return rule.explain(LogMatch(found.spec, found.names, line.strip(), groups, around))
     return None
 
 
-def _last_match(pattern: Pattern, lines: list[str]) -> tuple[str, re.Match[str]] | None:
+def _last_match(pattern: LogPattern, lines: list[str]) -> tuple[str, re.Match[str]] | None:
     for line in reversed(lines):
         if (match := pattern.match(line)) is not None:
             return line, match

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from atropos_common.control import Role
-from atropos_tui.diagnoses.model import Diagnosis, LogRule, Match, Pattern
+from atropos_tui.diagnoses.model import Diagnosis, LogMatch, LogPattern, LogRule
 from atropos_tui.diagnoses.roots import VANISHED, root_error
 from atropos_tui.profile import ports
 
@@ -56,13 +56,13 @@ def port_taken(name: str, port: int | None, evidence: str) -> Diagnosis:
     )
 
 
-def _port_in_use(match: Match) -> Diagnosis:
+def _port_in_use(match: LogMatch) -> Diagnosis:
     number = re.search(r"(?:[Pp]ort |:|', )(\d{2,5})\b", match.line)
     port = match.spec.port or (int(number.group(1)) if number else None)
     return port_taken(match.spec.name, port, match.line)
 
 
-def _engine_dead(match: Match) -> Diagnosis:
+def _engine_dead(match: LogMatch) -> Diagnosis:
     """The evidence is what the dying process said, not what others say of its death."""
     root = root_error(match.around) or match.line
     fix = "its traceback, and what led to it: atropos-tui logs {engine} --grep 'Error|ERROR' -n 40"
@@ -80,11 +80,11 @@ LOG_RULES: tuple[LogRule, ...] = (
         "a port is in use",
         "",
         (
-            Pattern("ddress already in use"),
-            Pattern("rrno 98", r"\[[Ee]rrno 98\]"),
-            Pattern("EADDRINUSE"),
-            Pattern("cannot be bound", r":\d+ cannot be bound"),
-            Pattern("is already in use!", r"Port (\d+) is already in use!"),
+            LogPattern("ddress already in use"),
+            LogPattern("rrno 98", r"\[[Ee]rrno 98\]"),
+            LogPattern("EADDRINUSE"),
+            LogPattern("cannot be bound", r":\d+ cannot be bound"),
+            LogPattern("is already in use!", r"Port (\d+) is already in use!"),
         ),
         tell=_port_in_use,
         passing=True,
@@ -95,8 +95,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         "raise [vllm] gpu_memory_utilization, or lower [vllm] max_model_len (on a CPU: kv-cache-memory-bytes under "
         "[vllm.args])",
         (
-            Pattern("No available memory for the cache blocks"),
-            Pattern("cache is needed, which is larger than the available"),
+            LogPattern("No available memory for the cache blocks"),
+            LogPattern("cache is needed, which is larger than the available"),
         ),
         roles=(Role.ENGINE,),
     ),
@@ -105,10 +105,10 @@ LOG_RULES: tuple[LogRule, ...] = (
         "GPU memory is exhausted",
         FEWER_BYTES,
         (
-            Pattern("CUDA out of memory"),
-            Pattern("CUDA error: out of memory"),
-            Pattern("OutOfMemoryError"),
-            Pattern("Free memory on device", r"Free memory on device.*is less than"),
+            LogPattern("CUDA out of memory"),
+            LogPattern("CUDA error: out of memory"),
+            LogPattern("OutOfMemoryError"),
+            LogPattern("Free memory on device", r"Free memory on device.*is less than"),
         ),
         passing=True,
     ),
@@ -117,14 +117,14 @@ LOG_RULES: tuple[LogRule, ...] = (
         "a forked process cannot use the GPU that its parent has opened",
         'start workers by spawn: VLLM_WORKER_MULTIPROC_METHOD = "spawn" under [vllm.env], or keep CUDA out of '
         "the parent (VLLM_USE_V1=0, the older advice, is gone from vLLM)",
-        (Pattern("Cannot re-initialize CUDA in forked subprocess"),),
+        (LogPattern("Cannot re-initialize CUDA in forked subprocess"),),
     ),
     LogRule(
         "daemonic_processes",
         "a daemonic process tried to start children",
         "python -m vllm_server does not do that: leave out `command` under [vllm]; in a program of your own, start "
         "workers with daemon=False, or as threads",
-        (Pattern("daemonic processes are not allowed to have children"),),
+        (LogPattern("daemonic processes are not allowed to have children"),),
     ),
     LogRule(
         "flexible_argument_parser",
@@ -132,8 +132,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         "python -m vllm_server knows each version's names: leave out `command` under [vllm]; or install the vLLM that "
         "the program was written for",
         (
-            Pattern("FlexibleArgumentParser", r"cannot import name 'FlexibleArgumentParser'"),
-            Pattern("No module named 'vllm.", r"No module named '(vllm\.[\w.]+)'"),
+            LogPattern("FlexibleArgumentParser", r"cannot import name 'FlexibleArgumentParser'"),
+            LogPattern("No module named 'vllm.", r"No module named '(vllm\.[\w.]+)'"),
         ),
     ),
     LogRule(
@@ -143,11 +143,11 @@ LOG_RULES: tuple[LogRule, ...] = (
         "TRITON_PTXAS_PATH (from Triton 3.6 on TRITON_PTXAS_BLACKWELL_PATH) to that of a CUDA 12.8+ toolkit there; or "
         "go without compiled kernels: enforce-eager = true under [vllm.args]",
         (
-            Pattern("is not defined for option 'gpu-name'", r"Value '(sm_\w+)' is not defined"),
-            Pattern("PTXASError"),
-            Pattern("--gpu-name=sm_1", r"ptxas.*--gpu-name=(sm_1\d\d\w?).*returned non-zero"),
-            Pattern("is not compatible with the current PyTorch installation", r"with CUDA capability (sm_1\d\d)"),
-            Pattern("Triton compilation", r"Triton compilation (?:error|failed)"),
+            LogPattern("is not defined for option 'gpu-name'", r"Value '(sm_\w+)' is not defined"),
+            LogPattern("PTXASError"),
+            LogPattern("--gpu-name=sm_1", r"ptxas.*--gpu-name=(sm_1\d\d\w?).*returned non-zero"),
+            LogPattern("is not compatible with the current PyTorch installation", r"with CUDA capability (sm_1\d\d)"),
+            LogPattern("Triton compilation", r"Triton compilation (?:error|failed)"),
         ),
     ),
     LogRule(
@@ -156,7 +156,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "nothing is wrong, but decoding is slower than with graphs: a mode in which the engine has its own weights "
         "(broadcast, lora_only) keeps them; enforce-eager = true under [vllm.args] spares the first start",
         (
-            Pattern(
+            LogPattern(
                 "starting again with --enforce-eager", r"vllm_server: (\S+?):? .*starting again with --enforce-eager"
             ),
         ),
@@ -169,12 +169,12 @@ LOG_RULES: tuple[LogRule, ...] = (
         "run atropos-tui doctor: driver, CUDA and torch must fit each other; on a machine without a GPU set [trainer] "
         'device = "cpu"',
         (
-            Pattern("NVIDIA driver on your system is too old"),
-            Pattern("no kernel image is available for execution on the device"),
-            Pattern("CUDA driver version is insufficient for CUDA runtime version"),
-            Pattern("Found no NVIDIA driver on your system"),
-            Pattern("torch sees no GPU here"),
-            Pattern("Torch not compiled with CUDA enabled"),
+            LogPattern("NVIDIA driver on your system is too old"),
+            LogPattern("no kernel image is available for execution on the device"),
+            LogPattern("CUDA driver version is insufficient for CUDA runtime version"),
+            LogPattern("Found no NVIDIA driver on your system"),
+            LogPattern("torch sees no GPU here"),
+            LogPattern("Torch not compiled with CUDA enabled"),
         ),
     ),
     LogRule(
@@ -183,12 +183,12 @@ LOG_RULES: tuple[LogRule, ...] = (
         "see what lies there: ls -l /dev/shm; atropos-tui clean removes what earlier runs left; enlarge it: mount -o "
         "remount,size=16G /dev/shm, or --shm-size=16g (--ipc=host) for a container",
         (
-            Pattern("insufficient shared memory (shm)"),
-            Pattern("unable to write to file </torch_"),
-            Pattern("unable to allocate shared memory"),
-            Pattern("out of shared memory. Please try to raise", r"out of shared memory"),
-            Pattern("/dev/shm", r"/dev/shm.*(?:cannot reserve|No space left|creating shared memory segment)"),
-            Pattern("creating shared memory segment", r"Error while creating shared memory segment /dev/shm"),
+            LogPattern("insufficient shared memory (shm)"),
+            LogPattern("unable to write to file </torch_"),
+            LogPattern("unable to allocate shared memory"),
+            LogPattern("out of shared memory. Please try to raise", r"out of shared memory"),
+            LogPattern("/dev/shm", r"/dev/shm.*(?:cannot reserve|No space left|creating shared memory segment)"),
+            LogPattern("creating shared memory segment", r"Error while creating shared memory segment /dev/shm"),
         ),
         passing=True,
     ),
@@ -198,8 +198,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         "free space (df -h; du -sh RUN/checkpoints), or put the run elsewhere: --run-dir DIR; the run itself goes on "
         "as far as its parts do",
         (
-            Pattern("No space left on device", r"^(?!.*(?:/dev/shm|</torch_)).*No space left on device"),
-            Pattern("Disk quota exceeded"),
+            LogPattern("No space left on device", r"^(?!.*(?:/dev/shm|</torch_)).*No space left on device"),
+            LogPattern("Disk quota exceeded"),
         ),
         unless=("shm_full",),
         passing=True,
@@ -210,7 +210,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "raise the limit before atropos-tui up: ulimit -n 65536; or fewer rollouts at once: "
         "env.max_num_workers_per_node under [env.args]",
         # vLLM warns at every start that a low limit "can cause" this error, and quotes it.
-        (Pattern("Too many open files", r"^(?!.*can cause).*Too many open files"),),
+        (LogPattern("Too many open files", r"^(?!.*can cause).*Too many open files"),),
         passing=True,
     ),
     LogRule(
@@ -220,9 +220,9 @@ LOG_RULES: tuple[LogRule, ...] = (
         "at MASTER_ADDR and MASTER_PORT; atropos-tui logs {engine} --grep 'broadcast|ERROR' shows whether its side "
         "started",
         (
-            Pattern("the broadcast broke (phase rendezvous)", r"the broadcast broke \(phase rendezvous\): (.*)"),
-            Pattern("waiting for clients", r"Timed out after \d+ seconds waiting for clients"),
-            Pattern(
+            LogPattern("the broadcast broke (phase rendezvous)", r"the broadcast broke \(phase rendezvous\): (.*)"),
+            LogPattern("waiting for clients", r"Timed out after \d+ seconds waiting for clients"),
+            LogPattern(
                 "reating Gloo process group",
                 patience_s=120,
                 cleared_by=("Gloo group created",),
@@ -237,7 +237,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "a broadcast of weights broke off",
         "the trainer forms the group again with every server and sends the weights anew; if that does not end, restart "
         "the server that is named: atropos-tui restart {engine}. On a slow link raise trainer.broadcast_timeout",
-        (Pattern("the broadcast broke", r"the broadcast broke \(phase (?!rendezvous)\w+\): (.*)"),),
+        (LogPattern("the broadcast broke", r"the broadcast broke \(phase (?!rendezvous)\w+\): (.*)"),),
         roles=(Role.TRAINER,),
         passing=True,
     ),
@@ -247,13 +247,15 @@ LOG_RULES: tuple[LogRule, ...] = (
         "GPUs must differ: [vllm] gpus and [trainer] gpus; NCCL_DEBUG=INFO under [trainer.env] and [vllm.env] says "
         "more; with several network cards set NCCL_SOCKET_IFNAME. A good start prints `NCCL group created`",
         (
-            Pattern("NCCL error", r"NCCL error"),
-            Pattern("NCCL Error"),
-            Pattern("ncclSystemError"),
-            Pattern("ncclUnhandledCudaError"),
-            Pattern("Duplicate GPU detected"),
-            Pattern("Watchdog caught collective operation timeout"),
-            Pattern("Gloo group created", patience_s=120, cleared_by=("NCCL group created",), waits_for=(Role.ENGINE,)),
+            LogPattern("NCCL error", r"NCCL error"),
+            LogPattern("NCCL Error"),
+            LogPattern("ncclSystemError"),
+            LogPattern("ncclUnhandledCudaError"),
+            LogPattern("Duplicate GPU detected"),
+            LogPattern("Watchdog caught collective operation timeout"),
+            LogPattern(
+                "Gloo group created", patience_s=120, cleared_by=("NCCL group created",), waits_for=(Role.ENGINE,)
+            ),
         ),
         roles=(Role.ENGINE, Role.TRAINER),
         passing=True,
@@ -263,12 +265,12 @@ LOG_RULES: tuple[LogRule, ...] = (
         "the rollouts come without logprobs: wrong server_type",
         NO_LOGPROBS_FIX,
         (
-            Pattern("GRPO requires inference_logprobs"),
-            Pattern("returns no logprobs"),
-            Pattern("answers without logprobs"),
-            Pattern("Tokens and logprobs not supported by base OpenAI API"),
-            Pattern("OpenAI endpoints do not support token IDs or logprobs"),
-            Pattern("response missing 'prompt_logprobs'"),
+            LogPattern("GRPO requires inference_logprobs"),
+            LogPattern("returns no logprobs"),
+            LogPattern("answers without logprobs"),
+            LogPattern("Tokens and logprobs not supported by base OpenAI API"),
+            LogPattern("OpenAI endpoints do not support token IDs or logprobs"),
+            LogPattern("response missing 'prompt_logprobs'"),
         ),
         roles=(Role.ENV, Role.TRAINER),
     ),
@@ -278,10 +280,10 @@ LOG_RULES: tuple[LogRule, ...] = (
         "stock vLLM has only /v1: leave out `command` under [vllm] (python -m vllm_server has /generate with "
         "logprobs), and let openai.base_url be derived",
         (
-            Pattern('"POST /generate HTTP/1.1" 404'),
-            Pattern("/generate has no such route"),
-            Pattern("/generate: HTTP 404"),
-            Pattern("404, message=", r"404, message=.*/generate"),
+            LogPattern('"POST /generate HTTP/1.1" 404'),
+            LogPattern("/generate has no such route"),
+            LogPattern("/generate: HTTP 404"),
+            LogPattern("404, message=", r"404, message=.*/generate"),
         ),
         roles=(Role.ENGINE, Role.ENV, Role.TRAINER),
     ),
@@ -290,8 +292,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         "the rollouts' logprobs are positive: they are placeholders",
         "1.0 marks masked tokens and leaked into the generated ones. " + NO_LOGPROBS_FIX,
         (
-            Pattern("should be negative", r"ref_logprobs.*should be negative"),
-            Pattern("inference_logprobs alignment is wrong"),
+            LogPattern("should be negative", r"ref_logprobs.*should be negative"),
+            LogPattern("inference_logprobs alignment is wrong"),
         ),
         roles=(Role.TRAINER,),
     ),
@@ -301,9 +303,9 @@ LOG_RULES: tuple[LogRule, ...] = (
         'Weights & Biases fields must be "" and not None when they are not used: wandb_project and wandb_group of the '
         "trainer, env.wandb_name under [env.args] of the environment (mandatory even with env.use_wandb = false)",
         (
-            Pattern('" 422 ', r'"POST /register(?:-env)? HTTP/[\d.]+" 422'),
-            Pattern("422 Client Error", r"422 Client Error: .*/register"),
-            Pattern("refused the registration (422"),
+            LogPattern('" 422 ', r'"POST /register(?:-env)? HTTP/[\d.]+" 422'),
+            LogPattern("422 Client Error", r"422 Client Error: .*/register"),
+            LogPattern("refused the registration (422"),
         ),
         roles=(Role.API, *ASKS),
     ),
@@ -313,12 +315,12 @@ LOG_RULES: tuple[LogRule, ...] = (
         'mode = "lora_only" sets it; for a server of your own: enable-lora = true and max-lora-rank under [vllm.args], '
         'VLLM_ALLOW_RUNTIME_LORA_UPDATING = "True" under [vllm.env], then atropos-tui restart {engine}',
         (
-            Pattern("LoRA is not enabled"),
-            Pattern("without --enable-lora", r"started without --enable-lora"),
-            Pattern('"POST /v1/load_lora_adapter HTTP/1.1" 404'),
-            Pattern("/v1/load_lora_adapter: HTTP 404"),
-            Pattern('"POST /lora/load HTTP/1.1" 404'),
-            Pattern("Hot-swap failed", r"Hot-swap failed.*(?:Not Found|not enabled)"),
+            LogPattern("LoRA is not enabled"),
+            LogPattern("without --enable-lora", r"started without --enable-lora"),
+            LogPattern('"POST /v1/load_lora_adapter HTTP/1.1" 404'),
+            LogPattern("/v1/load_lora_adapter: HTTP 404"),
+            LogPattern('"POST /lora/load HTTP/1.1" 404'),
+            LogPattern("Hot-swap failed", r"Hot-swap failed.*(?:Not Found|not enabled)"),
         ),
         roles=(Role.ENGINE, Role.TRAINER),
     ),
@@ -329,9 +331,9 @@ LOG_RULES: tuple[LogRule, ...] = (
         "-m vllm_server`; with a `command` of your own under [vllm] set them in [vllm.env]. Then: atropos-tui restart "
         "{engine}",
         (
-            Pattern("Could not find vllm_bridge_config.json"),
-            Pattern("no manifest. Start the server with", r"no manifest\. .*\(waited \d+ s\)"),
-            Pattern(
+            LogPattern("Could not find vllm_bridge_config.json"),
+            LogPattern("no manifest. Start the server with", r"no manifest\. .*\(waited \d+ s\)"),
+            LogPattern(
                 "no manifest. Start the server with",
                 r"^Waiting for",
                 patience_s=60,
@@ -349,12 +351,12 @@ LOG_RULES: tuple[LogRule, ...] = (
         "VLLM_ENABLE_SHARED_WEIGHTS=1 must be set before it starts (python -m vllm_server and the profile's mode see "
         "to it); then atropos-tui restart {engine}",
         (
-            Pattern("No IPC handles found in bridge config"),
-            Pattern("Single-copy mode not available", r"single_copy_enabled=False"),
-            Pattern("Exported 0 param"),
-            Pattern("Mapped 0/"),
-            Pattern("the server's tensors do not fit the model"),
-            Pattern("vllm_bridge_config", r"not a manifest \("),
+            LogPattern("No IPC handles found in bridge config"),
+            LogPattern("Single-copy mode not available", r"single_copy_enabled=False"),
+            LogPattern("Exported 0 param"),
+            LogPattern("Mapped 0/"),
+            LogPattern("the server's tensors do not fit the model"),
+            LogPattern("vllm_bridge_config", r"not a manifest \("),
         ),
         roles=(Role.ENGINE, Role.TRAINER),
     ),
@@ -363,9 +365,9 @@ LOG_RULES: tuple[LogRule, ...] = (
         "the manifest speaks of a server that is gone",
         "atropos-tui restart {engine}: it writes a new one, and the trainer comes along where it must",
         (
-            Pattern("is gone; start vLLM again"),
-            Pattern("the server's weights are gone"),
-            Pattern("the manifest says", r"\d+ bytes, the manifest says"),
+            LogPattern("is gone; start vLLM again"),
+            LogPattern("the server's weights are gone"),
+            LogPattern("the manifest says", r"\d+ bytes, the manifest says"),
         ),
         roles=(Role.TRAINER,),
         passing=True,
@@ -376,7 +378,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "two different models? `model` at the top of a profile names one for both sides. One and the same: this "
         "release of vLLM does not serve it whole (a Qwen3 with attention_bias is such a model): train another, or "
         "try another vLLM",
-        (Pattern("of the tensors, such as", r"vLLM's (\S+) has no place for \d+ of the tensors"),),
+        (LogPattern("of the tensors, such as", r"vLLM's (\S+) has no place for \d+ of the tensors"),),
         roles=(Role.ENGINE, Role.TRAINER),
     ),
     LogRule(
@@ -385,10 +387,10 @@ LOG_RULES: tuple[LogRule, ...] = (
         "a model folder needs its tokenizer files, too. Name a whole folder or a hub id: `model` in the profile (it "
         "becomes env.tokenizer_name and openai.model_name)",
         (
-            Pattern("Can't load tokenizer for"),
-            Pattern("no tokenizer at"),
-            Pattern("Couldn't instantiate the backend tokenizer"),
-            Pattern("has no chat template", r"has no chat template"),
+            LogPattern("Can't load tokenizer for"),
+            LogPattern("no tokenizer at"),
+            LogPattern("Couldn't instantiate the backend tokenizer"),
+            LogPattern("has no chat template", r"has no chat template"),
         ),
     ),
     LogRule(
@@ -397,13 +399,13 @@ LOG_RULES: tuple[LogRule, ...] = (
         "check the network or HF_ENDPOINT; with a filled cache set HF_HUB_OFFLINE=1 under [env.env]; or use local "
         "files (env.dataset_path under [env.args])",
         (
-            Pattern("Couldn't reach", r"Couldn't reach '?\S+'? on the Hub"),
-            Pattern("cannot be loaded", r"the data set \S+ cannot be loaded"),
-            Pattern("We couldn't connect to", r"couldn't connect to '?https://\S+"),
-            Pattern("thrown while requesting"),
-            Pattern("Max retries exceeded", r"Max retries exceeded.*(?:huggingface|/datasets/|/resolve/)"),
-            Pattern("LocalEntryNotFoundError", r"LocalEntryNotFoundError: "),
-            Pattern("Cannot access gated repo"),
+            LogPattern("Couldn't reach", r"Couldn't reach '?\S+'? on the Hub"),
+            LogPattern("cannot be loaded", r"the data set \S+ cannot be loaded"),
+            LogPattern("We couldn't connect to", r"couldn't connect to '?https://\S+"),
+            LogPattern("thrown while requesting"),
+            LogPattern("Max retries exceeded", r"Max retries exceeded.*(?:huggingface|/datasets/|/resolve/)"),
+            LogPattern("LocalEntryNotFoundError", r"LocalEntryNotFoundError: "),
+            LogPattern("Cannot access gated repo"),
         ),
         passing=True,
     ),
@@ -413,11 +415,11 @@ LOG_RULES: tuple[LogRule, ...] = (
         'log in (wandb login, or WANDB_API_KEY), keep it on this machine (WANDB_MODE = "offline" under [trainer.env]), '
         "or leave it out: [trainer] use_wandb = false and env.use_wandb = false",
         (
-            Pattern("No API key configured"),
-            Pattern("api_key not configured"),
-            Pattern("Weights & Biases failed"),
-            Pattern("Error initializing wandb"),
-            Pattern("wandb: ERROR"),
+            LogPattern("No API key configured"),
+            LogPattern("api_key not configured"),
+            LogPattern("Weights & Biases failed"),
+            LogPattern("Error initializing wandb"),
+            LogPattern("wandb: ERROR"),
         ),
     ),
     LogRule(
@@ -425,8 +427,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         "gradients are lost on the way to the trained layers",
         GRADIENT_FIX,
         (
-            Pattern("Gradients will be None", r"None of the inputs have requires_grad=True"),
-            Pattern("does not require grad", r"element 0 of tensors does not require grad"),
+            LogPattern("Gradients will be None", r"None of the inputs have requires_grad=True"),
+            LogPattern("does not require grad", r"element 0 of tensors does not require grad"),
         ),
         roles=(Role.TRAINER,),
     ),
@@ -435,7 +437,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "NaN in the model's answers: its weights are broken",
         "go back to the last good checkpoint: atropos-tui up PROFILE --resume RUN; lower [trainer] lr and keep "
         "clip_eps at 0.2",
-        (Pattern("the model answers with NaN"), Pattern("UPDATE SKIPPED (gradient not finite)", patience_s=5)),
+        (LogPattern("the model answers with NaN"), LogPattern("UPDATE SKIPPED (gradient not finite)", patience_s=5)),
         roles=(Role.ENGINE, Role.TRAINER),
     ),
     LogRule(
@@ -443,7 +445,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "run-api has forgotten the trainer",
         "run-api keeps its state in memory: restart it with its partners (atropos-tui restart {api})",
         # Our trainer registers again by itself, and says so in the same line.
-        (Pattern("Trainer not registered", r"Trainer not registered(?!.*Registering again)"),),
+        (LogPattern("Trainer not registered", r"Trainer not registered(?!.*Registering again)"),),
         passing=True,
     ),
     LogRule(
@@ -451,7 +453,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "run-api belongs to another trainer, and takes no second one",
         "atropos-tui restart {api}: it forgets everybody, and {name} registers as the first. It comes back? Two "
         "trainers ask one run-api: give each stack a port of its own ([api] port)",
-        (Pattern("holds another trainer's registration"),),
+        (LogPattern("holds another trainer's registration"),),
         roles=(Role.TRAINER,),
         at_exit=False,
     ),
@@ -461,24 +463,24 @@ LOG_RULES: tuple[LogRule, ...] = (
         "is it up? atropos-tui ps. If not: atropos-tui restart {api} (it takes what depends on it along). If it is: "
         "{name} asks at another address; leave out [trainer] atropos_url and env.rollout_server_url, they are derived",
         (
-            Pattern("Atropos API not reachable at", r"not reachable at \S+ for \d+ s|RuntimeError: Atropos API not"),
-            Pattern(
+            LogPattern("Atropos API not reachable at", r"not reachable at \S+ for \d+ s|RuntimeError: Atropos API not"),
+            LogPattern(
                 "Atropos API not reachable at",
                 r"\); waiting$",
                 patience_s=20,
                 cleared_by=("run-api is back after",),
                 waits_for=(Role.API,),
             ),
-            Pattern("Atropos API server not reachable at"),
-            Pattern(
+            LogPattern("Atropos API server not reachable at"),
+            LogPattern(
                 "waiting for run-api at",
                 patience_s=20,
                 cleared_by=("registered as environment", "says: "),
                 waits_for=(Role.API,),
             ),
-            Pattern("run-api at ", r"run-api at \S+ is gone"),
-            Pattern("Error registering env:"),
-            Pattern("Max retries exceeded with url", r"with url: /(?:batch|register|info|status)\b"),
+            LogPattern("run-api at ", r"run-api at \S+ is gone"),
+            LogPattern("Error registering env:"),
+            LogPattern("Max retries exceeded with url", r"with url: /(?:batch|register|info|status)\b"),
         ),
         roles=ASKS,
         passing=True,
@@ -489,22 +491,22 @@ LOG_RULES: tuple[LogRule, ...] = (
         "is it up? atropos-tui ps, atropos-tui why {engine}. If not: atropos-tui start {engine}. If it is: {name} asks "
         "at another port; leave out openai.base_url under [env.args] and [trainer] vllm_port, they are derived",
         (
-            Pattern("vLLM server not running on port"),
-            Pattern("External vLLM server required on port"),
-            Pattern(
+            LogPattern("vLLM server not running on port"),
+            LogPattern("External vLLM server required on port"),
+            LogPattern(
                 "waiting for the inference server at",
                 patience_s=60,
                 cleared_by=("answers after",),
                 waits_for=(Role.ENGINE,),
             ),
-            Pattern(
+            LogPattern(
                 "Waiting for the inference server: the",
                 r"does not answer",
                 patience_s=60,
                 cleared_by=("Attached to", "answers with weight version"),
                 waits_for=(Role.ENGINE,),
             ),
-            Pattern(
+            LogPattern(
                 "Error in collect_trajectories", r"collect_trajectories: (?:Connection error|Cannot connect to host)"
             ),
         ),
@@ -517,7 +519,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "run-api takes environments only after the trainer's first GET /batch: atropos-tui why {trainer}. If {trainer} "
         "trains: both must use one run-api; leave out env.rollout_server_url and [trainer] atropos_url",
         tuple(
-            Pattern(
+            LogPattern(
                 anchor,
                 patience_s=60,
                 waits_for=(Role.TRAINER, Role.ENGINE),
@@ -534,9 +536,9 @@ LOG_RULES: tuple[LogRule, ...] = (
         "its own log tells why: atropos-tui logs {engine} -n 100. A large model or cold compile caches need longer: "
         "raise start_timeout_s under [vllm]",
         (
-            Pattern("vLLM server failed to start within"),
-            Pattern("vLLM not ready after"),
-            Pattern("vLLM failed to start after"),
+            LogPattern("vLLM server failed to start within"),
+            LogPattern("vLLM not ready after"),
+            LogPattern("vLLM failed to start after"),
         ),
         passing=True,
     ),
@@ -546,8 +548,8 @@ LOG_RULES: tuple[LogRule, ...] = (
         "each file that is saved in its folder makes it forget trainer, environments and queue: leave out --reload "
         "from `command` under [api] (the derived command has none), then atropos-tui restart {api}",
         (
-            Pattern("detected changes in", r"(?:WatchFiles|StatReload|WatchGodReload) detected changes in"),
-            Pattern("Started reloader process"),
+            LogPattern("detected changes in", r"(?:WatchFiles|StatReload|WatchGodReload) detected changes in"),
+            LogPattern("Started reloader process"),
         ),
         roles=(Role.API,),
     ),
@@ -558,10 +560,10 @@ LOG_RULES: tuple[LogRule, ...] = (
         "environment or stop it (atropos-tui logs {env} -n 50). Token ids outside of the vocabulary are from another "
         "model's tokenizer; lengths and lags from seq_len, max_completion_tokens and max_policy_lag under [trainer]",
         (
-            Pattern("nothing to train on in the last"),
-            Pattern("sequences left out: malformed"),
-            Pattern("sequences left out: token ids"),
-            Pattern("sequences left out: lost in run-api"),
+            LogPattern("nothing to train on in the last"),
+            LogPattern("sequences left out: malformed"),
+            LogPattern("sequences left out: token ids"),
+            LogPattern("sequences left out: lost in run-api"),
         ),
         roles=(Role.TRAINER,),
         at_exit=False,
@@ -571,7 +573,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "rollouts are cancelled after their time limit ({0} s)",
         "the engine cannot keep up: lower env.max_num_workers_per_node under [env.args], shorten env.max_token_length, "
         "or raise env.worker_timeout (600 s by default)",
-        (Pattern("has timed out after", r"Worker \S+ has timed out after (\d+)"),),
+        (LogPattern("has timed out after", r"Worker \S+ has timed out after (\d+)"),),
         roles=(Role.ENV,),
         at_exit=False,
     ),
@@ -581,7 +583,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "set model.config.use_cache = False before training; transformers does so for this call and warns. Nothing is "
         "wrong with the gradients",
         (
-            Pattern(
+            LogPattern(
                 "is incompatible with gradient checkpointing",
                 r"use_cache=True` is incompatible|Caching is incompatible",
             ),
@@ -594,7 +596,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "trainer and engine disagree about the same tokens: alignment MISMATCH",
         ALIGNMENT_FIX,
         # The alignment record of the same step says it with numbers; the line alone speaks where there is none.
-        (Pattern("MISMATCH", r"LogProb Alignment: \[?MISMATCH|\[MISMATCH!\]", patience_s=5),),
+        (LogPattern("MISMATCH", r"LogProb Alignment: \[?MISMATCH|\[MISMATCH!\]", patience_s=5),),
         roles=(Role.TRAINER,),
         at_exit=False,
     ),
@@ -604,9 +606,9 @@ LOG_RULES: tuple[LogRule, ...] = (
         "run fewer things beside it (atropos-tui ps shows memory), use a smaller model or context, or add memory or "
         "swap",
         (
-            Pattern("DefaultCPUAllocator: can't allocate memory"),
-            Pattern("Cannot allocate memory", r"\[?[Ee]rr(?:no|or) 12\]?|Cannot allocate memory"),
-            Pattern("MemoryError", r"^(?:numpy\.\S*)?MemoryError\b"),
+            LogPattern("DefaultCPUAllocator: can't allocate memory"),
+            LogPattern("Cannot allocate memory", r"\[?[Ee]rr(?:no|or) 12\]?|Cannot allocate memory"),
+            LogPattern("MemoryError", r"^(?:numpy\.\S*)?MemoryError\b"),
         ),
         passing=True,
     ),
@@ -615,10 +617,10 @@ LOG_RULES: tuple[LogRule, ...] = (
         "vLLM's engine process died",
         "",
         (
-            Pattern("EngineCore encountered a fatal error"),
-            Pattern("EngineDeadError"),
-            Pattern("EngineCore failed to start"),
-            Pattern("the engine died; its own log lines"),
+            LogPattern("EngineCore encountered a fatal error"),
+            LogPattern("EngineDeadError"),
+            LogPattern("EngineCore failed to start"),
+            LogPattern("the engine died; its own log lines"),
         ),
         roles=(Role.ENGINE,),
         unless=("kv_cache_too_small", "out_of_memory", "out_of_host_memory", "shm_full", "gpu_unusable"),

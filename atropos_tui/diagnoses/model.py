@@ -77,7 +77,7 @@ USUAL = Names()
 
 
 @dataclass(frozen=True)
-class Match:
+class LogMatch:
     """A telling line of one component, stripped of colours, with the groups of the match."""
 
     spec: ComponentSpec
@@ -92,7 +92,7 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Pattern:
+class LogPattern:
     """A line that tells.
 
     `anchor` is in every such line, byte for byte; `pattern` (default: the anchor) is a regular expression on the line.
@@ -133,19 +133,19 @@ class LogRule(Rule):
 
     fix: str | Mapping[Role | None, str]
     """One way out, or one by role (`None`: for every other role)."""
-    patterns: tuple[Pattern, ...]
+    patterns: tuple[LogPattern, ...]
     roles: tuple[Role, ...] = ()
     at_exit: bool = True
     unless: tuple[str, ...] = ()
     """Rules that explain the same line better; this one is silent while one of them has spoken."""
-    tell: Callable[[Match], Diagnosis] | None = None
+    tell: Callable[[LogMatch], Diagnosis] | None = None
     settle_s: float = 0.0
     """So long a program goes on telling why after such a line: only then is it explained."""
 
     def concerns(self, role: Role) -> bool:
         return not self.roles or role in self.roles
 
-    def explain(self, match: Match, episode: int = 0) -> Diagnosis:
+    def explain(self, match: LogMatch, episode: int = 0) -> Diagnosis:
         """The diagnosis of a match."""
         if self.tell is not None:
             said = self.tell(match)

@@ -9,10 +9,10 @@ that pid and process group stay the component's. When the supervisor dies, all t
 connects and says `attach`. Nothing passes through the hands of a process that may be killed on the way: only the keeper
 reads the component's output.
 
-What the two say goes in frames over a `Line`, that is any two file descriptors: of a socket, two pipes, an ssh. A frame
-is `KIND LENGTH`, a newline, and LENGTH bytes. To the keeper: `start` or `attach`, later `finish`. From it: `kept` (its
-pid, the component's pid, start ticks and time), `notes`, `ready`; then `output` as it is printed, `exit` with the code,
-`problem`. The end of the file means that the other side is gone.
+What the two say goes in frames over a `KeeperLine`, that is any two file descriptors: of a socket, two pipes, an ssh. A
+frame is `KIND LENGTH`, a newline, and LENGTH bytes. To the keeper: `start` or `attach`, later `finish`. From it: `kept`
+(its pid, the component's pid, start ticks and time), `notes`, `ready`; then `output` as it is printed, `exit` with the
+code, `problem`. The end of the file means that the other side is gone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LineClosedError(OSError):
     """The other side is gone, or says nothing for too long."""
 
 
-class Line:
+class KeeperLine:
     """Both directions. Owns its descriptors, which may be one.
 
     Args:
@@ -136,7 +136,7 @@ class Keeper:
     def __init__(self, job: dict[str, Any], listener: socket.socket) -> None:
         self._notes: str = job["notes"]
         self._listener = listener
-        self._line: Line | None = None
+        self._line: KeeperLine | None = None
         self._muted = False
         """Nobody reads the line any more: its end of file is yet to come."""
         self._exit: int | None = None
@@ -193,7 +193,7 @@ class Keeper:
         else:
             line.close()
 
-    def greet(self, line: Line) -> None:
+    def greet(self, line: KeeperLine) -> None:
         """Serve the supervisor at the other end of `line`."""
         self._let_go()
         self._line, self._muted = line, False
@@ -297,18 +297,18 @@ def _start(job: dict[str, Any], writing: int) -> int:
         os._exit(code)
 
 
-def accept(listener: socket.socket) -> Line | None:
+def accept(listener: socket.socket) -> KeeperLine | None:
     """The line to the next caller; None if it is another user, to whom nothing is said."""
     caller, _ = listener.accept()
     _, uid, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid == os.getuid():
         descriptor = caller.detach()
-        return Line(descriptor, descriptor)
+        return KeeperLine(descriptor, descriptor)
     caller.close()
     return None
 
 
-def begin(line: Line, listener: socket.socket) -> None:
+def begin(line: KeeperLine, listener: socket.socket) -> None:
     """Start and keep what the supervisor at the other end of `line` asks for; others may come by `listener`."""
     try:
         kind, job_fields = line.hear()

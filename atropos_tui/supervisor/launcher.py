@@ -209,7 +209,11 @@ class DirectLauncher(Launcher):
 
 
 class HeldPorts:
-    """Those of one run. What cannot be held now is tried again when its component ends, and before each start."""
+    """The ports that a run holds for its components, from before the first start until after the last.
+
+    What cannot be held now is tried again when its component ends, and before each start. A port on which a component
+    of an earlier supervisor listens (`survive`) is shared with nobody: it is held from that component's end on.
+    """
 
     def __init__(self, components: Iterable[ComponentSpec]) -> None:
         self._held: dict[int, socket.socket] = {}
@@ -246,8 +250,8 @@ class Usage:
     """When it was measured, in Unix seconds."""
 
 
-class Sampler:
-    """Keeps the newest sample."""
+class UsageSampler:
+    """CPU and memory of every component, measured only when someone asks, at most every `MAX_AGE_S`, in a thread."""
 
     def __init__(self, tracker: Tracker, gpus: GpuMemory) -> None:
         self._tracker = tracker

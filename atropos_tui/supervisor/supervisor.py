@@ -37,7 +37,7 @@ from atropos_tui.diagnoses.model import CANNOT_START
 from atropos_tui.profile.recipes import recipe
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.component import SIGNALS, Component, Ended, look_again, stuck
-from atropos_tui.supervisor.launcher import Host, Sampler, Usage
+from atropos_tui.supervisor.launcher import Host, Usage, UsageSampler
 from atropos_tui.supervisor.logs import latest_attempt
 from atropos_tui.supervisor.process import LaunchError
 from atropos_tui.supervisor.store import RunResult, Store
@@ -143,7 +143,7 @@ class Supervisor:
             for spec in stack.components
         }
         self.operations: dict[str, Operation] = {}
-        self.sampler = Sampler(host.tracker, host.gpus)
+        self.sampler = UsageSampler(host.tracker, host.gpus)
         self.phase = Phase.STARTING
         self.started_at = time.time()
         self.reason = ""
