@@ -31,7 +31,7 @@ from atropos_tui.profile.spec import ComponentSpec, LogCheck, RestartPolicy
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.launcher import Host, Living, Usage
 from atropos_tui.supervisor.logs import LogDrain
-from atropos_tui.supervisor.probe import Checker, Prober, ProbeResult, StageWatch
+from atropos_tui.supervisor.probe import Prober, ProbeResult, StageWatch
 from atropos_tui.supervisor.process import Launch, Leader, end_set
 from atropos_tui.supervisor.store import Store
 
@@ -423,8 +423,14 @@ class Component:
         if self.spec.stages:
             self._owner.task(self._stage_watch.follow())
         if probes.startup or probes.readiness or probes.liveness:
-            checker = Checker(self._host.http, self._launch, self.log)
-            self._prober = Prober(probes, checker, lambda found: post(self._judged, attempt, found), self._owner.task)
+            self._prober = Prober(
+                probes,
+                self._host.http,
+                self._launch,
+                self.log,
+                lambda found: post(self._judged, attempt, found),
+                self._owner.task,
+            )
 
     def _port_is_free(self) -> bool:
         port = self.spec.port
