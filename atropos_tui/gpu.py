@@ -1,6 +1,6 @@
 """The one place that opens NVML, and what the NVIDIA driver says of its cards there.
 
-The driver may hang: the supervisor, which cannot wait, asks through `supervisor.nvml.Reader`.
+The driver may hang: the supervisor, which cannot wait, asks through `supervisor.gpu_memory.Reader`.
 """
 
 from __future__ import annotations

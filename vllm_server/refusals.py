@@ -9,7 +9,7 @@ Whoever refuses, the log says why: each reason once, then how often, so that no 
 
     refused 331 requests to /generate (400): top_p=0.95: changes ... Send top_p=1 [of 332 since 10:04:51]
 
-The cockpit's `supervisor/diagnoses/refusals.py` reads these lines. Reasons that differ in values only are one; clients
+The cockpit's `diagnoses/stall_rules.py` reads these lines. Reasons that differ in values only are one; clients
 choose the words, so lines are cut, control characters are escaped, and few reasons are kept apart.
 """
 

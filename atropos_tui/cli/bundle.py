@@ -31,7 +31,7 @@ from atropos_tui.cli import runs
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.redact import Scrubber, is_harmless, is_plain_setting, is_secret_name, secret_references
 from atropos_tui.profile.spec import references
-from atropos_tui.supervisor import leftovers, procfs
+from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.store import ProcessTable
 
 MIB = 1024 * 1024
@@ -232,7 +232,7 @@ def _scrubber(entry: runs.RunEntry) -> Scrubber:
 def _environment_secrets(entry: runs.RunEntry) -> Iterator[str]:
     """Values of secret variables; of `.env` files everything but what is plainly harmless: they hold secrets."""
     table = ProcessTable.load(entry.dir.journal_json)
-    processes = leftovers.find(str(entry.info.get("run_id", "")), table)
+    processes = tracker.find_leftovers(str(entry.info.get("run_id", "")), table)
     sources = [dict(os.environ), *(dict(procfs.environ(process.pid)) for process in processes)]
     files = [_dotenv(folder / ".env") for folder in _env_folders(entry)]
     secret_names = {ENV_TOKEN, *_names_in_secrets(entry.dir)}

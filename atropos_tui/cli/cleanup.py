@@ -27,9 +27,9 @@ from atropos_tui.cli import runs, show
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.plain import counted, one_line
 from atropos_tui.monitor.run_info import read_json
-from atropos_tui.supervisor import cgroup, leftovers, procfs, shared_memory, sockets
-from atropos_tui.supervisor.leftovers import Leftover
+from atropos_tui.supervisor import client, procfs, tracker
 from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor.tracker import Leftover
 
 COMMAND_COLUMNS = 80
 SHARED_MEMORY = Path("/dev/shm")
@@ -116,15 +116,15 @@ def _clean_run(run: DeadRun) -> int:
         if not free:
             print(f"{run.run_id}: a supervisor has begun there meanwhile; not touched")
             return Exit.DONE
-        shared = {path for process in run.processes for path in shared_memory.mapped_by(process.pid)}
+        shared = {path for process in run.processes for path in tracker.mapped_by(process.pid)}
         shared |= {str(path) for path in run.files if path.parent == SHARED_MEMORY}
         if run.processes or run.group:
-            leftovers.reap(run.run_id, run.table)
-        shared_memory.remove_unused(shared)
+            tracker.reap_leftovers(run.run_id, run.table)
+        tracker.remove_unused(shared)
         for path in run.files:
             if path.parent != SHARED_MEMORY:
                 path.unlink(missing_ok=True)
-    left = {process.pid: process for process in leftovers.find(run.run_id, run.table)}
+    left = {process.pid: process for process in tracker.find_leftovers(run.run_id, run.table)}
     for process in run.processes:
         if process.pid not in left:
             print(f"ended    {process.pid} {process.component}".rstrip())
@@ -166,12 +166,12 @@ def find_dead(root: Path, info: dict[str, Any]) -> DeadRun | None:
     """What the run in `root` left; None when it lives. `info` is its run.json."""
     run = RunDir(root)
     table = ProcessTable.load(run.journal_json)
-    if runs.RunEntry(run, info).is_live or _is_held(run) or (table and leftovers.supervisor_alive(table)):
+    if runs.RunEntry(run, info).is_live or _is_held(run) or (table and tracker.supervisor_alive(table)):
         return None
     run_id = table.run_id if table else str(info.get("run_id", ""))
-    found = DeadRun(run_id, root, table, leftovers.find(run_id, table) if run_id else [])
+    found = DeadRun(run_id, root, table, tracker.find_leftovers(run_id, table) if run_id else [])
     found.files = [*_clearable_files(run, table), *_socket_files(run)]
-    found.group = table.group if table and cgroup.is_of(table.group, run_id) else ""
+    found.group = table.group if table and procfs.is_group_of(table.group, run_id) else ""
     return found
 
 
@@ -212,8 +212,8 @@ def left_text(found: list[DeadRun]) -> str:
 def stale_sockets() -> list[Path]:
     """Sockets of this user's supervisors on which nobody listens."""
     try:
-        candidates = sorted(sockets.socket_folder().glob("*.sock"))
-    except (OSError, sockets.SocketError):
+        candidates = sorted(client.socket_folder().glob("*.sock"))
+    except (OSError, client.SocketError):
         return []
     return [path for path in candidates if _is_stale(path)]
 
@@ -270,8 +270,8 @@ def _socket_files(run: RunDir) -> list[Path]:
     if not run.control_sock.is_symlink():
         return []
     target = run.control_sock.readlink()
-    with contextlib.suppress(OSError, sockets.SocketError):
-        if target == sockets.socket_path(run) and target.is_socket():
+    with contextlib.suppress(OSError, client.SocketError):
+        if target == client.socket_path(run) and target.is_socket():
             return [run.control_sock, target]
     return [run.control_sock]
 

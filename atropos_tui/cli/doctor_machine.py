@@ -25,7 +25,7 @@ from atropos_tui.cli import cleanup
 from atropos_tui.gpu import Card, NvidiaDriver
 from atropos_tui.monitor.plain import bytes_text
 from atropos_tui.profile.load import cache_dir
-from atropos_tui.supervisor import cgroup, sockets
+from atropos_tui.supervisor import client, procfs
 from atropos_tui.supervisor.process import become_subreaper
 
 GB = 1_000_000_000
@@ -84,7 +84,7 @@ def machine() -> Iterator[Check]:
     yield from (_memory(), _swap(), _cores(), _shared_memory())
     yield from limits({name: resource.getrlimit(number) for name, number in LIMITS.items()})
     yield from (_disk("disk of runs/", Path("runs")), _disk("disk of the cache", cache_dir()))
-    yield from (_kernel(), ok("control groups", cgroup.describe()), _socket_folder())
+    yield from (_kernel(), ok("control groups", procfs.describe_groups()), _socket_folder())
     yield from (_clock(), _loopback(), _localhost(), _proxy())
 
 
@@ -220,8 +220,8 @@ def _kernel() -> Check:
 
 def _socket_folder() -> Check:
     try:
-        return ok("socket folder", str(sockets.socket_folder()))
-    except (OSError, sockets.SocketError) as error:
+        return ok("socket folder", str(client.socket_folder()))
+    except (OSError, client.SocketError) as error:
         return fail("socket folder", str(error), "make it, private to you, or set XDG_RUNTIME_DIR to a folder of yours")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from atropos_common.control import ComponentStatus, GpuStatus, Recipe, RunStatus, State
+from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     CommandRecord,
     DiagnosisRecord,
@@ -27,7 +28,6 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.plain import bytes_text, duration, glyph_and_word, number, one_line, seconds_text
 from atropos_tui.monitor.why import next_stage
 from atropos_tui.monitor.without_result import is_crashed
-from atropos_tui.supervisor.record_tail import RecordTail
 
 T = TypeVar("T")
 LOOK_S = 0.5

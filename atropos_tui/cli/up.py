@@ -119,8 +119,8 @@ def _is_plain(text: str) -> bool:
 
 
 def _headless(run: RunDir, stack: StackSpec) -> int:
+    from atropos_tui.supervisor.client import SocketError
     from atropos_tui.supervisor.runner import run_stack
-    from atropos_tui.supervisor.sockets import SocketError
     from atropos_tui.supervisor.store import RunInUseError
 
     print(f"{stack.run_id}: {one_line(str(run.root))}", flush=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from atropos_common.record_tail import RecordTail, nth_from_end
 from atropos_common.records import Record
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.run_info import RunInfo, read_info
 from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
-from atropos_tui.supervisor.record_tail import RecordTail, nth_from_end
 
 _ROLLOUT = b'"kind":"rollout"'
 """As the trainer writes it; inside a text its quotation marks would be escaped."""

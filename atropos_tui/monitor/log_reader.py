@@ -3,7 +3,7 @@
 A reader holds the file open, so that a rotation (`N.log` becomes `N.log.1`) takes away nothing unread. It reads
 everything, for a pipe or a terminal that scrolls; a *lossy* one keeps a screen fresh: it begins near the end, reads one
 bounded chunk a call, jumps ahead when it is late, and says in a note what it left out, since the file has the rest.
-Each line comes with the time at which its end arrived, as `supervisor.log_times` has it.
+Each line comes with the time at which its end arrived, as `supervisor.logs` has it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from atropos_common.files import open_regular
+from atropos_common.record_tail import CHUNK_BYTES, MAX_LINE_BYTES
 from atropos_tui.monitor.plain import bytes_text
-from atropos_tui.supervisor.log_times import LogTimes
-from atropos_tui.supervisor.logs import attempts, latest_attempt
-from atropos_tui.supervisor.record_tail import CHUNK_BYTES, MAX_LINE_BYTES
+from atropos_tui.supervisor.logs import LogTimes, attempts, latest_attempt
 
 MAX_BEHIND_BYTES = 4 * CHUNK_BYTES
 """A lossy reader that is later than this jumps ahead."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atropos_common.control import Accepted, Action, CommandRequest, Phase, Recipe, RunStatus, Snapshot, State
+from atropos_common.record_tail import RecordTail
 from atropos_common.records import ComponentRecord, Record, StepRecord
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.feed import Batch
@@ -26,7 +27,6 @@ from atropos_tui.monitor.log_reader import Line, LogReader, MergedLogs
 from atropos_tui.monitor.run_info import RunInfo, component_rows, read_info, status_from_files
 from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import Refused
-from atropos_tui.supervisor.record_tail import RecordTail
 
 RECORDS_AT_ONCE = 1_000
 """A read hands over so many at most, so that a jump does not hold up the screen."""

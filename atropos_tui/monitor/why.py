@@ -16,7 +16,6 @@ from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.timeline import clock
 from atropos_tui.monitor.trouble import open_diagnoses, overdue
 from atropos_tui.monitor.without_result import is_crashed
-from atropos_tui.supervisor.states import satisfies
 
 PIDS_SHOWN = 8
 DIAGNOSES_SHOWN = 5
@@ -93,7 +92,7 @@ class Picture:
         if row.state is not State.PENDING or plan is None:
             return []
         known = ((name, condition) for name, condition in plan.depends_on.items() if name in self.rows)
-        return [(name, condition) for name, condition in known if not satisfies(self.rows[name].state, condition)]
+        return [(name, condition) for name, condition in known if not self.rows[name].state.satisfies(condition)]
 
     def _next_of_the_run(self) -> str:
         """What comes next where no component is waited for."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from atropos_common.control import ComponentStatus, Phase, RunStatus, State
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.plain import counted
-from atropos_tui.supervisor import leftovers
-from atropos_tui.supervisor.leftovers import Leftover
+from atropos_tui.supervisor import tracker
 from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor.tracker import Leftover
 
 GONE = "its supervisor is gone and left no result"
 
@@ -18,7 +18,7 @@ GONE = "its supervisor is gone and left no result"
 def supervisor_gone(run: RunDir) -> bool:
     """Whether a run has neither a result nor the supervisor that its journal names."""
     table = ProcessTable.load(run.journal_json)
-    return not run.result_json.exists() and not (table and leftovers.supervisor_alive(table))
+    return not run.result_json.exists() and not (table and tracker.supervisor_alive(table))
 
 
 def is_crashed(status: RunStatus) -> bool:
@@ -29,12 +29,12 @@ def is_crashed(status: RunStatus) -> bool:
 def without_result(run: RunDir, status: RunStatus) -> RunStatus:
     """`status`, last heard of in the journal, set right by the process table."""
     table = ProcessTable.load(run.journal_json)
-    if table and table.supervisor and leftovers.supervisor_alive(table):
+    if table and table.supervisor and tracker.supervisor_alive(table):
         pid = table.supervisor.pid
         reason = f"its supervisor (pid {pid}) does not answer"
         return status.model_copy(update={"phase": Phase.RUNNING, "supervisor_pid": pid, "reason": reason})
     run_id = table.run_id if table else status.run_id
-    found = leftovers.find(run_id, table) if run_id else []
+    found = tracker.find_leftovers(run_id, table) if run_id else []
     mains = {name: entry.pid for name, entry in table.components.items()} if table else {}
     keepers = {entry.keeper_pid for entry in table.components.values()} if table else set()
     rows = [

@@ -274,7 +274,11 @@ def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpe
     probes: Probes = derived.pop("probes", Probes())
     chosen = {name: getattr(options, name) for name in ("startup", "readiness", "liveness")}
     derived["probes"] = probes.model_copy(update={name: probe for name, probe in chosen.items() if probe is not None})
-    for name in ("restart", "stop", "start_timeout_s", "depends_on"):
+    for name in ("restart", "stop"):
+        if (policy := getattr(options, name)) is not None:
+            said = {field: getattr(policy, field) for field in policy.model_fields_set}
+            derived[name] = derived[name].model_copy(update=said) if name in derived else policy
+    for name in ("start_timeout_s", "depends_on"):
         if getattr(options, name) is not None:
             derived[name] = getattr(options, name)
     if options.cwd is not None:

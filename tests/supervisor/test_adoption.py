@@ -19,7 +19,7 @@ from atropos_common.records import StateRecord, parse_line
 from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
 from atropos_tui.profile import ports
 from atropos_tui.profile.spec import ComponentSpec, RestartPolicy
-from atropos_tui.supervisor import leftovers, procfs
+from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.runner import run_stack
 from atropos_tui.supervisor.store import ProcessTable, RunResult
 from atropos_tui.supervisor.supervisor import Supervisor
@@ -286,7 +286,7 @@ async def test_after_a_reboot_there_is_nothing_to_adopt(tmp_path: Path) -> None:
             table = ProcessTable.load(first.run.journal_json)
             assert table is not None
             assert first.left()
-            leftovers.reap(first.stack.run_id, table)
+            tracker.reap_leftovers(first.stack.run_id, table)
             row = procfs.read(stranger.pid)
             assert row is not None
             changes = {"pid": row.pid, "pgid": row.pid, "ticks": row.ticks, "boot_id": "another boot"}

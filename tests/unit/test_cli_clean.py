@@ -23,7 +23,7 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.cli import cleanup, main, runs
 from atropos_tui.errors import Exit
 from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, StackSpec
-from atropos_tui.supervisor import leftovers, procfs
+from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.store import ProcessTable
 from tests.unit.cli_places import own_places  # noqa: F401
 
@@ -104,7 +104,7 @@ def supervised(run: RunDir, run_id: str, file: Path, *, survive: bool = False) -
         process.send_signal(signal.SIGCONT)
         process.kill()
         process.wait()
-        leftovers.reap(run_id, ProcessTable.load(run.journal_json))
+        tracker.reap_leftovers(run_id, ProcessTable.load(run.journal_json))
 
 
 def crash(supervisor: subprocess.Popen[bytes]) -> None:
@@ -272,7 +272,7 @@ def test_readers_tell_the_truth_about_a_run_whose_supervisor_was_killed(
         else:
             supervisor.kill()
             supervisor.wait()
-        wait_until(lambda: not leftovers.find(run_id, ProcessTable.load(run.journal_json)))
+        wait_until(lambda: not tracker.find_leftovers(run_id, ProcessTable.load(run.journal_json)))
         assert main.run(["ps"]) == 0
         head, _, *rows = capsys.readouterr().out.splitlines()
         assert head.split(maxsplit=1) == [run_id, "crashed  (its supervisor is gone and left no result)"]

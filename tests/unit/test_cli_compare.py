@@ -23,7 +23,7 @@ from atropos_tui.errors import Exit, UserError
 from atropos_tui.monitor.run_info import read_json
 from atropos_tui.profile.preflight import separate
 from atropos_tui.profile.sections import Profile, load_profile
-from atropos_tui.supervisor import leftovers
+from atropos_tui.supervisor import tracker
 from tests.unit.comparison_support import write_profile
 
 
@@ -177,7 +177,7 @@ def states(root: Path) -> list[StateRecord]:
 
 
 def nothing_is_left(base: Path) -> bool:
-    return not any(leftovers.find(read_json(path)["run_id"]) for path in base.glob("*/run.json"))
+    return not any(tracker.find_leftovers(read_json(path)["run_id"]) for path in base.glob("*/run.json"))
 
 
 def test_side_by_side_with_one_that_fails(

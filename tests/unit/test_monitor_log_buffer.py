@@ -156,7 +156,7 @@ def test_a_flood_is_skipped_with_a_marker(run: RunDir) -> None:
 
 
 def test_logs_are_merged_by_when_their_lines_arrived(run: RunDir) -> None:
-    from atropos_tui.supervisor.log_file import LogFile
+    from atropos_tui.supervisor.logs import LogFile
 
     files = {name: LogFile(run.log(name, 1), 1 << 20) for name in ("a", "b")}
     for at in range(6):

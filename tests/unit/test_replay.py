@@ -17,7 +17,7 @@ from atropos_tui.monitor.feed import load_run
 from atropos_tui.monitor.replay import LINES_AT_ONCE, Recording, Replay, ReplayClock
 from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import Refused
-from atropos_tui.supervisor.log_times import TimesWriter
+from atropos_tui.supervisor.logs import TimesWriter
 from tests.ui.run_maker import T0, make_run, start_records, step_records, write_records
 
 

@@ -17,7 +17,7 @@ from atropos_tui.profile.plan import Site, build_stack, make_site, redacted
 from atropos_tui.profile.recipes import recipe
 from atropos_tui.profile.redact import hide_command, hide_tree
 from atropos_tui.profile.sections import Profile, load_profile, parse_profile
-from atropos_tui.profile.spec import StackSpec
+from atropos_tui.profile.spec import RestartPolicy, StackSpec, StopPolicy
 
 
 def profile(**changes: Any) -> Profile:
@@ -69,6 +69,14 @@ def test_derived_values_agree() -> None:
 def test_gpus_reach_the_processes() -> None:
     parts = {c.role.value: c for c in stack(profile(vllm={"gpus": [2]})).components}
     assert parts["engine"].env["CUDA_VISIBLE_DEVICES"] == parts["trainer"].env["CUDA_VISIBLE_DEVICES"] == "2"
+
+
+@pytest.mark.parametrize(("section", "policy", "grace_s"), [("vllm", "always", 15), ("trainer", "on-failure", 120)])
+def test_of_a_policy_only_what_the_profile_says_is_replaced(section: str, policy: str, grace_s: float) -> None:
+    said = {"restart": {"max_restarts": 7}, "stop": {"signal": "INT"}}
+    chosen = stack(profile(**{section: said})).component(section)
+    assert chosen and chosen.restart == RestartPolicy(policy=policy, max_restarts=7)
+    assert chosen.stop == StopPolicy(signal="INT", grace_s=grace_s)
 
 
 def test_profile_overrides_defaults_of_a_role() -> None:
