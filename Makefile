@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 EXTRA ?= cpu
 TORCH := 2.13.0
 STAMP := $(VENV)/.installed-$(EXTRA)
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+
+# The tests start thousands of processes; where this is set, each would compile the product anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all check format requirements clean
@@ -33,11 +37,13 @@ $(VENV)/.installed-gpu: $(VENV)/bin/python pyproject.toml
 demo: install  ## run the four-process stack on the CPU and watch it learn
 	$(BIN)/atropos-tui up profiles/demo.toml
 
+# The first wait for processes more than they compute. Of the second, each keeps more than one core busy.
 test: install  ## unit, supervisor, screen and end-to-end tests
-	$(BIN)/python -m pytest
+	$(PYTEST) $(MARKS) --numprocesses 3 --ignore tests/e2e
+	$(PYTEST) $(MARKS) --numprocesses 2 tests/e2e
 
-test-all: install  ## the same with the tests marked slow
-	$(BIN)/python -m pytest -m "not gpu"
+test-all: MARKS := -m "not gpu"
+test-all: test  ## the same with the tests marked slow
 
 check: install  ## lint, types, import contracts
 	$(BIN)/ruff check .

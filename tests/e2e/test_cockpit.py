@@ -85,7 +85,7 @@ def test_the_stack_is_watched_and_driven_from_the_screen(cockpit: Cockpit) -> No
     done = max(step.step for step in files.telemetry("step") if step.attempt == 1)
     cockpit.until_step(done + 3)
     assert _pid(cockpit, "vllm") != old
-    assert {step.attempt for step in files.telemetry("step")} == {1, 2}, "vLLM and the trainer began anew, once"
+    _nothing_was_lost(files)
 
     killed = time.time()
     os.kill(_pid(cockpit, "vllm"), signal.SIGKILL)
@@ -101,6 +101,21 @@ def test_the_stack_is_watched_and_driven_from_the_screen(cockpit: Cockpit) -> No
     cockpit.press(b"s")
     assert terminal.ends(150) == 130
     files.assert_nothing_left()
+
+
+def _nothing_was_lost(files: LiveStack) -> None:
+    """vLLM and the trainer began anew, once, and went on from the weights that they had."""
+    steps = files.telemetry("step")
+    assert {step.attempt for step in steps} == {1, 2}
+    before = [step for step in steps if step.attempt == 1]
+    after = [step for step in steps if step.attempt == 2]
+    assert after[0].step == before[-1].step + 1, "the checkpoint of the stop signal was resumed, nothing repeated"
+    assert [step.weight_version for step in steps] == list(range(1, len(steps) + 1)), "no version lost, none used twice"
+    syncs = [sync.weight_version for sync in files.telemetry("sync")]
+    assert syncs == sorted(set(syncs)), "and none was published twice"
+    lags = [step.policy_lag_max for step in after]
+    assert None not in lags and max(lags) <= 2, f"policy lag after the restart: {lags}"
+    assert {record.verdict for record in files.telemetry("alignment")} == {"ok"}, "nothing came from base weights"
 
 
 def _pid(cockpit: Cockpit, component: str) -> int:
