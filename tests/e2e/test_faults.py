@@ -85,6 +85,7 @@ def test_an_environment_whose_requests_are_refused_is_told_so(stack: Start) -> N
     assert [r.rule for r in diagnoses()] == ["rollouts_refused"]
 
 
+@pytest.mark.slow
 def test_every_component_may_die(stack: Start) -> None:
     run = stack(trainer__training_steps=100_000, trainer__checkpoint_interval=5)
     run.until_step(6, timeout=240)
@@ -131,7 +132,6 @@ def _failed_for_good(run: LiveStack, component: str) -> str:
     return output
 
 
-@pytest.mark.slow
 def test_environment_that_crashes_at_import(stack: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "crashing_env.py").write_text("import no_such_thing_at_all\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -153,6 +153,7 @@ def test_trainer_told_the_impossible(stack: Start) -> None:
     assert "/no/such/checkpoint" in output.split("last lines of trainer")[1]
 
 
+@pytest.mark.slow
 def test_trainer_that_raises(stack: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant = "import trainer_core.step as step\n\n\ndef accumulate(*_, **__):\n    raise RuntimeError('planted fault')\n"
     (tmp_path / "planted.py").write_text(plant + "\n\nstep.accumulate = accumulate\n")

@@ -51,8 +51,19 @@ def _train(engine: Engine, base: Path, tmp_path: Path, api: Any = None, **fields
 
 @pytest.mark.parametrize(
     "fields",
-    [{"objective": name} for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")]
-    + [{"objective": "grpo", "ratio_base": "proximal"}, {"objective": "cispo", "ratio_base": "proximal"}],
+    [
+        {"objective": "gspo"},
+        {"objective": "cispo", "ratio_base": "proximal"},
+        *(
+            pytest.param(
+                fields, marks=pytest.mark.slow
+            )  # their losses are proved by gradients in test_trainer_losses.py
+            for fields in (
+                *({"objective": name} for name in ("grpo", "dr_grpo", "dapo", "cispo")),
+                {"objective": "grpo", "ratio_base": "proximal"},
+            )
+        ),
+    ],
     ids=lambda fields: "-".join(fields.values()),
 )
 def test_every_objective_learns(engine: Engine, base: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
