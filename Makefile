@@ -7,6 +7,8 @@ TORCH := 2.13.0
 STAMP := $(VENV)/.installed-$(EXTRA)
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
+MODEL_TESTS := $(addprefix tests/unit/test_,broadcast_*.py envs_*.py model_*.py stack_*.py trainer_*.py vllm_server_*.py)
+
 # The tests start thousands of processes; where this is set, each would compile the product anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -37,10 +39,11 @@ $(VENV)/.installed-gpu: $(VENV)/bin/python pyproject.toml
 demo: install  ## run the four-process stack on the CPU and watch it learn
 	$(BIN)/atropos-tui up profiles/demo.toml
 
-# The first wait for processes more than they compute. Of the second, each keeps more than one core busy.
+# Three processes share what waits more than it computes. Two share what starts vLLM or imports it: most of what collecting
+# costs is that import, and it is paid in each process.
 test: install  ## unit, supervisor, screen and end-to-end tests
-	$(PYTEST) $(MARKS) --numprocesses 3 --ignore tests/e2e
-	$(PYTEST) $(MARKS) --numprocesses 2 tests/e2e
+	$(PYTEST) $(MARKS) --numprocesses 3 --ignore tests/e2e --ignore tests/gpu $(addprefix --ignore-glob=,$(MODEL_TESTS))
+	$(PYTEST) $(MARKS) --numprocesses 2 tests/e2e $(MODEL_TESTS)
 
 test-all: MARKS := -m "not gpu"
 test-all: test  ## the same with the tests marked slow

@@ -246,6 +246,7 @@ def test_one_unmapped_tensor_is_stale_weights(server: Server, tmp_path: Path, mo
     assert "only in part" in found.cause and found.probe_diff_abs_mean > 0.03
 
 
+@pytest.mark.slow
 def test_a_server_that_sees_no_update_stands_still(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +264,7 @@ def test_shifted_logprobs_are_named(server: Server, tmp_path: Path) -> None:
     assert stopped_for("shifted logprobs", server, tmp_path, Live(server, shift)).step == 1
 
 
+@pytest.mark.slow
 def test_filtered_sampling_is_named(server: Server, tmp_path: Path) -> None:
     """Past the refusal, as a foreign server would do it."""
     stopped_for("sampling", server, tmp_path, Live(server, top_k=2, for_training=False, temperature=1.0))
