@@ -326,9 +326,9 @@ def test_its_port_is_nobody_else_s_before_and_after_it(tmp_path: Path, model: Pa
         assert other.waits(), other.said()
 
 
-def test_what_is_refused_is_in_the_log_and_sigterm_ends_it_cleanly(tmp_path: Path, model: Path) -> None:
-    """Refused by us and by vLLM, on every generating route: each reason at once, and the rest are counted when the
-    server ends. It ends within 15 s and leaves nothing."""
+def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
+    """What was refused, by us or by vLLM on any generating route, is in the log: each reason at once, the rest when the
+    server ends."""
     server = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN)
     shm = Path(server.manifest().ranks[0].shm_path or "")
     assert shm.exists()
