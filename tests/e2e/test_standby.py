@@ -52,6 +52,7 @@ def test_it_waits_with_its_engine_and_takes_over_when_told(waiting: Server) -> N
     assert waiting.generate(prompt={"prompt_token_ids": [1, 2, 3]}, max_tokens=3)["token_ids"]
 
 
+@pytest.mark.slow
 def test_nobody_needs_it_any_more(waiting: Server) -> None:
     parts = psutil.Process(waiting.process.pid).children(recursive=True)
     assert waiting.process.stdin is not None

@@ -283,11 +283,12 @@ def test_any_figure_can_be_drawn(tmp_path: Path, value: object) -> None:
                     data[key] = changed
             lines.append(json.dumps(data))
     run.telemetry_jsonl.write_text("\n".join(lines) + "\n")
-    tree = parsed(page_of(run))
+    page = page_of(run)
+    tree = parsed(page)
     assert len(list(tree.iter(f"{SVG}svg"))) == 12
     finite = isinstance(value, float) and abs(value) < 1e300
     assert ("NaN, infinite or beyond any scale: crosses" in text_of(tree)) != finite
-    assert ">nan<" not in page_of(run)
+    assert ">nan<" not in page
 
 
 def test_steps_and_times_beyond_any_clock_do_not_stop_it(tmp_path: Path) -> None:

@@ -49,10 +49,20 @@ def _train(engine: Engine, base: Path, tmp_path: Path, api: Any = None, **fields
     return train(config, api=api or OneBehind(engine))  # type: ignore[arg-type]
 
 
+OTHERS = (
+    *({"objective": name} for name in ("grpo", "dr_grpo", "dapo", "cispo")),
+    {"objective": "grpo", "ratio_base": "proximal"},
+)
+"""Slow: each one's loss and gradient are proved in test_trainer_losses.py, and the demo learns by grpo."""
+
+
 @pytest.mark.parametrize(
     "fields",
-    [{"objective": name} for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")]
-    + [{"objective": "grpo", "ratio_base": "proximal"}, {"objective": "cispo", "ratio_base": "proximal"}],
+    [
+        {"objective": "gspo"},
+        {"objective": "cispo", "ratio_base": "proximal"},
+        *(pytest.param(fields, marks=pytest.mark.slow) for fields in OTHERS),
+    ],
     ids=lambda fields: "-".join(fields.values()),
 )
 def test_every_objective_learns(engine: Engine, base: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
