@@ -10,7 +10,7 @@ import sys
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import one_line
+from atropos_tui.monitor.format import one_line
 
 
 def attach(options: argparse.Namespace) -> int:

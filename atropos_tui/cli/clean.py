@@ -17,7 +17,7 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.cli import dead_runs, runs, show
 from atropos_tui.cli.dead_runs import DeadRun
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import one_line
+from atropos_tui.monitor.format import one_line
 from atropos_tui.supervisor import leftovers, shared_memory
 
 COMMAND_COLUMNS = 80

@@ -17,8 +17,8 @@ from typing import Any
 
 from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID, RunDir
 from atropos_tui.cli import runs
-from atropos_tui.monitor.plain import counted
-from atropos_tui.monitor.run_info import read_json
+from atropos_tui.monitor.format import counted
+from atropos_tui.monitor.run_files import read_json
 from atropos_tui.supervisor import cgroup, leftovers, procfs, sockets
 from atropos_tui.supervisor.leftovers import Leftover
 from atropos_tui.supervisor.store import ProcessTable

@@ -22,7 +22,7 @@ from atropos_tui.cli import doctor_gpu, doctor_machine, doctor_software
 from atropos_tui.cli.doctor_check import Check, Verdict, fail, ok
 from atropos_tui.cli.doctor_gpu import Driver
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.monitor.plain import one_line
+from atropos_tui.monitor.format import one_line
 
 SIGNS: dict[Verdict, str] = {"ok": "✔ ok  ", "warn": "▲ warn", "fail": "✖ fail"}
 

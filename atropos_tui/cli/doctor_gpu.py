@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from atropos_tui.cli.doctor_check import Check, fail, ok, warn
-from atropos_tui.monitor.plain import bytes_text
+from atropos_tui.monitor.format import bytes_text
 
 BLACKWELL = (10, 0)
 AMPERE = (8, 0)

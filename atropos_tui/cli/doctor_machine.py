@@ -16,7 +16,7 @@ import psutil
 
 from atropos_tui.cli import dead_runs
 from atropos_tui.cli.doctor_check import Check, fail, judge, ok, warn
-from atropos_tui.monitor.plain import bytes_text
+from atropos_tui.monitor.format import bytes_text
 from atropos_tui.profile.variables import cache_dir
 from atropos_tui.supervisor import cgroup, sockets
 from atropos_tui.supervisor.process import become_subreaper

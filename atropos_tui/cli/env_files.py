@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from atropos_tui.errors import Problem, UserError
-from atropos_tui.monitor.plain import one_line
+from atropos_tui.monitor.format import one_line
 
 
 def read_env_files(profile: Path) -> dict[str, str]:

@@ -24,8 +24,8 @@ from atropos_tui.cli import runs, show
 from atropos_tui.cli.control import client
 from atropos_tui.cli.logs import compiled
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import one_line
-from atropos_tui.monitor.run_info import read_info
+from atropos_tui.monitor.format import one_line
+from atropos_tui.monitor.run_files import read_info
 
 if TYPE_CHECKING:
     from atropos_tui.monitor.why import Picture
@@ -42,8 +42,7 @@ async def status_of(entry: runs.RunEntry) -> RunStatus:
 
 
 def status_of_files(entry: runs.RunEntry) -> RunStatus:
-    from atropos_tui.monitor.feed import load_run
-    from atropos_tui.monitor.run_info import status_from_files
+    from atropos_tui.monitor.run_files import load_run, status_from_files
 
     info, state, _ = load_run(entry.dir.root)
     return status_from_files(entry.dir, info, state)
@@ -83,8 +82,7 @@ async def why(options: argparse.Namespace) -> int:
 
 async def _picture(entry: runs.RunEntry) -> Picture:
     """The run at this moment, with all that its records tell."""
-    from atropos_tui.monitor.feed import load_run
-    from atropos_tui.monitor.run_info import status_from_files
+    from atropos_tui.monitor.run_files import load_run, status_from_files
     from atropos_tui.monitor.why import Picture
     from atropos_tui.supervisor.client import NoSupervisor
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from atropos_common.control import ComponentStatus, GpuStatus, Recipe, RunStatus, State
 from atropos_common.records import CommandRecord, DiagnosisRecord, ProbeRecord, Record, StageRecord, StateRecord
-from atropos_tui.monitor.plain import bytes_text, duration, glyph_and_word, one_line
+from atropos_tui.monitor.format import bytes_text, duration, glyph_and_word, one_line
+from atropos_tui.monitor.run_files import is_crashed
 from atropos_tui.monitor.why import next_stage
-from atropos_tui.monitor.without_result import is_crashed
 
 
 def event_line(record: Record) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from atropos_common.records import StepRecord, TimingRecord
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.plain import number, seconds_text
+from atropos_tui.monitor.format import number, seconds_text
 from atropos_tui.supervisor.record_tail import RecordTail
 
 T = TypeVar("T")

@@ -25,8 +25,8 @@ from atropos_tui.cli.profiles import checked
 from atropos_tui.cli.run_files import write_run_files
 from atropos_tui.cli.steps import StepLines
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import one_line
-from atropos_tui.monitor.run_info import read_info
+from atropos_tui.monitor.format import one_line
+from atropos_tui.monitor.run_files import read_info
 from atropos_tui.profile.errors import printable
 from atropos_tui.profile.plan import make_site
 from atropos_tui.profile.sections import Profile, load_profile

@@ -21,14 +21,11 @@ from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecor
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
 from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections
-from atropos_tui.monitor.feed import load_run
-from atropos_tui.monitor.plain import counted, duration, glyph_and_word, number, plain_text, said
-from atropos_tui.monitor.report_charts import Chart, charts
-from atropos_tui.monitor.report_svg import draw
-from atropos_tui.monitor.run_info import RunInfo, read_json
+from atropos_tui.monitor.format import counted, duration, glyph_and_word, number, plain_text, said
+from atropos_tui.monitor.report_charts import PageChart, charts, draw
+from atropos_tui.monitor.run_files import RunInfo, is_crashed, load_run, read_json
 from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
 from atropos_tui.monitor.timeline import timeline
-from atropos_tui.monitor.without_result import is_crashed
 from atropos_tui.profile.redact import mask
 
 SAMPLES = 24
@@ -87,7 +84,7 @@ def _environment() -> Environment:
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 
-def _picture(chart: Chart, at: int) -> Markup:
+def _picture(chart: PageChart, at: int) -> Markup:
     return Markup(draw(chart, f"chart{at}"))  # its texts are escaped by the writer
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from atropos_common.control import State
 from atropos_common.records import CheckpointRecord, CommandRecord, DiagnosisRecord, StateRecord
-from atropos_tui.monitor.plain import bytes_text, glyph_and_word, one_line, plain_lines, seconds_text
+from atropos_tui.monitor.format import bytes_text, glyph_and_word, one_line, plain_lines, seconds_text
 from atropos_tui.monitor.state import RunState
 
 Tone = Literal["good", "busy", "warn", "bad", "dim"]

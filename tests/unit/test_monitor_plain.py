@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_tui.monitor.plain import (
+from atropos_tui.monitor.format import (
     MAX_COLUMNS,
     bytes_text,
     counted,

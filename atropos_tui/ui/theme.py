@@ -7,7 +7,7 @@ from textual.content import Content
 from textual.theme import Theme
 
 from atropos_common.control import RunStatus, State
-from atropos_tui.monitor.plain import glyph_and_word
+from atropos_tui.monitor.format import glyph_and_word
 
 THEME = Theme(
     name="atropos",

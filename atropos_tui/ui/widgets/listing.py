@@ -14,16 +14,28 @@ from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from atropos_tui.ui.widgets.panel import Panel
+
 Item = TypeVar("Item")
 
 
-class Listing(ScrollView, Generic[Item], can_focus=True):
+class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
     """Items top to bottom; the cursor stays on its item when others come, or on the first one where it was there.
 
     Subclasses say how an item is identified (`key_of`) and drawn (`draw`).
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"listing--cursor"}
+    DEFAULT_CSS = """
+    Listing {
+        width: 1fr;
+        height: 1fr;
+        scrollbar-size: 0 1;
+
+        .listing--cursor { background: $block-cursor-background; }
+    }
+    """
+    follows_records = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "Up", show=False),
         Binding("down,j", "move(1)", "Down", show=False),

@@ -1,7 +1,7 @@
-"""What the files of a run say about it: what it is (`read_info`) and how it stands or ended (`status_from_files`).
+"""What the files of a run say: what it is, how it stands or ended, its records as one feed, and the runs beside it.
 
-Used where no supervisor answers. Every file may be missing, half-written or of another version: what cannot be read
-is left out, nothing raises. That goes for figures that no run can have, too.
+Every file may be missing, half-written or of another version: what cannot be read is left out, nothing raises. That
+goes for figures that no run can have, too. Reading takes time: call `RunFeed.read` off the event loop.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from typing import Any, TypeVar
 
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
 from atropos_common.files import read_regular
-from atropos_common.records import StateRecord
+from atropos_common.records import Record, StateRecord
 from atropos_common.run_dir import LATEST_TIME, RunDir
-from atropos_tui.monitor.plain import one_line
-from atropos_tui.monitor.series import MOST_STEPS, real
-from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.without_result import without_result
+from atropos_tui.monitor.charts import MOST_STEPS
+from atropos_tui.monitor.format import counted, one_line, real
+from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
+from atropos_tui.supervisor import leftovers
+from atropos_tui.supervisor.leftovers import Leftover
+from atropos_tui.supervisor.record_tail import RecordTail, nth_from_end
+from atropos_tui.supervisor.store import ProcessTable
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -225,3 +228,168 @@ def _dict(value: object) -> dict[str, Any]:
 
 def _dicts(value: object) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+GONE = "its supervisor is gone and left no result"
+
+
+def supervisor_gone(run: RunDir) -> bool:
+    """Whether a run has neither a result nor the supervisor that its journal names."""
+    table = ProcessTable.load(run.journal_json)
+    return not run.result_json.exists() and not (table and leftovers.supervisor_alive(table))
+
+
+def is_crashed(status: RunStatus) -> bool:
+    """Whether `status` is that of a run which ended without a result."""
+    return status.phase is Phase.ENDED and status.exit_code is None
+
+
+def without_result(run: RunDir, status: RunStatus) -> RunStatus:
+    """`status`, last heard of in the journal, set right by the process table."""
+    table = ProcessTable.load(run.journal_json)
+    if table and table.supervisor and leftovers.supervisor_alive(table):
+        pid = table.supervisor.pid
+        reason = f"its supervisor (pid {pid}) does not answer"
+        return status.model_copy(update={"phase": Phase.RUNNING, "supervisor_pid": pid, "reason": reason})
+    run_id = table.run_id if table else status.run_id
+    found = leftovers.find(run_id, table) if run_id else []
+    mains = {name: entry.pid for name, entry in table.components.items()} if table else {}
+    keepers = {entry.keeper_pid for entry in table.components.values()} if table else set()
+    rows = [
+        _present(row, mains.get(row.name), [one for one in found if one.component == row.name], keepers)
+        for row in status.components
+    ]
+    reason = GONE
+    if kept := [row.name for row in rows if any(one.adoptable and one.component == row.name for one in found)]:
+        reason += f"; {', '.join(kept)} kept: atropos-tui up --resume {run.root} adopts them"
+    elif found:
+        reason += f"; {counted(len(found), 'process')} left: atropos-tui clean ends what its guard does not"
+    return status.model_copy(update={"reason": reason, "components": rows})
+
+
+def _present(row: ComponentStatus, main: int | None, found: list[Leftover], keepers: set[int]) -> ComponentStatus:
+    pids = sorted(one.pid for one in found if one.pid not in keepers)
+    if pids:
+        kept = any(one.adoptable for one in found)
+        reason = "kept for the next supervisor: up --resume" if kept else "left without a supervisor"
+        living = {"pid": main if main in pids else pids[0], "pids": pids, "reason": reason}
+        return row.model_copy(update=living if kept else living | {"state": State.UNHEALTHY})
+    if row.state.is_resting:
+        return row
+    if found:  # its keeper alone
+        reason = "ended without a supervisor: up --resume reads how"
+    else:
+        reason = "was never started" if row.started_at is None else "gone with the supervisor"
+    return row.model_copy(update={"state": State.STOPPED, "reason": reason, "pid": None, "pids": []})
+
+
+_ROLLOUT = b'"kind":"rollout"'
+"""As the trainer writes it; inside a text its quotation marks would be escaped."""
+
+
+@dataclass
+class RecordBatch:
+    """What one `read` brought."""
+
+    records: list[Record]
+    behind: bool
+    """More is known to wait: read again at once."""
+    anew: bool
+    """A file was cut or replaced and comes again from its start: begin with a new `RunState`."""
+
+
+@dataclass
+class RunFeed:
+    """Tails of every stream of `run`."""
+
+    run: RunDir
+    _tails: dict[Path, RecordTail] = field(default_factory=dict)
+    _restarts: int = 0
+
+    @property
+    def bad_lines(self) -> int:
+        """Lines that were no records, over all streams."""
+        return sum(tail.bad_lines for tail in self._tails.values())
+
+    def read(self) -> RecordBatch:
+        """One bounded chunk of every stream."""
+        for path in (self.run.supervisor_jsonl, self.run.telemetry_jsonl, *self.run.root.glob("eval.*.jsonl")):
+            if path not in self._tails:
+                self._tails[path] = self._tail(path)
+        records = [record for tail in self._tails.values() for record in tail.read()]
+        restarts = sum(tail.restarts for tail in self._tails.values())
+        if restarts != self._restarts:
+            return self._start_over()
+        return RecordBatch(records, any(tail.behind for tail in self._tails.values()), False)
+
+    def catch_up(self, state: RunState) -> RunState:
+        """`state` with all that the files hold by now; another one where they came again from their start."""
+        while True:
+            batch = self.read()
+            if batch.anew:
+                state = RunState()
+            for record in batch.records:
+                state.apply(record)
+            if not batch.behind:
+                return state
+
+    def _tail(self, path: Path) -> RecordTail:
+        """From the file's start, without the rollouts that a state would have forgotten again at its end."""
+        return RecordTail(path, unread=_ROLLOUT, unread_before=nth_from_end(path, _ROLLOUT, ROLLOUTS_KEPT))
+
+    def _start_over(self) -> RecordBatch:
+        """Read every stream from its start, so that one fresh state holds all of them."""
+        self._tails = {path: RecordTail(path) for path in self._tails}
+        self._restarts = 0
+        return RecordBatch([], True, True)
+
+
+def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:
+    """Everything the files of a run hold at this moment."""
+    feed = RunFeed(RunDir(root))
+    state = feed.catch_up(RunState())
+    return read_info(feed.run), state, feed
+
+
+MOST_OTHERS = 100
+"""Runs that are offered to be compared with, the newest."""
+
+
+@dataclass(frozen=True)
+class OtherRun:
+    """A run directory in the same folder."""
+
+    root: Path
+    name: str
+    mode: str
+    model: str
+    started_at: float
+    exit_code: int | None
+    """None while it runs, and where nothing tells."""
+
+
+def other_runs(root: Path) -> list[OtherRun]:
+    """The newest runs beside `root` that have records of a trainer, newest first."""
+    found = []
+    for path in _beside(root):
+        try:
+            if path.name != root.name and (run := RunDir(path)).telemetry_jsonl.is_file():
+                started = moment(read_json(run.run_json).get("started_at"))
+                found.append((path.stat().st_mtime if started is None else started, run))
+        except OSError:  # another user's, or gone by now
+            continue
+    found.sort(key=lambda item: item[0], reverse=True)
+    return [_described(run, at) for at, run in found[:MOST_OTHERS]]
+
+
+def _beside(root: Path) -> list[Path]:
+    try:
+        return list(root.parent.iterdir())
+    except OSError:
+        return []
+
+
+def _described(run: RunDir, started_at: float) -> OtherRun:
+    info = read_info(run)
+    code = read_json(run.result_json).get("exit_code")
+    return OtherRun(run.root, run.root.name, info.mode, info.model, started_at, code if isinstance(code, int) else None)

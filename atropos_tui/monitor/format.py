@@ -11,7 +11,6 @@ import math
 import re
 
 from atropos_common.control import State
-from atropos_tui.monitor.series import real
 from atropos_tui.profile.redact import mask
 
 MAX_COLUMNS = 4096
@@ -46,6 +45,14 @@ _GLYPHS = {
 def glyph_and_word(state: State) -> str:
     """A state as people see it everywhere; never by colour alone."""
     return f"{_GLYPHS[state]} {state.value}"
+
+
+def real(value: float) -> float:
+    """`value` as a float; a whole number beyond any float, in a foreign record, is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def plain_text(line: str) -> str:

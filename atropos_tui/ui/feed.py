@@ -21,12 +21,9 @@ from textual.message import Message
 from atropos_common.control import Accepted, Action, CommandRequest, Recipe, RunStatus, Snapshot
 from atropos_common.records import Record, RecordError
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.feed import Batch, RunFeed
-from atropos_tui.monitor.gauges import Sample
-from atropos_tui.monitor.log_buffer import Entry
-from atropos_tui.monitor.log_feed import LogFeed
-from atropos_tui.monitor.run_info import RunInfo, read_info
-from atropos_tui.monitor.sampler import Sampler
+from atropos_tui.monitor.gauges import GaugeReader, Sample
+from atropos_tui.monitor.log_buffer import LogEntry, LogFeed
+from atropos_tui.monitor.run_files import RecordBatch, RunFeed, RunInfo, read_info
 from atropos_tui.supervisor.client import NoSupervisor, Refused, StreamLost
 from atropos_tui.supervisor.logs import latest_attempt
 
@@ -60,14 +57,14 @@ class Streams(Protocol):
 
     @property
     def bad_lines(self) -> int: ...
-    def read(self) -> Batch: ...
+    def read(self) -> RecordBatch: ...
 
 
 class Logs(Protocol):
     """What the screen needs of the components' logs; `LogFeed` has it."""
 
     def path(self, name: str) -> Path | None: ...
-    def read(self, names: tuple[str, ...]) -> list[Entry]: ...
+    def read(self, names: tuple[str, ...]) -> list[LogEntry]: ...
 
 
 class StatusArrived(Message):
@@ -90,7 +87,7 @@ class SupervisorGone(Message):
 class RecordsArrived(Message):
     """New records of the run's streams. `anew`: forget earlier ones, they come again; `behind`: more waits."""
 
-    def __init__(self, batch: Batch, bad_lines: int, info: RunInfo) -> None:
+    def __init__(self, batch: RecordBatch, bad_lines: int, info: RunInfo) -> None:
         super().__init__()
         self.records = batch.records
         self.anew = batch.anew
@@ -102,7 +99,7 @@ class RecordsArrived(Message):
 class LogArrived(Message):
     """New lines of the followed components, plain text; `path` is the log they are from, where it is one."""
 
-    def __init__(self, components: tuple[str, ...], path: Path | None, entries: list[Entry]) -> None:
+    def __init__(self, components: tuple[str, ...], path: Path | None, entries: list[LogEntry]) -> None:
         super().__init__()
         self.components = components
         self.path = path
@@ -117,7 +114,7 @@ class GaugesArrived(Message):
         self.sample = sample
 
 
-class Bridge:
+class Feed:
     """Follows one run and posts what it learns. Each `follow_*` runs for ever in its own worker."""
 
     def __init__(
@@ -141,7 +138,7 @@ class Bridge:
         self._feed_bell = asyncio.Event()
         self._status_bell = asyncio.Event()
         self._log_bell = asyncio.Event()
-        self._look = look or Sampler().read
+        self._look = look or GaugeReader().read
         self._log_of: tuple[str, ...] = ()
         self._status: RunStatus | None = None
 

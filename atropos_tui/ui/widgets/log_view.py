@@ -18,9 +18,9 @@ from textual.scroll_view import ScrollView
 from textual.scrollbar import ScrollTo
 from textual.strip import Strip
 
-from atropos_tui.monitor.log_buffer import LEVELS, Entry, Kind, Level, LogBuffer
+from atropos_tui.monitor.log_buffer import LEVELS, Kind, Level, LogBuffer, LogEntry
 from atropos_tui.monitor.patterns import Pattern
-from atropos_tui.ui.look import title
+from atropos_tui.ui.theme import title
 
 LINES_KEPT = 20_000
 REPAINT_S = 0.1
@@ -36,6 +36,22 @@ class LogView(ScrollView, can_focus=True):
     COMPONENT_CLASSES: ClassVar[set[str]] = {
         f"log--{name}" for name in ("plain", "error", "warning", "note", "found", "name", "marked")
     }
+    DEFAULT_CLASSES = "panel"
+    DEFAULT_CSS = """
+    LogView {
+        width: 2fr;
+        height: 1fr;
+        scrollbar-size: 0 1;
+
+        .log--plain { color: $foreground 85%; }
+        .log--error { color: $error; }
+        .log--warning { color: $warning; }
+        .log--note { color: $quiet; text-style: italic; }
+        .log--name { color: $primary 70%; }
+        .log--found { background: $warning 40%; text-style: bold underline; }
+        .log--marked { background: $block-cursor-background; }
+    }
+    """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("k", "scroll_up", "Scroll Up", show=False),
         Binding("j", "scroll_down", "Scroll Down", show=False),
@@ -78,13 +94,9 @@ class LogView(ScrollView, can_focus=True):
         """Number of the entry that was jumped to."""
         self._names = 0
         """Width of component names, where several are shown."""
-        self._begun = self._stale = False
+        self.is_begun = self._stale = False
+        """Whether it was told what to show; whether that is not drawn yet."""
         self._painted = 0.0
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether it was told what to show."""
-        return self._begun
 
     @property
     def text_lines(self) -> list[str]:
@@ -100,10 +112,10 @@ class LogView(ScrollView, can_focus=True):
         self.component, self.path, self._names = component, None, 0
         self.buffer.clear()
         self._marked = None
-        self.following = self._begun = self._stale = True
+        self.following = self.is_begun = self._stale = True
         self._retitle()
 
-    def extend(self, entries: Sequence[Entry], path: Path | None) -> None:
+    def extend(self, entries: Sequence[LogEntry], path: Path | None) -> None:
         """Append lines; `path` is the log that they are from, None for several."""
         self.path = path
         if not self.component:
