@@ -22,7 +22,7 @@ from atropos_common.control import State
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.charts import Series, mean
 from atropos_tui.monitor.format import bytes_text, counted, duration, number, one_line, real, seconds_text
-from atropos_tui.monitor.run_files import RunFeed, RunInfo, load_run, read_info, read_json
+from atropos_tui.monitor.run_files import RunFeed, RunInfo, exit_code, load_run, read_info, read_json
 from atropos_tui.monitor.state import RunState
 
 WINDOW = 20
@@ -136,9 +136,8 @@ class RunBenchmark:
 def benchmark_run(root: Path) -> RunBenchmark:
     """Read the run directory `root` and measure it. Missing files give None, not an error."""
     info, state, _ = load_run(root)
-    code = read_json(RunDir(root).result_json).get("exit_code")
     figures = benchmark_state(state, run=root.name, mode=info.mode)
-    return replace(figures, exit_code=code if isinstance(code, int) else None)
+    return replace(figures, exit_code=exit_code(RunDir(root)))
 
 
 def benchmark_runs(roots: Sequence[Path]) -> list[RunBenchmark]:

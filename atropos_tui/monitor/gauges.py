@@ -23,6 +23,12 @@ from atropos_common.http import LIMITS
 KEPT = 900
 """Samples kept: a quarter of an hour at one a second."""
 
+ANSWER_S = 1.0
+MOST_BYTES = 4_000_000
+"""A longer answer is no metrics page."""
+_ANSWERING = (State.HEALTHY, State.UNHEALTHY)
+_CGROUP = Path("/sys/fs/cgroup")
+OTHER = "other"
 _GAUGES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -108,7 +114,6 @@ class EngineRates:
     prefix_hit_rate: float | None
     """Share of looked-up prefix tokens that were there, over the window; None where none were looked up."""
     generated_per_s: float | None
-    prompt_per_s: float | None
 
 
 @dataclass
@@ -144,13 +149,13 @@ class GaugeHistory:
         before, elapsed = old.engines[engine], last.time - old.time
         looked_up = _grown(before.prefix_queries, now.prefix_queries)
         hits = _grown(before.prefix_hits, now.prefix_hits)
+        generated = _grown(before.generated_tokens, now.generated_tokens)
         return EngineRates(
             running=now.running,
             waiting=now.waiting,
             kv_use=now.kv_use,
             prefix_hit_rate=hits / looked_up if hits is not None and looked_up else None,
-            generated_per_s=_rate(before.generated_tokens, now.generated_tokens, elapsed),
-            prompt_per_s=_rate(before.prompt_tokens, now.prompt_tokens, elapsed),
+            generated_per_s=generated / elapsed if generated is not None and elapsed > 0 else None,
         )
 
     def queue(self) -> tuple[list[float], list[float]]:
@@ -177,18 +182,6 @@ def _grown(before: float | None, now: float | None) -> float | None:
     if before is None or now is None or not math.isfinite(now - before):
         return None
     return now - before if now >= before else now
-
-
-def _rate(before: float | None, now: float | None, elapsed: float) -> float | None:
-    grown = _grown(before, now)
-    return grown / elapsed if grown is not None and elapsed > 0 else None
-
-
-ANSWER_S = 1.0
-MOST_BYTES = 4_000_000
-"""A longer answer is no metrics page."""
-_ANSWERING = (State.HEALTHY, State.UNHEALTHY)
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class GaugeReader:
@@ -281,9 +274,6 @@ def _reclaimable() -> int:
     except (OSError, ValueError, IndexError):
         pass
     return 0
-
-
-OTHER = "other"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import PurePath
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -92,8 +91,8 @@ def _picture(chart: PageChart, at: int) -> Markup:
 
 
 def _identity(info: RunInfo, status: RunStatus) -> str:
-    model = PurePath(info.model).name if info.model.startswith(("/", ".", "${")) else info.model
-    return " · ".join(said(part) for part in (info.run_id, info.mode or status.mode, model) if part)
+    parts = (info.run_id, info.mode or status.mode, info.short_model)
+    return " · ".join(said(part) for part in parts if part)
 
 
 def _verdict(status: RunStatus) -> tuple[str, str]:

@@ -41,6 +41,43 @@ POINTS = 1_000
 """Of one curve on the page; a longer one is thinned."""
 STACKED = 250
 """Columns of the split of a step; more steps are averaged."""
+SIZE_IN = (5.6, 2.5)
+SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+PALETTE = 6
+"""Colours of the page for curves: `--c1` to `--c6`."""
+FEW = 40
+"""So few points are marked, for a single one is no line."""
+MANY = 400
+"""More points make a thinner line."""
+
+_MARKERS = {f"#0102{at:02x}": f"var(--c{at})" for at in range(1, PALETTE + 1)}
+_MARKERS |= {"#010301": "var(--axis)", "#010302": "var(--grid)", "#010303": "var(--good-area)", "#010304": "var(--bad)"}
+_AXIS, _GRID, _HEALTHY, _BAD = (name for name in _MARKERS if name.startswith("#0103"))
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "atropos",
+    "path.simplify": False,  # the points are thinned already, by a rule that keeps the spikes
+    "font.size": 9,
+    "text.parse_math": False,
+    "axes.edgecolor": _AXIS,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": _AXIS,
+    "ytick.color": _AXIS,
+    "ytick.left": False,
+    "ytick.minor.left": False,
+    "lines.linewidth": 1.6,
+}
+
+ElementTree.register_namespace("", SVG)
+ElementTree.register_namespace("xlink", XLINK)
+
 STEP_PARTS = ChartSpec(
     "Where a step's time goes",
     (),
@@ -159,44 +196,6 @@ def _line(
         scatter=scatter,
         not_finite=len(series) - len(finite),
     )
-
-
-SIZE_IN = (5.6, 2.5)
-SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
-PALETTE = 6
-"""Colours of the page for curves: `--c1` to `--c6`."""
-FEW = 40
-"""So few points are marked, for a single one is no line."""
-MANY = 400
-"""More points make a thinner line."""
-
-_MARKERS = {f"#0102{at:02x}": f"var(--c{at})" for at in range(1, PALETTE + 1)}
-_MARKERS |= {"#010301": "var(--axis)", "#010302": "var(--grid)", "#010303": "var(--good-area)", "#010304": "var(--bad)"}
-_AXIS, _GRID, _HEALTHY, _BAD = (name for name in _MARKERS if name.startswith("#0103"))
-_STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "atropos",
-    "path.simplify": False,  # the points are thinned already, by a rule that keeps the spikes
-    "font.size": 9,
-    "text.parse_math": False,
-    "axes.edgecolor": _AXIS,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": _AXIS,
-    "ytick.color": _AXIS,
-    "ytick.left": False,
-    "ytick.minor.left": False,
-    "lines.linewidth": 1.6,
-}
-
-ElementTree.register_namespace("", SVG)
-ElementTree.register_namespace("xlink", XLINK)
 
 
 def draw(chart: PageChart, name: str) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
@@ -25,6 +26,11 @@ from atropos_tui.supervisor.leftovers import Leftover
 from atropos_tui.supervisor.record_tail import RecordTail, nth_from_end
 from atropos_tui.supervisor.store import ProcessTable
 
+GONE = "its supervisor is gone and left no result"
+_ROLLOUT = b'"kind":"rollout"'
+"""As the trainer writes it; inside a text its quotation marks would be escaped."""
+MOST_OTHERS = 100
+"""Runs that are offered to be compared with, the newest."""
 E = TypeVar("E", bound=StrEnum)
 
 
@@ -59,10 +65,15 @@ class RunInfo:
     """Optimizer steps the trainer was asked for."""
     components: list[PlannedComponent] = field(default_factory=list)
 
+    @property
+    def short_model(self) -> str:
+        """The model without the folders of a path; a name of the hub as it is."""
+        return PurePath(self.model).name if self.model.startswith(("/", ".", "${")) else self.model
+
 
 def read_info(run: RunDir) -> RunInfo:
     """Read run.json, plan.json and profile.toml of `run`."""
-    meta, plan, profile = read_json(run.run_json), read_json(run.plan_json), _read_toml(run.profile_toml)
+    meta, plan, profile = read_json(run.run_json), read_json(run.plan_json), _read(run.profile_toml, tomllib.loads)
     trainer = next((c for c in _dicts(plan.get("components")) if c.get("role") == Role.TRAINER), {})
     words = trainer.get("command")
     command = words if isinstance(words, list) else []
@@ -85,7 +96,7 @@ def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
     """
     result = read_json(run.result_json)
     started = moment(read_json(run.run_json).get("started_at"))
-    code = _whole(result.get("exit_code"))
+    code = exit_code(run)
     first = state.transitions[0].time if state.transitions else 0.0
     status = RunStatus(
         run_id=info.run_id,
@@ -121,10 +132,12 @@ def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`, empty when there is none."""
-    try:
-        return _dict(json.loads(read_regular(path)))
-    except (OSError, ValueError, RecursionError):
-        return {}
+    return _read(path, json.loads)
+
+
+def exit_code(run: RunDir) -> int | None:
+    """How `run` ended; None while it runs, and where nothing tells."""
+    return _whole(read_json(run.result_json).get("exit_code"))
 
 
 def moment(value: object) -> float | None:
@@ -192,9 +205,9 @@ def _member(kind: type[E], value: object) -> E | None:
     return next((member for member in kind if member.value == value), None)
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_regular(path))
+        return _dict(parse(read_regular(path)))
     except (OSError, ValueError, RecursionError):
         return {}
 
@@ -228,9 +241,6 @@ def _dict(value: object) -> dict[str, Any]:
 
 def _dicts(value: object) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-GONE = "its supervisor is gone and left no result"
 
 
 def supervisor_gone(run: RunDir) -> bool:
@@ -281,10 +291,6 @@ def _present(row: ComponentStatus, main: int | None, found: list[Leftover], keep
     else:
         reason = "was never started" if row.started_at is None else "gone with the supervisor"
     return row.model_copy(update={"state": State.STOPPED, "reason": reason, "pid": None, "pids": []})
-
-
-_ROLLOUT = b'"kind":"rollout"'
-"""As the trainer writes it; inside a text its quotation marks would be escaped."""
 
 
 @dataclass
@@ -351,10 +357,6 @@ def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:
     return read_info(feed.run), state, feed
 
 
-MOST_OTHERS = 100
-"""Runs that are offered to be compared with, the newest."""
-
-
 @dataclass(frozen=True)
 class OtherRun:
     """A run directory in the same folder."""
@@ -362,7 +364,6 @@ class OtherRun:
     root: Path
     name: str
     mode: str
-    model: str
     started_at: float
     exit_code: int | None
     """None while it runs, and where nothing tells."""
@@ -379,7 +380,10 @@ def other_runs(root: Path) -> list[OtherRun]:
         except OSError:  # another user's, or gone by now
             continue
     found.sort(key=lambda item: item[0], reverse=True)
-    return [_described(run, at) for at, run in found[:MOST_OTHERS]]
+    return [
+        OtherRun(run.root, run.root.name, read_info(run).mode, started_at, exit_code(run))
+        for started_at, run in found[:MOST_OTHERS]
+    ]
 
 
 def _beside(root: Path) -> list[Path]:
@@ -387,9 +391,3 @@ def _beside(root: Path) -> list[Path]:
         return list(root.parent.iterdir())
     except OSError:
         return []
-
-
-def _described(run: RunDir, started_at: float) -> OtherRun:
-    info = read_info(run)
-    code = read_json(run.result_json).get("exit_code")
-    return OtherRun(run.root, run.root.name, info.mode, info.model, started_at, code if isinstance(code, int) else None)

@@ -17,6 +17,13 @@ from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.timeline import clock
 from atropos_tui.supervisor.states import satisfies
 
+SILENT_S, SILENT_STEPS = 10.0, 10
+"""A trainer that is silent for both this many seconds and this many usual steps is waiting for something. The
+supervisor waits longer before it says so in a diagnosis: that is written down, and names a cause."""
+
+_ENDED_BY_A_STEP = ("no_batches",)
+"""Rules that say only that no step comes."""
+_WELL = (State.HEALTHY, State.COMPLETED)
 PIDS_SHOWN = 8
 DIAGNOSES_SHOWN = 5
 """Of each component, after the end."""
@@ -252,15 +259,6 @@ def _wrapped(line: str, columns: int | None, begin: int) -> list[str]:
 
 def _listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else ""
-
-
-SILENT_S, SILENT_STEPS = 10.0, 10
-"""A trainer that is silent for both this many seconds and this many usual steps is waiting for something. The
-supervisor waits longer before it says so in a diagnosis: that is written down, and names a cause."""
-
-_ENDED_BY_A_STEP = ("no_batches",)
-"""Rules that say only that no step comes."""
-_WELL = (State.HEALTHY, State.COMPLETED)
 
 
 def silent_s(state: RunState, now: float) -> float | None:

@@ -164,16 +164,17 @@ class CockpitApp(CommandApp):
             self.status = status_from_files(self.feed.run, self.info, self.state)
 
     def on_records_arrived(self, message: RecordsArrived) -> None:
-        if message.anew:
+        batch = message.batch
+        if batch.anew:
             self.state = RunState()
-        for record in message.records:
+        for record in batch.records:
             self.state.apply(record)
             if isinstance(record, CommandRecord):
                 self.tell_command(record, silently=not self.loaded)
-        if self.rings.at_records(message.records, self.clock()):
+        if self.rings.at_records(batch.records, self.clock()):
             self.bell()
         self.info, self._bad_lines = message.info, message.bad_lines
-        if not self.loaded and not message.behind:
+        if not self.loaded and not batch.behind:
             self.loaded = True
             self._settle()
         self._dirty = self._fresh_records = True
@@ -185,7 +186,7 @@ class CockpitApp(CommandApp):
         gc.set_threshold(2_000, 5, 1_000_000)
         self.set_interval(COLLECT_S, self._collect)
 
-    def _collect(self) -> None:
+    def _collect(self) -> None:  # a timer cannot call a builtin
         gc.collect()
 
     def on_log_arrived(self, message: LogArrived) -> None:
@@ -309,9 +310,6 @@ class CockpitApp(CommandApp):
             self.push_screen(TextDialog(heading, Text(f"{event.text}\n\n{event.detail}".strip())))
         elif isinstance(message.listing, Rollouts):
             self.action_view("rollouts")
-
-    def on_log_view_copied(self, message: LogView.Copied) -> None:
-        self.notify(f"copied {message.count} lines", timeout=2)
 
     # Looking.
 

@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -67,51 +68,44 @@ class Logs(Protocol):
     def read(self, names: tuple[str, ...]) -> list[LogEntry]: ...
 
 
+@dataclass(eq=False)
 class StatusArrived(Message):
     """The supervisor answered."""
 
-    def __init__(self, status: RunStatus) -> None:
-        super().__init__()
-        self.status = status
+    status: RunStatus
 
 
+@dataclass(eq=False)
 class SupervisorGone(Message):
     """No supervisor answers; `ended` when there is none any more, so that the files have the last word."""
 
-    def __init__(self, reason: str, ended: bool) -> None:
-        super().__init__()
-        self.reason = reason
-        self.ended = ended
+    reason: str
+    ended: bool
 
 
+@dataclass(eq=False)
 class RecordsArrived(Message):
-    """New records of the run's streams. `anew`: forget earlier ones, they come again; `behind`: more waits."""
+    """New records of the run's streams."""
 
-    def __init__(self, batch: RecordBatch, bad_lines: int, info: RunInfo) -> None:
-        super().__init__()
-        self.records = batch.records
-        self.anew = batch.anew
-        self.behind = batch.behind
-        self.bad_lines = bad_lines
-        self.info = info
+    batch: RecordBatch
+    bad_lines: int
+    info: RunInfo
 
 
+@dataclass(eq=False)
 class LogArrived(Message):
     """New lines of the followed components, plain text; `path` is the log they are from, where it is one."""
 
-    def __init__(self, components: tuple[str, ...], path: Path | None, entries: list[LogEntry]) -> None:
-        super().__init__()
-        self.components = components
-        self.path = path
-        self.entries = entries
+    components: tuple[str, ...]
+    path: Path | None
+    entries: list[LogEntry]
 
 
+@dataclass(eq=False)
 class GaugesArrived(Message):
     """Engines, run-api and the host were looked at."""
 
-    def __init__(self, sample: Sample) -> None:
-        super().__init__()
-        self.sample = sample
+    sample: Sample
 
 
 class Feed:

@@ -6,7 +6,6 @@ atropos-tui replay RUN [--speed N]
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import ClassVar
 
 from rich.text import Text
@@ -16,7 +15,6 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from atropos_common.control import RunStatus
-from atropos_common.records import Record
 from atropos_tui.monitor.format import duration
 from atropos_tui.monitor.gauges import Sample
 from atropos_tui.monitor.replay import Replay, ReplayClock
@@ -83,16 +81,6 @@ def _nothing(status: RunStatus | None) -> Sample:
     return Sample(time=0.0)
 
 
-class _Silent(Bell):
-    """What rings has happened long ago."""
-
-    def at_records(self, records: Iterable[Record], now: float) -> bool:
-        return False
-
-    def at_status(self, status: RunStatus | None) -> bool:
-        return False
-
-
 class ReplayApp(CockpitApp):
     """The screen of a recorded run; commands are refused, leaving asks nothing."""
 
@@ -113,7 +101,7 @@ class ReplayApp(CockpitApp):
         self.feed = QuietFeed(
             run.root, replay.control, self.post_message, look=_nothing, feed=replay.feed, logs=replay.logs
         )
-        self.rings = _Silent(run)
+        self.rings = Bell(run, muted=True)  # what rings has happened long ago
 
     def compose(self) -> ComposeResult:
         yield ReplayBar(self.replay.clock)

@@ -114,7 +114,8 @@ NEWS_S = 60.0
 class Bell:
     """Decides about ringing; what had happened before the screen was opened is no news."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, *, muted: bool = False) -> None:
+        self._muted = muted
         try:
             self._policy = NotifyPolicy.model_validate(read_json(run.plan_json).get("notify") or {})
         except ValidationError:
@@ -134,7 +135,7 @@ class Bell:
         return news and self._wants(event_of_exit(status.exit_code))
 
     def _wants(self, event: str | None) -> bool:
-        return self._policy.bell and event in self._policy.on
+        return not self._muted and self._policy.bell and event in self._policy.on
 
 
 FONTS = "'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"

@@ -97,8 +97,10 @@ def compose_screen() -> ComposeResult:
 
 
 def arrange(root: Widget, name: str) -> None:
-    """Show the panels of a view, and no others. What the overview shows is left to the style sheet, by the size of the
-    terminal; restyling all for each view would take a quarter of a second."""
+    """Show the panels of a view, and no others; those of the overview are the style sheet's, by the terminal's size.
+
+    Widgets are shown and hidden one by one, for restyling all of them would take a quarter of a second.
+    """
     view, overview = VIEWS[name], name == "overview"
     for row in root.query(".overview"):
         _display(row, None if overview else bool(view.bottom) and row.id == "bottom")

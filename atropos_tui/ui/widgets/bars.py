@@ -15,7 +15,7 @@ from atropos_common.control import Recipe
 from atropos_common.records import CommandRecord
 from atropos_tui.monitor.format import duration, one_line
 from atropos_tui.monitor.patterns import Pattern, PatternError, compiled
-from atropos_tui.ui.theme import TONES, state_text
+from atropos_tui.ui.theme import COLOURS, state_text
 from atropos_tui.ui.widgets.panel import TextPanel, View, inks
 
 Apply = Callable[[Pattern | None], str]
@@ -99,7 +99,7 @@ class CommandBar(TextPanel):
 
     DEFAULT_CLASSES = ""
     INK = "command"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *TONES)
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS)
     DEFAULT_CSS = """
     CommandBar {
         height: auto;

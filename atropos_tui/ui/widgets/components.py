@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.text import Text
@@ -14,7 +15,7 @@ from textual.widgets import DataTable
 from atropos_common.control import ComponentStatus, State
 from atropos_tui.monitor.format import bytes_text, duration, one_line, seconds_text
 from atropos_tui.monitor.why import open_diagnoses
-from atropos_tui.ui.theme import TONES, state_text, title
+from atropos_tui.ui.theme import COLOURS, state_text, title
 from atropos_tui.ui.widgets.panel import Panel, View
 
 _WIDE = 90
@@ -67,13 +68,12 @@ class Components(DataTable[Text], Panel):
         Binding("j", "cursor_down", "Down", show=False),
     ]
 
+    @dataclass(eq=False)
     class Selected(Message):
         """The cursor moved to another component; `by_user` unless the table did it."""
 
-        def __init__(self, component: str, by_user: bool) -> None:
-            super().__init__()
-            self.component = component
-            self.by_user = by_user
+        component: str
+        by_user: bool
 
     def __init__(self) -> None:
         super().__init__(id="components", cursor_type="row", zebra_stripes=False, cell_padding=0)
@@ -202,7 +202,7 @@ class Components(DataTable[Text], Panel):
             health = seconds_text(row.probe_latency_s)
         texts = {
             "component": (row.name, "bold"),
-            "state": (words, colours[TONES[tone]]),
+            "state": (words, colours[COLOURS[tone]]),
             "probe": (health, colours["error"] if row.healthy is False else ""),
             "pid": (str(row.pid) if row.pid else "–", ""),
             "up": (duration(self._now - row.started_at) if row.pid and row.started_at else "–", ""),

@@ -14,7 +14,7 @@ from atropos_common.control import ComponentStatus
 from atropos_tui.monitor.format import bytes_text, duration, one_line, seconds_text
 from atropos_tui.monitor.run_files import PlannedComponent
 from atropos_tui.monitor.timeline import clock
-from atropos_tui.ui.theme import TONES, state_text, title
+from atropos_tui.ui.theme import COLOURS, state_text, title
 from atropos_tui.ui.widgets.panel import Panel, View, inks
 
 _LABEL = 12
@@ -25,7 +25,7 @@ class Details(VerticalScroll, Panel):
     """Scrolls where there is more than fits."""
 
     INK = "details"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *TONES, "label")
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS, "label")
     DEFAULT_CSS = """
     Details {
         .details--label { color: $quiet; }

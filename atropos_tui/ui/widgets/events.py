@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from atropos_common.records import DiagnosisRecord
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.timeline import Event, clock, diagnosed, timeline
-from atropos_tui.ui.theme import TONES, title
+from atropos_tui.ui.theme import COLOURS, title
 from atropos_tui.ui.widgets.listing import Listing
 from atropos_tui.ui.widgets.panel import View, inks
 
@@ -23,7 +23,7 @@ class Events(Listing[Event]):
     """One line per event; Enter shows evidence and fix."""
 
     INK = "events"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *TONES)
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS)
     DEFAULT_CSS = """
     Events {
         .events--good { color: $success; }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
 from typing import ClassVar
 
 from rich.text import Text
@@ -12,10 +11,10 @@ from textual.reactive import reactive
 from atropos_common.control import Phase, RunStatus, State
 from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord
 from atropos_tui.monitor.bench import pace
-from atropos_tui.monitor.format import duration, one_line, seconds_text
+from atropos_tui.monitor.format import GLYPHS, TONES, duration, one_line, seconds_text
 from atropos_tui.monitor.why import open_diagnoses, overdue
 from atropos_tui.ui.plot import progress_bar
-from atropos_tui.ui.theme import TONES, live_components
+from atropos_tui.ui.theme import COLOURS
 from atropos_tui.ui.widgets.panel import Panel, TextPanel, View, inks
 
 
@@ -24,7 +23,7 @@ class Header(TextPanel):
 
     DEFAULT_CLASSES = ""
     INK = "header"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *TONES, "name", "quiet", "track")
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS, "name", "quiet", "track")
     DEFAULT_CSS = """
     Header {
         height: 2;
@@ -52,9 +51,8 @@ class Header(TextPanel):
         if status and status.started_at:
             end = max((row.since or 0 for row in status.components), default=0) if _over(view) else view.now
             right.append(f"  {duration(max(0.0, end - status.started_at))}", self.ink("quiet"))
-        model = PurePath(info.model).name if info.model.startswith(("/", ".", "${")) else info.model
         left = Text.assemble((one_line(info.name or (status.name if status else "")), self.ink("name")))
-        for part in (info.mode or (status.mode if status else ""), model):
+        for part in (info.mode or (status.mode if status else ""), info.short_model):
             if part:
                 left.append("  ·  ", self.ink("quiet")).append(one_line(part), self.ink("quiet"))
         left.truncate(max(0, width - right.cell_len - 2), overflow="ellipsis")
@@ -64,7 +62,7 @@ class Header(TextPanel):
     def _progress(self, view: View, width: int) -> Text:
         state, steps = view.state, view.info.training_steps
         if waiting := stage(view):
-            done, of = (live_components(view.status), len(view.status.components)) if view.status else (0, 1)
+            done, of = sum(row.state in (State.HEALTHY, State.COMPLETED) for row in view.rows), len(view.rows)
             left, share = Text(f"{done}/{of} up "), done / max(of, 1)
             right = Text(f" {waiting}")
         else:
@@ -90,14 +88,9 @@ def verdict(view: View) -> tuple[str, str, str]:
         return _ended(view, status)
     if status.phase is Phase.STOPPING:
         return "◕", "stopping", "busy"
-    for state, glyph, tone in (
-        (State.FAILED, "✖", "bad"),
-        (State.BACKOFF, "↻", "warn"),
-        (State.UNHEALTHY, "▲", "warn"),
-    ):
-        names = [row.name for row in status.components if row.state is state]
-        if names:
-            return glyph, f"{', '.join(names)} {state.value}", tone
+    for state in (State.FAILED, State.BACKOFF, State.UNHEALTHY):
+        if names := [row.name for row in status.components if row.state is state]:
+            return GLYPHS[state], f"{', '.join(names)} {state.value}", TONES[state]
     if status.phase is Phase.STARTING:
         return "◔", "starting", "busy"
     alignment = view.state.alignment

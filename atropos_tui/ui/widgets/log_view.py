@@ -12,7 +12,6 @@ from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
-from textual.message import Message
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.scrollbar import ScrollTo
@@ -71,13 +70,6 @@ class LogView(ScrollView, can_focus=True):
 
     following: reactive[bool] = reactive(True)
     """Whether new lines scroll into view by themselves."""
-
-    class Copied(Message):
-        """Text was put on the clipboard."""
-
-        def __init__(self, count: int) -> None:
-            super().__init__()
-            self.count = count
 
     def __init__(self, capacity: int = LINES_KEPT) -> None:
         super().__init__(id="log")
@@ -319,4 +311,4 @@ class LogView(ScrollView, can_focus=True):
         rows = range(top, top + height) if marked is None else range(marked, marked + 1)
         lines = {row[0]: row[2].text for y in rows if (row := self.buffer.row(y))}
         self.app.copy_to_clipboard("\n".join(lines.values()))
-        self.post_message(self.Copied(len(lines)))
+        self.app.notify(f"copied {len(lines)} lines", timeout=2)

@@ -58,14 +58,13 @@ class Rollouts(Listing[RolloutRow]):
 
     head = 1
 
+    @dataclass(eq=False)
     class Pointed(Message):
         """Another completion is to be shown in full, perhaps against `base`."""
 
-        def __init__(self, rollout: RolloutRecord | None, base: RolloutRecord | None, words: str) -> None:
-            super().__init__()
-            self.rollout = rollout
-            self.base = base
-            self.words = words
+        rollout: RolloutRecord | None
+        base: RolloutRecord | None
+        words: str
 
     def __init__(self) -> None:
         super().__init__(id="rollouts")
