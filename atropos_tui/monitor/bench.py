@@ -25,6 +25,8 @@ from atropos_tui.monitor.format import bytes_text, counted, duration, number, on
 from atropos_tui.monitor.run_files import RunFeed, RunInfo, exit_code, load_run, read_info, read_json
 from atropos_tui.monitor.state import RunState
 
+SETTLED = (State.COMPLETED, State.STOPPED, State.FAILED)
+ILL = (State.UNHEALTHY, State.BACKOFF, State.STOPPING, State.FAILED)
 WINDOW = 20
 """Steps over which the live numbers are averaged."""
 
@@ -319,12 +321,9 @@ _ROWS = (
 )
 """Of a comparison: title, field, how it is written."""
 
-SETTLED = (State.COMPLETED, State.STOPPED, State.FAILED)
-ILL = (State.UNHEALTHY, State.BACKOFF, State.STOPPING, State.FAILED)
-
 
 class Progress:
-    """Reads the streams of `run` as they grow; bounded work per call, no socket."""
+    """How one of several stacks is doing, in one line, from its files alone: no socket."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run

@@ -93,7 +93,7 @@ class CockpitApp(CommandApp):
         Binding("ctrl+q,ctrl+c", "ask_quit", "Quit", show=False, system=True, priority=True),
         Binding("question_mark", "help", "Help", tooltip="This list"),
         *(
-            Binding(str(number), f"view('{name}')", view.title, show=False, tooltip=view.about)
+            Binding(str(number % 10), f"view('{name}')", view.title, show=False, tooltip=view.about)
             for number, (name, view) in enumerate(VIEWS.items(), 1)
         ),
     ]

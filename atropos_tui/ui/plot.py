@@ -20,6 +20,15 @@ from rich.text import Text
 from atropos_tui.monitor.charts import MOST_STEPS, on_scale
 from atropos_tui.monitor.gauges import Split, cells
 
+TEXTURES = "█▓▒▚▞▤▥"
+OTHER_TEXTURE, FREE = "░", "·"
+_LEVELS = "▁▂▃▄▅▆▇█"
+_DONE, _LEFT = "━", "┄"
+"""They differ without colours, too."""
+StyleOf = Callable[[str], Style]
+"""The style of a part of a bar, by its label; `free` for what nobody holds."""
+TextureOf = Callable[[str], str]
+"""The character that a part is drawn in, by its label."""
 Line = list[Segment]
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Braille bit by row and column inside a cell."""
@@ -258,20 +267,6 @@ def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) 
         if at >= 0 and all(cell == " " for cell in cells[max(0, at - 2) : at + len(text) + 2]):
             cells[at : at + len(text)] = text
     return [Segment("".join(cells), style)]
-
-
-TEXTURES = "█▓▒▚▞▤▥"
-OTHER_TEXTURE, FREE = "░", "·"
-_LEVELS = "▁▂▃▄▅▆▇█"
-
-_DONE, _LEFT = "━", "┄"
-"""They differ without colours, too."""
-
-StyleOf = Callable[[str], Style]
-"""The style of a part, by its label; `free` for what nobody holds."""
-
-
-TextureOf = Callable[[str], str]
 
 
 def textures(order: Sequence[str], *, colours: bool) -> TextureOf:

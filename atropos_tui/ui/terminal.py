@@ -32,6 +32,9 @@ from atropos_tui.ui.commands import CommandApp, Outcome
 
 LEAVE_S = 3.0
 """How long the screen may take to close once it was told to go."""
+NEWS_S = 60.0
+"""An older record is history: the screen was opened since, or a file is read again."""
+FONTS = "'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
 
 
 def run_app(app: CommandApp) -> Outcome:
@@ -107,10 +110,6 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-NEWS_S = 60.0
-"""An older record is history: the screen was opened since, or a file is read again."""
-
-
 class Bell:
     """Decides about ringing; what had happened before the screen was opened is no news."""
 
@@ -136,9 +135,6 @@ class Bell:
 
     def _wants(self, event: str | None) -> bool:
         return not self._muted and self._policy.bell and event in self._policy.on
-
-
-FONTS = "'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
 
 
 def own_fonts(svg: str) -> str:
