@@ -245,7 +245,15 @@ CHARTS = {
 """The charts of the screen, by name."""
 
 PAGE = (
-    *(CHARTS[name] for name in ("reward", "loss", "ratio", "clip", "grad", "lag")),
+    replace(
+        CHARTS["reward"],
+        curves=(CurveSpec("mean reward", "reward_mean"), CurveSpec("held-out", HELD_OUT, scatter=True)),
+    ),
+    CHARTS["loss"],
+    replace(CHARTS["ratio"], low=None, high=None),
+    replace(CHARTS["clip"], high=None),
+    CHARTS["grad"],
+    CHARTS["lag"],
     ChartSpec(
         "Logprobs",
         (CurveSpec("trainer", "train_mean"), CurveSpec("engine", "inference_mean")),
@@ -253,6 +261,7 @@ PAGE = (
     ),
     replace(
         CHARTS["diff"],
+        high=None,
         curves=(
             CurveSpec("rollouts, mean", "logprob_diff_abs_mean"),
             CurveSpec("rollouts, max", "logprob_diff_abs_max"),
@@ -260,7 +269,7 @@ PAGE = (
         ),
         about="Trainer against engine: over rollouts, policy lag included, and by the probe at the same weights",
     ),
-    CHARTS["kl"],
+    replace(CHARTS["kl"], low=None),
     replace(
         CHARTS["tokens"],
         name="Tokens per second",
@@ -279,4 +288,5 @@ PAGE = (
         low=0.0,
     ),
 )
-"""The charts of a report, in reading order, where there is room for more curves and longer names."""
+"""The charts of a report, in reading order. There is room for more curves and longer names; where a screen shows fixed
+axes, most here are fitted to the data, which is read closely."""

@@ -92,7 +92,7 @@ def plain_lines(text: str) -> str:
     return "\n".join(map(plain_text, text.split("\n")))
 
 
-def said(text: str) -> str:
+def masked_line(text: str) -> str:
     """`one_line` for what is passed on to others: tokens of known services are left out."""
     return mask(one_line(text))
 

@@ -34,7 +34,7 @@ from atropos_tui.monitor.charts import (
     on_scale,
     thin,
 )
-from atropos_tui.monitor.format import bytes_text, said, seconds_text
+from atropos_tui.monitor.format import bytes_text, masked_line, seconds_text
 from atropos_tui.monitor.state import RunState
 
 POINTS = 1_000
@@ -151,7 +151,7 @@ def _chart(spec: ChartSpec, state: RunState, restarts: list[int]) -> PageChart:
 def _found(curve: CurveSpec, state: RunState) -> list[tuple[str, Series]]:
     """A curve's label and points; held-out accuracy has a curve for each environment."""
     if curve.metric == HELD_OUT:
-        return [(f"{curve.label} accuracy, {said(name)}", series) for name, series in state.evals.items()]
+        return [(f"{curve.label} accuracy, {masked_line(name)}", series) for name, series in state.evals.items()]
     return [(curve.label, state.metric(curve.metric))]
 
 

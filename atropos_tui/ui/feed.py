@@ -175,12 +175,12 @@ class Feed:
             await asyncio.sleep(RETRY_S)
 
     async def follow_files(self) -> None:
-        feed, about, told, pause = self._feed, _Info(self.run), None, FEED_S
+        feed, about, posted, pause = self._feed, _Info(self.run), None, FEED_S
         while True:
             batch, info = await asyncio.to_thread(lambda: (feed.read(), about.read()))
             news = (batch.behind, feed.bad_lines, info)
-            if batch.records or batch.anew or news != told:
-                told = news
+            if batch.records or batch.anew or news != posted:
+                posted = news
                 self._post(RecordsArrived(batch, feed.bad_lines, info))
             if not batch.behind:
                 pause = FEED_S if batch.records else min(pause * 1.5, QUIET_S)
