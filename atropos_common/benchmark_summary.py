@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,23 +59,23 @@ def summary_text(title: str, sections: Sequence[Section]) -> str:
 
 
 def seconds_text(value: float | None) -> str:
-    return _shown(value, lambda real: f"{real:.2f}s" if not abs(real) < 0.1 else f"{real:.4f}s")
+    return figure_text(value, lambda real: f"{real:.2f}s" if not abs(real) < 0.1 else f"{real:.4f}s")
 
 
 def whole_text(value: float | None) -> str:
-    return _shown(value, lambda real: f"{real:,.0f}")
+    return figure_text(value, lambda real: f"{real:,.0f}")
 
 
 def gigabytes_text(value: float | None, no_data: str = NO_DATA) -> str:
-    return _shown(value, lambda real: f"{real / GB:.2f} GB", no_data)
+    return figure_text(value, lambda real: f"{real / GB:.2f} GB", no_data)
 
 
-def _shown(value: float | None, write: Callable[[float], str], no_data: str = NO_DATA) -> str:
-    """What is not finite, or foreign in its size, takes few characters."""
+def figure_text(value: float | None, write: Callable[[float], str], no_data: str = NO_DATA) -> str:
+    """`value` as `write` has it; what is not finite, or foreign in its size, takes few characters."""
     if value is None:
         return no_data
     if value != value:
         return "NaN"
     if abs(value) < FOREIGN:
         return write(value)
-    return f"{value:.1e}" if abs(value) < 1e300 else "∞" if value > 0 else "-∞"
+    return f"{value:.1e}" if abs(value) <= sys.float_info.max else "∞" if value > 0 else "-∞"

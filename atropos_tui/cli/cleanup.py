@@ -25,8 +25,8 @@ from typing import Any
 from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID, RunDir
 from atropos_tui.cli import runs, show
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import counted, one_line
-from atropos_tui.monitor.run_info import read_json
+from atropos_tui.monitor.format import counted, one_line
+from atropos_tui.monitor.run_files import read_json
 from atropos_tui.supervisor import client, procfs, tracker
 from atropos_tui.supervisor.store import ProcessTable
 from atropos_tui.supervisor.tracker import Leftover

@@ -27,9 +27,8 @@ from atropos_tui.cli.control import bring_down
 from atropos_tui.cli.profiles import checked, read_env_files
 from atropos_tui.cli.up import spawn_supervisor, write_run_files
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.bench import benchmark_runs, benchmarks_json, render_benchmarks
-from atropos_tui.monitor.comparison import Progress
-from atropos_tui.monitor.plain import plain_text
+from atropos_tui.monitor.bench import Progress, benchmark_runs, benchmarks_json, render_benchmarks
+from atropos_tui.monitor.format import plain_text
 from atropos_tui.profile.errors import refused
 from atropos_tui.profile.memory import read_machine
 from atropos_tui.profile.plan import make_site

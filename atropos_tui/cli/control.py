@@ -15,7 +15,7 @@ from atropos_common.control import Action, CommandRequest
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import one_line
+from atropos_tui.monitor.format import one_line
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 
 POLL_S = 0.1
@@ -110,7 +110,7 @@ def tell_end(run: RunDir, code: int | None = None, *, to: TextIO | None = None) 
 
 async def wait(options: argparse.Namespace) -> int:
     """`wait --for`: 0 reached, 3 impossible (also: crashed), 4 timeout; `done` passes on the run's own code."""
-    from atropos_tui.monitor.without_result import GONE, supervisor_gone
+    from atropos_tui.monitor.run_files import GONE, supervisor_gone
 
     entry = runs.pick(options.run_dir)
     try:

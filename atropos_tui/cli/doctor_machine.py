@@ -23,7 +23,7 @@ import psutil
 
 from atropos_tui.cli import cleanup
 from atropos_tui.gpu import Card, NvidiaDriver
-from atropos_tui.monitor.plain import bytes_text
+from atropos_tui.monitor.format import bytes_text
 from atropos_tui.profile.load import cache_dir
 from atropos_tui.supervisor import client, procfs
 from atropos_tui.supervisor.process import become_subreaper

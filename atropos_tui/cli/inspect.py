@@ -17,8 +17,8 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show
 from atropos_tui.cli.logs import compiled
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import one_line
-from atropos_tui.monitor.run_info import read_info, status_from_files
+from atropos_tui.monitor.format import one_line
+from atropos_tui.monitor.run_files import read_info, status_from_files
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, StreamLost
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ async def status_of(entry: runs.RunEntry) -> RunStatus:
 
 
 def status_of_files(entry: runs.RunEntry) -> RunStatus:
-    from atropos_tui.monitor.feed import load_run
+    from atropos_tui.monitor.run_files import load_run
 
     info, state, _ = load_run(entry.dir.root)
     return status_from_files(entry.dir, info, state)
@@ -74,7 +74,7 @@ async def why(options: argparse.Namespace) -> int:
 
 async def _picture(entry: runs.RunEntry) -> Picture:
     """The run at this moment, with all that its records tell."""
-    from atropos_tui.monitor.feed import load_run
+    from atropos_tui.monitor.run_files import load_run
     from atropos_tui.monitor.why import Picture
 
     info, state, _ = load_run(entry.dir.root)

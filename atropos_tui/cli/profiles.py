@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import one_line
+from atropos_tui.monitor.format import one_line
 from atropos_tui.profile.checks import check_graph, check_notes, check_profile, placed
 from atropos_tui.profile.errors import in_words, printable, refused
 from atropos_tui.profile.memory import as_data, as_lines, site_budget, take_inventory

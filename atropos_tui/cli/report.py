@@ -11,7 +11,7 @@ from atropos_common.control import RunStatus
 from atropos_common.files import write_private
 from atropos_tui.cli import inspect, runs
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import bytes_text, one_line
+from atropos_tui.monitor.format import bytes_text, one_line
 from atropos_tui.profile.errors import printable
 
 NEEDED = ("jinja2", "markupsafe", "matplotlib")

@@ -25,9 +25,9 @@ from atropos_common.records import (
     TimingRecord,
 )
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.plain import bytes_text, duration, glyph_and_word, number, one_line, seconds_text
+from atropos_tui.monitor.format import bytes_text, duration, glyph_and_word, number, one_line, seconds_text
+from atropos_tui.monitor.run_files import is_crashed
 from atropos_tui.monitor.why import next_stage
-from atropos_tui.monitor.without_result import is_crashed
 
 T = TypeVar("T")
 LOOK_S = 0.5

@@ -32,8 +32,8 @@ from atropos_tui.cli.control import open_screen, tell_end
 from atropos_tui.cli.profiles import checked, read_env_files, tell_unused
 from atropos_tui.cli.show import Printer, StepLines
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import one_line
-from atropos_tui.monitor.run_info import read_info
+from atropos_tui.monitor.format import one_line
+from atropos_tui.monitor.run_files import read_info
 from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.load import read_toml
 from atropos_tui.profile.plan import make_site, redacted

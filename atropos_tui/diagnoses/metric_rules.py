@@ -15,6 +15,9 @@ from typing import Any
 from atropos_common.records import (
     BROKEN_WEIGHTS,
     HEAD_DTYPE,
+    HEALTHY_CLIP_FRACTION,
+    HEALTHY_LOGPROB_DIFF,
+    HEALTHY_RATIO,
     MISSING,
     OTHER_WEIGHTS,
     OUTLIER,
@@ -33,11 +36,7 @@ from atropos_common.records import (
 from atropos_tui.diagnoses.log_rules import ALIGNMENT_FIX, GRADIENT_FIX, NO_LOGPROBS_FIX
 from atropos_tui.diagnoses.model import Rule
 
-RATIO = (0.8, 1.2)
-CLIPPED = 0.3
 LOSS = -10.0
-DRIFT = 0.1
-"""Mean |trainer - inference| over rollout tokens, in nats."""
 IN_A_ROW = 3
 """One odd step is noise; the guides' numbers speak of a state."""
 BLOCK = 10
@@ -199,13 +198,17 @@ def in_a_row(bad: Callable[[Any], str | None], count: int = IN_A_ROW) -> Judge:
 
 
 def ratio_out_of_range(record: StepRecord) -> str | None:
-    low, high = RATIO
+    low, high = HEALTHY_RATIO
     bad = not low <= record.ratio_mean <= high and math.isfinite(record.ratio_mean)
     return f"step {record.step}: ratio_mean {record.ratio_mean:.3g}" if bad else None
 
 
 def clipped_too_often(record: StepRecord) -> str | None:
-    return f"step {record.step}: clip_fraction {record.clip_fraction:.1%}" if record.clip_fraction >= CLIPPED else None
+    return (
+        f"step {record.step}: clip_fraction {record.clip_fraction:.1%}"
+        if record.clip_fraction >= HEALTHY_CLIP_FRACTION
+        else None
+    )
 
 
 def loss_too_low(record: StepRecord) -> str | None:
@@ -219,7 +222,7 @@ def mismatch(record: AlignmentRecord) -> str | None:
 
 def drift(record: AlignmentRecord) -> str | None:
     mean = record.logprob_diff_abs_mean
-    far = mean is not None and mean >= DRIFT
+    far = mean is not None and mean >= HEALTHY_LOGPROB_DIFF
     drifts = record.verdict == "drift" and not record.cause.startswith(OUTLIER)
     return _alignment(record) if drifts or (far and record.verdict == "ok") else None
 

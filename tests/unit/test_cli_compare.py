@@ -20,7 +20,7 @@ from atropos_tui.cli import main
 from atropos_tui.cli.compare import Board, ComparedStack, label_entries
 from atropos_tui.cli.parser import build_parser
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.monitor.run_info import read_json
+from atropos_tui.monitor.run_files import read_json
 from atropos_tui.profile.preflight import separate
 from atropos_tui.profile.sections import Profile, load_profile
 from atropos_tui.supervisor import tracker

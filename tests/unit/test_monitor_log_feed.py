@@ -11,7 +11,7 @@ import pytest
 
 from atropos_common.record_tail import CHUNK_BYTES
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.log_feed import LogFeed
+from atropos_tui.monitor.log_buffer import LogFeed
 from atropos_tui.monitor.log_reader import FLOOD_BYTES, HOLD_S, MAX_BEHIND_BYTES, LogReader
 from atropos_tui.supervisor.logs import LogFile
 

@@ -26,14 +26,12 @@ from atropos_common.records import (
     StepRecord,
 )
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.feed import load_run
-from atropos_tui.monitor.plain import number
+from atropos_tui.monitor.charts import Series, averaged, thin
+from atropos_tui.monitor.format import number
 from atropos_tui.monitor.report import lanes, render_report
 from atropos_tui.monitor.report_charts import POINTS, charts
-from atropos_tui.monitor.run_info import status_from_files
-from atropos_tui.monitor.series import Series
+from atropos_tui.monitor.run_files import load_run, status_from_files
 from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.thinning import averaged, thin
 from tests.ui.run_maker import T0, live_status, make_run, step_records, write_records
 
 XHTML = "{http://www.w3.org/1999/xhtml}"

@@ -6,8 +6,8 @@ from textual.color import Color
 from textual.content import Content
 from textual.theme import Theme
 
-from atropos_common.control import RunStatus, State
-from atropos_tui.monitor.plain import glyph_and_word
+from atropos_common.control import State
+from atropos_tui.monitor.format import TONES, glyph_and_word
 
 THEME = Theme(
     name="atropos",
@@ -62,25 +62,13 @@ def own_colours(theme: Theme) -> dict[str, str]:
     return mixed | {"healthy": background.blend(Color.parse(system["success"]), 0.08).hex}
 
 
-_TONE_OF = {
-    State.PENDING: "dim",
-    State.STARTING: "busy",
-    State.HEALTHY: "good",
-    State.UNHEALTHY: "warn",
-    State.STOPPING: "busy",
-    State.STOPPED: "dim",
-    State.BACKOFF: "warn",
-    State.FAILED: "bad",
-    State.COMPLETED: "good",
-}
-
-TONES = {"good": "success", "busy": "primary", "warn": "warning", "bad": "error", "dim": "quiet"}
+COLOURS = {"good": "success", "busy": "primary", "warn": "warning", "bad": "error", "dim": "quiet"}
 """Theme colour of each tone."""
 
 
 def state_text(state: State) -> tuple[str, str]:
     """Glyph and word of a state, and its tone."""
-    return glyph_and_word(state), _TONE_OF[state]
+    return glyph_and_word(state), TONES[state]
 
 
 def title(name: str, *parts: tuple[str, str], gap: int = 2) -> Content:
@@ -91,8 +79,3 @@ def title(name: str, *parts: tuple[str, str], gap: int = 2) -> Content:
             continue
         pieces += [(" " * gap, ""), (text, f"${colour}" if colour else "")]
     return Content.assemble(*pieces)
-
-
-def live_components(status: RunStatus) -> int:
-    """How many components are healthy or have done their part."""
-    return sum(row.state in (State.HEALTHY, State.COMPLETED) for row in status.components)

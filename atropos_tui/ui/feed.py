@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -21,12 +22,9 @@ from textual.message import Message
 from atropos_common.control import Accepted, Action, CommandRequest, Recipe, RunStatus, Snapshot
 from atropos_common.records import Record, RecordError
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.feed import Batch, RunFeed
-from atropos_tui.monitor.gauges import Sample
-from atropos_tui.monitor.log_buffer import Entry
-from atropos_tui.monitor.log_feed import LogFeed
-from atropos_tui.monitor.run_info import RunInfo, read_info
-from atropos_tui.monitor.sampler import Sampler
+from atropos_tui.monitor.gauges import GaugeReader, Sample
+from atropos_tui.monitor.log_buffer import LogEntry, LogFeed
+from atropos_tui.monitor.run_files import RecordBatch, RunFeed, RunInfo, read_info
 from atropos_tui.supervisor.client import NoSupervisor, Refused, StreamLost
 from atropos_tui.supervisor.logs import latest_attempt
 
@@ -60,64 +58,57 @@ class Streams(Protocol):
 
     @property
     def bad_lines(self) -> int: ...
-    def read(self) -> Batch: ...
+    def read(self) -> RecordBatch: ...
 
 
 class Logs(Protocol):
     """What the screen needs of the components' logs; `LogFeed` has it."""
 
     def path(self, name: str) -> Path | None: ...
-    def read(self, names: tuple[str, ...]) -> list[Entry]: ...
+    def read(self, names: tuple[str, ...]) -> list[LogEntry]: ...
 
 
+@dataclass(eq=False)
 class StatusArrived(Message):
     """The supervisor answered."""
 
-    def __init__(self, status: RunStatus) -> None:
-        super().__init__()
-        self.status = status
+    status: RunStatus
 
 
+@dataclass(eq=False)
 class SupervisorGone(Message):
     """No supervisor answers; `ended` when there is none any more, so that the files have the last word."""
 
-    def __init__(self, reason: str, ended: bool) -> None:
-        super().__init__()
-        self.reason = reason
-        self.ended = ended
+    reason: str
+    ended: bool
 
 
+@dataclass(eq=False)
 class RecordsArrived(Message):
-    """New records of the run's streams. `anew`: forget earlier ones, they come again; `behind`: more waits."""
+    """New records of the run's streams."""
 
-    def __init__(self, batch: Batch, bad_lines: int, info: RunInfo) -> None:
-        super().__init__()
-        self.records = batch.records
-        self.anew = batch.anew
-        self.behind = batch.behind
-        self.bad_lines = bad_lines
-        self.info = info
+    batch: RecordBatch
+    bad_lines: int
+    info: RunInfo
 
 
+@dataclass(eq=False)
 class LogArrived(Message):
     """New lines of the followed components, plain text; `path` is the log they are from, where it is one."""
 
-    def __init__(self, components: tuple[str, ...], path: Path | None, entries: list[Entry]) -> None:
-        super().__init__()
-        self.components = components
-        self.path = path
-        self.entries = entries
+    components: tuple[str, ...]
+    path: Path | None
+    entries: list[LogEntry]
 
 
+@dataclass(eq=False)
 class GaugesArrived(Message):
     """Engines, run-api and the host were looked at."""
 
-    def __init__(self, sample: Sample) -> None:
-        super().__init__()
-        self.sample = sample
+    sample: Sample
 
 
-class Bridge:
+class Feed:
     """Follows one run and posts what it learns. Each `follow_*` runs for ever in its own worker."""
 
     def __init__(
@@ -141,7 +132,7 @@ class Bridge:
         self._feed_bell = asyncio.Event()
         self._status_bell = asyncio.Event()
         self._log_bell = asyncio.Event()
-        self._look = look or Sampler().read
+        self._look = look or GaugeReader().read
         self._log_of: tuple[str, ...] = ()
         self._status: RunStatus | None = None
 
@@ -184,12 +175,12 @@ class Bridge:
             await asyncio.sleep(RETRY_S)
 
     async def follow_files(self) -> None:
-        feed, about, told, pause = self._feed, _Info(self.run), None, FEED_S
+        feed, about, posted, pause = self._feed, _Info(self.run), None, FEED_S
         while True:
             batch, info = await asyncio.to_thread(lambda: (feed.read(), about.read()))
             news = (batch.behind, feed.bad_lines, info)
-            if batch.records or batch.anew or news != told:
-                told = news
+            if batch.records or batch.anew or news != posted:
+                posted = news
                 self._post(RecordsArrived(batch, feed.bad_lines, info))
             if not batch.behind:
                 pause = FEED_S if batch.records else min(pause * 1.5, QUIET_S)

@@ -1,21 +1,28 @@
-"""Commands from the screen: ask with the blast radius, send, say what became of it; and how the screen is left."""
+"""Commands from the screen: ask with the blast radius, send, say what became of it; and how the screen is left.
+
+`palette` is what Ctrl+P offers: every action, made from the bindings, and each component's actions by name.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Literal, TypeVar
 
-from textual.app import App
+from textual.app import App, SystemCommand
+from textual.binding import Binding
+from textual.dom import DOMNode
 from textual.screen import Screen
 from textual.widget import Widget
 
-from atropos_common.control import Action, CommandRequest
+from atropos_common.control import Action, CommandRequest, ComponentStatus
 from atropos_common.records import CommandRecord
-from atropos_tui.monitor.plain import one_line
+from atropos_tui.monitor.format import one_line
 from atropos_tui.supervisor.client import Refused
-from atropos_tui.ui.bridge import Bridge
-from atropos_tui.ui.command_bar import CommandBar
-from atropos_tui.ui.components import Components
 from atropos_tui.ui.dialogs import ConfirmDialog, QuitDialog
+from atropos_tui.ui.feed import Feed
+from atropos_tui.ui.widgets.bars import CommandBar
+from atropos_tui.ui.widgets.components import Components
 
 Outcome = Literal["detach", "stop", "ended", "failed"]
 """How the screen was left: the run goes on, was stopped from here, or was over."""
@@ -23,10 +30,10 @@ Outcome = Literal["detach", "stop", "ended", "failed"]
 Kind = TypeVar("Kind", bound=Widget)
 
 
-class ActingApp(App[Outcome]):
+class CommandApp(App[Outcome]):
     """An app over one run whose keys act on the component under the cursor."""
 
-    bridge: Bridge
+    feed: Feed
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,10 +99,10 @@ class ActingApp(App[Outcome]):
     async def _ask_and_send(self, action: Action, component: str | None, *, ask: bool = True) -> bool:
         """Show the blast radius, then send. Whether the command was accepted."""
         try:
-            recipe = await self.bridge.recipe(action, component)
+            recipe = await self.feed.recipe(action, component)
             if ask and action != "start" and not await self.push_screen_wait(ConfirmDialog(recipe)):
                 return False
-            accepted = await self.bridge.send(CommandRequest(action=action, component=component))
+            accepted = await self.feed.send(CommandRequest(action=action, component=component))
         except Refused as refusal:
             self.refuse(refusal.error, refusal.fix, f"{action} {component or 'the stack'} refused")
             return False
@@ -131,3 +138,54 @@ class ActingApp(App[Outcome]):
         elif choice == "stop" and await self._ask_and_send("down", None, ask=False):
             self.is_leaving = True
             self.notify("stopping the run; q leaves without waiting", timeout=10, markup=False)
+
+
+_NAMED = {"left_square_bracket": "left bracket", "right_square_bracket": "right bracket"}
+"""Keys whose own sign would be read as markup."""
+
+Act = Callable[[Action, str], object]
+
+
+def palette(
+    app: App[Any], panels: Iterable[DOMNode], rows: Iterable[ComponentStatus], act: Act
+) -> Iterator[SystemCommand]:
+    """Commands for the palette.
+
+    Args:
+        panels: whose keys work when they have the focus.
+        act: asks for an action on a component.
+    """
+    for owner in (app, *panels):
+        for binding in _bindings(owner):
+            if binding.tooltip and not binding.system:
+                key = _NAMED.get(binding.key) or app.get_key_display(binding)
+                yield SystemCommand(
+                    binding.description, f"{binding.tooltip} · key {key}", partial(_run, app, binding, owner)
+                )
+    for row in rows:
+        for action in _possible(row):
+            yield SystemCommand(
+                f"{action.capitalize()} {row.name}", f"{row.name} is {row.state}", partial(act, action, row.name)
+            )
+
+
+def _bindings(owner: DOMNode) -> list[Binding]:
+    """One for each action, its first key; a class's own stand before, and instead of, those it inherits."""
+    by_key: dict[str, Binding] = {}
+    for kind in type(owner).__mro__:
+        for binding in Binding.make_bindings(vars(kind).get("BINDINGS", ())):
+            by_key.setdefault(binding.key, binding)
+    by_action: dict[str, Binding] = {}
+    for binding in by_key.values():
+        by_action.setdefault(binding.action, binding)
+    return list(by_action.values())
+
+
+async def _run(app: App[Any], binding: Binding, owner: DOMNode) -> None:
+    await app.run_action(binding.action, owner)
+
+
+def _possible(row: ComponentStatus) -> tuple[Action, ...]:
+    if row.state.is_resting:
+        return ("start",)
+    return ("restart", "stop", "kill") if row.state.has_process else ("restart", "stop")

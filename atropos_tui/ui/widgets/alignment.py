@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rich.style import Style
 from rich.text import Text
-from textual.app import RenderResult
-from textual.reactive import reactive
-from textual.widget import Widget
 
 from atropos_common.records import AlignmentRecord
-from atropos_tui.monitor.plain import duration, number, one_line
-from atropos_tui.monitor.trouble import silent_s
-from atropos_tui.ui.look import title
-from atropos_tui.ui.view import View
+from atropos_tui.monitor.format import duration, number, one_line
+from atropos_tui.monitor.why import silent_s
+from atropos_tui.ui.theme import title
+from atropos_tui.ui.widgets.panel import TextPanel, View, inks
 
 VERDICTS = {"ok": ("✔", "good"), "drift": ("▲", "warn"), "mismatch": ("✖", "bad")}
 _LABEL = 10
@@ -27,33 +23,36 @@ def verdict_text(alignment: AlignmentRecord) -> tuple[str, str]:
     return f"{glyph} {alignment.verdict}", tone
 
 
-class Alignment(Widget):
+class AlignmentPanel(TextPanel):
     """The newest alignment record in words; its history is in the charts beside it."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"alignment--{name}" for name in ("label", "good", "warn", "bad")}
+    INK = "alignment"
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, "label", "good", "warn", "bad")
+    SCOPED_CSS = False
+    DEFAULT_CSS = """
+    AlignmentPanel {
+        width: 46;
+        height: 1fr;
 
-    view: reactive[View | None] = reactive(None)
+        .alignment--label { color: $quiet; }
+        .alignment--good { color: $success; }
+        .alignment--warn { color: $warning; }
+        .alignment--bad { color: $error; text-style: bold; }
+    }
+    .-narrow .view AlignmentPanel { width: 40; }
+    """
 
     def show(self, view: View) -> None:
-        self.view = view
+        super().show(view)
         found = view.state.alignment
         self.border_title = title("Alignment", (f"step {found.step}" if found else "no data", "quiet"))
 
-    def render(self) -> RenderResult:
-        if self.view is None or self.view.state.alignment is None:
-            return Text("")
-        width, height = self.content_size
-        lines = self._lines(self.view, self.view.state.alignment, width)
-        for line in lines:
-            line.truncate(width, overflow="ellipsis")
-        return Text("\n", end="").join(lines[:height])
-
-    def _style(self, name: str) -> Style:
-        return self.get_component_rich_style(f"alignment--{name}", partial=True)
+    def lines(self, view: View, width: int, height: int) -> list[Text]:
+        return self._lines(view, view.state.alignment, width) if view.state.alignment else []
 
     def _lines(self, view: View, found: AlignmentRecord, width: int) -> list[Text]:
         words, tone = verdict_text(found)
-        head = Text(words, self._style(tone), no_wrap=True, end="")
+        head = Text(words, self.ink(tone), no_wrap=True, end="")
         head.append_text(self._age(view, found))
         lines = [head]
         if found.verdict != "ok":
@@ -74,14 +73,14 @@ class Alignment(Widget):
         age, silent = view.now - found.time, silent_s(view.state, view.now)
         over = bool(view.gone) or view.state.benchmark is not None
         if over or age < 0:
-            return Text(f"  step {found.step}", self._style("label"))
+            return Text(f"  step {found.step}", self.ink("label"))
         if silent is not None:
-            return Text(f"  trainer silent for {duration(silent)}", self._style("warn"))
-        return Text(f"  {duration(age)} ago", self._style("label"))
+            return Text(f"  trainer silent for {duration(silent)}", self.ink("warn"))
+        return Text(f"  {duration(age)} ago", self.ink("label"))
 
     def _pair(self, label: str, first: str, second: str) -> Text:
-        line = Text(f"{label:<{_LABEL}}", self._style("label"), no_wrap=True, end="")
-        quiet = self._style("label") if not label else None
+        line = self.labelled(label, _LABEL)
+        quiet = self.ink("label") if not label else None
         return line.append(f"{first:>{_VALUE}}", quiet).append(f"  {second:>{_VALUE}}", quiet)
 
     def _wrapped(self, label: str, words: str, width: int) -> list[Text]:
@@ -91,7 +90,7 @@ class Alignment(Widget):
         room = max(8, width - 7)
         parts = Text(one_line(words)).wrap(self.app.console, room)[:3]
         heads = [f"{label:<7}", *[" " * 7] * (len(parts) - 1)]
-        return [Text.assemble((head, self._style("label")), part, end="", no_wrap=True)
+        return [Text.assemble((head, self.ink("label")), part, end="", no_wrap=True)
                 for head, part in zip(heads, parts, strict=True)]  # fmt: skip
 
 

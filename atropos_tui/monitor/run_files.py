@@ -1,27 +1,36 @@
-"""What the files of a run say about it: what it is (`read_info`) and how it stands or ended (`status_from_files`).
+"""What the files of a run say: what it is, how it stands or ended, its records as one feed, and the runs beside it.
 
-Used where no supervisor answers. Every file may be missing, half-written or of another version: what cannot be read
-is left out, nothing raises. That goes for figures that no run can have, too.
+Every file may be missing, half-written or of another version: what cannot be read is left out, nothing raises. That
+goes for figures that no run can have, too. Reading takes time: call `RunFeed.read` off the event loop.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
 from atropos_common.files import read_regular
-from atropos_common.records import StateRecord
+from atropos_common.record_tail import RecordTail, nth_from_end
+from atropos_common.records import Record, StateRecord
 from atropos_common.run_dir import LATEST_TIME, RunDir
-from atropos_tui.monitor.plain import one_line
-from atropos_tui.monitor.series import MOST_STEPS, real
-from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.without_result import without_result
+from atropos_tui.monitor.charts import MOST_STEPS
+from atropos_tui.monitor.format import counted, one_line, real
+from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
+from atropos_tui.supervisor import tracker
+from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor.tracker import Leftover
 
+GONE = "its supervisor is gone and left no result"
+_ROLLOUT = b'"kind":"rollout"'
+"""As the trainer writes it; inside a text its quotation marks would be escaped."""
+MOST_OTHERS = 100
+"""Runs that are offered to be compared with, the newest."""
 E = TypeVar("E", bound=StrEnum)
 
 
@@ -56,10 +65,15 @@ class RunInfo:
     """Optimizer steps the trainer was asked for."""
     components: list[PlannedComponent] = field(default_factory=list)
 
+    @property
+    def short_model(self) -> str:
+        """The model without the folders of a path; a name of the hub as it is."""
+        return PurePath(self.model).name if self.model.startswith(("/", ".", "${")) else self.model
+
 
 def read_info(run: RunDir) -> RunInfo:
     """Read run.json, plan.json and profile.toml of `run`."""
-    meta, plan, profile = read_json(run.run_json), read_json(run.plan_json), _read_toml(run.profile_toml)
+    meta, plan, profile = read_json(run.run_json), read_json(run.plan_json), _read(run.profile_toml, tomllib.loads)
     trainer = next((c for c in _dicts(plan.get("components")) if c.get("role") == Role.TRAINER), {})
     words = trainer.get("command")
     command = words if isinstance(words, list) else []
@@ -82,7 +96,7 @@ def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
     """
     result = read_json(run.result_json)
     started = moment(read_json(run.run_json).get("started_at"))
-    code = _whole(result.get("exit_code"))
+    code = exit_code(run)
     first = state.transitions[0].time if state.transitions else 0.0
     status = RunStatus(
         run_id=info.run_id,
@@ -118,10 +132,12 @@ def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`, empty when there is none."""
-    try:
-        return _dict(json.loads(read_regular(path)))
-    except (OSError, ValueError, RecursionError):
-        return {}
+    return _read(path, json.loads)
+
+
+def exit_code(run: RunDir) -> int | None:
+    """How `run` ended; None while it runs, and where nothing tells."""
+    return _whole(read_json(run.result_json).get("exit_code"))
 
 
 def moment(value: object) -> float | None:
@@ -189,9 +205,9 @@ def _member(kind: type[E], value: object) -> E | None:
     return next((member for member in kind if member.value == value), None)
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_regular(path))
+        return _dict(parse(read_regular(path)))
     except (OSError, ValueError, RecursionError):
         return {}
 
@@ -225,3 +241,153 @@ def _dict(value: object) -> dict[str, Any]:
 
 def _dicts(value: object) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def supervisor_gone(run: RunDir) -> bool:
+    """Whether a run has neither a result nor the supervisor that its journal names."""
+    table = ProcessTable.load(run.journal_json)
+    return not run.result_json.exists() and not (table and tracker.supervisor_alive(table))
+
+
+def is_crashed(status: RunStatus) -> bool:
+    """Whether `status` is that of a run which ended without a result."""
+    return status.phase is Phase.ENDED and status.exit_code is None
+
+
+def without_result(run: RunDir, status: RunStatus) -> RunStatus:
+    """`status`, last heard of in the journal, set right by the process table."""
+    table = ProcessTable.load(run.journal_json)
+    if table and table.supervisor and tracker.supervisor_alive(table):
+        pid = table.supervisor.pid
+        reason = f"its supervisor (pid {pid}) does not answer"
+        return status.model_copy(update={"phase": Phase.RUNNING, "supervisor_pid": pid, "reason": reason})
+    run_id = table.run_id if table else status.run_id
+    found = tracker.find_leftovers(run_id, table) if run_id else []
+    mains = {name: entry.pid for name, entry in table.components.items()} if table else {}
+    keepers = {entry.keeper_pid for entry in table.components.values()} if table else set()
+    rows = [
+        _present(row, mains.get(row.name), [one for one in found if one.component == row.name], keepers)
+        for row in status.components
+    ]
+    reason = GONE
+    if kept := [row.name for row in rows if any(one.adoptable and one.component == row.name for one in found)]:
+        reason += f"; {', '.join(kept)} kept: atropos-tui up --resume {run.root} adopts them"
+    elif found:
+        reason += f"; {counted(len(found), 'process')} left: atropos-tui clean ends what its guard does not"
+    return status.model_copy(update={"reason": reason, "components": rows})
+
+
+def _present(row: ComponentStatus, main: int | None, found: list[Leftover], keepers: set[int]) -> ComponentStatus:
+    pids = sorted(one.pid for one in found if one.pid not in keepers)
+    if pids:
+        kept = any(one.adoptable for one in found)
+        reason = "kept for the next supervisor: up --resume" if kept else "left without a supervisor"
+        living = {"pid": main if main in pids else pids[0], "pids": pids, "reason": reason}
+        return row.model_copy(update=living if kept else living | {"state": State.UNHEALTHY})
+    if row.state.is_resting:
+        return row
+    if found:  # its keeper alone
+        reason = "ended without a supervisor: up --resume reads how"
+    else:
+        reason = "was never started" if row.started_at is None else "gone with the supervisor"
+    return row.model_copy(update={"state": State.STOPPED, "reason": reason, "pid": None, "pids": []})
+
+
+@dataclass
+class RecordBatch:
+    """What one `read` brought."""
+
+    records: list[Record]
+    behind: bool
+    """More is known to wait: read again at once."""
+    anew: bool
+    """A file was cut or replaced and comes again from its start: begin with a new `RunState`."""
+
+
+@dataclass
+class RunFeed:
+    """Tails of every stream of `run`."""
+
+    run: RunDir
+    _tails: dict[Path, RecordTail] = field(default_factory=dict)
+    _restarts: int = 0
+
+    @property
+    def bad_lines(self) -> int:
+        """Lines that were no records, over all streams."""
+        return sum(tail.bad_lines for tail in self._tails.values())
+
+    def read(self) -> RecordBatch:
+        """One bounded chunk of every stream."""
+        for path in (self.run.supervisor_jsonl, self.run.telemetry_jsonl, *self.run.root.glob("eval.*.jsonl")):
+            if path not in self._tails:
+                self._tails[path] = self._tail(path)
+        records = [record for tail in self._tails.values() for record in tail.read()]
+        restarts = sum(tail.restarts for tail in self._tails.values())
+        if restarts != self._restarts:
+            return self._start_over()
+        return RecordBatch(records, any(tail.behind for tail in self._tails.values()), False)
+
+    def catch_up(self, state: RunState) -> RunState:
+        """`state` with all that the files hold by now; another one where they came again from their start."""
+        while True:
+            batch = self.read()
+            if batch.anew:
+                state = RunState()
+            for record in batch.records:
+                state.apply(record)
+            if not batch.behind:
+                return state
+
+    def _tail(self, path: Path) -> RecordTail:
+        """From the file's start, without the rollouts that a state would have forgotten again at its end."""
+        return RecordTail(path, unread=_ROLLOUT, unread_before=nth_from_end(path, _ROLLOUT, ROLLOUTS_KEPT))
+
+    def _start_over(self) -> RecordBatch:
+        """Read every stream from its start, so that one fresh state holds all of them."""
+        self._tails = {path: RecordTail(path) for path in self._tails}
+        self._restarts = 0
+        return RecordBatch([], True, True)
+
+
+def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:
+    """Everything the files of a run hold at this moment."""
+    feed = RunFeed(RunDir(root))
+    state = feed.catch_up(RunState())
+    return read_info(feed.run), state, feed
+
+
+@dataclass(frozen=True)
+class OtherRun:
+    """A run directory in the same folder."""
+
+    root: Path
+    name: str
+    mode: str
+    started_at: float
+    exit_code: int | None
+    """None while it runs, and where nothing tells."""
+
+
+def other_runs(root: Path) -> list[OtherRun]:
+    """The newest runs beside `root` that have records of a trainer, newest first."""
+    found = []
+    for path in _beside(root):
+        try:
+            if path.name != root.name and (run := RunDir(path)).telemetry_jsonl.is_file():
+                started = moment(read_json(run.run_json).get("started_at"))
+                found.append((path.stat().st_mtime if started is None else started, run))
+        except OSError:  # another user's, or gone by now
+            continue
+    found.sort(key=lambda item: item[0], reverse=True)
+    return [
+        OtherRun(run.root, run.root.name, read_info(run).mode, started_at, exit_code(run))
+        for started_at, run in found[:MOST_OTHERS]
+    ]
+
+
+def _beside(root: Path) -> list[Path]:
+    try:
+        return list(root.parent.iterdir())
+    except OSError:
+        return []

@@ -5,27 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from rich.style import Style
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from atropos_common.control import ComponentStatus
-from atropos_tui.monitor.plain import bytes_text, duration, one_line, seconds_text
-from atropos_tui.monitor.run_info import PlannedComponent
+from atropos_tui.monitor.format import bytes_text, duration, one_line, seconds_text
+from atropos_tui.monitor.run_files import PlannedComponent
 from atropos_tui.monitor.timeline import clock
-from atropos_tui.ui.look import TONES, state_text, title
-from atropos_tui.ui.view import View
+from atropos_tui.ui.theme import COLOURS, state_text, title
+from atropos_tui.ui.widgets.panel import Panel, View, inks
 
 _LABEL = 12
 _DIAGNOSES = 5
 
 
-class Details(VerticalScroll):
+class Details(VerticalScroll, Panel):
     """Scrolls where there is more than fits."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"details--{name}" for name in (*TONES, "label")}
+    INK = "details"
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS, "label")
+    DEFAULT_CSS = """
+    Details {
+        .details--label { color: $quiet; }
+        .details--good { color: $success; }
+        .details--busy { color: $primary; }
+        .details--warn { color: $warning; }
+        .details--bad { color: $error; }
+        .details--dim { color: $quiet; }
+    }
+    """
 
     def __init__(self) -> None:
         super().__init__(id="details")
@@ -42,17 +52,14 @@ class Details(VerticalScroll):
         lines = list(self._lines(view, row)) if row else [Text("no component is selected")]
         self.query_one("#details-text", Static).update(Text("\n").join(lines))
 
-    def _style(self, name: str) -> Style:
-        return self.get_component_rich_style(f"details--{name}", partial=True)
-
     def _line(self, label: str, words: str, tone: str = "") -> Text:
-        line = Text(f"{label:<{_LABEL}}", self._style("label"))
-        return line.append(words, self._style(tone) if tone else None)
+        line = Text(f"{label:<{_LABEL}}", self.ink("label"))
+        return line.append(words, self.ink(tone) if tone else None)
 
     def _lines(self, view: View, row: ComponentStatus) -> Iterator[Text]:
         words, tone = state_text(row.state)
         since = f" for {duration(view.now - row.since)}" if row.since else ""
-        yield self._line("state", words, tone).append(since).append(f"   {one_line(row.reason)}", self._style("label"))
+        yield self._line("state", words, tone).append(since).append(f"   {one_line(row.reason)}", self.ink("label"))
         if row.waiting_for:
             yield self._line("waits for", one_line(row.waiting_for))
         yield self._line("health", _health(row))

@@ -12,15 +12,14 @@ from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
-from textual.message import Message
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.scrollbar import ScrollTo
 from textual.strip import Strip
 
-from atropos_tui.monitor.log_buffer import LEVELS, Entry, Kind, Level, LogBuffer
+from atropos_tui.monitor.log_buffer import LEVELS, Kind, Level, LogBuffer, LogEntry
 from atropos_tui.monitor.patterns import Pattern
-from atropos_tui.ui.look import title
+from atropos_tui.ui.theme import title
 
 LINES_KEPT = 20_000
 REPAINT_S = 0.1
@@ -36,6 +35,22 @@ class LogView(ScrollView, can_focus=True):
     COMPONENT_CLASSES: ClassVar[set[str]] = {
         f"log--{name}" for name in ("plain", "error", "warning", "note", "found", "name", "marked")
     }
+    DEFAULT_CLASSES = "panel"
+    DEFAULT_CSS = """
+    LogView {
+        width: 2fr;
+        height: 1fr;
+        scrollbar-size: 0 1;
+
+        .log--plain { color: $foreground 85%; }
+        .log--error { color: $error; }
+        .log--warning { color: $warning; }
+        .log--note { color: $quiet; text-style: italic; }
+        .log--name { color: $primary 70%; }
+        .log--found { background: $warning 40%; text-style: bold underline; }
+        .log--marked { background: $block-cursor-background; }
+    }
+    """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("k", "scroll_up", "Scroll Up", show=False),
         Binding("j", "scroll_down", "Scroll Down", show=False),
@@ -56,13 +71,6 @@ class LogView(ScrollView, can_focus=True):
     following: reactive[bool] = reactive(True)
     """Whether new lines scroll into view by themselves."""
 
-    class Copied(Message):
-        """Text was put on the clipboard."""
-
-        def __init__(self, count: int) -> None:
-            super().__init__()
-            self.count = count
-
     def __init__(self, capacity: int = LINES_KEPT) -> None:
         super().__init__(id="log")
         self.buffer = LogBuffer(capacity)
@@ -78,13 +86,9 @@ class LogView(ScrollView, can_focus=True):
         """Number of the entry that was jumped to."""
         self._names = 0
         """Width of component names, where several are shown."""
-        self._begun = self._stale = False
+        self.is_begun = self._stale = False
+        """Whether it was told what to show; whether that is not drawn yet."""
         self._painted = 0.0
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether it was told what to show."""
-        return self._begun
 
     @property
     def text_lines(self) -> list[str]:
@@ -100,10 +104,10 @@ class LogView(ScrollView, can_focus=True):
         self.component, self.path, self._names = component, None, 0
         self.buffer.clear()
         self._marked = None
-        self.following = self._begun = self._stale = True
+        self.following = self.is_begun = self._stale = True
         self._retitle()
 
-    def extend(self, entries: Sequence[Entry], path: Path | None) -> None:
+    def extend(self, entries: Sequence[LogEntry], path: Path | None) -> None:
         """Append lines; `path` is the log that they are from, None for several."""
         self.path = path
         if not self.component:
@@ -307,4 +311,4 @@ class LogView(ScrollView, can_focus=True):
         rows = range(top, top + height) if marked is None else range(marked, marked + 1)
         lines = {row[0]: row[2].text for y in rows if (row := self.buffer.row(y))}
         self.app.copy_to_clipboard("\n".join(lines.values()))
-        self.post_message(self.Copied(len(lines)))
+        self.app.notify(f"copied {len(lines)} lines", timeout=2)

@@ -1,68 +1,67 @@
-"""The benchmark panel: where a step's time goes, throughput of trainer and engines, memory, lag, the verdict."""
+"""The benchmark panels: where a step's time goes, throughput, memory, lag, the verdict; and the guides' summary."""
 
 from __future__ import annotations
 
 import math
 from typing import ClassVar
 
-from rich.style import Style
 from rich.text import Text
-from textual.app import RenderResult
-from textual.reactive import reactive
-from textual.widget import Widget
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.widgets import Static
 
 from atropos_common.control import Role
-from atropos_tui.monitor.pace import Pace, pace
-from atropos_tui.monitor.plain import bytes_text, duration, number, one_line, seconds_text
-from atropos_tui.monitor.series import mean
-from atropos_tui.ui.alignment import verdict_text
-from atropos_tui.ui.bars import progress_bar
-from atropos_tui.ui.look import title
-from atropos_tui.ui.view import View
+from atropos_tui.monitor.bench import Pace, benchmark_state, pace, render_benchmarks
+from atropos_tui.monitor.charts import mean
+from atropos_tui.monitor.format import bytes_text, duration, number, one_line, seconds_text
+from atropos_tui.ui.plot import progress_bar
+from atropos_tui.ui.theme import title
+from atropos_tui.ui.widgets.alignment import verdict_text
+from atropos_tui.ui.widgets.panel import Panel, TextPanel, View, inks
 
 _LABEL = 12
 _VALUE = 9
 
 
-class Benchmark(Widget):
+class Benchmark(TextPanel):
     """Live figures over the newest steps."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {
-        "benchmark--label",
-        "benchmark--bar",
-        "benchmark--track",
-        "benchmark--good",
-        "benchmark--warn",
-        "benchmark--bad",
-    }
+    INK = "benchmark"
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, "label", "bar", "track", "good", "warn", "bad")
+    SCOPED_CSS = False
+    DEFAULT_CSS = """
+    Benchmark {
+        width: 46;
+        height: 1fr;
 
-    view: reactive[View | None] = reactive(None)
+        .benchmark--label { color: $quiet; }
+        .benchmark--bar { color: $primary; }
+        .benchmark--track { color: $track; }
+        .benchmark--good { color: $success; }
+        .benchmark--warn { color: $warning; }
+        .benchmark--bad { color: $error; text-style: bold; }
+    }
+    .view Benchmark { width: 56; }
+    .-narrow .view Benchmark { width: 1fr; }
+    .-narrow #view-benchmark { layout: vertical; }
+    """
 
     def show(self, view: View) -> None:
-        self.view = view
+        super().show(view)
         window = pace(view.state, None).window
         note = (f"last {window} steps", "quiet") if window else ("no data", "quiet")
         if view.state.benchmark:
             note = (f"final, all {window} steps", "success")
         self.border_title = title("Benchmark", note)
 
-    def render(self) -> RenderResult:
-        if self.view is None:
-            return Text("")
-        width, height = self.content_size
-        speed = pace(self.view.state, self.view.info.training_steps)
-        lines = [*self._split(speed, width), *self._figures(self.view, speed)]
-        for line in lines:
-            line.truncate(width, overflow="ellipsis")
-        return Text("\n", end="").join(lines[:height])
-
-    def _style(self, name: str) -> Style:
-        return self.get_component_rich_style(f"benchmark--{name}", partial=True)
+    def lines(self, view: View, width: int, height: int) -> list[Text]:
+        speed = pace(view.state, view.info.training_steps)
+        return [*self._split(speed, width), *self._figures(view, speed)]
 
     def _line(self, label: str, value: str, rest: Text | str = "", tone: str = "") -> Text:
-        line = Text(f"{label:<{_LABEL}}", self._style("label"), no_wrap=True, end="")
-        line.append(f"{value:>{_VALUE}}", self._style(tone) if tone else None)
-        return line.append("  ").append_text(rest if isinstance(rest, Text) else Text(rest, self._style("label")))
+        line = self.labelled(label, _LABEL)
+        line.append(f"{value:>{_VALUE}}", self.ink(tone) if tone else None)
+        return line.append("  ").append_text(rest if isinstance(rest, Text) else Text(rest, self.ink("label")))
 
     def _split(self, speed: Pace, width: int) -> list[Text]:
         """The mean step and a bar per part of it."""
@@ -72,8 +71,8 @@ class Benchmark(Widget):
             bar = Text(no_wrap=True, end="")
             if value is not None and speed.step_s and math.isfinite(value) and math.isfinite(speed.step_s):
                 share = min(1.0, value / speed.step_s)
-                bar = progress_bar(share, room, self._style("bar"), self._style("track"))
-                bar.append(f" {share:4.0%}", self._style("label"))
+                bar = progress_bar(share, room, self.ink("bar"), self.ink("track"))
+                bar.append(f" {share:4.0%}", self.ink("label"))
             lines.append(self._line(f"  {name}", seconds_text(value), bar))
         return lines
 
@@ -124,3 +123,32 @@ class Benchmark(Widget):
         words = f"peak, mean {bytes_text(mean(rss))}" if rss else ""
         lines.append(self._line("trainer", bytes_text(max(rss, default=None)), words))
         return [*lines, self._line("stack", bytes_text(sum(total)) if total else "–", "memory" if total else "")]
+
+
+class Summary(VerticalScroll, Panel):
+    """The guides' summary, beside the run that was chosen with `c`; scrolls where it is larger than its room."""
+
+    DEFAULT_CSS = """
+    Summary { width: 1fr; height: 1fr; }
+    Summary > #summary-text { width: auto; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="summary")
+        self._text = ""
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="summary-text")
+
+    def on_mount(self) -> None:
+        self.border_title = title("Summary")
+
+    def show(self, view: View) -> None:
+        """Measure again: sums over all steps."""
+        mine = benchmark_state(view.state, run=view.info.name or "this run", mode=view.info.mode)
+        text = render_benchmarks([mine, view.other] if view.other else [mine])
+        about = f"beside {view.other.run}, x is the ratio to this run" if view.other else "c compares with another run"
+        self.border_title = title("Summary", (about, "quiet"))
+        if text != self._text:
+            self._text = text
+            self.query_one("#summary-text", Static).update(Text(text, no_wrap=True))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import ClassVar, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.text import Text
 from textual import events
@@ -14,16 +15,28 @@ from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from atropos_tui.ui.widgets.panel import Panel
+
 Item = TypeVar("Item")
 
 
-class Listing(ScrollView, Generic[Item], can_focus=True):
+class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
     """Items top to bottom; the cursor stays on its item when others come, or on the first one where it was there.
 
     Subclasses say how an item is identified (`key_of`) and drawn (`draw`).
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"listing--cursor"}
+    DEFAULT_CSS = """
+    Listing {
+        width: 1fr;
+        height: 1fr;
+        scrollbar-size: 0 1;
+
+        .listing--cursor { background: $block-cursor-background; }
+    }
+    """
+    follows_records = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "Up", show=False),
         Binding("down,j", "move(1)", "Down", show=False),
@@ -40,16 +53,11 @@ class Listing(ScrollView, Generic[Item], can_focus=True):
     class Moved(Message):
         """The cursor is on another item, or its item has changed."""
 
-        def __init__(self, listing: Listing[Item]) -> None:
-            super().__init__()
-            self.listing = listing
-
+    @dataclass(eq=False)
     class Chosen(Message):
         """Enter was pressed on an item."""
 
-        def __init__(self, listing: Listing[Item]) -> None:
-            super().__init__()
-            self.listing = listing
+        listing: Listing[Any]
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
@@ -77,7 +85,7 @@ class Listing(ScrollView, Generic[Item], can_focus=True):
             wanted = self.key_of(before)
             self.cursor = next((at for at, item in enumerate(items) if self.key_of(item) == wanted), 0)
         self.refresh()
-        self.post_message(self.Moved(self))
+        self.post_message(self.Moved())
 
     def watch_cursor(self) -> None:
         top, height = round(self.scroll_y), max(self.scrollable_content_region.height - self.head, 1)
@@ -86,7 +94,7 @@ class Listing(ScrollView, Generic[Item], can_focus=True):
         elif self.cursor >= top + height:
             self.scroll_to(y=self.cursor - height + 1, animate=False)
         self.refresh()
-        self.post_message(self.Moved(self))
+        self.post_message(self.Moved())
 
     head = 0
     """Lines above the items that do not scroll."""

@@ -11,9 +11,9 @@ from textual.binding import Binding, BindingType
 from atropos_common.records import DiagnosisRecord
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.timeline import Event, clock, diagnosed, timeline
-from atropos_tui.ui.listing import Listing
-from atropos_tui.ui.look import TONES, title
-from atropos_tui.ui.view import View
+from atropos_tui.ui.theme import COLOURS, title
+from atropos_tui.ui.widgets.listing import Listing
+from atropos_tui.ui.widgets.panel import View, inks
 
 NAME_CELLS = 12
 """A longer name of a component is cut."""
@@ -22,7 +22,17 @@ NAME_CELLS = 12
 class Events(Listing[Event]):
     """One line per event; Enter shows evidence and fix."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"events--{tone}" for tone in TONES}
+    INK = "events"
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS)
+    DEFAULT_CSS = """
+    Events {
+        .events--good { color: $success; }
+        .events--busy { color: $primary; }
+        .events--warn { color: $warning; }
+        .events--bad { color: $error; }
+        .events--dim { color: $quiet; }
+    }
+    """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "choose", "Open", show=False, tooltip="Events: show evidence and fix of the one at the cursor")
     ]
@@ -67,21 +77,16 @@ class Events(Listing[Event]):
         self._retitle()
 
     def _retitle(self) -> None:
-        note = (
-            f"{len(self.items)} of {len(self._all)}"
-            if self._pattern
-            else f"{len(self._all)}"
-            if self._all
-            else "none yet"
-        )
+        note = str(len(self._all)) if self._all else "none yet"
+        if self._pattern:
+            note = f"{len(self.items)} of {len(self._all)}"
         self.border_title = title("Events", (note, "quiet"))
 
     def draw(self, item: Event, width: int) -> Text:
-        style = self.get_component_rich_style
-        quiet = style("events--dim", partial=True)
+        quiet = self.ink("dim")
         line = Text(f"{clock(item.time)} ", quiet, no_wrap=True, end="")
         line.append(f"{item.component:<{self._names}.{NAME_CELLS}} ", "bold")
-        line.append(f"{item.mark:<12} ", style(f"events--{item.tone}", partial=True))
+        line.append(f"{item.mark:<12} ", self.ink(item.tone))
         return line.append(item.text, None if item.tone in ("warn", "bad") else quiet)
 
 

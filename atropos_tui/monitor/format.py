@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Literal
 
 from atropos_common.control import State
-from atropos_tui.monitor.series import real
 from atropos_tui.profile.redact import mask
 
 MAX_COLUMNS = 4096
@@ -30,7 +30,7 @@ _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2
 _HALVES = re.compile("[\ud800-\udfff]")
 
 
-_GLYPHS = {
+GLYPHS = {
     State.PENDING: "○",
     State.STARTING: "◔",
     State.HEALTHY: "●",
@@ -43,9 +43,32 @@ _GLYPHS = {
 }
 
 
+Tone = Literal["good", "busy", "warn", "bad", "dim"]
+TONES: dict[str, Tone] = {
+    State.PENDING: "dim",
+    State.STARTING: "busy",
+    State.HEALTHY: "good",
+    State.UNHEALTHY: "warn",
+    State.STOPPING: "busy",
+    State.STOPPED: "dim",
+    State.BACKOFF: "warn",
+    State.FAILED: "bad",
+    State.COMPLETED: "good",
+}
+"""How a state is to be taken, by its name; what is shown in a colour has a glyph and a word, too."""
+
+
 def glyph_and_word(state: State) -> str:
     """A state as people see it everywhere; never by colour alone."""
-    return f"{_GLYPHS[state]} {state.value}"
+    return f"{GLYPHS[state]} {state.value}"
+
+
+def real(value: float) -> float:
+    """`value` as a float; a whole number beyond any float, in a foreign record, is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def plain_text(line: str) -> str:
@@ -69,7 +92,7 @@ def plain_lines(text: str) -> str:
     return "\n".join(map(plain_text, text.split("\n")))
 
 
-def said(text: str) -> str:
+def masked_line(text: str) -> str:
     """`one_line` for what is passed on to others: tokens of known services are left out."""
     return mask(one_line(text))
 

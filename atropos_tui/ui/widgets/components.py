@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.text import Text
@@ -12,10 +13,10 @@ from textual.message import Message
 from textual.widgets import DataTable
 
 from atropos_common.control import ComponentStatus, State
-from atropos_tui.monitor.plain import bytes_text, duration, one_line, seconds_text
-from atropos_tui.monitor.trouble import open_diagnoses
-from atropos_tui.ui.look import TONES, state_text, title
-from atropos_tui.ui.view import View
+from atropos_tui.monitor.format import bytes_text, duration, one_line, seconds_text
+from atropos_tui.monitor.why import open_diagnoses
+from atropos_tui.ui.theme import COLOURS, state_text, title
+from atropos_tui.ui.widgets.panel import Panel, View
 
 _WIDE = 90
 """From this width on there is room for ports, and for GPU memory where a component has some."""
@@ -39,21 +40,40 @@ _GIVES_WAY = {"port": 24, "pid": 24, "probe": 24, "rst": 24, "up": 10, "memory":
 """Columns in the order in which they make room for the last, each while its words have fewer cells than this."""
 
 
-class Components(DataTable[Text]):
+class Components(DataTable[Text], Panel):
     """One row per component, in start order; the cursor row is what the action keys act on."""
+
+    DEFAULT_CSS = """
+    Components {
+        width: 1fr;
+        height: auto;
+        max-height: 100%;
+        overflow-x: hidden;
+        scrollbar-size: 0 0;
+        background-tint: transparent;
+        &:focus { background-tint: transparent; }
+
+        & > .datatable--header { background: $background; color: $quiet; text-style: none; }
+        & > .datatable--cursor, &:focus > .datatable--cursor {
+            background: $block-cursor-background;
+            color: $block-cursor-foreground;
+            text-style: none;
+        }
+        & > .datatable--hover { background: $panel; }
+    }
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("k", "cursor_up", "Up", show=False),
         Binding("j", "cursor_down", "Down", show=False),
     ]
 
+    @dataclass(eq=False)
     class Selected(Message):
         """The cursor moved to another component; `by_user` unless the table did it."""
 
-        def __init__(self, component: str, by_user: bool) -> None:
-            super().__init__()
-            self.component = component
-            self.by_user = by_user
+        component: str
+        by_user: bool
 
     def __init__(self) -> None:
         super().__init__(id="components", cursor_type="row", zebra_stripes=False, cell_padding=0)
@@ -64,6 +84,8 @@ class Components(DataTable[Text]):
         """Diagnoses that still hold, by component."""
         self._stale = False
         """Nobody vouches for these states any more."""
+        self._built: tuple[list[str], list[Column]] = [], []
+        """Rows and columns that the table was built of."""
         self._touched = False
         """A key or a click came since the cursor last moved."""
         self.is_users = False
@@ -79,19 +101,14 @@ class Components(DataTable[Text]):
         """Take the newest; the title says what is not well, and how many rows there is no room for."""
         if view.status is None:
             return
-        shape = self._shape()
         self.statuses, self._now = list(view.status.components), view.now
         self._news = {item.component: item.title for item in open_diagnoses(view.state, view.status)}
         self._stale = bool(view.gone)
         self._retitle()
-        if shape == self._shape() and self.columns:
+        if self._built == ([row.name for row in self.statuses], self._columns()):
             self._fill()
         else:
             self._rebuild()
-
-    def _shape(self) -> object:
-        """What the rows and columns depend on; another shape needs another table."""
-        return [row.name for row in self.statuses], self._columns()
 
     def select(self, component: str) -> None:
         """Move the cursor on the screen's own account."""
@@ -159,9 +176,9 @@ class Components(DataTable[Text]):
         return Text.assemble(space if right else "", cell, "" if right else space, " " * self._gap)
 
     def _rebuild(self) -> None:
-        row = self.cursor_row
+        row, columns = self.cursor_row, self._columns()
+        self._built = [item.name for item in self.statuses], columns
         self.clear(columns=True)
-        columns = self._columns()
         for name, width, right in columns:
             self.add_column(self._fit(name, width, right, ""), key=name or "last", width=width + self._gap)
         for item in self.statuses:
@@ -169,7 +186,7 @@ class Components(DataTable[Text]):
         self.move_cursor(row=min(max(row, 0), max(len(self.statuses) - 1, 0)))
 
     def _fill(self) -> None:
-        columns = self._columns()
+        _, columns = self._built
         for item in self.statuses:
             for (name, _, _), cell in zip(columns, self._cells(item, columns), strict=True):
                 if self.get_cell(item.name, name or "last") != cell:
@@ -185,7 +202,7 @@ class Components(DataTable[Text]):
             health = seconds_text(row.probe_latency_s)
         texts = {
             "component": (row.name, "bold"),
-            "state": (words, colours[TONES[tone]]),
+            "state": (words, colours[COLOURS[tone]]),
             "probe": (health, colours["error"] if row.healthy is False else ""),
             "pid": (str(row.pid) if row.pid else "–", ""),
             "up": (duration(self._now - row.started_at) if row.pid and row.started_at else "–", ""),

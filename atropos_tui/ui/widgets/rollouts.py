@@ -15,16 +15,16 @@ from textual.message import Message
 from textual.widgets import Static
 
 from atropos_common.records import RolloutRecord
+from atropos_tui.monitor.format import number, one_line, plain_lines
 from atropos_tui.monitor.patterns import Pattern
-from atropos_tui.monitor.plain import number, one_line, plain_text
 from atropos_tui.monitor.rollout_groups import Group, diff, earlier_twin, groups
-from atropos_tui.ui.listing import Listing
-from atropos_tui.ui.look import title
-from atropos_tui.ui.view import View
+from atropos_tui.ui.theme import title
+from atropos_tui.ui.widgets.listing import Listing
+from atropos_tui.ui.widgets.panel import View, inks
 
 
 @dataclass(frozen=True)
-class Row:
+class RolloutRow:
     """One completion; the first of its group also speaks for the group."""
 
     group: Group
@@ -35,12 +35,20 @@ class Row:
         return self.group.rollouts[self.at]
 
 
-class Rollouts(Listing[Row]):
+class Rollouts(Listing[RolloutRow]):
     """One line per completion; a group's prompt stands in its first line only."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {
-        f"rollouts--{name}" for name in ("quiet", "good", "bad", "prompt", "found")
+    INK = "rollouts"
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, "quiet", "good", "bad", "prompt", "found")
+    DEFAULT_CSS = """
+    Rollouts {
+        .rollouts--quiet { color: $quiet; }
+        .rollouts--good { color: $success; }
+        .rollouts--bad { color: $error; }
+        .rollouts--prompt { color: $quiet; }
+        .rollouts--found { background: $warning 40%; text-style: bold underline; }
     }
+    """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "choose", "Open", show=False, tooltip="Rollouts: open the completion under the cursor"),
         Binding("m", "mark", "Mark", show=False, tooltip="Rollouts: mark this completion as the one to compare with"),
@@ -50,14 +58,13 @@ class Rollouts(Listing[Row]):
 
     head = 1
 
+    @dataclass(eq=False)
     class Pointed(Message):
         """Another completion is to be shown in full, perhaps against `base`."""
 
-        def __init__(self, rollout: RolloutRecord | None, base: RolloutRecord | None, words: str) -> None:
-            super().__init__()
-            self.rollout = rollout
-            self.base = base
-            self.words = words
+        rollout: RolloutRecord | None
+        base: RolloutRecord | None
+        words: str
 
     def __init__(self) -> None:
         super().__init__(id="rollouts")
@@ -69,7 +76,7 @@ class Rollouts(Listing[Row]):
     def on_mount(self) -> None:
         self._retitle()
 
-    def key_of(self, item: Row) -> Hashable:
+    def key_of(self, item: RolloutRow) -> Hashable:
         return item.group.step, item.group.prompt, item.at
 
     def show(self, view: View) -> None:
@@ -86,7 +93,7 @@ class Rollouts(Listing[Row]):
 
     def _fill(self) -> None:
         matching = groups(self._all, self._pattern)
-        self.put([Row(group, at) for group in matching for at in range(len(group.rollouts))])
+        self.put([RolloutRow(group, at) for group in matching for at in range(len(group.rollouts))])
         self._retitle()
 
     def _retitle(self) -> None:
@@ -120,30 +127,39 @@ class Rollouts(Listing[Row]):
         self.point()
 
     def head_line(self) -> Text:
-        quiet = self.get_component_rich_style("rollouts--quiet", partial=True)
-        return Text(f"{'step':>5} {'reward':>7} {'adv':>6}  prompt → completion", quiet, no_wrap=True, end="")
+        return Text(
+            f"{'step':>5} {'reward':>7} {'adv':>6}  prompt → completion", self.ink("quiet"), no_wrap=True, end=""
+        )
 
-    def draw(self, item: Row, width: int) -> Text:
-        def style(name: str) -> Style:
-            return self.get_component_rich_style(f"rollouts--{name}", partial=True)
-
+    def draw(self, item: RolloutRow, width: int) -> Text:
         record = item.rollout
         tone = "good" if record.advantage > 0 else "bad" if record.advantage < 0 else "quiet"
         mark = "◆" if record is self._mark else " "
         line = Text(no_wrap=True, end="")
-        line.append(f"{record.step:>5}{mark}" if item.at == 0 else f"{mark:>6}", style("quiet"))
-        line.append(f"{number(record.reward, 2):>7} {number(record.advantage, 2):>6}  ", style(tone))
-        line.append(one_line(record.prompt) if item.at == 0 else "↳", style("prompt"))
-        line.append(" → ", style("quiet")).append(one_line(record.completion))
+        line.append(f"{record.step:>5}{mark}" if item.at == 0 else f"{mark:>6}", self.ink("quiet"))
+        line.append(f"{number(record.reward, 2):>7} {number(record.advantage, 2):>6}  ", self.ink(tone))
+        line.append(one_line(record.prompt) if item.at == 0 else "↳", self.ink("prompt"))
+        line.append(" → ", self.ink("quiet")).append(one_line(record.completion))
         for start, end in self._pattern.spans(line.plain) if self._pattern else ():
-            line.stylize(style("found"), start, end)
+            line.stylize(self.ink("found"), start, end)
         return line
 
 
 class RolloutDetail(VerticalScroll):
-    """One completion in full, or what changed between two."""
+    """One completion in full, or what changed between two: told by the list, not by a `View`."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"detail--{name}" for name in ("label", "gone", "new")}
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"detail--label", "detail--gone", "detail--new"}
+    DEFAULT_CLASSES = "panel"
+    DEFAULT_CSS = """
+    RolloutDetail {
+        width: 1fr;
+        height: 1fr;
+
+        .detail--label { color: $quiet; }
+        .detail--gone { color: $error; text-style: strike; }
+        .detail--new { color: $success; text-style: underline; }
+    }
+    """
 
     def __init__(self) -> None:
         super().__init__(id="rollout-detail")
@@ -171,12 +187,10 @@ class RolloutDetail(VerticalScroll):
         ]
         for name, value in figures:
             text.append(f"{name} ", label).append(f"{value}   ")
-        for name, old, new in (
-            ("prompt", base.prompt if base else None, rollout.prompt),
-            ("completion", base.completion if base else None, rollout.completion),
-        ):
+        for name in ("prompt", "completion"):
             text.append(f"\n\n{name}\n", label)
-            text.append_text(self._changes(plain(old), plain(new)) if old is not None else Text(plain(new)))
+            new = plain_lines(getattr(rollout, name))
+            text.append_text(self._changes(plain_lines(getattr(base, name)), new) if base else Text(new))
         return text
 
     def _changes(self, old: str, new: str) -> Text:
@@ -187,8 +201,3 @@ class RolloutDetail(VerticalScroll):
             "new": self.get_component_rich_style("detail--new", partial=True),
         }
         return Text.assemble(*((words, styles[change]) for change, words in diff(old, new)))
-
-
-def plain(text: str) -> str:
-    """Several lines of foreign text with nothing in them that a terminal would obey."""
-    return "\n".join(plain_text(line) for line in text.split("\n"))
