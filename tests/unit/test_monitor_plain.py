@@ -17,8 +17,10 @@ from atropos_tui.monitor.format import (
     one_line,
     plain_lines,
     plain_text,
-    said,
     seconds_text,
+)
+from atropos_tui.monitor.format import (
+    masked_line as said,
 )
 
 
