@@ -164,17 +164,16 @@ class CockpitApp(CommandApp):
             self.status = status_from_files(self.feed.run, self.info, self.state)
 
     def on_records_arrived(self, message: RecordsArrived) -> None:
-        batch = message.batch
-        if batch.anew:
+        if message.anew:
             self.state = RunState()
-        for record in batch.records:
+        for record in message.records:
             self.state.apply(record)
             if isinstance(record, CommandRecord):
                 self.tell_command(record, silently=not self.loaded)
-        if self.rings.at_records(batch.records, self.clock()):
+        if self.rings.at_records(message.records, self.clock()):
             self.bell()
         self.info, self._bad_lines = message.info, message.bad_lines
-        if not self.loaded and not batch.behind:
+        if not self.loaded and not message.behind:
             self.loaded = True
             self._settle()
         self._dirty = self._fresh_records = True

@@ -85,9 +85,11 @@ class SupervisorGone(Message):
 
 @dataclass(eq=False)
 class RecordsArrived(Message):
-    """New records of the run's streams."""
+    """New records of the run's streams. `anew`: forget earlier ones, they come again; `behind`: more waits."""
 
-    batch: RecordBatch
+    records: list[Record]
+    anew: bool
+    behind: bool
     bad_lines: int
     info: RunInfo
 
@@ -181,7 +183,7 @@ class Feed:
             news = (batch.behind, feed.bad_lines, info)
             if batch.records or batch.anew or news != posted:
                 posted = news
-                self._post(RecordsArrived(batch, feed.bad_lines, info))
+                self._post(RecordsArrived(batch.records, batch.anew, batch.behind, feed.bad_lines, info))
             if not batch.behind:
                 pause = FEED_S if batch.records else min(pause * 1.5, QUIET_S)
                 await _wait(self._feed_bell, pause)
