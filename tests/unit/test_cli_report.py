@@ -153,13 +153,13 @@ def test_a_folder_too_long_for_a_socket_ends_in_a_clear_error(
 ) -> None:
     from atropos_tui.supervisor import sockets
 
+    edge = Path(os.environ["XDG_RUNTIME_DIR"]) / "e"  # short: pytest's own folder may be too long by itself
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
     with pytest.raises(sockets.SocketError, match=r"too long.*shorter folder, or unset it"):
         sockets.socket_path(RunDir(tmp_path / "run"))
     assert not list(long.iterdir())
-    edge = tmp_path / "e"
     name = len(os.fsencode(edge)) + 1 + len("atropos-tui/") + sockets.NAME_BYTES + 1
     fits = edge / ("y" * (sockets.MAX_PATH_BYTES - name))
     fits.mkdir(parents=True)
