@@ -149,7 +149,9 @@ def test_replay_on_a_real_terminal_shows_the_end_and_leaves_by_q(place: RunDir) 
 
 
 def test_a_folder_too_long_for_a_socket_ends_in_a_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_places: None,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from atropos_tui.supervisor import sockets
 
