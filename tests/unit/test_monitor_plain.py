@@ -20,9 +20,6 @@ from atropos_tui.monitor.format import (
     plain_text,
     seconds_text,
 )
-from atropos_tui.monitor.format import (
-    masked_line as said,
-)
 
 
 @pytest.mark.parametrize(
