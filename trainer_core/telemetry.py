@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from atropos_common.files import cut_torn_line
 from atropos_common.records import RecordError, TrainerRecord, parse_line
 from atropos_common.run_dir import ENV_ATTEMPT, ENV_RUN_ID, RunDir
 from trainer_core.config import TrainingConfig
@@ -58,7 +59,7 @@ class Telemetry:
     def _open(self) -> TextIO:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.seq = _repair(self.path)
+            self.seq = _next_seq(self.path)
             self._file = self.path.open("a", encoding="utf-8")
         return self._file
 
@@ -72,23 +73,17 @@ def open_telemetry(save_path: str, rank: int) -> Telemetry:
     return Telemetry(path, run_id=run_id, attempt=int(attempt) if attempt.isdigit() else 1, rank=rank)
 
 
-def _repair(path: Path) -> int:
-    """Cut a torn last line off; returns the `seq` that comes next."""
+def _next_seq(path: Path) -> int:
+    """The `seq` that follows the last record, once a torn line behind it is cut off."""
     if not path.exists():
         return 0
     with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        start = max(0, size - _TAIL)
-        file.seek(start)
-        tail = file.read(size - start)
-        whole = tail.rfind(b"\n") + 1
-        if whole < len(tail):
-            file.truncate(start + whole)
-    for line in reversed(tail[:whole].splitlines()):
-        try:
+        cut_torn_line(file.fileno())
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(RecordError):
             return parse_line(line).seq + 1
-        except RecordError:
-            continue
     return 0
 
 
