@@ -5,6 +5,12 @@ BIN := $(VENV)/bin
 EXTRA ?= cpu
 TORCH := 2.13.0
 STAMP := $(VENV)/.installed-$(EXTRA)
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+
+MODEL_TESTS := $(addprefix tests/unit/test_,broadcast_*.py envs_*.py model_*.py stack_*.py trainer_*.py vllm_server_*.py)
+
+# The tests start thousands of processes; where this is set, each would compile the product anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all check format requirements clean
@@ -33,11 +39,14 @@ $(VENV)/.installed-gpu: $(VENV)/bin/python pyproject.toml
 demo: install  ## run the four-process stack on the CPU and watch it learn
 	$(BIN)/atropos-tui up profiles/demo.toml
 
+# Three processes share what waits more than it computes. Two share what starts vLLM or imports it: most of what collecting
+# costs is that import, and it is paid in each process.
 test: install  ## unit, supervisor, screen and end-to-end tests
-	$(BIN)/python -m pytest
+	$(PYTEST) $(MARKS) --numprocesses 3 --ignore tests/e2e --ignore tests/gpu $(addprefix --ignore-glob=,$(MODEL_TESTS))
+	$(PYTEST) $(MARKS) --numprocesses 2 tests/e2e $(MODEL_TESTS)
 
-test-all: install  ## the same with the tests marked slow
-	$(BIN)/python -m pytest -m "not gpu"
+test-all: MARKS := -m "not gpu"
+test-all: test  ## the same with the tests marked slow
 
 check: install  ## lint, types, import contracts
 	$(BIN)/ruff check .

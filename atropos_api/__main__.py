@@ -9,8 +9,8 @@ import sys
 
 import uvicorn
 
-from atropos_api.door import Door
-from atropos_api.settings import ENV_MAX_BODY, ENV_UIDS, Settings
+from atropos_api.body import ENV_MAX_BODY
+from atropos_api.door import ENV_UIDS, Door, Settings
 from atropos_common import ports
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Scope
 
-from atropos_api.settings import ENV_MAX_BODY
-
+ENV_MAX_BODY = "ATROPOS_API_MAX_BODY_MIB"
 _GZIP = 16 + zlib.MAX_WBITS
 _PIECE = 1024 * 1024
 """Bytes that are unpacked at a time."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 RULE = "=" * 70
 GB = 1e9
@@ -15,37 +16,13 @@ Section = tuple[str, list[tuple[str, str]]]
 """A title ("" for the first section, which has none), and figures by name, ready to show."""
 
 
-class BenchmarkFigures(Protocol):
-    """The fields of a `benchmark` record; seconds and bytes, null where there is no data."""
+def summary_sections(figures: Any, *, no_memory: str = NO_DATA) -> list[Section]:
+    """The guides' figures, in sections.
 
-    @property
-    def steps(self) -> int: ...
-    @property
-    def total_s(self) -> float | None: ...
-    @property
-    def avg_step_s(self) -> float | None: ...
-    @property
-    def total_step_s(self) -> float | None: ...
-    @property
-    def avg_sync_s(self) -> float | None: ...
-    @property
-    def syncs(self) -> int: ...
-    @property
-    def total_sync_s(self) -> float | None: ...
-    @property
-    def avg_data_wait_s(self) -> float | None: ...
-    @property
-    def total_data_wait_s(self) -> float | None: ...
-    @property
-    def peak_bytes(self) -> int | None: ...
-    @property
-    def avg_bytes(self) -> int | None: ...
-    @property
-    def tokens_per_s(self) -> float | None: ...
-
-
-def summary_sections(figures: BenchmarkFigures, *, no_memory: str = NO_DATA) -> list[Section]:
-    """The guides' figures; `no_memory` stands for GPU memory where there is none."""
+    Args:
+        figures: something with the fields of a `benchmark` record; seconds and bytes, null where there is no data.
+        no_memory: stands for GPU memory where there is none.
+    """
     minutes = "" if figures.total_s is None else f" ({figures.total_s / 60:.2f} min)"
     return [
         ("", [("Total training time", seconds_text(figures.total_s) + minutes), ("Total steps", str(figures.steps))]),
@@ -82,23 +59,23 @@ def summary_text(title: str, sections: Sequence[Section]) -> str:
 
 
 def seconds_text(value: float | None) -> str:
-    return _shown(value, lambda real: f"{real:.2f}s" if not abs(real) < 0.1 else f"{real:.4f}s")
+    return figure_text(value, lambda real: f"{real:.2f}s" if not abs(real) < 0.1 else f"{real:.4f}s")
 
 
 def whole_text(value: float | None) -> str:
-    return _shown(value, lambda real: f"{real:,.0f}")
+    return figure_text(value, lambda real: f"{real:,.0f}")
 
 
 def gigabytes_text(value: float | None, no_data: str = NO_DATA) -> str:
-    return _shown(value, lambda real: f"{real / GB:.2f} GB", no_data)
+    return figure_text(value, lambda real: f"{real / GB:.2f} GB", no_data)
 
 
-def _shown(value: float | None, write: Callable[[float], str], no_data: str = NO_DATA) -> str:
-    """What is not finite, or foreign in its size, takes few characters."""
+def figure_text(value: float | None, write: Callable[[float], str], no_data: str = NO_DATA) -> str:
+    """`value` as `write` has it; what is not finite, or foreign in its size, takes few characters."""
     if value is None:
         return no_data
     if value != value:
         return "NaN"
     if abs(value) < FOREIGN:
         return write(value)
-    return f"{value:.1e}" if abs(value) < 1e300 else "∞" if value > 0 else "-∞"
+    return f"{value:.1e}" if abs(value) <= sys.float_info.max else "∞" if value > 0 else "-∞"

@@ -42,6 +42,14 @@ class State(StrEnum):
         """A process lives. Without one it rests, or (`pending`, `backoff`) waits to be started."""
         return self in (State.STARTING, State.HEALTHY, State.UNHEALTHY, State.STOPPING)
 
+    def satisfies(self, condition: str) -> bool:
+        """Whether a dependency in this state meets `condition` (started, healthy, completed)."""
+        if condition == "completed":
+            return self is State.COMPLETED
+        if condition == "healthy":
+            return self in (State.HEALTHY, State.COMPLETED)
+        return self in (State.STARTING, State.HEALTHY, State.UNHEALTHY, State.COMPLETED)
+
 
 class Role(StrEnum):
     """What a component is for; recipes and probes key on this, never on a name."""

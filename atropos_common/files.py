@@ -33,6 +33,26 @@ def read_regular(path: Path) -> str:
         return file.read().decode("utf-8")
 
 
+def cut_torn_line(descriptor: int) -> int:
+    """Cut away what follows the last newline of a file open for writing: its writer died in the middle of a line.
+
+    Returns:
+        the number of bytes cut.
+    """
+    size = os.fstat(descriptor).st_size
+    end = size
+    while end > 0:
+        start = max(0, end - 65536)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return size - end
+
+
 def write_private(path: Path, text: str, *, durable: bool = False) -> None:
     """Replace `path` atomically with mode 0600.
 

@@ -188,6 +188,12 @@ ALIGNMENT_CAUSES = (
 )  # fmt: skip
 """What `AlignmentRecord.cause` begins with, before a colon and what was seen."""
 
+HEALTHY_RATIO = (0.8, 1.2)
+HEALTHY_CLIP_FRACTION = 0.3
+HEALTHY_LOGPROB_DIFF = 0.1
+"""The guides' health numbers, which charts shade and diagnoses judge by: a step's `ratio_mean` lies in this range, its
+`clip_fraction` and the alignment's `logprob_diff_abs_mean` (in nats) below these."""
+
 
 class AlignmentRecord(TrainerRecord):
     """Trainer logprobs against the engine's. `logprob_diff_*` over rollout tokens, policy lag included;

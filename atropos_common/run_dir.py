@@ -32,7 +32,7 @@ ENV_WAIT_FOR_GO = "ATROPOS_WAIT_FOR_GO"
 The end of that input ends it."""
 GO_LINE = b"go\n"
 ENV_HELD_PORT = "ATROPOS_HELD_PORT"
-"""The port that whoever started this process holds for it (`contracts/ports.py`)."""
+"""The port that whoever started this process holds for it (`atropos_common/ports.py`)."""
 ENV_ALLOWED_HOSTS = "ATROPOS_ALLOWED_HOSTS"
 """Names, divided by commas, that our servers take in the Host header besides the loopback's and the bound one."""
 
@@ -48,11 +48,37 @@ def is_safe_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+class _Below:
+    """A path below the root of a run directory."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.root / self.name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths below one run directory."""
 
     root: Path
+
+    run_json = _Below("run.json")
+    result_json = _Below("result.json")
+    profile_toml = _Below("profile.toml")
+    plan_json = _Below("plan.json")
+    control_sock = _Below("control.sock")
+    journal_json = _Below("journal.json")
+    supervisor_jsonl = _Below("supervisor.jsonl")
+    telemetry_jsonl = _Below("telemetry.jsonl")
+    fault_txt = _Below("fault.txt")
+    """Report of a fault of ours, to file as an issue."""
+    supervisor_log = _Below("supervisor.log")
+    """What the supervisor process itself prints when it runs in the background."""
+    logs = _Below("logs")
+    bridge = _Below("bridge")
+    checkpoints = _Below("checkpoints")
 
     @classmethod
     def from_env(cls) -> RunDir | None:
@@ -66,60 +92,6 @@ class RunDir:
         self.root.chmod(0o700)
         for folder in (self.logs, self.bridge, self.checkpoints):
             folder.mkdir(exist_ok=True, mode=0o700)
-
-    @property
-    def run_json(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def result_json(self) -> Path:
-        return self.root / "result.json"
-
-    @property
-    def profile_toml(self) -> Path:
-        return self.root / "profile.toml"
-
-    @property
-    def plan_json(self) -> Path:
-        return self.root / "plan.json"
-
-    @property
-    def control_sock(self) -> Path:
-        return self.root / "control.sock"
-
-    @property
-    def journal_json(self) -> Path:
-        return self.root / "journal.json"
-
-    @property
-    def supervisor_jsonl(self) -> Path:
-        return self.root / "supervisor.jsonl"
-
-    @property
-    def telemetry_jsonl(self) -> Path:
-        return self.root / "telemetry.jsonl"
-
-    @property
-    def fault_txt(self) -> Path:
-        """Report of a fault of ours, to file as an issue."""
-        return self.root / "fault.txt"
-
-    @property
-    def supervisor_log(self) -> Path:
-        """What the supervisor process itself prints when it runs in the background."""
-        return self.root / "supervisor.log"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def bridge(self) -> Path:
-        return self.root / "bridge"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
 
     def eval_jsonl(self, env: str) -> Path:
         return self.root / f"eval.{env}.jsonl"

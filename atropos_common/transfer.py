@@ -14,7 +14,7 @@ import ipaddress
 import math
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -152,15 +152,14 @@ def place(tensors: Sequence[SentTensor]) -> tuple[list[Placed], int]:
 
 def chunks(tensors: Sequence[SentTensor], chunk_bytes: int) -> list[Chunk]:
     """The stream cut between tensors into parts of at most `chunk_bytes`, or of one tensor where that is larger."""
-    return list(_cut(*place(tensors), chunk_bytes))
-
-
-def _cut(placed: list[Placed], total: int, chunk_bytes: int) -> Iterator[Chunk]:
+    placed, total = place(tensors)
+    parts: list[Chunk] = []
     first = 0
     for index in range(1, len(placed) + 1):
         last = index == len(placed)
         end = total if last else placed[index].start
         following = end if last else end + placed[index].tensor.nbytes
         if last or following - placed[first].start > chunk_bytes:
-            yield Chunk(placed[first].start, end, tuple(placed[first:index]))
+            parts.append(Chunk(placed[first].start, end, tuple(placed[first:index])))
             first = index
+    return parts

@@ -26,7 +26,7 @@ class TaskError(ValueError):
 
 
 @dataclass(frozen=True, order=True)
-class Question:
+class Sum:
     """`left + right`."""
 
     left: int
@@ -56,18 +56,18 @@ class Task:
     """Which questions are for training and which are held out; disjoint and sorted."""
 
     seed: int
-    held_out: tuple[Question, ...]
-    training: tuple[Question, ...]
+    held_out: tuple[Sum, ...]
+    training: tuple[Sum, ...]
 
     @property
-    def carries(self) -> tuple[Question, ...]:
+    def carries(self) -> tuple[Sum, ...]:
         """Training questions with a carry."""
         return tuple(question for question in self.training if question.carries)
 
 
-def all_questions() -> list[Question]:
+def all_questions() -> list[Sum]:
     """Every sum there is, in order."""
-    return [Question(left, right) for left in range(OPERANDS) for right in range(OPERANDS)]
+    return [Sum(left, right) for left in range(OPERANDS) for right in range(OPERANDS)]
 
 
 def make_task(seed: int) -> Task:
@@ -114,8 +114,8 @@ def load_task(folder: Path, *, seed: int) -> Task:
     return task
 
 
-def _questions(pairs: list[list[int]]) -> tuple[Question, ...]:
-    found = {Question(int(left), int(right)) for left, right in pairs}
+def _questions(pairs: list[list[int]]) -> tuple[Sum, ...]:
+    found = {Sum(int(left), int(right)) for left, right in pairs}
     if not found <= set(all_questions()):
         raise ValueError(f"operands must be below {OPERANDS}")
     return tuple(sorted(found))

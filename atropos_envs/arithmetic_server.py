@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 
-from atropos_envs.arithmetic import MAX_NEW_TOKENS, Question, Task, TaskError, load_task, reward
-from atropos_envs.base import StackEnv, run
-from atropos_envs.errors import EnvFault
+from atropos_envs import EnvFault
+from atropos_envs.arithmetic import MAX_NEW_TOKENS, Sum, Task, TaskError, load_task, reward
+from atropos_envs.base import StackEnv, epochs, run
 from atropos_envs.evaluation import Graded
 
 
@@ -60,44 +60,28 @@ class ArithmeticEnv(StackEnv):
             self.task: Task = load_task(Path(self.config.tokenizer_name), seed=self.config.seed)
         except TaskError as error:
             raise EnvFault(str(error), exit_code=2) from None
-        self._rng = random.Random(self.config.seed)
-        self._epoch: list[Question] = []
+        self.items = epochs(self.task.training, random.Random(self.config.seed))
         carries = self.task.carries
         self._carries = random.Random(self.config.seed).sample(carries, min(self.config.carry_questions, len(carries)))
 
-    async def get_next_item(self) -> Question:
-        """The next training question."""
-        if not self._epoch:
-            self._epoch = self._rng.sample(self.task.training, len(self.task.training))
-        return self._epoch.pop()
-
-    async def rollout(self, item: Question) -> dict[str, Any]:
+    async def rollout(self, item: Sum) -> dict[str, Any]:
         """`group_size` completions of one question, scored."""
         sampling = {"temperature": self.config.temperature, "max_tokens": MAX_NEW_TOKENS}
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             await managed.completion(prompt=item.prompt, n=self.config.group_size, **sampling)
             nodes = managed.get_state()["nodes"]
-        return {
-            "tokens": [node.tokens for node in nodes],
-            "masks": [node.masked_tokens for node in nodes],
-            "inference_logprobs": [node.logprobs for node in nodes],
-            "scores": [self._reward(item, _completion(node.tokens, node.masked_tokens)) for node in nodes],
-            "generation_params": sampling | {"env": self.component},
-        }
+        scores = [self._reward(item, _completion(node.tokens, node.masked_tokens)) for node in nodes]
+        return self.scored_group(nodes, scores, sampling)
 
-    def eval_questions(self) -> dict[str, Sequence[Question]]:
+    def eval_questions(self) -> dict[str, Sequence[Sum]]:
         """Held-out questions, and a fixed sample of carries: what the warm start never says greedily."""
         return {"held_out": self.task.held_out, "carries": self._carries}
 
-    async def grade(self, question: Question, *, wait: bool) -> Graded:
-        """Greedy, on the first server."""
-        done = await self.server.servers[0].generate(
-            self.tokenizer.encode(question.prompt), wait=wait, temperature=0.0, max_tokens=MAX_NEW_TOKENS
-        )
-        span = done.weight_versions[0]
-        return Graded(self._reward(question, done.token_ids[0]) == 1.0, span[0] if span is not None else None)
+    async def grade(self, question: Sum, *, wait: bool) -> Graded:
+        done = await self.greedy(self.tokenizer.encode(question.prompt), wait=wait, max_tokens=MAX_NEW_TOKENS)
+        return Graded(self._reward(question, done.token_ids[0]) == 1.0, done.oldest_version)
 
-    def _reward(self, question: Question, completion: Sequence[int]) -> float:
+    def _reward(self, question: Sum, completion: Sequence[int]) -> float:
         return reward(completion, self.tokenizer.encode(question.answer), self.tokenizer.eos_token_id)
 
 

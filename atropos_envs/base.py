@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NoReturn
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 
-from atropos_envs.engine_client import EngineClient, EngineRefused, EngineUnavailable
-from atropos_envs.errors import EnvFault
+from atropos_envs import EnvFault
+from atropos_envs.engine_client import EngineClient, EngineRefused, EngineUnavailable, Generation
 from atropos_envs.evaluation import Graded
 from atropos_envs.hosted import Hosted
 
@@ -33,8 +34,8 @@ LEAVE_S = 3.0
 class StackEnv(Hosted):
     """Base of our environments.
 
-    A subclass gives `eval_questions`, `grade` and BaseEnv's `setup`, `get_next_item`, and `rollout` in the place of
-    `collect_trajectories`.
+    A subclass gives `eval_questions`, `grade`, `rollout` in the place of `collect_trajectories`, and BaseEnv's `setup`,
+    which has to set `items`.
     """
 
     server_cls = EngineClient
@@ -47,6 +48,8 @@ class StackEnv(Hosted):
     """Fields of `env_config_cls` that differ from every environment's defaults."""
     server_defaults: ClassVar[dict[str, Any]] = {}
     """Fields of APIServerConfig, likewise."""
+    items: Iterator[Any]
+    """What is rolled out, one after the other."""
 
     @classmethod
     def config_init(cls) -> tuple[Any, list[Any]]:
@@ -89,6 +92,26 @@ class StackEnv(Hosted):
     async def rollout(self, item: Any) -> dict[str, Any] | None:
         """One scored group (a ScoredDataGroup), or None to drop it."""
         raise NotImplementedError
+
+    # What it may use
+
+    async def get_next_item(self) -> Any:
+        """The next of `items`."""
+        return next(self.items)
+
+    async def greedy(self, prompt_ids: list[int], *, wait: bool, **sampling: Any) -> Generation:
+        """The likeliest completion, from the first server."""
+        return await self.server.servers[0].generate(prompt_ids, wait=wait, temperature=0.0, **sampling)
+
+    def scored_group(self, nodes: Sequence[Any], scores: list[float], sampling: dict[str, Any]) -> dict[str, Any]:
+        """What run-api takes, of the sequences that ManagedServer has noted."""
+        return {
+            "tokens": [node.tokens for node in nodes],
+            "masks": [node.masked_tokens for node in nodes],
+            "inference_logprobs": [node.logprobs for node in nodes],
+            "scores": scores,
+            "generation_params": sampling | {"env": self.component},
+        }
 
     # The three commands
 
@@ -178,6 +201,12 @@ class StackEnv(Hosted):
             self._evaluating = asyncio.Lock()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.evaluate(wait=False), LEAVE_S)
+
+
+def epochs(items: Sequence[Any], rng: random.Random) -> Iterator[Any]:
+    """All of `items` in a new order, again and again."""
+    while True:
+        yield from reversed(rng.sample(items, len(items)))
 
 
 def _check_servers(server_configs: Any) -> None:

@@ -49,6 +49,11 @@ class Generation:
     weight_versions: list[tuple[int, int] | None]
     """Oldest and newest weight version of each completion; null where the server names none."""
 
+    @property
+    def oldest_version(self) -> int | None:
+        """Behind the first completion."""
+        return self.weight_versions[0] and self.weight_versions[0][0]
+
 
 def parse_generation(prompt_ids: Sequence[int], answer: dict[str, Any]) -> Generation:
     """Read the body of `POST /generate`: `logprobs` is [N][T] of `[{token id: logprob}]`.

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from atropos_common.files import cut_torn_line
 from atropos_common.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord, Record
 from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir
 
@@ -50,7 +51,7 @@ class EvalLog:
         self._path = path
         self._env = env
         self._run_id = os.environ.get(ENV_RUN_ID, "")
-        self._next = _repair(path) if path is not None else 0
+        self._next = _count_lines(path) if path is not None else 0
 
     def append(self, split: str, graded: list[Graded], policy_step: int | None) -> EvalRecord:
         """Write the accuracy over `graded` and return the record.
@@ -98,14 +99,10 @@ class EvalLog:
         return stamped
 
 
-def _repair(path: Path) -> int:
-    """Cut what follows the last newline and count the lines before it."""
+def _count_lines(path: Path) -> int:
+    """Whole lines of `path`, which is made if it is missing; a torn one is cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return 0
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
-    return whole.count(b"\n")
+    with path.open("a+b") as file:
+        cut_torn_line(file.fileno())
+        file.seek(0)
+        return file.read().count(b"\n")

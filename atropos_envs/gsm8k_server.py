@@ -4,18 +4,17 @@
         --env.rollout_server_url http://127.0.0.1:8000 --openai.base_url http://127.0.0.1:9001/v1
 
 Without the hub: `--env.dataset_path FOLDER` with `train.jsonl` and `test.jsonl`, lines of `{"question", "answer"}` as
-the data set has them. Scores are +1 and -1 (see `gsm8k_scoring`); groups of equal scores are dropped.
+the data set has them. Scores are +1 and -1 (see `problems.group_scores`); groups of equal scores are dropped.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from atropos_envs import EnvFault
 from atropos_envs.base import run
-from atropos_envs.errors import EnvFault
-from atropos_envs.gsm8k_scoring import group_scores, parse_gold
 from atropos_envs.math_env import Completion, MathEnv
-from atropos_envs.problems import HubSplit, Row, read_split
+from atropos_envs.problems import HubSplit, MathProblem, group_scores, parse_gold, read_split
 
 SYSTEM_PROMPT = (
     "You solve mathematics problems. Think as long as you need between <think> and </think>, then give a short "
@@ -24,7 +23,7 @@ SYSTEM_PROMPT = (
 DATASET, SUBSET = "openai/gsm8k", "main"
 
 
-def load_rows(split: str, folder: str | None) -> list[Row]:
+def load_rows(split: str, folder: str | None) -> list[MathProblem]:
     """One split, `train` or `test`; an answer is the worked solution that ends in `#### NUMBER`.
 
     Raises:
@@ -46,21 +45,21 @@ class Gsm8kEnv(MathEnv):
             )
         await super().setup()
 
-    def train_rows(self) -> list[Row]:
+    def train_rows(self) -> list[MathProblem]:
         return load_rows("train", self.config.dataset_path)
 
-    def test_rows(self) -> dict[str, list[Row]]:
+    def test_rows(self) -> dict[str, list[MathProblem]]:
         return {"test": load_rows("test", self.config.dataset_path)}
 
-    def gold(self, row: Row) -> list[Any]:
+    def gold(self, row: MathProblem) -> list[Any]:
         return parse_gold(row["answer"])
 
-    def prompt_ids(self, row: Row) -> list[int]:
+    def prompt_ids(self, row: MathProblem) -> list[int]:
         """The template as text, then encoded."""
         text = self.tokenizer.apply_chat_template(_messages(row), tokenize=False, add_generation_prompt=True)
         return list(self.tokenizer.encode(text))
 
-    async def complete(self, managed: Any, row: Row, sampling: dict[str, Any]) -> list[tuple[str, str]]:
+    async def complete(self, managed: Any, row: MathProblem, sampling: dict[str, Any]) -> list[tuple[str, str]]:
         answer = await managed.chat_completion(messages=_messages(row), **sampling)
         return [(choice.message.content or "", choice.finish_reason) for choice in answer.choices]
 
@@ -68,7 +67,7 @@ class Gsm8kEnv(MathEnv):
         return group_scores(right, [each.tokens for each in group], self.config.max_token_length)
 
 
-def _messages(row: Row) -> list[dict[str, str]]:
+def _messages(row: MathProblem) -> list[dict[str, str]]:
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["question"]}]
 
 

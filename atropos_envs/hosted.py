@@ -20,8 +20,8 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv
 from atroposlib.envs.server_handling.server_baseline import ServerBaseline
 from tenacity import RetryError
 
+from atropos_envs import EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused
-from atropos_envs.errors import EnvFault
 from atropos_envs.evaluation import EvalLog, component_name, eval_path
 from atropos_envs.registration import Registration
 from atropos_envs.tally import Tally

@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 
-from atropos_envs.base import StackEnv
+from atropos_envs.base import StackEnv, epochs
 from atropos_envs.evaluation import Graded
-from atropos_envs.gsm8k_scoring import is_right
-from atropos_envs.problems import Row
+from atropos_envs.problems import MathProblem, is_right
 
 
 class MathConfig(BaseEnvConfig):  # type: ignore[misc]
@@ -57,23 +56,23 @@ class MathEnv(StackEnv):
 
     # What a subclass gives
 
-    def train_rows(self) -> list[Row]:
+    def train_rows(self) -> list[MathProblem]:
         """The problems that are rolled out."""
         raise NotImplementedError
 
-    def test_rows(self) -> dict[str, list[Row]]:
+    def test_rows(self) -> dict[str, list[MathProblem]]:
         """The problems of each split that is evaluated."""
         raise NotImplementedError
 
-    def gold(self, row: Row) -> list[Any]:
+    def gold(self, row: MathProblem) -> list[Any]:
         """The answer as math_verify's candidates; empty where it cannot be read."""
         raise NotImplementedError
 
-    def prompt_ids(self, row: Row) -> list[int]:
+    def prompt_ids(self, row: MathProblem) -> list[int]:
         """The prompt as ManagedServer makes it in `complete`."""
         raise NotImplementedError
 
-    async def complete(self, managed: Any, row: Row, sampling: dict[str, Any]) -> list[tuple[str, str]]:
+    async def complete(self, managed: Any, row: MathProblem, sampling: dict[str, Any]) -> list[tuple[str, str]]:
         """`group_size` completions of one problem, each with its finish reason, by atroposlib's managed server."""
         raise NotImplementedError
 
@@ -85,26 +84,18 @@ class MathEnv(StackEnv):
 
     async def setup(self) -> None:
         """Load all splits and shuffle them by the seed."""
-        self._rng = random.Random(self.config.seed)
-        self._train = self.train_rows()
+        rng = random.Random(self.config.seed)
+        self.items = epochs(self.train_rows(), rng)
         self._test = {
-            split: self._rng.sample(rows, min(self.config.eval_size, len(rows)))
-            for split, rows in self.test_rows().items()
+            split: rng.sample(rows, min(self.config.eval_size, len(rows))) for split, rows in self.test_rows().items()
         }
-        self._epoch: list[Row] = []
 
-    async def get_next_item(self) -> Row:
-        """The next training problem."""
-        if not self._epoch:
-            self._epoch = self._rng.sample(self._train, len(self._train))
-        return self._epoch.pop()
-
-    async def rollout(self, item: Row) -> dict[str, Any] | None:
+    async def rollout(self, item: MathProblem) -> dict[str, Any] | None:
         """One scored group; None without a readable answer in the data set or with equal scores."""
         gold = self.gold(item)
         if not gold:
             return None
-        sampling = self._sampling(item, temperature=self.config.temperature)
+        sampling = self._sampling(item) | {"temperature": self.config.temperature}
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             texts = await self.complete(managed, item, sampling | {"n": self.config.group_size})
             nodes = managed.get_state()["nodes"]
@@ -115,14 +106,7 @@ class MathEnv(StackEnv):
         scores = self.score([self.right(each, gold) for each in group], group)
         if scores is None:
             return None
-        return {
-            "tokens": [node.tokens for node in nodes],
-            "masks": [node.masked_tokens for node in nodes],
-            "inference_logprobs": [node.logprobs for node in nodes],
-            "scores": scores,
-            "overrides": [self.override(each) for each in group],
-            "generation_params": sampling | {"env": self.component},
-        }
+        return self.scored_group(nodes, scores, sampling) | {"overrides": [self.override(each) for each in group]}
 
     def right(self, completion: Completion, gold: list[Any]) -> bool:
         """Whether one completion answers the problem."""
@@ -132,25 +116,21 @@ class MathEnv(StackEnv):
         """What the trainer shall do otherwise with one completion."""
         return {}
 
-    def eval_questions(self) -> dict[str, Sequence[Row]]:
+    def eval_questions(self) -> dict[str, Sequence[MathProblem]]:
         """A fixed sample of each test split."""
         return dict(self._test)
 
-    async def grade(self, question: Row, *, wait: bool) -> Graded:
-        """Greedy, on the first server."""
-        done = await self.server.servers[0].generate(
-            self.prompt_ids(question), wait=wait, **self._sampling(question, temperature=0.0)
-        )
+    async def grade(self, question: MathProblem, *, wait: bool) -> Graded:
+        done = await self.greedy(self.prompt_ids(question), wait=wait, **self._sampling(question))
         completion = Completion(
             self.tokenizer.decode(done.token_ids[0], skip_special_tokens=True),
             len(done.prompt_ids) + len(done.token_ids[0]),
             done.finish_reasons[0] == "length",
         )
-        span = done.weight_versions[0]
-        return Graded(self.right(completion, self.gold(question)), span[0] if span is not None else None)
+        return Graded(self.right(completion, self.gold(question)), done.oldest_version)
 
-    def _sampling(self, row: Row, *, temperature: float) -> dict[str, Any]:
+    def _sampling(self, row: MathProblem) -> dict[str, Any]:
         """Tokens left for the completion are one less than the limit: run-api's side drops what reaches it."""
         room = self.config.max_token_length - len(self.prompt_ids(row)) - 1
         stop = {"stop": self.stop} if self.stop else {}
-        return {"temperature": temperature, "max_tokens": max(1, room)} | stop
+        return {"max_tokens": max(1, room)} | stop

@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atropos_envs.base import run
-from atropos_envs.gsm8k_scoring import BOX, RIGHT, WRONG, parse_answer
 from atropos_envs.math_env import Completion, MathConfig, MathEnv
-from atropos_envs.problems import HubSplit, Row, read_split
+from atropos_envs.problems import BOX, RIGHT, WRONG, HubSplit, MathProblem, parse_answer, read_split
 
 PROMPT = (
     "Below is a mathematics problem, then a solution that reasons step by step and ends with the final answer "
@@ -48,22 +47,22 @@ class MathZeroEnv(MathEnv):
     # A base model that has answered goes on with a problem of its own invention.
     stop: ClassVar[list[str]] = ["\nProblem:", "\nUser:", "\nHuman:"]
 
-    def train_rows(self) -> list[Row]:
+    def train_rows(self) -> list[MathProblem]:
         folder = self.config.dataset_path
         return read_split(folder, "train") if folder else TRAIN.load()
 
-    def test_rows(self) -> dict[str, list[Row]]:
+    def test_rows(self) -> dict[str, list[MathProblem]]:
         folder = self.config.dataset_path
         return {"test": read_split(folder, "test")} if folder else {name: split.load() for name, split in TESTS.items()}
 
-    def gold(self, row: Row) -> list[Any]:
+    def gold(self, row: MathProblem) -> list[Any]:
         answer = row["answer"]
         return parse_answer(answer if BOX in answer else f"{BOX}{{{answer}}}")
 
-    def prompt_ids(self, row: Row) -> list[int]:
+    def prompt_ids(self, row: MathProblem) -> list[int]:
         return list(self.tokenizer.encode(_prompt(row)))
 
-    async def complete(self, managed: Any, row: Row, sampling: dict[str, Any]) -> list[tuple[str, str]]:
+    async def complete(self, managed: Any, row: MathProblem, sampling: dict[str, Any]) -> list[tuple[str, str]]:
         answer = await managed.completion(prompt=_prompt(row), **sampling)
         return [(choice.text or "", choice.finish_reason) for choice in answer.choices]
 
@@ -78,7 +77,7 @@ class MathZeroEnv(MathEnv):
         return {"set_advantage_to_zero": True} if completion.truncated and self.config.mask_truncated else {}
 
 
-def _prompt(row: Row) -> str:
+def _prompt(row: MathProblem) -> str:
     return PROMPT.format(question=row["question"].strip())
 
 

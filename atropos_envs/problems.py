@@ -1,16 +1,32 @@
-"""Mathematics problems with their answers: from the Hugging Face hub, or from JSON lines on disk."""
+"""Mathematics problems: from the Hugging Face hub or from JSON lines on disk, and how completions of them are scored.
+
+Answers are compared as mathematics (`1,000` is `1000`, `\\frac{1}{2}` is `0.5`), not as text. No server, no atroposlib.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
-from atropos_envs.errors import EnvFault
+from atropos_envs import EnvFault
+
+RIGHT, WRONG = 1.0, -1.0
+FREE_LENGTH = 0.5
+"""Share of the longest sequence allowed up to which a right answer costs nothing."""
+THINK_END = "</think>"
+BOX = "\\boxed"
+LONGEST_ANSWER = 400
+"""Characters of an answer that are read: nobody needs more, and parsing a crafted one takes for ever."""
+PATIENCE_S = 1
+"""Seconds for parsing and for comparing one answer, since the event loop waits meanwhile; an honest one takes
+milliseconds."""
 
 
-class Row(TypedDict):
+class MathProblem(TypedDict):
     """One problem; `answer` is as the data set has it."""
 
     question: str
@@ -27,7 +43,7 @@ class HubSplit:
     question: str = "question"
     answer: str = "answer"
 
-    def load(self) -> list[Row]:
+    def load(self) -> list[MathProblem]:
         """Its rows; one without a text in both columns is left out.
 
         Raises:
@@ -48,13 +64,13 @@ class HubSplit:
             ) from None
         return _filled([row for row in rows if row is not None], f"the {self.split} split of {self.dataset}")
 
-    def _row(self, row: Any) -> Row | None:
+    def _row(self, row: Any) -> MathProblem | None:
         question, answer = row[self.question], row[self.answer]
         both = isinstance(question, str) and isinstance(answer, str)
-        return Row(question=question, answer=answer) if both else None
+        return MathProblem(question=question, answer=answer) if both else None
 
 
-def read_split(folder: str, split: str) -> list[Row]:
+def read_split(folder: str, split: str) -> list[MathProblem]:
     """`FOLDER/SPLIT.jsonl`, lines of `{"question": ..., "answer": ...}`.
 
     Raises:
@@ -72,17 +88,96 @@ def read_split(folder: str, split: str) -> list[Row]:
     return _filled([_parse(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()], str(path))
 
 
-def _parse(path: Path, number: int, line: str) -> Row:
+def _parse(path: Path, number: int, line: str) -> MathProblem:
     try:
         row = json.loads(line)
-        return Row(question=str(row["question"]), answer=str(row["answer"]))
+        return MathProblem(question=str(row["question"]), answer=str(row["answer"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         raise EnvFault(
             f'{path}:{number}: not a problem; expected {{"question": ..., "answer": ...}}', exit_code=2
         ) from None
 
 
-def _filled(rows: list[Row], what: str) -> list[Row]:
+def _filled(rows: list[MathProblem], what: str) -> list[MathProblem]:
     if not rows:
         raise EnvFault(f"{what} is empty", exit_code=2)
     return rows
+
+
+def gold_answer(solution: str) -> str:
+    """The number after `####` in the data set's solution, without thousands separators.
+
+    Raises:
+        ValueError: there is none.
+    """
+    _, mark, number = solution.rpartition("####")
+    number = number.strip().replace(",", "")
+    if not mark or not number:
+        raise ValueError(f"no '#### ANSWER' in {solution[-60:]!r}")
+    return number
+
+
+@cache
+def _extraction() -> list[Any]:
+    """Take what is in the last box, else any LaTeX; built once, since its patterns are compiled."""
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig
+
+    normalization = NormalizationConfig(
+        basic_latex=True, units=True, malformed_operators=False, nits=False, boxed="all", equations=False
+    )
+    return [
+        LatexExtractionConfig(
+            normalization_config=normalization, boxed_match_priority=0, try_extract_without_anchor=False
+        )
+    ]
+
+
+def parse_answer(text: str) -> list[Any]:
+    """What `text` answers, as math_verify's candidates: its last box, else any LaTeX near its end; empty when there is
+    no answer in it."""
+    from math_verify import parse
+
+    box = text.rfind(BOX)
+    answer = text[box : box + LONGEST_ANSWER] if box >= 0 else text[-LONGEST_ANSWER:]
+    return list(
+        parse(answer, extraction_config=_extraction(), extraction_mode="first_match", parsing_timeout=PATIENCE_S)
+    )
+
+
+def parse_gold(solution: str) -> list[Any]:
+    """The data set's answer as math_verify's candidates; empty when it cannot be read."""
+    try:
+        return parse_answer("\\boxed{" + gold_answer(solution) + "}")
+    except ValueError:
+        return []
+
+
+def is_right(completion: str, gold: list[Any]) -> bool:
+    """Whether the completion's answer, thinking left out, equals `gold` from `parse_gold`."""
+    from math_verify import verify
+
+    return bool(verify(gold, parse_answer(completion.rpartition(THINK_END)[2]), timeout_seconds=PATIENCE_S))
+
+
+def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) -> list[float] | None:
+    """Scores of one group, or None when all are equal and nothing can be learned from them.
+
+    A mixed group gets +1 and -1. Where all are right, brevity decides: up to half of `longest` costs nothing, from
+    there the score falls linearly to 0 at `longest`.
+
+    Args:
+        right: per completion.
+        lengths: tokens per sequence, prompt included.
+        longest: tokens that a sequence may have.
+    """
+    if right and all(right):
+        scores = [_brevity(length, longest) for length in lengths]
+    else:
+        scores = [RIGHT if each else WRONG for each in right]
+    return scores if len(set(scores)) > 1 else None
+
+
+def _brevity(length: int, longest: int) -> float:
+    free = FREE_LENGTH * longest
+    return 1.0 - min(1.0, max(0.0, (length - free) / (longest - free)))

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from atropos_common.run_dir import RunDir
-from atropos_envs.errors import EnvFault
+from atropos_envs import EnvFault
 
 log = logging.getLogger(__name__)
 

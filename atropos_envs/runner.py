@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from atroposlib.envs.base import BaseEnv
 
+from atropos_envs import EnvFault
 from atropos_envs.base import configure_logging, leave, one_off_defaults
-from atropos_envs.errors import EnvFault
 from atropos_envs.hosted import hosted, missing_package
 from atropos_envs.tally import reason_of
 

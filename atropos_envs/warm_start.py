@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from atropos_envs.arithmetic import MAX_NEW_TOKENS, Question, Task, make_task, write_task
+from atropos_envs.arithmetic import MAX_NEW_TOKENS, Sum, Task, make_task, write_task
 from atropos_envs.tiny_model import EOS_ID, PAD_ID, VOCABULARY, build_tiny_model, save_model
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def encode(text: str) -> list[int]:
     return [VOCABULARY[character] for character in text]
 
 
-def make_examples(questions: Sequence[Question]) -> Examples:
+def make_examples(questions: Sequence[Sum]) -> Examples:
     import torch
 
     width = max(len(question.prompt) + len(question.answer) + 1 for question in questions)
@@ -114,7 +114,7 @@ def teach(model: Qwen3ForCausalLM, task: Task) -> None:
 
 
 def answer_questions(
-    model: Qwen3ForCausalLM, questions: Sequence[Question], generator: torch.Generator | None = None
+    model: Qwen3ForCausalLM, questions: Sequence[Sum], generator: torch.Generator | None = None
 ) -> list[list[int]]:
     """One completion for each question, end token included: greedy, or sampled at temperature 1 with a generator."""
     import torch
@@ -139,7 +139,7 @@ def answer_questions(
     return answers
 
 
-def accuracy(model: Qwen3ForCausalLM, questions: Sequence[Question], generator: torch.Generator | None = None) -> float:
+def accuracy(model: Qwen3ForCausalLM, questions: Sequence[Sum], generator: torch.Generator | None = None) -> float:
     """Share of `questions` answered with the exact digits and the end token."""
     answers = answer_questions(model, questions, generator)
     right = [tokens == [*encode(question.answer), EOS_ID] for tokens, question in zip(answers, questions, strict=True)]

@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +32,15 @@ class ChildError(RuntimeError):
 def answer(found: Any) -> None:
     """In a child: the answer to the line that was read."""
     print(MARK + json.dumps(found), flush=True)
+
+
+def free_ports(count: int) -> list[int]:
+    """Of the loopback, free at this moment."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
 
 
 def environment(folder: Path, gpu: int | None, extra: dict[str, str]) -> dict[str, str]:

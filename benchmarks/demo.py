@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,9 @@ import psutil
 
 from atropos_common.records import parse_line
 from atropos_common.run_dir import ENV_RUN_ID, RunDir
-from atropos_tui.profile.variables import cache_dir
+from atropos_tui.profile.load import cache_dir
+from benchmarks.children import free_ports
+from benchmarks.sync_report import SIGNS
 
 SAMPLE_S = 2.0
 LIMITS: dict[str, tuple[str, float]] = {
@@ -52,13 +53,6 @@ LEARNING["reward_gain"] = (">=", 0.2)
 """What every objective keeps. gspo's published clip range is for long sequences: here it clips most."""
 
 
-def free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]
-
-
 def pss_of(run_id: str, supervisor: psutil.Process) -> int:
     """Bytes of all processes of a run, the supervisor and its guard too, shared pages split among their users."""
     total = 0
@@ -81,7 +75,7 @@ def measure(seed: int, folder: Path, objective: str | None = None) -> dict[str, 
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     prepared = time.time()
     root = folder / f"seed{seed}-{objective or 'demo'}"
-    api, engine = free_ports()
+    api, engine = free_ports(2)
     sets = {"seed": seed, "api.port": api, "vllm.port": engine, **(OBJECTIVES[objective] if objective else {})}
     command = [sys.executable, "-m", "atropos_tui", "up", "demo", "--headless", "--run-dir", str(root)]
     command += [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
@@ -137,7 +131,7 @@ def figures(run: RunDir, began: float, ended: float, peak: int) -> dict[str, Any
 
 def within(promise: tuple[str, float], value: float) -> bool:
     sign, limit = promise
-    return {"<": value < limit, "<=": value <= limit, ">=": value >= limit}[sign]
+    return SIGNS[sign](value, limit)
 
 
 def print_table(rows: list[dict[str, Any]], promises: dict[str, tuple[str, float]]) -> None:

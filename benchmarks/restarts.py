@@ -92,7 +92,6 @@ class Stack:
             "trainer",
         ):  # a run gives up after three crashes in ten minutes; here they come one a minute
             sets |= {f"{name}.restart.max_restarts": 10_000, f"{name}.restart.max_backoff_s": 1}
-        sets["vllm.restart.policy"] = "always"  # as derived: whoever names one field of it names them all
         if workers > 1:
             sets["vllm.tensor_parallel"] = workers
         self.live = LiveStack(root, profile=profile, sets=sets | given)

@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 
 from atropos_tui.ui.app import CockpitApp
-from atropos_tui.ui.log_view import LogView
-from atropos_tui.ui.picture import own_fonts
+from atropos_tui.ui.terminal import own_fonts
+from atropos_tui.ui.widgets.log_view import LogView
 
 
 async def capture(run_dir: Path, size: tuple[int, int], keys: list[str], timeout_s: float = 30.0) -> str:

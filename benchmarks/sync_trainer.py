@@ -39,7 +39,7 @@ from trainer_core.rollouts.packing import pack
 from trainer_core.server.client import GeneratedTokens, ServerClient
 from trainer_core.step import accumulate
 from trainer_core.weight_sync.base import Start, make_sync
-from vllm_server.standby import ENGINE_IMPORTED, IMPORTED
+from vllm_server.plugin import ENGINE_IMPORTED, IMPORTED
 
 PROMPTS, PROMPT_TOKENS, PROBE_TOKENS = 8, 100, 64
 BLOCK = 512

@@ -33,9 +33,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.attention import register
-from trainer_core.policy.checkpointing import use_checkpointing
-from trainer_core.policy.compiled import compile_layers
-from trainer_core.policy.parallel import use_cores
+from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
 from trainer_core.rollouts.batch import read_batch
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from atropos_tui.profile.variables import cache_dir
+from atropos_tui.profile.load import cache_dir
 
 RELEASES = ["0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"]
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,7 +15,6 @@ import contextlib
 import gc
 import importlib.metadata
 import json
-import socket
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.children import Child, ChildError, Process, Server, environment
+from benchmarks.children import Child, ChildError, Process, Server, environment, free_ports
 from benchmarks.sync_report import show
 from benchmarks.trainer_step import SHAPES, build
 
@@ -51,14 +50,6 @@ def installed(package: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def save_model(shape: str, folder: Path, device: torch.device) -> None:

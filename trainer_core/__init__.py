@@ -18,14 +18,8 @@ if TYPE_CHECKING:
     from trainer_core.objective.loss import grpo_loss as grpo_loss
     from trainer_core.objective.loss import gspo_loss as gspo_loss
 
-_LOSSES = "trainer_core.objective.loss"
-_EXPORTS = {
-    "TrainingConfig": "trainer_core.config",
-    "train": "trainer_core.loop",
-    "grpo_loss": _LOSSES,
-    "gspo_loss": _LOSSES,
-    "cispo_loss": _LOSSES,
-}
+_EXPORTS = {"TrainingConfig": "trainer_core.config", "train": "trainer_core.loop"}
+_EXPORTS |= dict.fromkeys(("grpo_loss", "gspo_loss", "cispo_loss"), "trainer_core.objective.loss")
 
 __all__ = ["TrainingConfig", "cispo_loss", "grpo_loss", "gspo_loss", "train"]
 

@@ -1,23 +1,27 @@
-"""Train: parse and validate, then import the loop.
+"""The program: a command line built from `TrainingConfig`, parsed and validated before the loop is imported.
 
     python -m trainer_core --model-name DIR --weight-bridge-mode shared_vllm --training-steps 60
 
 Exit codes: 0 all steps done; 1 the run could not go on; 2 wrong flags; 130 interrupted; 143 stopped by SIGTERM
 (a checkpoint is saved).
+
+argparse only splits the words; pydantic judges them, so one call reports every problem at once.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
 import threading
-from types import FrameType
+import types
+import typing
+from typing import Any
 
 from atropos_common.manifest import ManifestError
 from atropos_common.run_dir import RunDir
-from trainer_core.cli import parse_args
-from trainer_core.config import TrainingConfig
+from trainer_core.config import TrainingConfig, validate
 from trainer_core.errors import Stopped, TrainerError, UsageError
 
 
@@ -39,7 +43,7 @@ def _run(config: TrainingConfig) -> int:
     stop = threading.Event()
     received: list[int] = []
 
-    def on_signal(number: int, _frame: FrameType | None) -> None:
+    def on_signal(number: int, _frame: types.FrameType | None) -> None:
         if received:  # asked twice: leave now
             os._exit(128 + number)
         received.append(number)
@@ -62,6 +66,81 @@ def _run(config: TrainingConfig) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UsageError) else 1
     return 0 if done or not received else 128 + received[0]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every field of `TrainingConfig` as a flag; values stay strings."""
+    parser = argparse.ArgumentParser(
+        prog="atropos-trainer",
+        description="GRPO trainer: takes rollouts from run-api, trains, brings the weights to the inference server.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    aliases: dict[str, list[str]] = {}
+    for alias, name in TrainingConfig.ALIASES.items():
+        aliases.setdefault(name, []).append(_flag(alias))
+    group: Any = parser
+    for name, field in TrainingConfig.model_fields.items():
+        if name in TrainingConfig.SECTIONS:
+            group = parser.add_argument_group(TrainingConfig.SECTIONS[name])
+        kind = _kind(field.annotation)
+        options: dict[str, Any] = {"dest": name, "help": _help(field.description or "", field)}
+        if kind is bool:
+            options |= {"nargs": "?", "const": "true", "metavar": "BOOL"}
+        elif kind is list:
+            options |= {"nargs": "+", "metavar": name.rsplit("_", 1)[-1].upper()}
+        elif typing.get_origin(kind) is typing.Literal:
+            options |= {"metavar": "{" + ",".join(typing.get_args(kind)) + "}"}
+        else:
+            options |= {"metavar": getattr(kind, "__name__", "value").upper()}
+        group.add_argument(_flag(name), *aliases.get(name, []), **options)
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> TrainingConfig:
+    """The configuration that `argv` asks for.
+
+    Raises:
+        UsageError: with every problem on a line of its own.
+    """
+    parsed, unknown = build_parser().parse_known_args(argv)
+    problems = [f"{word}: no such flag" for word in unknown if word.startswith("-")]
+    problems += [f"{word!r}: stray argument" for word in unknown if not word.startswith("-")] if not problems else []
+    values = {name: _value(name, value) for name, value in vars(parsed).items()}
+    config, wrong = validate(values)
+    if config is None or problems:
+        raise UsageError("\n".join(problems + wrong))
+    return config
+
+
+def _value(name: str, value: Any) -> Any:
+    if isinstance(value, list):
+        value = " ".join(value) if name != "train_layer_indices" else ",".join(value)
+        value = value.replace(" ", ",") if name.endswith("indices") else value
+    optional = TrainingConfig.model_fields[name].default is None
+    return None if optional and isinstance(value, str) and value.lower() in ("none", "") else value
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _kind(annotation: Any) -> Any:
+    """The type a flag's value has, optional and metadata taken off; tuples count as lists."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        annotation = next(arg for arg in typing.get_args(annotation) if arg is not type(None))
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    origin = typing.get_origin(annotation)
+    return list if origin in (list, tuple) else annotation
+
+
+def _help(text: str, field: Any) -> str:
+    text = " ".join(text.split()).replace("%", "%%")
+    if field.is_required():
+        return f"{text} (required)"
+    default = field.default
+    return text if default is None or default is False else f"{text} (default: {default})"
 
 
 if __name__ == "__main__":

@@ -120,7 +120,12 @@ def save(
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    (_write_adapter if config.trains_adapters else _write_model)(model, config, aside)
+    if config.trains_adapters:
+        from trainer_core.policy.lora import write_adapter
+
+        write_adapter(model, aside)
+    else:
+        _write_model(model, config, aside)
     facts = {"step": step, "weight_version": version, "model": config.model_name, "optimizer": config.optimizer}
     if stepper is not None:
         facts |= {"stopping": stopping or {}, "state": _save_state(aside / STATE_TENSORS, stepper)}
@@ -169,13 +174,6 @@ def _write_model(model: torch.nn.Module, config: TrainingConfig, target: Path) -
     save_torch_state_dict(weights(model), target)
     model.config.save_pretrained(target)
     _save_companions(config.model_name, target)
-
-
-def _write_adapter(model: torch.nn.Module, config: TrainingConfig, target: Path) -> None:
-    """A folder that peft and vLLM load onto the base model."""
-    from trainer_core.policy.lora import write_adapter
-
-    write_adapter(model, target)
 
 
 def _save_state(path: Path, stepper: Stepper) -> Any:

@@ -61,6 +61,11 @@ Duration = Annotated[
 ]
 
 
+WeightBridgeMode = Literal["none", "shared_vllm", "lora_only", "lora_restart"]
+Mode = Literal[WeightBridgeMode, "broadcast"]
+"""The stack's names of the modes: `shared_vllm` with `use_shared_memory` is `broadcast`."""
+
+
 class TrainingConfig(BaseModel):
     """A GRPO run. Unknown keys are refused."""
 
@@ -72,7 +77,7 @@ class TrainingConfig(BaseModel):
     # Essential
     model_name: str = Field(min_length=1)
     """Model: a directory or a Hugging Face id."""
-    weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "lora_restart"] = "none"
+    weight_bridge_mode: WeightBridgeMode = "none"
     """How weights reach the inference server. shared_vllm trains vLLM's own tensors in place (single copy); with
     use_shared_memory it broadcasts to other GPUs instead."""
     training_steps: int = Field(10, ge=1)
@@ -337,8 +342,7 @@ class TrainingConfig(BaseModel):
         return self
 
     @property
-    def mode(self) -> str:
-        """The stack's name of the mode: shared_vllm with use_shared_memory is broadcast."""
+    def mode(self) -> Mode:
         return "broadcast" if self.use_shared_memory else self.weight_bridge_mode
 
     @property

@@ -12,9 +12,12 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,25 +27,27 @@ from atropos_common.run_dir import RunDir
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineGone, MemoryFullError, MismatchError, Stopped, TrainerError, UsageError
-from trainer_core.metrics.benchmark import BenchmarkTotals, MfuMeter, memory_fields
-from trainer_core.metrics.report import StepReport, TextReader, console_line, tracker_metrics, write_records
-from trainer_core.metrics.telemetry import open_telemetry
-from trainer_core.metrics.trackers import Trackers
-from trainer_core.mismatch_causes import explain
 from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiffs, thresholds
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
-from trainer_core.policy.checkpointing import use_checkpointing
-from trainer_core.policy.compiled import compile_layers
 from trainer_core.policy.load import dimensions, train_only
-from trainer_core.policy.parallel import use_cores
-from trainer_core.probe import LogprobProbe
+from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
+from trainer_core.probe import LogprobProbe, explain
+from trainer_core.report import (
+    BenchmarkTotals,
+    MfuMeter,
+    StepReport,
+    TextReader,
+    console_line,
+    tracker_metrics,
+    write_records,
+)
 from trainer_core.rollouts.batch import Batch
 from trainer_core.rollouts.client import RunApi, open_api
 from trainer_core.rollouts.packing import pack
-from trainer_core.rollouts.source import BatchSource, Lags
+from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
 from trainer_core.step import StepOutcome, accumulate
-from trainer_core.stopping import StopConditions
+from trainer_core.telemetry import Trackers, open_telemetry
 from trainer_core.weight_sync.base import Start, SyncReport, make_sync
 
 OUT_OF_MEMORY = """{error}
@@ -71,6 +76,42 @@ class TrainResult:
     """The stop condition that ended the run early."""
 
 
+class StopConditions:
+    """When a run ends before its last step: time, reward. Its state goes into checkpoints: time counts from the first
+    attempt on."""
+
+    def __init__(
+        self, config: TrainingConfig, before: dict[str, Any] | None = None, *, clock: Callable[[], float] | None = None
+    ) -> None:
+        before = before or {}
+        self._config = config
+        self._clock = clock or time.monotonic
+        self._began = self._clock() - float(before.get("elapsed_s", 0.0))
+        self._rewards: deque[float] = deque(before.get("rewards", ()), maxlen=config.stop_window)
+
+    def saw(self, reward_mean: float) -> None:
+        """One more step was trained."""
+        self._rewards.append(reward_mean)
+
+    def reason(self) -> str | None:
+        """Why the run should end well now, in words; null to go on."""
+        limit, wanted = self._config.max_time, self._config.stop_reward
+        elapsed = self._clock() - self._began
+        if limit is not None and elapsed >= limit:
+            return f"--max-time {limit:g} s is reached"
+        if wanted is not None and len(self._rewards) == self._config.stop_window:
+            mean = sum(self._rewards) / len(self._rewards)
+            if mean >= wanted:
+                return (
+                    f"the mean reward of {len(self._rewards)} steps, {mean:.3f}, is at least --stop-reward {wanted:g}"
+                )
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What a later attempt continues from."""
+        return {"elapsed_s": self._clock() - self._began, "rewards": list(self._rewards)}
+
+
 class _Enough(Exception):
     """A stop condition came true while waiting for a batch."""
 
@@ -94,26 +135,16 @@ def train(config: TrainingConfig, *, api: RunApi | None = None, stop: threading.
         api = api or open_api(config, start.step, stop)
         opened.callback(api.close)
         try:
-            return _attach(config, start, api, stop, opened).to_the_end()
+            try:
+                run = Run(config, start, api, stop, opened)
+            except Stopped:
+                raise
+            except Exception:  # nothing can be rescued yet: say what a next attempt begins with
+                print(_last_checkpoint(config))
+                raise
+            return run.to_the_end()
         except torch.OutOfMemoryError as error:
             raise MemoryFullError(OUT_OF_MEMORY.format(error=error, tokens=config.tokens_per_pass)) from None
-
-
-def _attach(
-    config: TrainingConfig, start: checkpoint.StartingPoint, api: RunApi, stop: threading.Event, opened: ExitStack
-) -> Run:
-    """The run, ready for its first step; before it can rescue anything, a failure says what a next attempt begins with.
-
-    Raises:
-        Stopped: a stop was asked for while the server was awaited.
-    """
-    try:
-        return Run(config, start, api, stop, opened)
-    except Stopped:
-        raise
-    except Exception:
-        print(_last_checkpoint(config))
-        raise
 
 
 class Run:
@@ -155,10 +186,11 @@ class Run:
         self.objective = Objective(config)
         self.batches = BatchSource(
             config, api, self.telemetry, selection=self.objective.selection(self.model.config.vocab_size),
-            advantage_std=self.objective.advantage_std, servers=[engine.versions for engine in self.sync.engines],
+            advantage_std=self.objective.advantage_std,
+            lag_meter=LagMeter([engine.versions for engine in self.sync.engines]),
             while_waiting=self.while_waiting,
         )  # fmt: skip
-        self.bench = BenchmarkTotals(self.sync.mode)
+        self.bench = BenchmarkTotals(config.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
 
     def to_the_end(self) -> TrainResult:
@@ -258,7 +290,7 @@ class Run:
             if self.stepper.unwritten:
                 self.write()  # the update needs no server: complete it, so that the batch is not lost with one
             self.failed, lasted = error, time.perf_counter() - began
-            return SyncReport(self.sync.mode, self.version, lasted, {"server_gone": lasted}, moved=False)
+            return SyncReport(self.config.mode, self.version, lasted, {"server_gone": lasted}, moved=False)
 
     def write(self) -> None:
         """Put the computed update into the policy: with this the step is done."""
@@ -304,11 +336,7 @@ class Run:
         write_records(self.telemetry, report, self.config, self.reader)
         print(console_line(report, self.config.training_steps, benchmark=self.config.benchmark))
         self.tracker.log(report.step, tracker_metrics(report))
-        self.bench.add(
-            step_s=report.step_s, wait_s=report.wait_s,
-            sync_s=report.sync.seconds if report.sync and report.sync.moved else None,
-            tokens=report.batch.tokens, allocated=memory_fields()["allocated_bytes"],
-        )  # fmt: skip
+        self.bench.add(report)
 
     def save_if_due(self) -> float:
         """Seconds spent on a checkpoint, 0 when none is due."""
@@ -326,11 +354,9 @@ class Run:
 
     def save_at_stop(self) -> TrainResult:
         """A checkpoint of what was trained since the last one."""
-        path = None
         # A server that has died may have taken the weights with it: what is read then is nobody's model.
         self.sync.check()
-        if self.step > self.saved_step:
-            path = self.save().path
+        path = self.save().path if self.step > self.saved_step else None
         print(f"Stopped after step {self.step}. {_last_checkpoint(self.config)}")
         return TrainResult(self.step, self.version, False, path)
 

@@ -15,8 +15,8 @@ fill them before a step and give their memory back after it, when the activation
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
@@ -51,8 +51,9 @@ class Stepper:
     def set_lr(self, step: int) -> float:
         """Learning rate of optimizer step `step` (from 1)."""
         lr = learning_rate(self.config, step)
+        own_lr = self.config.optimizer == "adafactor" and self.config.adafactor_relative_step
         for group in self.optimizer.param_groups:
-            group["lr"] = None if self.config.adafactor_relative_step and _is_adafactor(self.optimizer) else lr
+            group["lr"] = None if own_lr else lr
         return lr
 
     def take_gradients(self, gradients: list[torch.Tensor | None]) -> None:
@@ -159,6 +160,7 @@ def _build(params: list[torch.Tensor], config: TrainingConfig) -> torch.optim.Op
             params, lr=None if relative else config.lr, weight_decay=config.weight_decay, relative_step=relative,
             scale_parameter=config.adafactor_scale_parameter, warmup_init=False,
         )  # fmt: skip
+    common: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw_8bit":
         try:
             from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found]
@@ -167,15 +169,9 @@ def _build(params: list[torch.Tensor], config: TrainingConfig) -> torch.optim.Op
                 f"--optimizer adamw_8bit needs bitsandbytes ({error}): pip install bitsandbytes, or --optimizer adamw "
                 "(more memory) or adafactor (no momentum)"
             ) from None
-        built: torch.optim.Optimizer = AdamW8bit(
-            params, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
+        built: torch.optim.Optimizer = AdamW8bit(params, **common)
         return built
-    return torch.optim.AdamW(params, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
-
-
-def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__name__ == "Adafactor"
+    return torch.optim.AdamW(params, **common, fused=True)
 
 
 def _collect_into(master: torch.Tensor) -> Any:
@@ -192,29 +188,29 @@ def _collect_into(master: torch.Tensor) -> Any:
     return hook
 
 
-class MasterWeights(Protocol):
-    """A strategy over some half-precision parameters."""
+class MasterWeights(ABC):
+    """A strategy over some half-precision parameters (none is fine)."""
 
     name: str
     masters: list[torch.Tensor]
     """float32 stand-ins with the parameters' shapes, which carry the gradient; valid between `load` and `write`."""
 
-    def load(self) -> None:
+    def load(self) -> None:  # noqa: B027
         """Before an optimizer step: let `masters` hold the weights."""
-        ...
 
+    @abstractmethod
     def write(self) -> None:
         """Round `masters` into the parameters, in place."""
-        ...
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly; the parameters already hold the checkpoint's weights."""
-        ...
 
 
-class Float32Copy:
+class Float32Copy(MasterWeights):
     """A float32 copy of every parameter."""
 
     name = "fp32"
@@ -222,9 +218,6 @@ class Float32Copy:
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.params = params
         self.masters = [p.detach().float().clone().requires_grad_() for p in params]
-
-    def load(self) -> None:
-        pass
 
     @torch.no_grad()
     def write(self) -> None:
@@ -240,12 +233,15 @@ class Float32Copy:
             master.copy_(saved)
 
 
-class _FilledForAStep:
+class _FilledForAStep(MasterWeights):
     """Float32 tensors that have memory only from `load` to `write`."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.params = params
-        self.masters = [_without_memory(p) for p in params]
+        self.masters = []
+        for param in params:  # one after the other, so that never all of them have memory
+            self.masters.append(torch.empty_like(param, dtype=torch.float32).requires_grad_())
+            self.masters[-1].untyped_storage().resize_(0)
 
     @torch.no_grad()
     def load(self) -> None:
@@ -256,13 +252,6 @@ class _FilledForAStep:
     def _release(self) -> None:
         for master in self.masters:
             master.untyped_storage().resize_(0)
-
-
-def _without_memory(param: torch.Tensor) -> torch.Tensor:
-    """A float32 tensor of the shape of `param` that can carry a gradient, and has no memory yet."""
-    made = torch.empty_like(param, dtype=torch.float32).requires_grad_()
-    made.untyped_storage().resize_(0)
-    return made
 
 
 class Kahan(_FilledForAStep):
@@ -336,10 +325,7 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
 
 
 def make_master_weights(name: str, params: list[torch.Tensor], seed: int) -> MasterWeights:
-    """The strategy `name` over half-precision `params` (none is fine)."""
-    strategies: dict[str, Callable[[], MasterWeights]] = {
-        "fp32": lambda: Float32Copy(params),
-        "kahan": lambda: Kahan(params),
-        "stochastic": lambda: Stochastic(params, seed),
-    }
-    return strategies[name]()
+    """The strategy `name` over half-precision `params`."""
+    if name == "stochastic":
+        return Stochastic(params, seed)
+    return Kahan(params) if name == "kahan" else Float32Copy(params)

@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from trainer_core.objective.alignment import DiffSums
-from trainer_core.objective.correction import Correction, Sequences
-from trainer_core.objective.loss import LossSums
+from trainer_core.objective.loss import Correction, LossSums, Sequences
 from trainer_core.objective.registry import Counts, Objective, count
 from trainer_core.optim import Stepper
 from trainer_core.policy.logprobs import row_logprobs
-from trainer_core.policy.parallel import ThreadGradients, in_threads
+from trainer_core.policy.speed import ThreadGradients, in_threads
 from trainer_core.rollouts.packing import PackedRow
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from atropos_common import ports
 from atropos_common.run_dir import ENV_WAIT_FOR_GO
+from vllm_server import compat
 from vllm_server.config import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -25,8 +26,7 @@ from vllm_server.config import (
     ServerConfig,
     prepare_environment,
 )
-from vllm_server.logs import configure_logging
-from vllm_server.processes import die_with_parent
+from vllm_server.plugin import configure_logging, die_with_parent
 
 if multiprocessing.parent_process() is not None:
     # vLLM's child processes import this file first: from their first moment on they must not outlive the server.
@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     notes = prepare_environment(os.environ, cpu=cpu)
     try:
+        compat.require_parts()
         from vllm_server import app
     except ImportError as error:
         print(f"vllm_server: vLLM does not import: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -10,30 +11,31 @@ import signal
 import sys
 import time
 from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import uvloop
 
 from atropos_common import ports
 from atropos_common.files import write_private
-from atropos_common.hosts import allowed_hosts
+from atropos_common.http import allowed_hosts
 from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES, Shard
 from vllm_server import bridge as bridge_routes
-from vllm_server import broadcast, compat, generate, lora, processes, reload, sampling, standby
+from vllm_server import compat, generate, lora, plugin, refusals
 from vllm_server.auth import Access, GenerationHold
-from vllm_server.bridge import Bridge
+from vllm_server.bridge import WeightBridge
 from vllm_server.config import DEFAULT_HOST, DEFAULT_PORT, ENV_EAGER_BECAUSE, ConfigError, ServerConfig
-from vllm_server.engine_start import EngineStartError, ranks, start_engine, why_not_fork
 from vllm_server.generate import Generator
-from vllm_server.graph_check import UnsafeGraphs, stale_kinds
 from vllm_server.versions import SpanFile
+from vllm_server.weights import broadcast, reload
+from vllm_server.weights.graph_check import UnsafeGraphs, stale_kinds
 
 logger = logging.getLogger(__name__)
 
 LOGPROBS_MODE = "processed_logprobs"
 SHUTDOWN_TIMEOUT_S = 2
 """Time for requests in flight at SIGTERM; with vLLM's default of 0 it kills its engine in mid-step."""
-WORKER_EXTENSION = "vllm_server.worker.AtroposWorkerExtension"
+WORKER_EXTENSION = "vllm_server.plugin.AtroposWorkerExtension"
 QUIET_ROUTES = "/health,/health_generate,/metrics,/bridge/info,/bridge/versions"
 """Polled routes that would fill the access log."""
 
@@ -45,13 +47,13 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
     compat.cli_env_setup()
     try:
         args = parse_arguments(argv)
-        waits = standby.is_asked(os.environ)
+        waits = plugin.is_asked(os.environ)
         if waits:
             compat.import_heavy_parts()
         # The weights to begin with are known only when the predecessor has ended.
         if waits and (config.shared_weights or config.weight_updates):
             waits = False
-            if not standby.is_told_to_go():
+            if not plugin.is_told_to_go():
                 remove_private_dir(config)
                 return 0
         check_arguments(args, config)
@@ -72,6 +74,10 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
         clean_up(config)
     # The same process under the same id, so whoever supervises it sees one start that takes longer.
     return os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm_server", *argv, "--enforce-eager"])
+
+
+class EngineStartError(RuntimeError):
+    """vLLM's engine did not start; its own lines say why."""
 
 
 class Place(NamedTuple):
@@ -133,14 +139,14 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
     if args.disable_access_log_for_endpoints is None:
         args.disable_access_log_for_endpoints = QUIET_ROUTES
     # The last is the outermost.
-    ours = ["vllm_server.sampling.PlainSampling", "vllm_server.auth.AuthMiddleware", "vllm_server.refusals.Refusals"]
+    ours = ["vllm_server.refusals.PlainSampling", "vllm_server.auth.AuthMiddleware", "vllm_server.refusals.Refusals"]
     args.middleware = [*args.middleware, *ours]
     if config.shared_weights:
         _prepare_single_copy(args)
     elif config.weight_updates:
         _prepare_weight_updates(args, config)
     if compat.is_cpu() and ranks(args) == 1:
-        processes.merge_worker_into_engine(args, os.environ)
+        plugin.merge_worker_into_engine(args, os.environ)
 
 
 def _prepare_single_copy(args: Namespace) -> None:
@@ -162,12 +168,12 @@ def _prepare_single_copy(args: Namespace) -> None:
             )
     args.worker_extension_cls = WORKER_EXTENSION
     if compat.is_cpu():
-        if args.load_format not in ("auto", "hf", "safetensors"):
+        if args.load_format not in reload.SAFETENSORS_FORMATS:
             raise ConfigError(f"single copy on the CPU loads safetensors: leave out --load-format {args.load_format}")
-        from vllm_server.shared_weights import LOAD_FORMAT, register_loader
+        from vllm_server.weights.loaders import SHARED_FORMAT, register_loaders
 
-        register_loader()
-        args.load_format = LOAD_FORMAT
+        register_loaders()
+        args.load_format = SHARED_FORMAT
 
 
 def _prepare_weight_updates(args: Namespace, config: ServerConfig) -> None:
@@ -178,7 +184,7 @@ def _prepare_weight_updates(args: Namespace, config: ServerConfig) -> None:
         )
     if args.weight_transfer_config is not None:
         raise ConfigError("--weight-transfer-config: ATROPOS_WEIGHT_UPDATES=1 sets it; drop the flag")
-    from vllm_server.transfer_engine import BACKEND, register_engine
+    from vllm_server.weights.broadcast_engine import BACKEND, register_engine
 
     register_engine()
     args.weight_transfer_config = {"backend": BACKEND}
@@ -213,64 +219,93 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
     def arrive() -> Place:
         since = time.monotonic()
         prepare_bridge_dir(config)
-        return _bind(args, since)
+        with _taking_the_port(args):
+            return Place(since, *compat.setup_server(args, reuse_port=ports.is_held(args.port, os.environ)))
 
     # vLLM replaces these once it serves.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, _: leave(128 + signum))
-    why_not = why_not_fork(args)
+    why_not = _why_not_fork(args)
     # A forked engine begins quickly, and a fork wants a single thread: such a server waits here.
     early = waits and why_not is not None and compat.engine_loads_plugins(args)
-    if waits and not early and not standby.is_told_to_go():
+    if waits and not early and not plugin.is_told_to_go():
         leave(0)
-    turn = standby.Turn(os.environ, arrive, leave) if early else None
+    turn = plugin.Turn(os.environ, arrive, leave) if early else None
     place = None if turn else arrive()
     async with start_engine(args, why_not, place.sock if place else None) as engine:
         place = turn.result() if turn else place
         assert place is not None
         app = await build(config, args, engine, place.address)
+        door: Access = app.state.atropos_door  # vLLM takes the state off its app at the end
         logger.info("ready after %.1f s on %s", time.monotonic() - place.since, place.address)
-        _listen(args, place.sock)
+        if not args.uds:  # let callers in; nobody else binds the port from here on
+            with _taking_the_port(args):
+                ports.listen(place.sock)
         shutdown = await compat.serve_http(app, place.sock, args)
-        died = compat.engine_died(shutdown, engine)
+        # A dying engine's process may run for a while yet: only that nobody asked for this end is certain by now.
+        told = door.ending
     try:
         await shutdown
     finally:
         place.sock.close()
-    if died:
-        logger.error("the engine died; its own log lines are above")
-    else:
+    if told:
         logger.info("stopped")
-    return int(died)
+    else:
+        logger.error("the engine died; its own log lines are above")
+    return int(not told)
 
 
-def _bind(args: Namespace, since: float) -> Place:
-    """Take the port.
+def ranks(args: Namespace) -> int:
+    """Processes that hold the model or a part of it."""
+    return int(args.tensor_parallel_size) * int(args.pipeline_parallel_size) * int(args.data_parallel_size)
+
+
+def _why_not_fork(args: Namespace) -> str | None:
+    """Why the engine may not be forked from this process; null when it may."""
+    cpu = compat.is_cpu()
+    one_process = ranks(args) == 1 and args.distributed_executor_backend in (("uni",) if cpu else ("uni", None))
+    return plugin.why_not_fork(os.environ, cpu=cpu) if one_process else "it starts workers of its own"
+
+
+@contextlib.asynccontextmanager
+async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> AsyncIterator[Any]:
+    """vLLM's engine client for as long as the block runs: by fork where that is safe, else as vLLM starts it.
+
+    Args:
+        why_not: it may not be forked, as `_why_not_fork` says.
+        sock: the server's, which a forked engine must not hold.
 
     Raises:
-        ConfigError: somebody else has it.
+        ConfigError: vLLM refuses the model or a flag.
+        EngineStartError: the engine process failed. Both say in one line what vLLM says, without its traceback.
     """
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            if why_not:
+                logger.info("the engine process starts afresh, and imports vLLM again: %s", why_not)
+                client = compat.build_async_engine_client(args)
+            else:
+                plugin.prepare_fork(sock.fileno())
+                client = compat.forked_engine_client(args, lambda: plugin.why_not_fork(os.environ, cpu=compat.is_cpu()))
+            engine = await stack.enter_async_context(client)
+        except Exception as error:
+            logger.debug("engine start", exc_info=True)
+            reason = " ".join(str(error).split())[:400]
+            if isinstance(error, ValueError | OSError):
+                raise ConfigError(f"vLLM refuses this configuration: {reason}") from None
+            raise EngineStartError(f"vLLM's engine did not start: {reason} (its log lines are above)") from error
+        yield engine
+
+
+@contextlib.contextmanager
+def _taking_the_port(args: Namespace) -> Iterator[None]:
+    """Raises ConfigError where the block finds the port taken."""
     try:
-        return Place(since, *compat.setup_server(args, reuse_port=ports.is_held(args.port, os.environ)))
+        yield
     except OSError as error:
-        raise _port_taken(args, error) from None
-
-
-def _listen(args: Namespace, sock: Any) -> None:
-    """Let callers in; nobody else binds the port from here on.
-
-    Raises:
-        ConfigError: somebody else listens there.
-    """
-    try:
-        if not args.uds:
-            ports.listen(sock)
-    except OSError as error:
-        raise _port_taken(args, error) from None
-
-
-def _port_taken(args: Namespace, error: OSError) -> ConfigError:
-    return ConfigError(f"{args.host}:{args.port} cannot be bound ({error.strerror}); choose another --port")
+        raise ConfigError(
+            f"{args.host}:{args.port} cannot be bound ({error.strerror}); choose another --port"
+        ) from None
 
 
 async def build(config: ServerConfig, args: Namespace, engine: Any, address: str) -> Any:
@@ -282,7 +317,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     await compat.init_app_state(engine, app.state, args, tasks)
 
     gate = GenerationHold(held=config.hold_generation)
-    bridge = Bridge(engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version)
+    bridge = WeightBridge(engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version())
     names = args.served_model_name or [args.model]
     spans = SpanFile(config.spans_path, bridge.spans)
     adapters = lora.Adapters(bridge, app.state.openai_serving_models, config.run_dir)
@@ -304,7 +339,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         bridge.workers = compat.worker_count(engine)
         bridge.receives = "gloo" if compat.is_cpu() else "nccl"
         app.include_router(broadcast.make_router(broadcast.Transfers(bridge)))
-    app.state.atropos_sampling = sampling.served_defaults(engine.model_config)
+    app.state.atropos_sampling = refusals.served_defaults(engine.model_config)
     app.state.atropos_door = Access(
         config.token, allowed_hosts(args.host, config.allowed_hosts), gate, instance_id=config.instance_id,
         engine_died=lambda: bool(engine.errored), signals=(signal.SIGTERM, signal.SIGINT),
@@ -330,13 +365,13 @@ async def require_safe_graphs(engine: Any, generator: Generator, *, eager: bool)
     raise ConfigError(f"{what}, so it cannot run in single copy. Use another weight bridge mode (broadcast, lora_only)")
 
 
-async def export_weights(bridge: Bridge, args: Namespace, address: str) -> None:
+async def export_weights(bridge: WeightBridge, args: Namespace, address: str) -> None:
     """Ask the worker for its parameters and write the manifest.
 
     Raises:
         ConfigError: an architecture whose layers may not follow in-place writes.
     """
-    from vllm_server.shared_weights import write_manifest_for
+    from vllm_server.weights.loaders import write_manifest_for
 
     engine = bridge.engine
     architectures = engine.model_config.hf_config.architectures or []
@@ -352,7 +387,7 @@ async def export_weights(bridge: Bridge, args: Namespace, address: str) -> None:
         args=args,
         model_config=engine.model_config,
         base_url=address.replace("//0.0.0.0", "//127.0.0.1"),
-        vllm_version=compat.vllm_version,
+        vllm_version=compat.vllm_version(),
     )
 
 

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atropos_common.bridge import GONE_STATUS, INSTANCE_HEADER, TOKEN_HEADER
-from atropos_common.hosts import host_refusal
+from atropos_common.http import host_refusal
 
 Kind = Literal["open", "generation", "control"]
 
@@ -105,8 +105,8 @@ class Access:
     def watch_signals(self) -> None:
         """Know of the end the moment it is asked for, before those who act on the signal.
 
-        vLLM lets requests in until its engine has drained. Called with the first request: by then everyone who takes
-        these signals has done so, and each is still called.
+        vLLM lets requests in until its engine has drained. Called while the server starts up, which uvicorn does inside
+        of its own handling and after vLLM's: by then everyone who takes these signals has done so, and each is called.
         """
         numbers, self.signals = self.signals, ()
         for number in numbers:
@@ -127,25 +127,25 @@ class AuthMiddleware:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
+        door: Access = scope["app"].state.atropos_door
+        if scope["type"] == "lifespan":
+            door.watch_signals()
             await self.app(scope, receive, send)
             return
-        door: Access = scope["app"].state.atropos_door
-        door.watch_signals()
         headers = Headers(scope=scope)
         path = _route_path(scope)
         misnamed = host_refusal(headers.get("host"), door.hosts)
-        refusal = _error(*misnamed) if misnamed else None
+        refusal = error_response(*misnamed) if misnamed else None
         kind = path_kind(path)
         trusted = _has_token(headers, door.token)
         if refusal is None and kind == "control" and not trusted:
-            refusal = _error(
+            refusal = error_response(
                 403, f"{path} is a control route (or unknown): send the run's token in the header {TOKEN_HEADER}"
             )
         if refusal is None and kind != "open":
             refusal = _check_server(headers, door)
         if refusal is None and door.gate.refusal and (path == "/health" or (kind == "generation" and not trusted)):
-            refusal = _error(503, door.gate.refusal)
+            refusal = error_response(503, door.gate.refusal)
         if refusal is None and kind == "generation" and door.gate.held and not trusted:
             await self._hold(door, scope, receive, send)
         elif refusal is None:
@@ -172,11 +172,13 @@ class AuthMiddleware:
         if gone:
             return
         if not released:
-            response = _error(503, "generation is held until the trainer has named a weight version (/bridge/resume)")
+            response = error_response(
+                503, "generation is held until the trainer has named a weight version (/bridge/resume)"
+            )
             response.headers["Retry-After"] = "30"
             await response(scope, receive, send)
             return
-        await self._answer(door, scope, _replay(body, receive), send)
+        await self._answer(door, scope, replayed(body, receive), send)
 
     async def _answer(self, door: Access, scope: Scope, receive: Receive, send: Send) -> None:
         """The route's answer; if it fails without an engine, for whatever reason it gives, 503 with ours."""
@@ -188,7 +190,7 @@ class AuthMiddleware:
                 gone = door.gone() if message["status"] >= 400 else None
                 answered = "by us" if gone else "by the route"
                 if gone:
-                    await _error(GONE_STATUS, gone)(scope, receive, send)
+                    await error_response(GONE_STATUS, gone)(scope, receive, send)
             if answered != "by us":
                 await send(message)
 
@@ -199,15 +201,15 @@ class AuthMiddleware:
             if gone is None or answered == "by the route" or scope["type"] != "http":
                 raise
             if answered == "no":
-                await _error(GONE_STATUS, gone)(scope, receive, send)
+                await error_response(GONE_STATUS, gone)(scope, receive, send)
 
 
 def _check_server(headers: Headers, door: Access) -> JSONResponse | None:
     """Refuse new work at the end, and what was meant for another server."""
     meant = headers.get(INSTANCE_HEADER)
     if meant is not None and meant != door.instance_id:
-        return _error(GONE_STATUS, f"server {meant} is gone; this is {door.instance_id} in its place")
-    return _error(GONE_STATUS, ENDING) if door.ending else None
+        return error_response(GONE_STATUS, f"server {meant} is gone; this is {door.instance_id} in its place")
+    return error_response(GONE_STATUS, ENDING) if door.ending else None
 
 
 def _has_token(headers: Headers, token: str) -> bool:
@@ -224,11 +226,11 @@ async def _collect(receive: Receive, into: list[Message]) -> None:
             return
 
 
-def _replay(messages: list[Message], receive: Receive) -> Receive:
-    pending = list(messages)
+def replayed(messages: list[Message], receive: Receive) -> Receive:
+    """`receive`, whose first messages were `messages`; takes them out of the list."""
 
     async def next_message() -> Message:
-        return pending.pop(0) if pending else await receive()
+        return messages.pop(0) if messages else await receive()
 
     return next_message
 
@@ -239,5 +241,6 @@ def _route_path(scope: Scope) -> str:
     return path[len(root):] or "/" if root and path.startswith(root + "/") else path  # fmt: skip
 
 
-def _error(status: int, reason: str) -> JSONResponse:
+def error_response(status: int, reason: str) -> JSONResponse:
+    """The one shape of our errors, here and in every route of this server."""
     return JSONResponse({"error": reason}, status_code=status)

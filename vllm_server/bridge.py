@@ -30,9 +30,8 @@ from atropos_common.bridge import (
 from atropos_common.files import write_private
 from atropos_common.manifest import Manifest
 from atropos_common.transfer import TransferBackend, TransferUpdate
-from vllm_server.auth import GenerationHold
+from vllm_server.auth import GenerationHold, error_response
 from vllm_server.config import ServerConfig
-from vllm_server.errors import error_response
 from vllm_server.generate import Generator
 from vllm_server.versions import MAX_LEASE_S, BridgeState, SpanStore, VersionHistory
 
@@ -50,7 +49,7 @@ def timed(phases: dict[str, float], name: str) -> Iterator[None]:
     phases[name] = time.perf_counter() - began
 
 
-class Bridge:
+class WeightBridge:
     """The engine's pause state and weight version. One lock orders everything that changes them."""
 
     def __init__(
@@ -216,15 +215,12 @@ class Bridge:
     def _arm_lease(self, lease_s: float) -> None:
         self._disarm_lease()
         # A hair late, so that the lease has run out for certain when it is looked at.
-        self._lease = asyncio.get_running_loop().call_later(lease_s + 0.01, self._lease_over)
+        self._lease = asyncio.get_running_loop().call_later(lease_s + 0.01, lambda: self.spawn(self._expire()))
 
     def _disarm_lease(self) -> None:
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
-
-    def _lease_over(self) -> None:
-        self.spawn(self._expire())
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background until it ends."""
@@ -286,7 +282,7 @@ async def _changing(action: Coroutine[Any, Any, Any]) -> Any:
         return error_response(503, f"{type(error).__name__}: {error}")
 
 
-def _add_changing(router: APIRouter, bridge: Bridge) -> None:
+def _add_changing(router: APIRouter, bridge: WeightBridge) -> None:
     """Pause and resume."""
 
     @router.post("/bridge/pause")
@@ -298,7 +294,7 @@ def _add_changing(router: APIRouter, bridge: Bridge) -> None:
         return await _changing(bridge.resume(request))
 
 
-def _add_sleeping(router: APIRouter, bridge: Bridge, *, sleep_mode: bool) -> None:
+def _add_sleeping(router: APIRouter, bridge: WeightBridge, *, sleep_mode: bool) -> None:
     """Sleep and wake up, where the engine was started for it."""
 
     @router.post("/bridge/sleep")
@@ -322,7 +318,7 @@ def _add_sleeping(router: APIRouter, bridge: Bridge, *, sleep_mode: bool) -> Non
         return {"sleeping": bridge.sleeping}
 
 
-def make_router(bridge: Bridge, generator: Generator, app: FastAPI, *, sleep_mode: bool) -> APIRouter:
+def make_router(bridge: WeightBridge, generator: Generator, app: FastAPI, *, sleep_mode: bool) -> APIRouter:
     """All `/bridge` routes and `/health_generate`. `sleep_mode`: the engine was started so that it can sleep."""
     router = APIRouter()
     _add_changing(router, bridge)
@@ -368,7 +364,7 @@ def make_router(bridge: Bridge, generator: Generator, app: FastAPI, *, sleep_mod
     return router
 
 
-def describe_parameters(bridge: Bridge) -> dict[str, Any]:
+def describe_parameters(bridge: WeightBridge) -> dict[str, Any]:
     """Names, shapes and types of what is exported; without single copy only the model itself."""
     parameters = {} if bridge.manifest is None else bridge.manifest.ranks[0].param_mappings
     return {

@@ -1,6 +1,7 @@
 """The only file that knows how vLLM differs between releases (0.26 to 0.32): where its own server's parts lie.
 
-Nothing of vLLM is patched. Everything here is what vLLM's own API server calls, under one name each.
+Nothing of vLLM is patched. Everything here is what vLLM's own API server calls, under one name each. Importing this
+module imports nothing of vLLM; asking it for one of these parts does.
 """
 
 from __future__ import annotations
@@ -10,14 +11,9 @@ import importlib
 import inspect
 import logging
 import os
-import signal
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
-
-from vllm.version import __version__ as vllm_version
-
-from vllm_server import standby
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +44,26 @@ _PLACES: dict[str, tuple[str, ...]] = {
 }
 
 
-HEAVY_PARTS = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker")
-"""What vLLM imports only once it starts its engine. None of them touches a GPU."""
+ENGINE_PARTS = (
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.compilation.backends",
+    "vllm.model_executor.models.llama",
+    "torch._inductor.compile_fx",
+)
+"""What vLLM imports only once it starts its engine, the layers of every model among it. None of them touches a GPU."""
 _READY_LIMIT = "VLLM_ENGINE_READY_TIMEOUT_S"
 _READY_LIMIT_S = 1_000_000
 CONNECTIONS_CLOSE_S = 1
 """Time for open connections at the end, after vLLM has let requests in flight finish or has ended its engine."""
 
 
-class UnsupportedVllm(ImportError):
-    """This vLLM release keeps its server's parts where we do not look."""
+def __getattr__(name: str) -> Any:
+    """A part of vLLM by its name in `_PLACES`, for whoever writes `compat.NAME`."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return _find(name)
 
 
 def _find(name: str) -> Any:
@@ -66,21 +72,26 @@ def _find(name: str) -> Any:
             module = importlib.import_module(module_name)
             if hasattr(module, name):
                 return getattr(module, name)
-    raise UnsupportedVllm(
-        f"vLLM {vllm_version} has no {name} in {' or '.join(_PLACES[name])}; supported releases are 0.26 to 0.32"
+    raise ImportError(
+        f"vLLM {vllm_version()} has no {name} in {' or '.join(_PLACES[name])}; supported releases are 0.26 to 0.32"
     )
 
 
-setup_server = _find("setup_server")
-build_async_engine_client = _find("build_async_engine_client")
-build_app = _find("build_app")
-init_app_state = _find("init_app_state")
-make_arg_parser = _find("make_arg_parser")
-validate_parsed_serve_args = _find("validate_parsed_serve_args")
-cli_env_setup = _find("cli_env_setup")
-with_cancellation = _find("with_cancellation")
-FlexibleArgumentParser = _find("FlexibleArgumentParser")
-EngineDeadError: type[Exception] = _find("EngineDeadError")
+def require_parts() -> None:
+    """Look for every part.
+
+    Raises:
+        ImportError: one is missing, or vLLM cannot be imported.
+    """
+    for name in _PLACES:
+        _find(name)
+
+
+def vllm_version() -> str:
+    """Of the installed vLLM."""
+    from vllm.version import __version__
+
+    return str(__version__)
 
 
 def request_errors() -> tuple[type[Exception], ...]:
@@ -91,8 +102,15 @@ def request_errors() -> tuple[type[Exception], ...]:
     return (ValueError, TypeError, OverflowError, *([client_error] if client_error else []))
 
 
+def import_parts(names: Sequence[str] = ENGINE_PARTS) -> None:
+    """Import what a start needs anyway; a part that this release keeps elsewhere is imported when it is needed."""
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
 def import_heavy_parts() -> None:
-    """Import what the start of an engine needs, in a server that waits, for days if need be.
+    """Import `ENGINE_PARTS` in a server that waits, for days if need be.
 
     vLLM's time limit for its engine must allow for that; who tells the server to go has one of its own. It is read
     during this import, and must not stay in the environment: it is part of the compile cache's key, so the server
@@ -101,7 +119,7 @@ def import_heavy_parts() -> None:
     before = os.environ.get(_READY_LIMIT)
     os.environ[_READY_LIMIT] = str(_READY_LIMIT_S)
     try:
-        standby.import_parts(HEAVY_PARTS)
+        import_parts()
     finally:
         del os.environ[_READY_LIMIT]
         if before is not None:
@@ -177,21 +195,6 @@ def forked_engine_client(
             return config
 
     return _find("build_async_engine_client_from_engine_args")(ForkingEngineArgs.from_cli_args(args))
-
-
-def engine_died(shutdown: Any, engine: Any) -> bool:
-    """Whether serving ended because the engine did, rather than by SIGTERM or SIGINT.
-
-    Args:
-        shutdown: what `serve_http` returned; releases that cancel the server on a signal return a real shutdown then.
-        engine: the client. Releases that drain on a signal (0.26) end in the same way for both causes, but there the
-            engine's process is still ending, or has ended well.
-    """
-    if getattr(shutdown, "__name__", "") != "dummy_shutdown":
-        return False
-    resources = getattr(getattr(engine, "engine_core", None), "resources", None)
-    processes = getattr(getattr(resources, "engine_manager", None), "processes", None) or []
-    return not processes or any(process.exitcode not in (None, 0, -signal.SIGTERM) for process in processes)
 
 
 def worker_count(engine: Any) -> int:

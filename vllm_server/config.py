@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atropos_common.hosts import hosts_in
+from atropos_common.http import hosts_in
 from atropos_common.run_dir import (
     ENV_ALLOWED_HOSTS,
     ENV_HOLD_GENERATION,

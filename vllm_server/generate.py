@@ -17,19 +17,16 @@ import logging
 import math
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from atropos_common.bridge import completion_digest
-from vllm_server import sampling
-from vllm_server.errors import error_response
-from vllm_server.versions import Span, SpanSink, VersionHistory
-
-if TYPE_CHECKING:
-    from vllm_server.lora import Adapters
+from vllm_server import compat, refusals
+from vllm_server.auth import error_response
+from vllm_server.versions import Span, SpanFile, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +116,9 @@ def parse_body(raw: bytes) -> GenerateRequest:
         raise RequestError(f"{where}: {first['msg']}") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
-    if request.for_training and (leaking := sampling.leaks(request.model_dump(exclude_unset=True))):
+    if request.for_training and (leaking := refusals.leaks(request.model_dump(exclude_unset=True))):
         raise RequestError(
-            f"{', '.join(leaking)}: {sampling.WHY}. {sampling.instead(leaking)}, or, for an answer that is not "
+            f"{', '.join(leaking)}: {refusals.WHY}. {refusals.instead(leaking)}, or, for an answer that is not "
             'trained on, send "for_training": false'
         )
     return request
@@ -188,6 +185,14 @@ def text_of(tokenizer: Any, prompt_ids: list[int], completion: Any, params: Any)
         return str(tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
 
 
+class AdapterSource(Protocol):
+    """What may answer in the place of the base model."""
+
+    def use(self) -> contextlib.AbstractContextManager[tuple[Any, int] | None]:
+        """The adapter and weight version for one request, kept loaded for as long as the block runs; null: none."""
+        ...
+
+
 class Generator:
     """Turns bodies into answers; owns the record of which weights made which completion."""
 
@@ -196,9 +201,9 @@ class Generator:
         engine: Any,
         *,
         history: VersionHistory,
-        spans: SpanSink,
+        spans: SpanStore | SpanFile,
         model_names: Sequence[str],
-        adapters: Adapters | None = None,
+        adapters: AdapterSource | None = None,
     ) -> None:
         self.engine = engine
         self.adapters = adapters
@@ -298,8 +303,6 @@ class Generator:
 
         While vLLM detokenizes it also decodes every candidate of every logprob, which costs more than all of HTTP.
         """
-        from vllm_server import compat
-
         if body.stop or not (body.skip_special_tokens or body.spaces_between_special_tokens):
             return None
         tokenizer = await compat.tokenizer_of(self.engine)
@@ -338,7 +341,9 @@ class Generator:
 
     async def _prompt_ids(self, prompt: str | TokenPrompt) -> list[int]:
         if isinstance(prompt, str):
-            tokenizer = await self._tokenizer()
+            tokenizer = await compat.tokenizer_of(self.engine)
+            if tokenizer is None:
+                raise RequestError("prompt: this server runs without a tokenizer; send prompt_token_ids")
             ids = list(tokenizer.encode(prompt))
             if not ids:
                 raise RequestError("prompt: it is empty; at least one token is needed")
@@ -352,24 +357,12 @@ class Generator:
             raise RequestError(f"{name}: {largest} is outside the vocabulary of {self._vocabulary} tokens")
 
     async def _decode(self, ids: list[int]) -> str:
-        from vllm_server import compat
-
         tokenizer = await compat.tokenizer_of(self.engine)
         return "" if tokenizer is None else str(tokenizer.decode(ids))
-
-    async def _tokenizer(self) -> Any:
-        from vllm_server import compat
-
-        tokenizer = await compat.tokenizer_of(self.engine)
-        if tokenizer is None:
-            raise RequestError("prompt: this server runs without a tokenizer; send prompt_token_ids")
-        return tokenizer
 
 
 def make_router(generator: Generator) -> APIRouter:
     """The route. A client that goes away cancels its request in the engine."""
-    from vllm_server import compat
-
     router = APIRouter()
     bad_request = compat.request_errors()
 

@@ -25,8 +25,9 @@ from typing import Any
 from fastapi import APIRouter
 
 from atropos_common.bridge import AdapterInfo, LoadAdapterRequest
-from vllm_server.bridge import ASLEEP, Bridge
-from vllm_server.errors import error_response
+from vllm_server import compat
+from vllm_server.auth import error_response
+from vllm_server.bridge import ASLEEP, WeightBridge
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,6 @@ _PREFIX = "base_model.model."
 
 Shapes = dict[str, tuple[int, int]]
 """Linear module -> (out features, in features)."""
-NOT_ENABLED = "this server was started without --enable-lora"
 
 
 class AdapterError(ValueError):
@@ -47,7 +47,7 @@ class AdapterError(ValueError):
 class Adapters:
     """The adapter that answers now, and those that still finish what they began."""
 
-    def __init__(self, bridge: Bridge, models: Any, root: Path | None) -> None:
+    def __init__(self, bridge: WeightBridge, models: Any, root: Path | None) -> None:
         """`models` is vLLM's own list of what it serves; adapters must lie below `root`, if there is one."""
         self._bridge = bridge
         self._models = models
@@ -121,7 +121,7 @@ class Adapters:
 
     def _checked(self, path: str) -> Path:
         if self._config is None:
-            raise AdapterError(f"{NOT_ENABLED}: in a profile, mode = lora_only sets it")
+            raise AdapterError("this server was started without --enable-lora: in a profile, mode = lora_only sets it")
         folder = Path(path).resolve()
         if self._root is not None and not folder.is_relative_to(self._root.resolve()):
             raise AdapterError(f"{path} lies outside {self._root}: adapters are loaded from the run's directory only")
@@ -136,8 +136,6 @@ class Adapters:
             raise AdapterError(f"the adapter in {folder} is not one of {self._bridge.model}: {why}")
 
     async def _add(self, name: str, folder: Path) -> Any:
-        from vllm_server import compat
-
         answer = await self._models.load_lora_adapter(compat.load_adapter_request(name, str(folder)))
         if not isinstance(answer, str):
             raise AdapterError(f"vLLM refuses the adapter in {folder}: {answer.error.message}")
@@ -151,8 +149,6 @@ class Adapters:
 
     def _sweep(self) -> None:
         """Let go of retired adapters that no completion needs any more, by whichever route it was asked for."""
-        from vllm_server import compat
-
         if not self._retired:
             return
         running = compat.adapters_in_flight(self._bridge.engine)

@@ -1,26 +1,45 @@
-"""What vLLM loads in each of its processes through the entry point group `vllm.general_plugins`.
+"""Our part in vLLM's own processes: how they begin, wait for their turn and end, and what they can do for the bridge.
 
-`register` makes our model loaders known, ties the process's life to its parent's, and lets an engine wait whose server
-was told to. Importing this module imports neither vLLM nor torch.
+vLLM loads `register` in each of its processes through the entry point group `vllm.general_plugins`, and mixes
+`AtroposWorkerExtension` into its workers by `--worker-extension-cls`.
+
+A server can be made ready before it is needed: it imports everything, then waits for the line `go` on standard input.
+Its predecessor serves meanwhile: no port is bound, no file of the bridge is touched, no memory of a GPU is taken. An
+engine process that is not forked begins as well, and waits in `register` for a lock that the server holds.
+
+Importing this module imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import multiprocessing
 import os
+import signal
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
 
-from vllm_server import standby
-from vllm_server.config import ENV_INSTANCE_ID, ENV_SHM_PATH, ENV_WEIGHT_UPDATES
-from vllm_server.logs import configure_logging
-from vllm_server.processes import die_with_parent
+from atropos_common import parent_death
+from atropos_common.run_dir import ENV_WAIT_FOR_GO, GO_LINE
+from vllm_server import compat
+from vllm_server.config import ENV_FORK_ENGINE, ENV_INSTANCE_ID, ENV_SHM_PATH, ENV_WEIGHT_UPDATES
 
-ENGINE_PARTS = (
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "vllm.compilation.backends",
-    "vllm.v1.worker.gpu_worker",
-    "vllm.model_executor.models.llama",
-)
-"""What an engine imports on its way, the layers of every model among it; none of them touches a GPU."""
+logger = logging.getLogger(__name__)
+
+TASKS = Path("/proc/self/task")
+"""This process's threads, native ones too."""
+ENV_ENGINE_LOCK = "ATROPOS_ENGINE_LOCK"
+"""Path of the lock that an engine process has to get before it goes on; between a server and its own engine."""
+IMPORTED = "everything is imported; waiting to be told to go"
+ENGINE_IMPORTED = "the engine process has imported everything; waiting to be told to go"
+
+Found = TypeVar("Found")
 
 
 def register() -> None:
@@ -29,14 +48,221 @@ def register() -> None:
         return
     configure_logging()
     die_with_parent()
-    standby.wait_in_engine(os.environ, ENGINE_PARTS)
-    if ENV_SHM_PATH in os.environ:
-        from vllm_server.shared_weights import register_loader
-
-        register_loader()
-    if ENV_WEIGHT_UPDATES in os.environ:
-        from vllm_server.plain_weights import register_loaders
-        from vllm_server.transfer_engine import register_engine
+    wait_in_engine(os.environ)
+    if ENV_SHM_PATH in os.environ or ENV_WEIGHT_UPDATES in os.environ:
+        from vllm_server.weights.loaders import register_loaders
 
         register_loaders()
+    if ENV_WEIGHT_UPDATES in os.environ:
+        from vllm_server.weights.broadcast_engine import register_engine
+
         register_engine()
+
+
+def configure_logging() -> None:
+    """Send this package's log lines to standard error, in one format in every process; leave the root logger alone."""
+    ours = logging.getLogger("vllm_server")
+    if ours.handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [vllm_server] %(message)s", "%m-%d %H:%M:%S"))
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+
+
+def die_with_parent() -> None:
+    """In a child process of our server: be killed when the parent dies, so that SIGKILL of the server leaves no orphan.
+
+    Does nothing in any other process. Safe to call twice.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None and ENV_INSTANCE_ID in os.environ:
+        _tie_to_parent(parent.pid)
+
+
+def _tie_to_parent(pid: int) -> None:
+    """Have the kernel kill this process when its parent `pid` dies; end at once if it is dead already."""
+    if not parent_death.die_with_parent(pid):
+        os._exit(1)
+
+
+def merge_worker_into_engine(args: Namespace, env: MutableMapping[str, str]) -> bool:
+    """On the CPU let the engine process run the model itself: one process and one import of vLLM less.
+
+    vLLM's separate worker exists there to bind OpenMP threads to cores; who asks for that keeps it.
+
+    Args:
+        args: vLLM's arguments, for a model of one rank; changed in place.
+        env: changed in place.
+
+    Returns:
+        Whether the two are one now.
+    """
+    if args.distributed_executor_backend is not None:
+        return False
+    binds = env.get("VLLM_CPU_OMP_THREADS_BIND", "nobind") != "nobind"
+    if binds or env.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
+        return False
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    args.distributed_executor_backend = "uni"
+    return True
+
+
+def why_not_fork(env: Mapping[str, str], *, cpu: bool) -> str | None:
+    """Why the engine may not be forked from this process; null when it may, which spares it the second import of vLLM.
+
+    That import is 7 s and 0.3 GB on the CPU. Forking is safe while this process has one thread, native ones counted,
+    and the child does not meet a pool of OpenMP threads that stayed behind, hence only with OMP_NUM_THREADS=1. On a GPU
+    machine it never is: importing vLLM alone starts a thread of the driver, which does not survive a fork.
+    """
+    if not cpu:
+        return "a GPU's driver does not survive a fork"
+    if env.get(ENV_FORK_ENGINE, "1") != "1":
+        return f"{ENV_FORK_ENGINE} is not 1"
+    if env.get("OMP_NUM_THREADS") != "1":
+        return "OMP_NUM_THREADS is not 1"
+    names = [(task / "comm").read_text().strip() for task in TASKS.iterdir()]
+    return f"{len(names)} threads run already ({', '.join(sorted(set(names)))})" if len(names) > 1 else None
+
+
+def prepare_fork(listening: int) -> None:
+    """Let every later child of this process die with it, keep its signals to itself, and not hold the port.
+
+    Args:
+        listening: file descriptor of the server's socket.
+    """
+    server = os.getpid()
+    forked = False
+
+    def in_child() -> None:
+        nonlocal forked
+        if forked:
+            return  # a child of the engine, which is not the server's to tie
+        forked = True
+        # Closed by replacing it: the number stays taken, so that nobody closes another's file by it.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, listening)
+        os.close(nothing)
+        # The event loop's wakeup pipe is shared: a signal to the child would be taken for one to the server.
+        signal.set_wakeup_fd(-1)
+        _tie_to_parent(server)
+
+    os.register_at_fork(after_in_child=in_child)
+
+
+def is_asked(env: MutableMapping[str, str]) -> bool:
+    """Whether ATROPOS_WAIT_FOR_GO=1, once: a process that executes itself again does not wait again."""
+    return env.pop(ENV_WAIT_FOR_GO, "") == "1"
+
+
+def is_told_to_go() -> bool:
+    """Wait for the line `go`. False when the input ends instead: who would have said it needs no server any more."""
+    logger.info(IMPORTED)
+    said = b""
+    # Not `sys.stdin`: a thread that waits in it holds its lock, and Python aborts over that when it ends.
+    while not said.endswith(b"\n") and (part := os.read(0, 64)):
+        said += part
+    return said.strip() == GO_LINE.strip()
+
+
+class Turn(Generic[Found]):
+    """Waits for `go` beside the main thread, which vLLM blocks while its engine starts, and lets the engine through.
+
+    Args:
+        env: gets the lock's path, for the engine process that is started next.
+        arrive: what the server does first when its turn has come, in the waiting thread.
+        leave: ends this process: with 0 when the input ends, with 2 when `arrive` fails. Does not return.
+    """
+
+    def __init__(
+        self, env: MutableMapping[str, str], arrive: Callable[[], Found], leave: Callable[[int], NoReturn]
+    ) -> None:
+        self._found: Future[Found] = Future()
+        self._env, self._arrive, self._leave = env, arrive, leave
+        # Nobody else's, and gone with this process; opened by its path, it is locked apart from this descriptor.
+        self._lock = os.memfd_create("atropos-go")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        env[ENV_ENGINE_LOCK] = f"/proc/{os.getpid()}/fd/{self._lock}"
+        threading.Thread(target=self._await, name="await-go", daemon=True).start()
+
+    def result(self) -> Found:
+        """What `arrive` gave; waits for it. From here on the engine has passed."""
+        self._env.pop(ENV_ENGINE_LOCK, None)
+        return self._found.result()
+
+    def _await(self) -> None:
+        if not is_told_to_go():
+            self._leave(0)
+        try:
+            self._found.set_result(self._arrive())
+        except Exception as error:
+            print(f"vllm_server: {error}", file=sys.stderr, flush=True)
+            self._leave(2)
+        # Not closed: an engine that is late would find something else under its number.
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+
+def wait_in_engine(env: MutableMapping[str, str], parts: Sequence[str] = compat.ENGINE_PARTS) -> None:
+    """In an engine process whose server waits: import `parts`, go on when the server does. Elsewhere nothing."""
+    if multiprocessing.parent_process() is None or (path := env.pop(ENV_ENGINE_LOCK, None)) is None:
+        return
+    compat.import_parts(parts)
+    logger.info(ENGINE_IMPORTED)
+    with open(path, "rb") as lock:  # noqa: PTH123
+        fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+class AtroposWorkerExtension:
+    """Mixed into vLLM's worker class; called by `collective_rpc`.
+
+    Every method name starts with `atropos_`: vLLM refuses an extension whose attributes collide with its worker's.
+
+    What can fail on one rank alone says so in its answer and never raises: of an error vLLM leaves the other ranks'
+    answers unread, each later call then takes an older one for its own, and returns before those ranks have done their
+    part.
+    """
+
+    def atropos_export_weights(self) -> dict[str, Any]:
+        """Describe this rank's parameters for the manifest (a `Shard` as plain data)."""
+        from vllm_server.weights import loaders
+
+        model = self.get_model()  # type: ignore[attr-defined]
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        shard = loaders.describe_shared_file(model) if on_cpu else loaders.describe_cuda(model)
+        return shard.model_dump()
+
+    def atropos_parameter_kinds(self) -> list[str]:
+        """One parameter of each kind of layer, by name."""
+        from vllm_server.weights import graph_check
+
+        return graph_check.kinds(self.get_model())  # type: ignore[attr-defined]
+
+    def atropos_nudge(self, name: str) -> None:
+        """Change this rank's parameter in place until `atropos_put_back`."""
+        from vllm_server.weights import graph_check
+
+        graph_check.nudge(self.get_model(), name)  # type: ignore[attr-defined]
+
+    def atropos_put_back(self, name: str) -> None:
+        """Give the parameter the values it had before `atropos_nudge`."""
+        from vllm_server.weights import graph_check
+
+        graph_check.put_back(self.get_model(), name)  # type: ignore[attr-defined]
+
+    def atropos_load_weights(self, path: str) -> dict[str, Any]:
+        """Load the safetensors of a folder over this rank's parameters; returns what was read and seconds by phase, or
+        under `failed` why it broke off."""
+        from vllm_server.weights import reload
+
+        try:
+            return reload.load_in_worker(self, path)
+        except Exception as error:
+            logger.exception("the load of %s broke off", path)
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+    def atropos_transfer_failure(self) -> str | None:
+        """Why this rank's last part in a broadcast failed; null when it did not. Asked once, forgotten."""
+        from vllm_server.weights import broadcast_engine
+
+        return broadcast_engine.take_failure()

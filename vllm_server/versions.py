@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from atropos_common.files import write_private
 
@@ -24,12 +24,6 @@ Span = tuple[int, int]
 """Oldest and newest weight version that contributed tokens."""
 
 MAX_LEASE_S = 24 * 3600.0
-
-
-class SpanSink(Protocol):
-    """Where completions are recorded."""
-
-    def remember(self, digest: str, span: Span) -> None: ...
 
 
 class SpanStore:

@@ -30,8 +30,8 @@ from atropos_common.run_dir import ENV_TOKEN, RunDir
 from atropos_tui.cli import runs
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.redact import Scrubber, is_harmless, is_plain_setting, is_secret_name, secret_references
-from atropos_tui.profile.variables import references
-from atropos_tui.supervisor import leftovers, procfs
+from atropos_tui.profile.spec import references
+from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.store import ProcessTable
 
 MIB = 1024 * 1024
@@ -70,10 +70,8 @@ def bundle(options: argparse.Namespace) -> int:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise UserError(
-            "the bundle cannot be written",
-            [Problem(error.strerror or str(error), "name another file with -o", str(path))],
-        ) from None
+        problem = Problem(error.strerror or str(error), "name another file with -o", str(path))
+        raise UserError("the bundle cannot be written", [problem]) from None
     try:
         with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
             packed = Bundle(tar, run_id, _scrubber(entry))
@@ -89,13 +87,13 @@ def bundle(options: argparse.Namespace) -> int:
 
 def _fill(packed: Bundle, entry: runs.RunEntry) -> None:
     from atropos_tui.cli.doctor import report_json
-    from atropos_tui.cli.reading import status_of
+    from atropos_tui.cli.inspect import status_of
 
     root = os.open(entry.dir.root, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        for name in (*WHOLE, *STREAMS, *_named_streams(root)):
-            _add_file(packed, root, name)
-        for name in _logs(root):
+        here = sorted(os.listdir(root))  # noqa: PTH208  (a descriptor)
+        named = [name for name in here if name.startswith("eval.") and name.endswith(".jsonl")]
+        for name in (*WHOLE, *STREAMS, *named, *_logs(root)):
             _add_file(packed, root, name)
         packed.add("files.txt", packed.scrub.text("\n".join(_listing(root)) + "\n"))
     finally:
@@ -130,9 +128,8 @@ def _add_file(packed: Bundle, root: int, name: str) -> None:
     text = scrub(head.decode("utf-8", "replace"))
     cut = size - len(head) - len(tail)
     if cut:
-        text += f"[atropos-tui bundle: {cut:,} of {size:,} bytes left out here]\n" + scrub(
-            tail.decode("utf-8", "replace")
-        )
+        text += f"[atropos-tui bundle: {cut:,} of {size:,} bytes left out here]\n"
+        text += scrub(tail.decode("utf-8", "replace"))
     packed.add(name, text, f"{size:,} bytes, {cut:,} of them left out" if cut else "whole")
 
 
@@ -188,18 +185,13 @@ def _read(root: int, name: str) -> tuple[bytes, bytes, int]:
     return head[: head.rfind(b"\n") + 1], tail.partition(b"\n")[2], size
 
 
-def _named_streams(root: int) -> list[str]:
-    return sorted(name for name in os.listdir(root) if name.startswith("eval.") and name.endswith(".jsonl"))
-
-
 def _logs(root: int) -> Iterator[str]:
     """Logs of the last attempts of each component, rotated parts included."""
     for component in _folders(root, "logs"):
         names = [name for name in _folders(root, f"logs/{component}", files=True) if ".log" in name]
-        attempts = sorted({int(name.split(".")[0]) for name in names if name.split(".")[0].isdecimal()})[
-            -MOST_ATTEMPTS:
-        ]
-        yield from (f"logs/{component}/{name}" for name in names if name.split(".")[0] in set(map(str, attempts)))
+        attempts = sorted({int(start) for name in names if (start := name.split(".")[0]).isdecimal()})
+        kept = set(map(str, attempts[-MOST_ATTEMPTS:]))
+        yield from (f"logs/{component}/{name}" for name in names if name.split(".")[0] in kept)
 
 
 def _folders(root: int, name: str, *, files: bool = False) -> list[str]:
@@ -240,7 +232,7 @@ def _scrubber(entry: runs.RunEntry) -> Scrubber:
 def _environment_secrets(entry: runs.RunEntry) -> Iterator[str]:
     """Values of secret variables; of `.env` files everything but what is plainly harmless: they hold secrets."""
     table = ProcessTable.load(entry.dir.journal_json)
-    processes = leftovers.find(str(entry.info.get("run_id", "")), table)
+    processes = tracker.find_leftovers(str(entry.info.get("run_id", "")), table)
     sources = [dict(os.environ), *(dict(procfs.environ(process.pid)) for process in processes)]
     files = [_dotenv(folder / ".env") for folder in _env_folders(entry)]
     secret_names = {ENV_TOKEN, *_names_in_secrets(entry.dir)}

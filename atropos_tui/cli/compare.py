@@ -19,28 +19,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 from atropos_common.run_dir import RunDir
-from atropos_tui import __version__
 from atropos_tui.cli import runs, show
 from atropos_tui.cli.control import bring_down
-from atropos_tui.cli.env_files import read_env_files
-from atropos_tui.cli.profiles import checked
-from atropos_tui.cli.run_files import write_run_files
-from atropos_tui.cli.up import spawn_supervisor
+from atropos_tui.cli.profiles import checked, read_env_files
+from atropos_tui.cli.up import spawn_supervisor, write_run_files
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.bench import benchmark_runs, benchmarks_json, render_benchmarks
-from atropos_tui.monitor.comparison import Progress
-from atropos_tui.monitor.plain import plain_text
+from atropos_tui.monitor.bench import Progress, benchmark_runs, benchmarks_json, render_benchmarks
+from atropos_tui.monitor.format import plain_text
 from atropos_tui.profile.errors import refused
-from atropos_tui.profile.hardware import read_machine
+from atropos_tui.profile.memory import read_machine
 from atropos_tui.profile.plan import make_site
+from atropos_tui.profile.preflight import separate
 from atropos_tui.profile.sections import Profile, find_profile, load_profile
-from atropos_tui.profile.side_by_side import separate
 from atropos_tui.profile.spec import StackSpec
 
-Found = TypeVar("Found")
 POLL_S = 0.2
 REDRAW_S = 0.5
 REPEAT_S = 10.0
@@ -48,16 +43,8 @@ REPEAT_S = 10.0
 WORST_FIRST = (Exit.FAULT, Exit.COMPONENT_FAILED, Exit.TIMEOUT, Exit.USAGE, Exit.INTERRUPTED)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A profile that passed every check, and what it starts."""
-
-    profile: Profile
-    stack: StackSpec
-
-
 @dataclass
-class Entry:
+class ComparedStack:
     """One stack of the comparison."""
 
     label: str
@@ -65,17 +52,15 @@ class Entry:
     name: str
     """PROFILE as given."""
     sets: list[str] = field(default_factory=list)
-    planned: Planned | None = None
+    profile: Profile = field(init=False)
+    """Known once it is loaded."""
+    spec: StackSpec = field(init=False)
+    """What it starts, known once every check has passed."""
     progress: Progress | None = None
     """None before its start."""
     note: str = "waits for its turn"
     code: int | None = None
     """Exit code; None while it runs, and when it was never started."""
-
-    @property
-    def spec(self) -> StackSpec:
-        assert self.planned is not None
-        return self.planned.stack
 
     @property
     def phase(self) -> str:
@@ -107,21 +92,20 @@ async def compare(options: argparse.Namespace) -> int:
     board.say(f"comparing {len(entries)} stacks {how}: {base}")
     for line in said:
         board.say(f"  {line}")
-    comparison = Comparison(entries, board, sequential=options.sequential)
-    code = await comparison.run()
+    code = await Comparison(entries, board, sequential=options.sequential).run()
     tell(entries, board, as_json=options.json)
     return code
 
 
-def label_entries(options: argparse.Namespace) -> list[Entry]:
+def label_entries(options: argparse.Namespace) -> list[ComparedStack]:
     """An entry per PROFILE: named by its file, `demo`, `demo-2`, ..., with the overrides that are for it."""
-    entries: list[Entry] = []
+    entries: list[ComparedStack] = []
     count: Counter[str] = Counter()
     problems: list[Problem] = []
     for name in options.profiles:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).stem).lstrip("._-")[:40] or "profile"
         count[stem] += 1
-        entries.append(Entry(stem if count[stem] == 1 else f"{stem}-{count[stem]}", name))
+        entries.append(ComparedStack(stem if count[stem] == 1 else f"{stem}-{count[stem]}", name))
     by_label = {entry.label: entry for entry in entries}
     for item in options.sets:
         if ":" not in item.partition("=")[0]:
@@ -141,63 +125,60 @@ def label_entries(options: argparse.Namespace) -> list[Entry]:
     return entries
 
 
-def prepare(entries: Sequence[Entry], base: Path, *, sequential: bool) -> list[str]:
+def prepare(entries: Sequence[ComparedStack], base: Path, *, sequential: bool) -> list[str]:
     """Check every stack before any is started; what was changed so that they fit beside one another, in words.
 
     Raises:
         UserError: with every problem of every profile.
     """
-    loaded = _each(entries, _load)
+    _each(entries, _load)
     said: list[str] = []
     if not sequential:
-        changes = separate(loaded, len(read_machine().gpus))
+        changes = separate({entry.label: entry.profile for entry in entries}, len(read_machine().gpus))
         if changes.problems:
             raise refused(changes.problems, "these stacks do not fit beside one another")
         said = changes.lines
         for entry in entries:
             entry.sets += changes.sets[entry.label]
-        loaded = _each(entries, _load)
-        without_gpus = [name for name, profile in loaded.items() if not any(part.gpus for part in profile.vllm)]
+        _each(entries, _load)
+        without_gpus = [entry.label for entry in entries if not any(part.gpus for part in entry.profile.vllm)]
         if len(without_gpus) > 1:
             share = f"{', '.join(without_gpus)} share {os.cpu_count()} processors"
             said.append(f"{share}: to measure each by itself add --sequential")
 
-    def plan(entry: Entry) -> Planned:
-        profile, file = loaded[entry.label], find_profile(entry.name)
+    def plan(entry: ComparedStack) -> None:
+        file = find_profile(entry.name)
         run_id, dotenv = runs.new_run_id(entry.label), read_env_files(file)
-        site = make_site(profile, base / entry.label, run_id=run_id, dotenv=dotenv)
-        return Planned(profile, checked(profile, file, site, machine=True))
+        site = make_site(entry.profile, base / entry.label, run_id=run_id, dotenv=dotenv)
+        entry.spec = checked(entry.profile, file, site, machine=True)
 
-    for label, planned in _each(entries, plan).items():
-        next(entry for entry in entries if entry.label == label).planned = planned
+    _each(entries, plan)
     return said
 
 
-def _load(entry: Entry) -> Profile:
-    return load_profile(entry.name, entry.sets)[0]
+def _load(entry: ComparedStack) -> None:
+    entry.profile, _ = load_profile(entry.name, entry.sets)
 
 
-def _each(entries: Sequence[Entry], work: Callable[[Entry], Found]) -> dict[str, Found]:
-    """`work` for every entry by label, or all problems of all of them."""
-    found: dict[str, Found] = {}
+def _each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], None]) -> None:
+    """`work` for every entry, or all problems of all of them."""
     problems: list[Problem] = []
     several = Counter(entry.name for entry in entries)
     for entry in entries:
         try:
-            found[entry.label] = work(entry)
+            work(entry)
         except UserError as error:
             for problem in error.problems or [Problem(error.title)]:
                 file = f"{problem.file} ({entry.label})" if several[entry.name] > 1 else problem.file
                 problems.append(replace(problem, file=file))
     if problems:
         raise refused(problems, "cannot start this comparison")
-    return found
 
 
 class Board:
     """One live line per stack: redrawn in place on a terminal, printed when it changes elsewhere."""
 
-    def __init__(self, entries: Sequence[Entry], to: TextIO) -> None:
+    def __init__(self, entries: Sequence[ComparedStack], to: TextIO) -> None:
         self._entries = entries
         self._to = to
         self._live = to.isatty() and os.environ.get("TERM") != "dumb"
@@ -234,7 +215,7 @@ class Board:
 class Comparison:
     """Runs the stacks; an interrupt stops them all, a second one kills what is left."""
 
-    def __init__(self, entries: Sequence[Entry], board: Board, *, sequential: bool) -> None:
+    def __init__(self, entries: Sequence[ComparedStack], board: Board, *, sequential: bool) -> None:
         self._entries = entries
         self._board = board
         self._sequential = sequential
@@ -275,7 +256,7 @@ class Comparison:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), REDRAW_S)
 
-    async def _one(self, entry: Entry) -> None:
+    async def _one(self, entry: ComparedStack) -> None:
         """Start one stack when its turn has come, and wait until it has ended."""
         await self._wait_for_shared_steps(entry)
         if self._interrupts:
@@ -296,7 +277,7 @@ class Comparison:
         result = runs.read_result(run)
         entry.code = int(result["exit_code"]) if result else Exit.FAULT
 
-    async def _wait_for_shared_steps(self, entry: Entry) -> None:
+    async def _wait_for_shared_steps(self, entry: ComparedStack) -> None:
         """Two stacks that prepare the same thing at once would be in each other's way."""
         for other in self._entries[: self._entries.index(entry)]:
             for step in sorted(_creates(entry.spec).keys() & _creates(other.spec).keys()):
@@ -316,10 +297,10 @@ class Comparison:
             if entry.progress is not None and entry.code is None:
                 self._stop(entry)
 
-    def _stop(self, entry: Entry) -> None:
+    def _stop(self, entry: ComparedStack) -> None:
         self._stopping.add(asyncio.create_task(self._bring_down(entry, 0.0 if self._interrupts > 1 else None)))
 
-    async def _bring_down(self, entry: Entry, timeout_s: float | None) -> None:
+    async def _bring_down(self, entry: ComparedStack, timeout_s: float | None) -> None:
         try:
             await bring_down(Path(entry.spec.run_dir), timeout_s)
         except UserError as error:
@@ -331,16 +312,15 @@ def _creates(stack: StackSpec) -> dict[str, str]:
     return {part.creates: part.name for part in stack.components if part.creates}
 
 
-def start(entry: Entry, run: RunDir) -> None:
+def start(entry: ComparedStack, run: RunDir) -> None:
     """Write the run directory and start its supervisor."""
     run.create()
-    assert entry.planned is not None
-    write_run_files(run, entry.spec, entry.planned.profile, version=__version__)
+    write_run_files(run, entry.spec, entry.profile)
     runs.remember(run, entry.spec.run_id)
     spawn_supervisor(run, entry.spec)
 
 
-def tell(entries: Sequence[Entry], board: Board, *, as_json: bool) -> None:
+def tell(entries: Sequence[ComparedStack], board: Board, *, as_json: bool) -> None:
     """The table of what ran, then how the others ended."""
     figures = benchmark_runs([Path(entry.spec.run_dir) for entry in entries if entry.progress is not None])
     if as_json:

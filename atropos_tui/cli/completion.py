@@ -12,7 +12,6 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +90,10 @@ def _profiles() -> dict[str, str]:
 
 
 def _runs() -> dict[str, str]:
-    return dict(_run_ids())
-
-
-def _run_ids() -> Iterator[tuple[str, str]]:
     from atropos_tui.cli import runs
 
-    for entry in runs.all_runs():
-        run_id = entry.info.get("run_id")
-        if isinstance(run_id, str) and PLAIN.fullmatch(run_id):
-            yield run_id, "live" if entry.is_live else "ended"
+    return {
+        run_id: "live" if entry.is_live else "ended"
+        for entry in runs.all_runs()
+        if isinstance(run_id := entry.info.get("run_id"), str) and PLAIN.fullmatch(run_id)
+    }

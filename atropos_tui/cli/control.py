@@ -1,31 +1,24 @@
-"""Commands that act on a live run through its socket."""
+"""Commands that act on a live run through its socket, and `attach`, the screen from which the same can be done."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from atropos_common.control import Action, CommandRequest
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import one_line
-
-if TYPE_CHECKING:
-    from atropos_tui.supervisor.client import ControlClient
+from atropos_tui.monitor.format import one_line
+from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 
 POLL_S = 0.1
-
-
-def client(run_dir: Path) -> ControlClient:
-    from atropos_tui.supervisor.client import ControlClient
-
-    return ControlClient(run_dir)
 
 
 def not_live(run_dir: Path) -> UserError:
@@ -36,28 +29,11 @@ def not_live(run_dir: Path) -> UserError:
     )
 
 
-async def start(options: argparse.Namespace) -> int:
-    return await _act("start", options)
-
-
-async def stop(options: argparse.Namespace) -> int:
-    return await _act("stop", options)
-
-
-async def restart(options: argparse.Namespace) -> int:
-    return await _act("restart", options)
-
-
-async def kill(options: argparse.Namespace) -> int:
-    return await _act("kill", options)
-
-
-async def _act(action: Action, options: argparse.Namespace) -> int:
-    """Show the blast radius, ask where it is wide, send the command and follow it to its end."""
-    from atropos_tui.supervisor.client import NoSupervisor, Refused
-
+async def act(options: argparse.Namespace) -> int:
+    """`start`, `stop`, `restart`, `kill`: show the blast radius, ask where it is wide, and follow it to its end."""
+    action: Action = options.action
     run_dir = runs.pick(options.run_dir).dir.root
-    socket = client(run_dir)
+    socket = ControlClient(run_dir)
     try:
         recipe = await socket.recipe(action, options.component)
         if options.dry_run:
@@ -70,9 +46,13 @@ async def _act(action: Action, options: argparse.Namespace) -> int:
         accepted = await socket.command(CommandRequest(action=action, component=options.component))
         return await _follow(socket, accepted.command_id)
     except Refused as refused:
-        raise UserError(f"refused: {refused.error}", [Problem(refused.fix)] if refused.fix else []) from None
+        raise _refused(refused) from None
     except NoSupervisor:
         raise not_live(run_dir) from None
+
+
+def _refused(refused: Refused) -> UserError:
+    return UserError(f"refused: {refused.error}", [Problem(refused.fix)] if refused.fix else [])
 
 
 async def _follow(socket: ControlClient, command_id: str) -> int:
@@ -86,9 +66,8 @@ async def _follow(socket: ControlClient, command_id: str) -> int:
 
 async def bring_down(run_dir: Path, timeout_s: float | None) -> None:
     """Stop the stack and wait until its supervisor has ended; a run that has ended already is fine."""
-    from atropos_tui.supervisor.client import NoSupervisor, Refused
 
-    socket = client(run_dir)
+    socket = ControlClient(run_dir)
     try:
         with contextlib.suppress(Refused):  # the run is at its very end already
             await socket.command(CommandRequest(action="down", timeout_s=timeout_s))
@@ -131,24 +110,20 @@ def tell_end(run: RunDir, code: int | None = None, *, to: TextIO | None = None) 
 
 async def wait(options: argparse.Namespace) -> int:
     """`wait --for`: 0 reached, 3 impossible (also: crashed), 4 timeout; `done` passes on the run's own code."""
-    from atropos_tui.monitor.without_result import GONE, supervisor_gone
-    from atropos_tui.supervisor.client import NoSupervisor, Refused
+    from atropos_tui.monitor.run_files import GONE, supervisor_gone
 
     entry = runs.pick(options.run_dir)
     try:
-        outcome = await client(entry.dir.root).wait(options.target, options.timeout)
+        outcome = await ControlClient(entry.dir.root).wait(options.target, options.timeout)
     except Refused as refused:
-        raise UserError(f"refused: {refused.error}", [Problem(refused.fix)] if refused.fix else []) from None
+        raise _refused(refused) from None
     except NoSupervisor:
         result = runs.read_result(entry.dir)
         if options.target == "done" and result is not None:
             return int(result["exit_code"])
         if supervisor_gone(entry.dir):
-            raise UserError(
-                f"{entry.dir.root.name} crashed",
-                [Problem(GONE, f"atropos-tui up --resume {shlex.quote(str(entry.dir.root))} goes on with it")],
-                Exit.COMPONENT_FAILED,
-            ) from None
+            problem = Problem(GONE, f"atropos-tui up --resume {shlex.quote(str(entry.dir.root))} goes on with it")
+            raise UserError(f"{entry.dir.root.name} crashed", [problem], Exit.COMPONENT_FAILED) from None
         raise not_live(entry.dir.root) from None
     if outcome.outcome == "timeout":
         print(f"timeout: {one_line(outcome.detail)}", file=sys.stderr)
@@ -169,3 +144,32 @@ async def _result_soon(entry: runs.RunEntry) -> dict[str, Any] | None:
             return result
         await asyncio.sleep(POLL_S)
     return None
+
+
+def attach(options: argparse.Namespace) -> int:
+    """Open the screen on a live run, or on what an ended one left."""
+    return open_screen(runs.pick(options.run_dir).dir)
+
+
+def open_screen(run: RunDir) -> int:
+    """Show the run; leaving either detaches (0) or stops the stack and ends with the run's code."""
+    if not sys.stdout.isatty():
+        raise UserError("no terminal", [Problem("the screen needs one", "use ps, logs and events instead")])
+    from atropos_tui.ui.app import run_cockpit
+
+    choice = run_cockpit(run.root)
+    if choice in ("detach", "failed"):
+        why = "detached" if choice == "detach" else "the screen failed, which is a fault of ours"
+        _say_if_heard(f"{why}; the run goes on: {one_line(str(run.root))}\n  atropos-tui attach · ps · down")
+        return Exit.DONE if choice == "detach" else Exit.FAULT
+    # The screen has said `down`, or has seen the end; either way the supervisor may need a moment to finish.
+    asyncio.run(bring_down(run.root, timeout_s=None))
+    return tell_end(run)
+
+
+def _say_if_heard(text: str) -> None:
+    """Print to a terminal that may have closed, which is why the screen was left: that is no failure."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again at exit

@@ -1,4 +1,7 @@
-"""`doctor` on the machine itself: memory, cores, shared memory, limits, disks, clock, loopback, leftovers."""
+"""`doctor` on the machine: memory, cores, limits, disks, clock, loopback, GPUs, what dead runs left.
+
+One `Check` is a line: what was looked at, how it stands, what was found, and the way out. torch is never imported here.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,22 @@ import os
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
-from atropos_tui.cli import dead_runs
-from atropos_tui.cli.doctor_check import Check, fail, judge, ok, warn
-from atropos_tui.monitor.plain import bytes_text
-from atropos_tui.profile.variables import cache_dir
-from atropos_tui.supervisor import cgroup, sockets
+from atropos_tui.cli import cleanup
+from atropos_tui.gpu import Card, NvidiaDriver
+from atropos_tui.monitor.format import bytes_text
+from atropos_tui.profile.load import cache_dir
+from atropos_tui.supervisor import client, procfs
 from atropos_tui.supervisor.process import become_subreaper
 
 GB = 1_000_000_000
@@ -34,6 +41,42 @@ SLOW_LOOPBACK_S = 0.05
 CORE_UNLIMITED = resource.RLIM_INFINITY
 TIME_ERROR = 5
 """What adjtimex(2) returns while nobody disciplines the clock."""
+BLACKWELL = (10, 0)
+AMPERE = (8, 0)
+BUSY_SHARE = 0.05
+"""Memory in use below this share is the driver's own."""
+IMPORT_S = 60.0
+"""A cold `import torch` on a slow disk takes half a minute."""
+ASK_TORCH = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count())"
+
+Verdict = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """`fail` keeps a stack from running, `warn` may bite later."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+
+
+def ok(name: str, found: str) -> Check:
+    return Check(name, "ok", found)
+
+
+def warn(name: str, found: str, fix: str) -> Check:
+    return Check(name, "warn", found, fix)
+
+
+def fail(name: str, found: str, fix: str) -> Check:
+    return Check(name, "fail", found, fix)
+
+
+def judge(name: str, found: str, problem: bool, fix: str) -> Check:
+    """A warning where there is a problem."""
+    return warn(name, found, fix) if problem else ok(name, found)
 
 
 def machine() -> Iterator[Check]:
@@ -41,13 +84,13 @@ def machine() -> Iterator[Check]:
     yield from (_memory(), _swap(), _cores(), _shared_memory())
     yield from limits({name: resource.getrlimit(number) for name, number in LIMITS.items()})
     yield from (_disk("disk of runs/", Path("runs")), _disk("disk of the cache", cache_dir()))
-    yield from (_kernel(), ok("control groups", cgroup.describe()), _socket_folder())
+    yield from (_kernel(), ok("control groups", procfs.describe_groups()), _socket_folder())
     yield from (_clock(), _loopback(), _localhost(), _proxy())
 
 
 def leftovers() -> Iterator[Check]:
     """What dead runs left, adoptable processes apart."""
-    found = dead_runs.all_dead()
+    found = cleanup.all_dead()
     for run in found:
         if run.is_adoptable:
             fix = f"atropos-tui up --resume {run.root} adopts them; clean --run-dir {run.root} ends them"
@@ -55,10 +98,10 @@ def leftovers() -> Iterator[Check]:
         else:
             said = ", ".join(part for part in (run.count_text, f"{len(run.files)} files", run.group) if part)
             yield warn(f"run {run.run_id}", f"its supervisor is gone and left {said}", "atropos-tui clean")
-    for run in dead_runs.strangers():
+    for run in cleanup.strangers():
         said = f"{run.count_text} without supervisor; their run is not in the list of runs ({run.root})"
         yield warn(f"run {run.run_id}", said, f"atropos-tui clean --run-dir {run.run_id}")
-    stale = dead_runs.stale_sockets()
+    stale = cleanup.stale_sockets()
     yield judge(
         "stale sockets", f"{len(stale)} that nobody listens on" if stale else "none", bool(stale), "atropos-tui clean"
     )
@@ -177,8 +220,8 @@ def _kernel() -> Check:
 
 def _socket_folder() -> Check:
     try:
-        return ok("socket folder", str(sockets.socket_folder()))
-    except (OSError, sockets.SocketError) as error:
+        return ok("socket folder", str(client.socket_folder()))
+    except (OSError, client.SocketError) as error:
         return fail("socket folder", str(error), "make it, private to you, or set XDG_RUNTIME_DIR to a folder of yours")
 
 
@@ -231,3 +274,93 @@ def _proxy() -> Check:
         f"set for {', '.join(proxies)}; requests to this machine {'go around it' if around else 'would go through it'}"
     )
     return judge("proxy", said, not around, "export NO_PROXY=127.0.0.1,localhost (and no_proxy)")
+
+
+def graphics(driver: NvidiaDriver | str | None, torch_cuda: str | None, engine: str | None) -> Iterator[Check]:
+    """Judge what was read. `torch_cuda` is the CUDA of torch's build, `engine` the installed vLLM package."""
+    if isinstance(driver, str):
+        fix = (
+            "after an update of the driver restart the machine; in a container its tools must be of the host's version"
+        )
+        yield fail("NVIDIA driver", f"it is there but refuses: {driver}", fix)
+        return
+    if driver is None:
+        if torch_cuda or engine == "vllm":
+            said = f"no NVIDIA driver answers, but CUDA builds are installed (torch for CUDA {torch_cuda or 'none'})"
+            yield fail(
+                "NVIDIA driver", said, "install the driver; in a container start it with --gpus all; or make install"
+            )
+        else:
+            yield ok("NVIDIA driver", "none: CPU builds run here")
+        return
+    yield ok("NVIDIA driver", f"{driver.version}, CUDA up to {_dotted(driver.cuda)}, {len(driver.cards)} GPU(s)")
+    yield _fits(driver, torch_cuda)
+    for card in driver.cards:
+        yield _architecture(card)
+        yield _card_memory(card)
+
+
+def _fits(driver: NvidiaDriver, torch_cuda: str | None) -> Check:
+    name = "CUDA of torch"
+    if torch_cuda is None:
+        return warn(name, "torch is a CPU build: the GPUs lie idle", "make install EXTRA=gpu in a fresh .venv")
+    built = tuple(int(part) for part in torch_cuda.split(".")[:2])
+    said = f"torch was built for CUDA {torch_cuda}, the driver supports up to {_dotted(driver.cuda)}"
+    update = "update the driver, or install a torch that was built for an older CUDA"
+    if built[0] > driver.cuda[0]:
+        return fail(name, said, update)
+    if built > driver.cuda:
+        return warn(name, f"{said}: works, but kernels compiled at run time (Triton) may not load", update)
+    return ok(name, said)
+
+
+def _architecture(card: Card) -> Check:
+    name, said = f"GPU {card.index}", f"{card.name}, compute capability {_dotted(card.capability)}"
+    if card.capability >= BLACKWELL:
+        fix = "if Triton fails to compile (LoRA kernels): enforce-eager = true under [vllm.args], or a newer vLLM"
+        return warn(name, f"{said} (Blackwell)", fix)
+    if card.capability < AMPERE:
+        return warn(name, f"{said}: no bfloat16", 'set dtype = "float16" or "float32" under [trainer]')
+    return ok(name, said)
+
+
+def _card_memory(card: Card) -> Check:
+    name = f"memory of GPU {card.index}"
+    said = f"{bytes_text(card.used)} of {bytes_text(card.total)} in use"
+    holders = ", ".join(f"pid {pid} ({bytes_text(held or 0)})" for pid, held in sorted((card.processes or {}).items()))
+    if not card.total:
+        return ok(name, "not told by the driver")
+    if card.used < card.total * BUSY_SHARE:
+        return ok(name, said)
+    fix = "atropos-tui runs and atropos-tui clean show whether it is a run's; nvidia-smi shows the rest"
+    return warn(name, f"{said} by {holders or 'processes that the driver does not name here'}", fix)
+
+
+def torch_sees_gpus(present: int, python: str = sys.executable, timeout_s: float = IMPORT_S) -> Check:
+    """Ask torch itself, in a process of its own."""
+    name, began = "torch.cuda", time.monotonic()
+    fix = (
+        "see `python -c 'import torch; torch.cuda.init()'`; a restart of the machine after a driver update often helps"
+    )
+    try:
+        command = [python, "-P", "-c", ASK_TORCH]  # torch, and no folder of that name here
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return fail(
+            name, f"import torch took longer than {timeout_s:g} s", "is the disk slow, or the GPU hung? see dmesg"
+        )
+    took = f"asked in {time.monotonic() - began:.1f} s"
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return fail(name, f"import torch fails: {last} ({took})", fix)
+    available, count = done.stdout.split()[-2:]
+    if available != "True" or int(count) == 0:
+        return fail(name, f"torch sees no GPU although the driver shows {present} ({took})", fix)
+    if int(count) != present:
+        said = f"torch sees {count} of {present} GPUs ({took})"
+        return warn(name, said, "CUDA_VISIBLE_DEVICES hides the others, or one of them is broken: see nvidia-smi")
+    return ok(name, f"torch sees {count} GPU(s) ({took})")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

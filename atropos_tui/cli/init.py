@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Callable
@@ -17,17 +18,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from atropos_common.run_dir import is_safe_name
 from atropos_tui.cli.profiles import checked, planned_site, schema_text
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile import ports
 from atropos_tui.profile.errors import did_you_mean, printable, value_text
-from atropos_tui.profile.hardware import gpu_count
-from atropos_tui.profile.modes import TRAITS
+from atropos_tui.profile.load import shipped_profiles
+from atropos_tui.profile.memory import gpu_count
+from atropos_tui.profile.plan import TRAITS
 from atropos_tui.profile.schema import TITLE
 from atropos_tui.profile.sections import Mode, parse_profile
-from atropos_tui.profile.template import SCHEMA_FILE, SCRIPT, TEMPLATES, Answers, default_model, profile_text
 
+SCHEMA_FILE = "profile.schema.json"
+"""Lies beside the profile, which points at it in its first line."""
+SCRIPT = "script"
+"""The kind of an environment that is a file of the user's own."""
+TEMPLATES = {"gsm8k": "gsm8k", "arithmetic": "demo", "math-zero": "math-zero", SCRIPT: "gsm8k"}
+"""The shipped profile that a kind of environment begins with."""
+GPU_TEMPLATES = {"arithmetic": "demo-gpu"}
+"""The same where the run has GPUs, if it is another one."""
+Changes = dict[str, dict[str, Any]]
+"""By table ("" is the top), new values of keys; None takes a key out."""
 Given = dict[str, Any]
 """Answers so far, by question."""
 WANTED = "wanted_vllm_port"
@@ -35,7 +48,22 @@ WANTED = "wanted_vllm_port"
 
 
 @dataclass(frozen=True)
-class Question:
+class Answers:
+    """What `init` asks; GPUs by index, none of them means a run on the CPU."""
+
+    name: str
+    kind: str
+    script: str
+    mode: Mode
+    model: str
+    vllm_gpus: list[int]
+    trainer_gpus: list[int]
+    api_port: int
+    vllm_port: int
+
+
+@dataclass(frozen=True)
+class InitQuestion:
     """One thing to know: from its flag, from the terminal, else its default."""
 
     name: str
@@ -55,10 +83,8 @@ def init(options: argparse.Namespace) -> int:
     if options.file is not None:
         _refuse_existing(options.file)
     if not options.yes and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UserError(
-            "no terminal to ask on",
-            [Problem("the questions need one", "add --yes, and flags for what differs from the defaults")],
-        )
+        problem = Problem("the questions need one", "add --yes, and flags for what differs from the defaults")
+        raise UserError("no terminal to ask on", [problem])
     given = _from_flags(options) if options.yes else _from_terminal(options)
     answers = Answers(**{key: given[key] for key in Answers.__dataclass_fields__})
     file = options.file or Path(f"{answers.name}.toml")
@@ -111,14 +137,14 @@ def _from_terminal(options: argparse.Namespace) -> Given:
     return given
 
 
-def _ask(question: Question, given: Given) -> str:
+def _ask(question: InitQuestion, given: Given) -> str:
     default = question.default(given)
     if not question.asked(given):
         return default
     return input(f"{question.text} [{default or 'none'}]: ").strip() or default
 
 
-def _answer(question: Question, text: str, given: Given) -> Given:
+def _answer(question: InitQuestion, text: str, given: Given) -> Given:
     value = question.parse(text.strip(), given)
     return value if question.name == "env" else {question.name: value}
 
@@ -186,24 +212,23 @@ def _trainer_gpus(given: Given) -> str:
 
 
 QUESTIONS = (
-    Question("env", "Environment: gsm8k, arithmetic, math-zero or your script.py",
+    InitQuestion("env", "Environment: gsm8k, arithmetic, math-zero or your script.py",
              lambda given: "gsm8k" if gpu_count() else "arithmetic", _env),
-    Question("mode", f"How weights reach vLLM: {', '.join(TRAITS)}", lambda given: "shared_vllm", _mode),
-    Question("model", "Model, a directory or a hub id", lambda given: default_model(given["kind"]), _model),
-    Question("name", "Name", lambda given: Path(given["script"]).stem if given["script"] else given["kind"], _name),
-    Question("vllm_gpus", "GPUs of vLLM", _vllm_gpus, _gpus),
-    Question("trainer_gpus", "GPUs of the trainer", _trainer_gpus, _gpus,
+    InitQuestion("mode", f"How weights reach vLLM: {', '.join(TRAITS)}", lambda given: "shared_vllm", _mode),
+    InitQuestion("model", "Model, a directory or a hub id", lambda given: default_model(given["kind"]), _model),
+    InitQuestion("name", "Name", lambda given: Path(given["script"]).stem if given["script"] else given["kind"], _name),
+    InitQuestion("vllm_gpus", "GPUs of vLLM", _vllm_gpus, _gpus),
+    InitQuestion("trainer_gpus", "GPUs of the trainer", _trainer_gpus, _gpus,
              lambda given: bool(given["vllm_gpus"]) and not TRAITS[given["mode"]].shares_memory),
-    Question("api_port", "Port of run-api", lambda given: _free_port(8000, given), _port),
-    Question("vllm_port", "Port of vLLM", lambda given: _free_port(9001, given), _port),
+    InitQuestion("api_port", "Port of run-api", lambda given: _free_port(8000, given), _port),
+    InitQuestion("vllm_port", "Port of vLLM", lambda given: _free_port(9001, given), _port),
 )  # fmt: skip
 
 
 def _refuse_existing(file: Path) -> None:
     if os.path.lexists(file):
-        raise UserError(
-            "that file exists", [Problem("it would be overwritten", "name another FILE", file=printable(str(file)))]
-        )
+        problem = Problem("it would be overwritten", "name another FILE", file=printable(str(file)))
+        raise UserError("that file exists", [problem])
 
 
 def _write(file: Path, text: str) -> None:
@@ -217,7 +242,86 @@ def _write(file: Path, text: str) -> None:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except OSError as error:
-        raise UserError(
-            "the profile cannot be written",
-            [Problem(str(error.strerror), "choose another FILE", file=printable(str(error.filename or file)))],
-        ) from None
+        problem = Problem(str(error.strerror), "choose another FILE", file=printable(str(error.filename or file)))
+        raise UserError("the profile cannot be written", [problem]) from None
+
+
+def default_model(kind: str) -> str:
+    """The model of the shipped profile for this kind of environment."""
+    return str(tomllib.loads(_template(TEMPLATES[kind]))["model"])
+
+
+def profile_text(answers: Answers, *, file: str) -> str:
+    """A whole profile with the comments of the shipped one; `file` is how its own head names it."""
+    shipped = TEMPLATES[answers.kind]
+    if answers.vllm_gpus:
+        shipped = GPU_TEMPLATES.get(answers.kind, shipped)
+    text = _template(shipped)
+    top: dict[str, Any] = {"name": answers.name, "mode": answers.mode}
+    if answers.model != default_model(answers.kind):
+        top["model"] = answers.model
+        text = _without_table(text, "prepare")  # which makes the template's own model
+    env = {"name": "env", "module": None, "script": answers.script} if answers.kind == SCRIPT else {}
+    changes: Changes = {"": top, "api": {"port": answers.api_port}, "env": env} | _placement(answers)
+    for table, values in changes.items():
+        text = _with(text, table, values)
+    head = (
+        f"#:schema ./{SCHEMA_FILE}\n"
+        f"# Written by `atropos-tui init` after the shipped profile {shipped}. What each key means: docs/profiles.md.\n"
+        f"#   atropos-tui up {file}\n"
+    )
+    return head + text
+
+
+def _template(name: str) -> str:
+    """A shipped profile without the comments at its head, which speak of that profile."""
+    text = shipped_profiles()[name].read_text(encoding="utf-8")
+    return text[re.search(r"^(?!#)", text, re.MULTILINE).start() :]  # type: ignore[union-attr]
+
+
+def _placement(answers: Answers) -> Changes:
+    """Where engine and trainer run."""
+    vllm: dict[str, Any] = {"port": answers.vllm_port}
+    if not answers.vllm_gpus:
+        if answers.kind == "arithmetic":
+            return {"vllm": vllm}
+        args = {"enforce-eager": True, "kv-cache-memory-bytes": 2**32, "block-size": 32}
+        trainer = {"gpus": None, "device": "cpu", "dtype": "float32"}
+        return {"vllm": vllm | {"gpus": None, "gpu_memory_utilization": None}, "vllm.args": args, "trainer": trainer}
+    vllm["gpus"] = answers.vllm_gpus
+    if len(answers.vllm_gpus) > 1 and not TRAITS[answers.mode].shares_memory:
+        vllm["tensor_parallel"] = len(answers.vllm_gpus)
+    if answers.kind != "arithmetic" and not set(answers.vllm_gpus) & set(answers.trainer_gpus or answers.vllm_gpus):
+        vllm["gpu_memory_utilization"] = 0.85
+    return {"vllm": vllm, "trainer": {"gpus": answers.trainer_gpus or answers.vllm_gpus}}
+
+
+def _with(text: str, table: str, values: dict[str, Any]) -> str:
+    """TOML with other values in one table: a key keeps its line and comment, a new one comes last in the table."""
+    header = re.search(rf"^\[{table}\].*\n", text, re.MULTILINE) if table else re.match("", text)
+    if header is None:
+        text += f"\n[{table}]\n"
+    start = header.end() if header else len(text)
+    following = re.compile(r"\n*^\[|\n*\Z", re.MULTILINE).search(text, start)
+    end = following.start() if following else len(text)
+    body = text[start:end]
+    for key, value in values.items():
+        line = re.search(rf"^{re.escape(key)} = .*?( *#.*)?$", body, re.MULTILINE)
+        if line and value is None:
+            body = body[: line.start()] + body[line.end() + 1 :]
+        elif line:
+            body = f"{body[: line.start()]}{key} = {_toml(value)}{line[1] or ''}{body[line.end() :]}"
+        elif value is not None:
+            body = f"{body.rstrip()}\n{key} = {_toml(value)}".lstrip("\n")
+    return text[:start] + body.rstrip("\n") + (text[end:] or "\n")
+
+
+def _without_table(text: str, name: str) -> str:
+    """TOML without the tables called `name`."""
+    return re.sub(rf"^\[+{name}\]+(?:.*\n)+?(?=^\[|\Z)", "", text, flags=re.MULTILINE)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")

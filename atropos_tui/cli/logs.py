@@ -19,13 +19,13 @@ from typing import Literal
 from atropos_common.run_dir import RunDir, is_safe_name
 from atropos_tui.cli import runs
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.log_reader import Line, LogReader, MergedLogs
+from atropos_tui.monitor.format import one_line
+from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs
 from atropos_tui.monitor.patterns import Pattern, PatternError
-from atropos_tui.monitor.plain import one_line
-from atropos_tui.monitor.run_info import read_info
+from atropos_tui.monitor.run_files import read_info
 from atropos_tui.supervisor.logs import attempts
 
-Show = Callable[[Line], str]
+Show = Callable[[LogLine], str]
 
 FOLLOW_S = 0.05
 """Between two looks at growing files; with `log_reader.HOLD_S` the delay of a merged line is at most 0.2 s."""
@@ -46,7 +46,7 @@ class Filter:
     pattern: Pattern | None
     since: float
 
-    def of(self, lines: Iterable[Line]) -> Iterator[Line]:
+    def of(self, lines: Iterable[LogLine]) -> Iterator[LogLine]:
         """The lines that are wanted, their text made harmless for a terminal."""
         source = (line for line in lines if line.time >= self.since)
         if self.pattern is None:
@@ -68,7 +68,7 @@ class Prefix:
     colour: bool
     today: str
 
-    def __call__(self, line: Line) -> str:
+    def __call__(self, line: LogLine) -> str:
         when = datetime.fromtimestamp(line.time)
         day = "" if str(when.date()) == self.today else f"{when.date()} "
         label = line.component if line.attempt == 1 else f"{line.component}#{line.attempt}"
@@ -90,7 +90,9 @@ async def logs(options: argparse.Namespace) -> int:
         reader.skip(math.inf if options.grep else count, since)
     merged = MergedLogs(readers)
     alone = options.no_prefix or len(options.components) == 1
-    show = _text if alone else Prefix(names, _has_colour(), str(datetime.now().date()))
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    prefix = Prefix(names, colour, str(datetime.now().date()))
+    show: Show = (lambda line: line.text) if alone else prefix
     first = wanted.of(merged.ready() if options.follow else merged.rest())
     shown = _print(first if count == math.inf else deque(first, maxlen=int(count)), show)
     if options.follow:
@@ -110,21 +112,13 @@ async def _follow(entry: runs.RunEntry, merged: MergedLogs, wanted: Filter, show
             await asyncio.sleep(FOLLOW_S)
 
 
-def _print(lines: Iterable[Line], show: Show) -> int:
+def _print(lines: Iterable[LogLine], show: Show) -> int:
     """Print `lines` as they come, many at once; how many there were."""
     count, source = 0, iter(lines)
     while batch := list(itertools.islice(source, AT_ONCE)):
         count += len(batch)
         print("\n".join(map(show, batch)), flush=True)
     return count
-
-
-def _text(line: Line) -> str:
-    return line.text
-
-
-def _has_colour() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _readers(run: RunDir, options: argparse.Namespace) -> tuple[list[str], list[LogReader]]:

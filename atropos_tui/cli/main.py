@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _report_fault(argv: Sequence[str], run_dir: Path | None) -> int:
     """Write what a developer needs beside the run (else to a private temporary file) and say where. Never raises."""
-    from atropos_tui.monitor.plain import plain_text
+    from atropos_tui.monitor.format import plain_text
     from atropos_tui.profile.redact import hide_command
 
     versions = f"atropos-tui {__version__}, Python {platform.python_version()}, {platform.platform()}"
@@ -84,6 +84,6 @@ def _write_report(report: str, run_dir: Path | None) -> Path:
 
 def _say(error: UserError) -> None:
     """Problems may quote other programs: a command line, a line of a log."""
-    from atropos_tui.monitor.plain import plain_text
+    from atropos_tui.monitor.format import plain_text
 
     print("\n".join(plain_text(line) for line in f"atropos-tui: {error}".split("\n")), file=sys.stderr)

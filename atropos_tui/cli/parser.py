@@ -98,7 +98,7 @@ def _up(commands) -> None:  # type: ignore[no-untyped-def]
         "--run-dir", metavar="DIR", type=Path, help="where the run's files go (default: runs/NAME-TIME-ID)"
     )
     where.add_argument("--resume", metavar="RUN", type=Path, help="continue a run from its last checkpoint")
-    attach = _command(commands, "attach", "attach:attach", "open the screen of a running stack")
+    attach = _command(commands, "attach", "control:attach", "open the screen of a running stack")
     _run_argument(attach)
 
 
@@ -133,7 +133,8 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
         ("restart", "restart a component, with whatever must go along"),
         ("kill", "SIGKILL every process of a component"),
     ):
-        parser = _command(commands, name, f"control:{name}", text)
+        parser = _command(commands, name, "control:act", text)
+        parser.set_defaults(action=name)
         parser.add_argument("component", metavar="COMPONENT")
         parser.add_argument("--yes", action="store_true", help="do not ask")
         parser.add_argument("--dry-run", action="store_true", help="show what would be touched, and do nothing")
@@ -148,10 +149,10 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
 
 
 def _watching(commands) -> None:  # type: ignore[no-untyped-def]
-    ps = _command(commands, "ps", "reading:ps", "list the components of a run")
+    ps = _command(commands, "ps", "inspect:ps", "list the components of a run")
     ps.add_argument("--json", action="store_true", help="as JSON")
     _run_argument(ps)
-    why = _command(commands, "why", "reading:why", "what a component waits for, or why it failed")
+    why = _command(commands, "why", "inspect:why", "what a component waits for, or why it failed")
     why.add_argument("component", metavar="COMPONENT", nargs="?", help="of that run; or a run's directory or id")
     _run_argument(why)
     logs = _command(commands, "logs", "logs:logs", "show what components print, merged by time of arrival")
@@ -163,22 +164,22 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     logs.add_argument("--attempt", metavar="N|all", help="that start of it alone, or all (default: the latest)")
     logs.add_argument("--no-prefix", action="store_true", help="merged lines without time and component")
     _run_argument(logs)
-    events = _command(commands, "events", "reading:events", "show transitions, commands and diagnoses")
+    events = _command(commands, "events", "inspect:events", "show transitions, commands and diagnoses")
     events.add_argument("-f", "--follow", action="store_true", help="keep printing")
     events.add_argument("--json", action="store_true", help="one JSON object a line")
     events.add_argument("--grep", metavar="RE", help="only events that match the regular expression (RE2)")
     events.add_argument("--component", metavar="COMPONENT", help="only those of one component")
     events.add_argument("--kind", metavar="KIND", help="only state, probe, stage, command or diagnosis")
     _run_argument(events)
-    runs = _command(commands, "runs", "reading:list_runs", "list runs, newest first")
+    runs = _command(commands, "runs", "inspect:list_runs", "list runs, newest first")
     runs.add_argument("--json", action="store_true", help="as JSON")
     report = _command(commands, "report", "report:report", "write one HTML page about a run")
     report.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run directory or id (default: the newest)")
     report.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: RUN-report.html")
-    replay = _command(commands, "replay", "replay:replay", "play a run in the screen, as it was")
+    replay = _command(commands, "replay", "report:replay", "play a run in the screen, as it was")
     replay.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run directory or id (default: the newest)")
     replay.add_argument("--speed", metavar="N", type=_speed, default=1.0, help="so many times as fast (default 1)")
-    bench = _command(commands, "bench", "reading:bench", "print the benchmark summary of runs, and compare several")
+    bench = _command(commands, "bench", "report:bench", "print the benchmark summary of runs, and compare several")
     bench.add_argument("runs", metavar="RUN", type=Path, nargs="*", help="run directories (default: the newest)")
     bench.add_argument("--json", action="store_true", help="as JSON")
     _compare(commands)
@@ -202,7 +203,7 @@ def _caring(commands) -> None:  # type: ignore[no-untyped-def]
     doctor = _command(commands, "doctor", "doctor:doctor", "check this machine: one line per check, with the way out")
     doctor.add_argument("profile", metavar="PROFILE", nargs="?", help="check what this profile needs, too")
     doctor.add_argument("--json", action="store_true", help="as JSON")
-    clean = _command(commands, "clean", "clean:clean", "end and remove what runs without a supervisor left behind")
+    clean = _command(commands, "clean", "cleanup:clean", "end and remove what runs without a supervisor left behind")
     clean.add_argument("--yes", action="store_true", help="do not ask")
     clean.add_argument("--dry-run", action="store_true", help="show what would be ended and removed, and do nothing")
     clean.add_argument(

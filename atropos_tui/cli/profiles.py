@@ -1,20 +1,21 @@
-"""`validate`, `plan`, `schema`: what a profile means, without starting anything."""
+"""`validate`, `plan`, `schema`: what a profile means, without starting anything; and the `.env` files beside it."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from atropos_tui.cli.env_files import read_env_files, tell_unused
 from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.monitor.format import one_line
 from atropos_tui.profile.checks import check_graph, check_notes, check_profile, placed
 from atropos_tui.profile.errors import in_words, printable, refused
-from atropos_tui.profile.hardware import take_inventory
-from atropos_tui.profile.memory import as_data, as_lines, site_budget
+from atropos_tui.profile.memory import as_data, as_lines, site_budget, take_inventory
 from atropos_tui.profile.plan import Site, make_site, redacted, stack_of
 from atropos_tui.profile.preflight import preflight, unfit
 from atropos_tui.profile.sections import Profile, load_profile, profile_schema
@@ -28,15 +29,15 @@ def checked(profile: Profile, file: Path, site: Site, *, machine: bool) -> Stack
         UserError: with all problems; `machine` adds those of this machine.
     """
     with in_words(printable(str(file))):
-        problems = check_profile(site, str(file))
+        problems = check_profile(site)
         try:
             stack = stack_of(site)
         except ValueError:
             if not problems:  # else the trainer's settings contradict each other, which is among them
                 raise
         else:
-            problems += check_graph(profile, stack, str(file))
-            problems += preflight(site, stack, str(file)) if machine else []
+            problems += check_graph(profile, stack)
+            problems += preflight(site, stack) if machine else []
             if not problems:
                 return stack
         raise refused([placed(problem, profile) for problem in problems], "cannot start this profile")
@@ -74,7 +75,7 @@ def plan(options: argparse.Namespace) -> int:
     with in_words(printable(str(file))):
         inventory = take_inventory(site)
         budget = site_budget(site, inventory)
-        lacking = [placed(problem, profile) for problem in unfit(site, str(file), inventory)]
+        lacking = [placed(problem, profile) for problem in unfit(site, inventory)]
     if options.json:
         more = {"notes": check_notes(site), "budget": as_data(budget), "problems": [asdict(p) for p in lacking]}
         print(json.dumps(redacted(stack) | more, indent=2))
@@ -118,13 +119,55 @@ def schema(options: argparse.Namespace) -> int:
     try:
         options.output.write_text(schema_text(), encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            "the schema cannot be written",
-            [Problem(str(error.strerror), "choose another file", file=printable(str(options.output)))],
-        ) from None
+        problem = Problem(str(error.strerror), "choose another file", file=printable(str(options.output)))
+        raise UserError("the schema cannot be written", [problem]) from None
     return Exit.DONE
 
 
 def schema_text() -> str:
     """The schema as it lies beside the shipped profiles and beside those that `init` writes."""
     return json.dumps(profile_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def read_env_files(profile: Path) -> dict[str, str]:
+    """Names and values in `.env` of the current folder and of the profile's folder, where the former wins.
+
+    They feed `${VAR}` alone and enter no environment: a folder can be somebody else's, and names such as LD_PRELOAD or
+    PYTHONPATH would run his code. For the same reason a file of another user is left alone, which is said.
+
+    Raises:
+        UserError: one of them cannot be read.
+    """
+    from dotenv import dotenv_values
+
+    found: dict[str, str] = {}
+    for folder in dict.fromkeys((Path.cwd(), profile.resolve().parent)):
+        file = folder / ".env"
+        try:
+            if _is_own(file):
+                found = {name: value for name, value in dotenv_values(file).items() if value is not None} | found
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in a value
+            problem = Problem(str(error), "write lines of NAME=value in UTF-8", file=str(file))
+            raise UserError("unreadable .env", [problem]) from None
+    return found
+
+
+def tell_unused(names: Iterable[str], used: Iterable[str]) -> None:
+    """Say which names of `.env` reach nobody."""
+    if unused := sorted({*names} - {*used} - {*os.environ}):
+        print(
+            f".env: no component gets {one_line(', '.join(unused))}, since no ${{...}} of the profile names it; where "
+            f'one needs it, write {one_line(unused[0])} = "${{{one_line(unused[0])}}}" into its env',
+            file=sys.stderr,
+        )
+
+
+def _is_own(file: Path) -> bool:
+    """Whether there is such a file, and it is this user's; neither a link of somebody else."""
+    if not file.exists():
+        return False
+    if {file.lstat().st_uid, file.stat().st_uid} == {os.geteuid()}:
+        return True
+    text = "belongs to another user and is not read: chown it, or export what it names"
+    print(f"{one_line(str(file))} {text}", file=sys.stderr)
+    return False

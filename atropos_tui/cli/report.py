@@ -1,16 +1,17 @@
-"""`report`: one run as one HTML page, also while it runs and after it failed."""
+"""What a run was, as a whole: `report` as an HTML page, `replay` in the screen, `bench` in figures."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
 from atropos_common.control import RunStatus
 from atropos_common.files import write_private
-from atropos_tui.cli import reading, runs
+from atropos_tui.cli import inspect, runs
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import bytes_text, one_line
+from atropos_tui.monitor.format import bytes_text, one_line
 from atropos_tui.profile.errors import printable
 
 NEEDED = ("jinja2", "markupsafe", "matplotlib")
@@ -56,6 +57,36 @@ async def _status(entry: runs.RunEntry) -> RunStatus:
     from atropos_tui.supervisor.client import NotAnswering
 
     try:
-        return await reading.status_of(entry)
+        return await inspect.status_of(entry)
     except NotAnswering:
-        return reading.status_of_files(entry)
+        return inspect.status_of_files(entry)
+
+
+def replay(options: argparse.Namespace) -> int:
+    """Load the run's records, then show them; 2 where there is no terminal or nothing recorded."""
+    from atropos_tui.monitor.replay import Recording, Replay
+
+    entry = runs.pick(options.run)
+    recording = Recording.load(entry.dir)
+    if not recording.records:
+        raise UserError(
+            "nothing to replay",
+            [Problem("the run's streams hold no records", "`atropos-tui runs` lists other runs", str(entry.dir.root))],
+        )
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        fix = "use `atropos-tui report` for a page, events and logs for text"
+        raise UserError("no terminal", [Problem("the screen needs one", fix)])
+    from atropos_tui.ui.replay import run_replay
+
+    run_replay(Replay(recording, options.speed))
+    return Exit.DONE
+
+
+def bench(options: argparse.Namespace) -> int:
+    """The guides' BENCHMARK SUMMARY of each run."""
+    from atropos_tui.monitor import bench as summary
+
+    chosen = [runs.pick(path).dir.root for path in options.runs] or [runs.pick(None).dir.root]
+    figures = summary.benchmark_runs(chosen)
+    print(summary.benchmarks_json(figures) if options.json else summary.render_benchmarks(figures))
+    return Exit.DONE

@@ -5,6 +5,7 @@ Every run leaves a symlink to its directory in the user's state folder, so that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -18,7 +19,7 @@ import platformdirs
 from atropos_common.files import read_regular
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.profile.listening import listens
+from atropos_tui.profile.ports import listens
 
 
 @dataclass(frozen=True)
@@ -73,27 +74,15 @@ def remember(run: RunDir, run_id: str) -> None:
 
 def all_runs() -> list[RunEntry]:
     """Every run that is still on disk, newest first."""
-    found: dict[Path, RunEntry] = {}
-    candidates = [*Path("runs").glob("*/run.json"), *(link / "run.json" for link in _links())]
-    for path in candidates:
-        root = path.parent.resolve()
-        if root not in found and (entry := read_run(root)) is not None:
-            found[root] = entry
-    return sorted(found.values(), key=lambda entry: entry.used_at, reverse=True)
-
-
-def _links() -> list[Path]:
-    try:
-        links = list(registry().iterdir())
-    except OSError:
-        return []
-    alive = []
-    for link in links:
-        if link.exists():
-            alive.append(link)
-        elif link.is_symlink():
-            link.unlink(missing_ok=True)
-    return alive
+    roots = [path.parent.resolve() for path in Path("runs").glob("*/run.json")]
+    with contextlib.suppress(OSError):
+        for link in registry().iterdir():
+            if link.exists():
+                roots.append(link.resolve())
+            elif link.is_symlink():
+                link.unlink(missing_ok=True)
+    found = [entry for root in dict.fromkeys(roots) if (entry := read_run(root)) is not None]
+    return sorted(found, key=lambda entry: entry.used_at, reverse=True)
 
 
 def read_run(root: Path) -> RunEntry | None:
@@ -112,46 +101,28 @@ def pick(run_dir: Path | None) -> RunEntry:
         UserError: exit code 5, no such run.
     """
     if run_dir is not None:
-        entry = find(run_dir)
-        if entry is None:
-            raise UserError(
-                f"no run in {run_dir}",
-                [Problem("no run.json there", "`atropos-tui runs` lists the runs")],
-                Exit.NO_RUN,
-            )
+        if (entry := find(run_dir)) is None:
+            problem = Problem("no run.json there", "`atropos-tui runs` lists the runs")
+            raise UserError(f"no run in {run_dir}", [problem], Exit.NO_RUN)
         return entry
-    runs = all_runs()
-    if not runs:
+    if not (runs := all_runs()):
         raise UserError("no run yet", [Problem("nothing was started", "atropos-tui up PROFILE")], Exit.NO_RUN)
     return next((entry for entry in runs if entry.is_live), runs[0])
 
 
 def find(run: Path) -> RunEntry | None:
-    """The run in a folder or with an id; None where there is none.
-
-    Raises:
-        UserError: exit code 5, the name leads nowhere.
-    """
-    return _in_folder(run) or _by_id(str(run))
-
-
-def _in_folder(run_dir: Path) -> RunEntry | None:
-    """The run in a folder that the user named.
+    """The run in a folder, or with an id that `runs` lists; None where there is none.
 
     Raises:
         UserError: exit code 5, the name leads nowhere.
     """
     try:
-        return read_run(run_dir.resolve())
+        here = read_run(run.resolve())
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL
         reason = getattr(error, "strerror", None) or str(error)
         fix = "name the run's own folder; `atropos-tui runs` lists the runs"
-        raise UserError(f"no run in {run_dir}", [Problem(reason, fix)], Exit.NO_RUN) from None
-
-
-def _by_id(run_id: str) -> RunEntry | None:
-    """The run that `runs` lists under this id."""
-    return next((entry for entry in all_runs() if entry.info.get("run_id") == run_id), None)
+        raise UserError(f"no run in {run}", [Problem(reason, fix)], Exit.NO_RUN) from None
+    return here or next((entry for entry in all_runs() if entry.info.get("run_id") == str(run)), None)
 
 
 def read_result(run: RunDir) -> dict[str, Any] | None:

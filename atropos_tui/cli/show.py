@@ -1,16 +1,43 @@
-"""Text for terminals: events, component tables, ends of runs. Pure functions from messages to strings."""
+"""Text for terminals: events, component tables, ends of runs; and the lines of a run without a screen, as they come.
+
+Printing them never holds up whoever calls it: a paused terminal or a full pipe must not stop a supervisor.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import queue
+import threading
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from atropos_common.control import ComponentStatus, GpuStatus, Recipe, RunStatus, State
-from atropos_common.records import CommandRecord, DiagnosisRecord, ProbeRecord, Record, StageRecord, StateRecord
-from atropos_tui.monitor.plain import bytes_text, duration, glyph_and_word, one_line
+from atropos_common.record_tail import RecordTail
+from atropos_common.records import (
+    CommandRecord,
+    DiagnosisRecord,
+    ProbeRecord,
+    Record,
+    StageRecord,
+    StateRecord,
+    StepRecord,
+    TimingRecord,
+)
+from atropos_common.run_dir import RunDir
+from atropos_tui.monitor.format import bytes_text, duration, glyph_and_word, number, one_line, seconds_text
+from atropos_tui.monitor.run_files import is_crashed
 from atropos_tui.monitor.why import next_stage
-from atropos_tui.monitor.without_result import is_crashed
+
+T = TypeVar("T")
+LOOK_S = 0.5
+"""Between two looks at the telemetry of a run without a screen."""
+EVERY_S = 2.0
+"""At most one line about training in this time."""
+PATIENCE_S = 2.0
+"""How long the end waits for a reader that does not read."""
+BACKLOG = 10_000
+"""Lines that wait to be printed."""
 
 
 def event_line(record: Record) -> str:
@@ -21,8 +48,7 @@ def event_line(record: Record) -> str:
             reason = f"  ({one_line(record.reason)})" if record.reason else ""
             return f"{clock}  {record.component or '':<14} {record.old} → {record.new}{reason}"
         case ProbeRecord():
-            verdict = "passed" if record.ok else "failed"
-            said = f"{record.probe} probe {verdict}  {one_line(record.detail)}"
+            said = f"{record.probe} probe {'passed' if record.ok else 'failed'}  {one_line(record.detail)}"
             return f"{clock}  {record.component or '':<14} {said}".rstrip()
         case StageRecord():
             return f"{clock}  {record.component or '':<14} reached: {one_line(record.stage)}"
@@ -42,14 +68,12 @@ def event_line(record: Record) -> str:
 def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
     """Aligned columns; the first row is the head."""
     right = set(right)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+        cells = zip(row, widths, strict=True)
+        padded = [cell.rjust(w) if number in right else cell.ljust(w) for number, (cell, w) in enumerate(cells)]
+        lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 
 
@@ -114,3 +138,106 @@ def ending(result: dict[str, Any]) -> str:
         lines.append(f"last lines of {result.get('component')}:")
         lines += [f"  | {one_line(str(line))}" for line in last]
     return "\n".join(lines)
+
+
+class StepLines:
+    """Follows telemetry.jsonl from now on; steps of an earlier start of the run are not told again."""
+
+    def __init__(self, run: RunDir, training_steps: int | None, say: Callable[[str], None]) -> None:
+        self._tail = RecordTail(run.telemetry_jsonl, from_end=True)
+        self._total = training_steps
+        self._say = say
+        self._began = time.time()
+        self._step: StepRecord | None = None
+        self._timing: TimingRecord | None = None
+        self._untold = ""
+        self._told_at = 0.0
+        self._looking = threading.Lock()
+        """A look that was cancelled goes on in its thread for a moment."""
+
+    async def beside(self, work: Coroutine[Any, Any, T]) -> T:
+        """Tell of steps while `work` goes on; what it gives."""
+        following = asyncio.create_task(self._follow())
+        try:
+            return await work
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            self.finish()
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.to_thread(self.look)
+            await asyncio.sleep(LOOK_S)
+
+    def look(self, *, last: bool = False) -> None:
+        """Take in what was written since the last look; the newest step is told when it is time, or as the last."""
+        with self._looking:
+            self._read()
+            if self._untold and (last or time.monotonic() - self._told_at >= EVERY_S):
+                self._say(self._untold)
+                self._untold, self._told_at = "", time.monotonic()
+
+    def finish(self) -> None:
+        """The last step is told in any case."""
+        self.look(last=True)
+
+    def _read(self) -> None:
+        while True:
+            for record in self._tail.read():
+                if record.time < self._began or not isinstance(record, StepRecord | TimingRecord) or record.rank:
+                    continue
+                if isinstance(record, StepRecord):
+                    self._step = record
+                else:
+                    self._timing = record
+                step, timing = self._step, self._timing
+                if step and timing and (step.attempt, step.step) == (timing.attempt, timing.step):
+                    self._untold = step_line(step, timing, self._total)
+            if not self._tail.behind:
+                return
+
+
+def step_line(step: StepRecord, timing: TimingRecord, total: int | None) -> str:
+    """One optimizer step, in the columns of the events."""
+    clock = time.strftime("%H:%M:%S", time.localtime(step.time))
+    count = f"{step.step:>{len(str(total))}}/{total}" if total else str(step.step)
+    return (
+        f"{clock}  {'trainer':<14} step {count}  reward {number(step.reward_mean):>6}  loss {number(step.loss):>8}  "
+        f"{seconds_text(timing.step_s):>8}/step  {number(timing.tokens_per_s):>7} tok/s"
+    )
+
+
+class Printer:
+    """Lines go through a bounded queue to a thread; what does not fit is counted and said at the end."""
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[str | None] = queue.Queue(BACKLOG)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._print, name="printer", daemon=True)
+
+    def say(self, line: str) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._dropped += 1
+
+    def __enter__(self) -> Printer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._dropped:
+            self.say(f"({self._dropped} lines were not printed: `atropos-tui events` has them)")
+        try:
+            self._lines.put(None, timeout=PATIENCE_S)
+        except queue.Full:
+            return
+        self._thread.join(PATIENCE_S)
+
+    def _print(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                print(line, flush=True)
+            except (BrokenPipeError, ValueError):
+                return  # nobody reads any more; the run goes on

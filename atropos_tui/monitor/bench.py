@@ -1,4 +1,4 @@
-"""The guides' BENCHMARK SUMMARY from a run's telemetry, for one run or several side by side.
+"""Figures of a run: its pace while it goes, and the guides' BENCHMARK SUMMARY, for one run or several side by side.
 
     atropos-tui bench RUN... [--json]
 
@@ -11,24 +11,93 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from atropos_common import benchmark_summary as summary
+from atropos_common.control import State
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.feed import load_run
-from atropos_tui.monitor.pace import tokens_per_second
-from atropos_tui.monitor.plain import bytes_text, counted, number, one_line
-from atropos_tui.monitor.run_info import read_json
-from atropos_tui.monitor.series import Series, mean, real
+from atropos_tui.monitor.charts import Series, mean
+from atropos_tui.monitor.format import bytes_text, counted, duration, number, one_line, real, seconds_text
+from atropos_tui.monitor.run_files import RunFeed, RunInfo, exit_code, load_run, read_info, read_json
 from atropos_tui.monitor.state import RunState
 
-RULE = "=" * 70
-GB = 1e9
-FOREIGN = 1e15
-"""No run has lasted so many seconds or taken so many bytes."""
+SETTLED = (State.COMPLETED, State.STOPPED, State.FAILED)
+ILL = (State.UNHEALTHY, State.BACKOFF, State.STOPPING, State.FAILED)
+WINDOW = 20
+"""Steps over which the live numbers are averaged."""
+
+PARTS = {"fetch": "data_wait_s", "train": "train_s", "sync": "sync_s", "checkpoint": "checkpoint_s"}
+"""Parts of a step as the screen names them, by field of the timing record."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Means over the newest `window` steps; None where there is no data. Seconds, tokens, bytes.
+
+    The trainer's `step_s` is the whole step, so what its parts do not explain is shown as `other`; where a trainer
+    counts waiting outside of it, the parts are larger than the whole and `other` is absent.
+    """
+
+    window: int
+    step_s: float | None
+    parts: dict[str, float | None]
+    tokens_per_s: float | None
+    steps_per_hour: float | None
+    eta_s: float | None
+    """Time left by the wall clock between steps, waiting included."""
+
+
+def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> Pace:
+    """Measure `state` over its newest steps; over all of them once the trainer has written its summary."""
+    timing = state.metric("step_s")
+    window = len(timing) if state.benchmark else window
+    count = min(window, len(timing))
+    wall = _wall_per_step(timing, window, state.attempt_steps.get(state.attempt, 0))
+    step_s = mean(timing.tail(count))
+    parts = {name: mean(state.metric(metric).tail(count)) for name, metric in PARTS.items()}
+    known = [value for value in parts.values() if value is not None]
+    if step_s is not None and known:
+        other = step_s - sum(known)
+        parts["other"] = other if not other < 0 else None
+    basis = wall or step_s
+    left = None if training_steps is None else max(0, training_steps - state.step)
+    return Pace(
+        window=count,
+        step_s=step_s,
+        parts=parts,
+        tokens_per_s=tokens_per_second(state, count),
+        steps_per_hour=3600 / basis if basis else None,
+        eta_s=None if left is None or basis is None else left * basis,
+    )
+
+
+def _wall_per_step(series: Series, window: int, first_step: int) -> float | None:
+    """Seconds between consecutive steps of the present attempt, so that a restart does not count as slow steps.
+
+    None for fewer than two steps, and for clocks that run backwards.
+    """
+    newest = zip(series.steps[-window - 1 :], series.times[-window - 1 :], strict=True)
+    points = [(step, time) for step, time in newest if step >= first_step]
+    if len(points) < 2 or points[-1][1] <= points[0][1]:
+        return None
+    return (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+
+
+def tokens_per_second(state: RunState, count: int | None = None) -> float | None:
+    """Tokens of the newest `count` steps (default: all) over their seconds: sums first, one division.
+
+    The timing record holds a rate, counted by the trainer over every token of the batch; rate times seconds is tokens.
+    """
+    rates, seconds = state.metric("tokens_per_s"), state.metric("step_s")
+    count = len(seconds) if count is None else count
+    total = sum(seconds.tail(count))
+    if len(rates) != len(seconds) or not total:
+        return None
+    return sum(rate * time for rate, time in zip(rates.tail(count), seconds.tail(count), strict=True)) / total
 
 
 @dataclass(frozen=True)
@@ -69,9 +138,8 @@ class RunBenchmark:
 def benchmark_run(root: Path) -> RunBenchmark:
     """Read the run directory `root` and measure it. Missing files give None, not an error."""
     info, state, _ = load_run(root)
-    code = read_json(RunDir(root).result_json).get("exit_code")
     figures = benchmark_state(state, run=root.name, mode=info.mode)
-    return replace(figures, exit_code=code if isinstance(code, int) else None)
+    return replace(figures, exit_code=exit_code(RunDir(root)))
 
 
 def benchmark_runs(roots: Sequence[Path]) -> list[RunBenchmark]:
@@ -178,41 +246,17 @@ def _strict(value: object) -> object:
     return value
 
 
-def summary_sections(run: RunBenchmark) -> list[tuple[str, list[tuple[str, str]]]]:
+def summary_sections(run: RunBenchmark) -> list[summary.Section]:
     """The summary of one run as titles and figures, ready to show; the first section has no name."""
-    minutes = "" if run.total_s is None else f" ({run.total_s / 60:.2f} min)"
-    return [
-        ("", [("Total training time", _seconds(run.total_s) + minutes), ("Total steps", str(run.steps))]),
-        (
-            "Timing breakdown",
-            [
-                ("Avg step time", _seconds(run.avg_step_s)),
-                ("Total step time", _seconds(run.total_step_s)),
-                ("Avg sync time", f"{_seconds(run.avg_sync_s)} (x{run.syncs} syncs)"),
-                ("Total sync time", _seconds(run.total_sync_s)),
-                ("Avg data fetch time", _seconds(run.avg_data_wait_s)),
-                ("Total data fetch time", _seconds(run.total_data_wait_s)),
-                ("Tokens per second", _plain(run.tokens_per_s)),
-            ],
-        ),
-        (
-            "Memory",
-            [
-                ("Peak GPU memory", _gigabytes(run.peak_bytes)),
-                ("Avg GPU memory", _gigabytes(run.avg_bytes)),
-                ("Peak trainer RSS", _gigabytes(run.peak_rss_bytes)),
-            ],
-        ),
-        (
-            "Learning",
-            [
-                ("Reward first 5 steps", _fraction(run.reward_first)),
-                ("Reward last 5 steps", _fraction(run.reward_last)),
-                ("Accuracy held out", _fraction(run.held_out)),
-                ("Checkpoint size", _size(run.checkpoint_bytes)),
-            ],
-        ),
+    *sections, (memory, figures) = summary.summary_sections(run)
+    learning = [
+        ("Reward first 5 steps", _fraction(run.reward_first)),
+        ("Reward last 5 steps", _fraction(run.reward_last)),
+        ("Accuracy held out", _fraction(run.held_out)),
+        ("Checkpoint size", _size(run.checkpoint_bytes)),
     ]
+    rss = ("Peak trainer RSS", summary.gigabytes_text(run.peak_rss_bytes))
+    return [*sections, (memory, [*figures, rss]), ("Learning", learning)]
 
 
 def origin(run: RunBenchmark) -> str:
@@ -221,43 +265,18 @@ def origin(run: RunBenchmark) -> str:
 
 
 def _summary(run: RunBenchmark) -> str:
-    lines = [f"BENCHMARK SUMMARY ({run.mode or 'unknown mode'}){f' - {made}' if (made := origin(run)) else ''}"]
-    for name, figures in summary_sections(run):
-        indent = "    " if name else "  "
-        lines += ["", f"  {name.upper()}:"] if name else [RULE]
-        lines += [f"{indent + title + ':':<27}{value}" for title, value in figures]
-    return "\n".join([RULE, *lines, RULE])
-
-
-_ROWS = (
-    ("Total time", "total_s", "seconds"),
-    ("Steps", "steps", "plain"),
-    ("Avg step", "avg_step_s", "seconds"),
-    ("Total step", "total_step_s", "seconds"),
-    ("Avg sync", "avg_sync_s", "seconds"),
-    ("Total sync", "total_sync_s", "seconds"),
-    ("Avg data fetch", "avg_data_wait_s", "seconds"),
-    ("Total data fetch", "total_data_wait_s", "seconds"),
-    ("Tokens/s", "tokens_per_s", "plain"),
-    ("Peak GPU memory", "peak_bytes", "gigabytes"),
-    ("Avg GPU memory", "avg_bytes", "gigabytes"),
-    ("Peak trainer RSS", "peak_rss_bytes", "gigabytes"),
-    ("Checkpoint size", "checkpoint_bytes", "size"),
-    ("Reward, first 5", "reward_first", "fraction"),
-    ("Reward, last 5", "reward_last", "fraction"),
-    ("Accuracy held out", "held_out", "fraction"),
-)
+    made = f" - {words}" if (words := origin(run)) else ""
+    return summary.summary_text(f"({run.mode or 'unknown mode'}){made}", summary_sections(run))
 
 
 def _comparison(runs: Sequence[RunBenchmark]) -> str:
     """Rows of figures, a column per run; `x` is the ratio to the first run."""
-    formats = {"seconds": _seconds, "plain": _plain, "gigabytes": _gigabytes, "fraction": _fraction, "size": _size}
     table = [["", *(one_line(f"{run.run} ({run.mode or '?'})") for run in runs)]]
-    for title, name, kind in _ROWS:
+    for title, name, write in _ROWS:
         values = [getattr(run, name) for run in runs]
         times = [None, *(ratio(value, values[0]) for value in values[1:])]
         cells = [
-            formats[kind](value) + (f" (x{found:.2f})" if found is not None else "")
+            write(value) + (f" (x{found:.2f})" if found is not None else "")
             for value, found in zip(values, times, strict=True)
         ]
         table.append([title, *cells])
@@ -274,28 +293,79 @@ def ratio(value: float | None, base: float | None) -> float | None:
     return real(value) / real(base)
 
 
-def _seconds(value: float | None) -> str:
-    return _shown(value, lambda real: f"{real:.2f}s" if not abs(real) < 0.1 else f"{real:.4f}s")
-
-
-def _plain(value: float | None) -> str:
-    return _shown(value, lambda real: f"{real:,.0f}")
-
-
-def _gigabytes(value: float | None) -> str:
-    return _shown(value, lambda real: f"{real / GB:.2f} GB")
-
-
 def _size(value: float | None) -> str:
-    return _shown(value, bytes_text)
+    return summary.figure_text(value, bytes_text)
 
 
 def _fraction(value: float | None) -> str:
-    return _shown(value, lambda real: f"{real:.3f}")
+    return summary.figure_text(value, lambda real: f"{real:.3f}")
 
 
-def _shown(value: float | None, write: Callable[[float], str]) -> str:
-    """`no data` where there is none; what is not finite, or foreign in its size, in few characters."""
-    if value is None:
-        return "no data"
-    return write(value) if abs(value) < FOREIGN else number(value)
+_ROWS = (
+    ("Total time", "total_s", summary.seconds_text),
+    ("Steps", "steps", summary.whole_text),
+    ("Avg step", "avg_step_s", summary.seconds_text),
+    ("Total step", "total_step_s", summary.seconds_text),
+    ("Avg sync", "avg_sync_s", summary.seconds_text),
+    ("Total sync", "total_sync_s", summary.seconds_text),
+    ("Avg data fetch", "avg_data_wait_s", summary.seconds_text),
+    ("Total data fetch", "total_data_wait_s", summary.seconds_text),
+    ("Tokens/s", "tokens_per_s", summary.whole_text),
+    ("Peak GPU memory", "peak_bytes", summary.gigabytes_text),
+    ("Avg GPU memory", "avg_bytes", summary.gigabytes_text),
+    ("Peak trainer RSS", "peak_rss_bytes", summary.gigabytes_text),
+    ("Checkpoint size", "checkpoint_bytes", _size),
+    ("Reward, first 5", "reward_first", _fraction),
+    ("Reward, last 5", "reward_last", _fraction),
+    ("Accuracy held out", "held_out", _fraction),
+)
+"""Of a comparison: title, field, how it is written."""
+
+
+class Progress:
+    """How one of several stacks is doing, in one line, from its files alone: no socket."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._feed, self._state = RunFeed(run), RunState()
+        self._info: RunInfo | None = None
+        self.components: dict[str, str] = {}
+        """The last known state of each component."""
+
+    def refresh(self) -> None:
+        """Take in what the files have got since the last call."""
+        self._info = self._info or read_info(self._run)
+        self._state = self._feed.catch_up(self._state)
+        self.components = {record.component or "": record.new for record in self._state.transitions}
+
+    def settled(self, component: str) -> bool:
+        """Whether `component` has come to its end, good or bad."""
+        return self.components.get(component) in SETTLED
+
+    @property
+    def phase(self) -> str:
+        """What the stack is about: how it ended, which component it waits for, or training."""
+        result = read_json(self._run.result_json)
+        if result:
+            code = result.get("exit_code")
+            return "done" if code == 0 else f"ended with code {code}: {one_line(str(result.get('reason', '')))}"
+        ill = [f"{name} {state}" for name, state in self.components.items() if state in ILL]
+        if self._state.step:
+            return ", ".join(ill) or "training"
+        if self._state.diagnoses:
+            return one_line(self._state.diagnoses[-1].title)
+        planned = [part.name for part in self._info.components] if self._info else []
+        waiting = [name for name in planned if self.components.get(name) not in (*SETTLED, State.HEALTHY)]
+        return f"starting {', '.join(waiting)}" if waiting else "waiting for the first batch"
+
+    def line(self) -> str:
+        """Step, reward, seconds a step, time left, phase."""
+        steps = self._info.training_steps if self._info else None
+        now = pace(self._state, steps)
+        reward = self._state.metric("reward_mean").values
+        parts = [f"step {self._state.step:>4}{f'/{steps}' if steps else ''}"]
+        parts.append(f"reward {number(reward[-1] if reward else None):>6}")
+        parts.append(f"{seconds_text(now.step_s):>8}/step")
+        if now.eta_s:
+            parts.append(f"{duration(now.eta_s)} left")
+        return "  ".join([*parts, self.phase])

@@ -1,4 +1,4 @@
-"""Log lines in memory, for a screen: a bounded buffer, filtered, wrapped and searched.
+"""Log lines for a screen: followed (`LogFeed`), and kept in a bounded buffer, filtered, wrapped and searched.
 
 Entries have numbers that never change. What a screen shows are *rows*: an entry each, or several where long lines are
 wrapped; with a filter, only those that match it.
@@ -9,10 +9,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rich.cells import cell_len, chop_cells
 
+from atropos_common.run_dir import RunDir
+from atropos_tui.monitor.format import plain_text
+from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs
 from atropos_tui.monitor.patterns import Pattern
 
 Kind = Literal["plain", "warning", "error", "note"]
@@ -32,7 +36,7 @@ _WARNING = re.compile(r"\b(WARN|WARNING)\b")
 _MAYBE = ("ERROR", "CRITICAL", "FATAL", "Traceback", "Error", "Exception", "WARN")
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """One line. A `note` is ours: a new attempt, or lines that were skipped."""
 
     kind: Kind
@@ -72,7 +76,7 @@ class LogBuffer:
         self.level: Level = "all"
         self.pattern: Pattern | None = None
         self._wrap: int | None = None
-        self._entries: list[Entry] = []
+        self._entries: list[LogEntry] = []
         self._base = 0
         self._rows: list[tuple[int, int]] | None = None
         """Number and part of each row; None while every entry is one row."""
@@ -81,7 +85,7 @@ class LogBuffer:
         return len(self._entries)
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LogEntry]:
         """What is kept, oldest first."""
         return self._entries
 
@@ -90,7 +94,7 @@ class LogBuffer:
         """How many rows there are."""
         return len(self._entries) if self._rows is None else len(self._rows)
 
-    def extend(self, entries: Iterable[Entry]) -> int:
+    def extend(self, entries: Iterable[LogEntry]) -> int:
         """Append; how many rows left at the top."""
         known = len(self._entries)
         self._entries.extend(entries)
@@ -149,7 +153,7 @@ class LogBuffer:
             return [(number, 0)]
         return [(number, part) for part in range(len(self._parts(entry.text)))]
 
-    def _has_level(self, entry: Entry) -> bool:
+    def _has_level(self, entry: LogEntry) -> bool:
         return entry.kind in _SHOWN[self.level]
 
     def _parts(self, text: str) -> list[str]:
@@ -159,7 +163,7 @@ class LogBuffer:
             return [text[at : at + width] for at in range(0, len(text), width)] or [""]
         return chop_cells(text, width) or [""]
 
-    def row(self, y: int) -> tuple[int, int, Entry, str] | None:
+    def row(self, y: int) -> tuple[int, int, LogEntry, str] | None:
         """Number, part, entry and text of a row; None where there is none."""
         if not 0 <= y < self.height:
             return None
@@ -204,3 +208,51 @@ class LogBuffer:
         """How many shown entries match."""
         texts = [self._entries[number - self._base].text for number in self._shown(self._base)]
         return sum(1 for _ in pattern.matching(texts))
+
+
+class EntryMaker:
+    """Makes the lines of several components into entries of a screen, with a note where another attempt begins."""
+
+    def __init__(self) -> None:
+        self.attempts: dict[str, int] = {}
+        """The attempt of each component's last line."""
+        self._classifiers: dict[str, Classifier] = {}
+
+    def entries(self, lines: Iterable[LogLine]) -> list[LogEntry]:
+        """The entries of `lines`, and the notes between them."""
+        entries: list[LogEntry] = []
+        for at, name, attempt, text, _, is_note in lines:
+            if self.attempts.get(name) != attempt:
+                if name in self.attempts:
+                    entries.append(LogEntry("note", f"── attempt {attempt} of {name} ──", name, at))
+                else:
+                    self._classifiers[name] = Classifier()
+                self.attempts[name] = attempt
+            if is_note:
+                entries.append(LogEntry("note", text, name, at))
+            else:
+                text = plain_text(text)
+                entries.append(LogEntry(self._classifiers[name].kind(text), text, name, at))
+        return entries
+
+
+class LogFeed:
+    """Logs of a run as a screen follows them; what it follows may change at every call."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._readers: dict[str, LogReader] = {}
+        self._merged = MergedLogs([])
+        self._maker = EntryMaker()
+
+    def path(self, name: str) -> Path | None:
+        """The log of `name` that is being read."""
+        return self._readers[name].path if name in self._readers else None
+
+    def read(self, names: tuple[str, ...]) -> list[LogEntry]:
+        """What was printed since the last call; from their latest lines on, where `names` are others than before."""
+        if names != tuple(self._readers):
+            self._merged.close()
+            self._readers = {name: LogReader(self._run.logs / name, lossy=True) for name in names}
+            self._merged, self._maker = MergedLogs(list(self._readers.values())), EntryMaker()
+        return self._maker.entries(self._merged.ready())

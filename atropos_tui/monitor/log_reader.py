@@ -3,7 +3,7 @@
 A reader holds the file open, so that a rotation (`N.log` becomes `N.log.1`) takes away nothing unread. It reads
 everything, for a pipe or a terminal that scrolls; a *lossy* one keeps a screen fresh: it begins near the end, reads one
 bounded chunk a call, jumps ahead when it is late, and says in a note what it left out, since the file has the rest.
-Each line comes with the time at which its end arrived, as `supervisor.log_times` has it.
+Each line comes with the time at which its end arrived, as `supervisor.logs` has it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from atropos_common.files import open_regular
-from atropos_tui.monitor.plain import bytes_text
-from atropos_tui.supervisor.log_times import LogTimes
-from atropos_tui.supervisor.logs import attempts, latest_attempt
-from atropos_tui.supervisor.record_tail import CHUNK_BYTES, MAX_LINE_BYTES
+from atropos_common.record_tail import CHUNK_BYTES, MAX_LINE_BYTES
+from atropos_tui.monitor.format import bytes_text
+from atropos_tui.supervisor.logs import LogTimes, attempts, latest_attempt
 
 MAX_BEHIND_BYTES = 4 * CHUNK_BYTES
 """A lossy reader that is later than this jumps ahead."""
@@ -36,7 +35,7 @@ HOLD_S = 0.15
 """How long a line of a merged log is held back."""
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """One line of a component's log, without its newline, decoded with replacement."""
 
     time: float
@@ -104,7 +103,7 @@ class LogReader:
             if start:
                 return
 
-    def drain(self) -> Iterator[Line]:
+    def drain(self) -> Iterator[LogLine]:
         """Complete lines up to the present end, of a lossy reader at most a chunk; call again for what comes later."""
         while True:
             later = self._next_attempt()  # looked up first: once it exists, the present one grows no more
@@ -115,7 +114,7 @@ class LogReader:
             self.close()
             self._path, self._begun, self._is_torn, self._calm = later, False, False, CALM_READS
 
-    def rest(self) -> Iterator[Line]:
+    def rest(self) -> Iterator[LogLine]:
         """The last line, if it has no newline; call when nothing more can come."""
         if self._partial and self._file is not None:
             yield from self._timed([self._partial], self._file.tell() - 1 - len(self._partial), time.monotonic())
@@ -149,7 +148,7 @@ class LogReader:
                 yield path, path
                 yield _older(path), path
 
-    def _attempt(self, is_over: bool) -> Iterator[Line]:
+    def _attempt(self, is_over: bool) -> Iterator[LogLine]:
         if self._path is None:
             return
         if self._file is None:
@@ -200,7 +199,7 @@ class LogReader:
         except OSError:
             return None  # between the two steps of a rotation
 
-    def _lines(self, file: BinaryIO, grows: bool) -> Iterator[Line]:
+    def _lines(self, file: BinaryIO, grows: bool) -> Iterator[LogLine]:
         """What is unread of `file`; a lossy reader leaves most of it out, or for later if the file still grows."""
         assert self._times is not None
         size = os.fstat(file.fileno()).st_size
@@ -227,7 +226,7 @@ class LogReader:
                 self._is_torn = False
             yield from self._timed(lines, end, read_at)
 
-    def _jump(self, file: BinaryIO, left: int, at_once: int, allowed: int) -> Iterator[Line]:
+    def _jump(self, file: BinaryIO, left: int, at_once: int, allowed: int) -> Iterator[LogLine]:
         """Move a lossy reader that has more than allowed left to where `at_once` bytes are, and say so in a note."""
         assert self._times is not None
         is_late = left > (allowed if self._begun else at_once)
@@ -241,7 +240,7 @@ class LogReader:
             yield self._own(f"··· {bytes_text(left - at_once)} {where}, in {name} ···", is_note=True)
         self._begun = True
 
-    def _timed(self, lines: list[bytes], begin: int, read_at: float) -> list[Line]:
+    def _timed(self, lines: list[bytes], begin: int, read_at: float) -> list[LogLine]:
         """The lines, of which the first begins at offset `begin`; the innermost loop of everything that reads logs."""
         assert self._times is not None
         arrival, number, ends, end = self._times.at, self._number, [], begin - 1
@@ -254,14 +253,14 @@ class LogReader:
         else:
             clocks = list(itertools.accumulate(map(arrival, ends), max, initial=self._clock))[1:]
             self._clock = max([self._clock, *clocks])
-        make, name = tuple.__new__, self._folder.name  # `Line(...)` takes twice as long
+        make, name = tuple.__new__, self._folder.name  # `LogLine(...)` takes twice as long
         return [
-            make(Line, (clock, name, number, line.decode("utf-8", "replace"), read_at, False))
+            make(LogLine, (clock, name, number, line.decode("utf-8", "replace"), read_at, False))
             for clock, line in zip(clocks, lines, strict=True)
         ]
 
-    def _own(self, text: str, is_note: bool = False) -> Line:
-        return Line(self._clock, self._folder.name, self._number, text, time.monotonic(), is_note)
+    def _own(self, text: str, is_note: bool = False) -> LogLine:
+        return LogLine(self._clock, self._folder.name, self._number, text, time.monotonic(), is_note)
 
 
 class MergedLogs:
@@ -277,9 +276,9 @@ class MergedLogs:
         self._readers = readers
         self._holds = len(readers) > 1
         self._bounded = self._holds and all(reader.lossy for reader in readers)
-        self._waiting: list[Line] = []
+        self._waiting: list[LogLine] = []
 
-    def ready(self) -> Iterator[Line]:
+    def ready(self) -> Iterator[LogLine]:
         """Lines whose turn has come, from all that is in the files now. Use it up before the next call."""
         if not self._holds:
             yield from self._in_order(*(reader.drain() for reader in self._readers))
@@ -292,7 +291,7 @@ class MergedLogs:
             else:
                 self._waiting.append(line)
 
-    def rest(self) -> Iterator[Line]:
+    def rest(self) -> Iterator[LogLine]:
         """Everything that is left, last lines without a newline included; for when nothing more can come."""
         waiting, self._waiting = self._waiting, []
         both = (itertools.chain(reader.drain(), reader.rest()) for reader in self._readers)
@@ -311,7 +310,7 @@ class MergedLogs:
         oldest = time.monotonic() - HOLD_S
         return max(time.time() - HOLD_S, *(line.time for line in self._waiting if line.read_at <= oldest), 0.0)
 
-    def _in_order(self, *sources: Iterable[Line]) -> Iterable[Line]:
+    def _in_order(self, *sources: Iterable[LogLine]) -> Iterable[LogLine]:
         if self._bounded:  # then a sort of what there is costs half
             return sorted(itertools.chain(*sources), key=ARRIVAL)
         return heapq.merge(*sources, key=ARRIVAL)

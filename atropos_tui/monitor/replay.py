@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atropos_common.control import Accepted, Action, CommandRequest, Phase, Recipe, RunStatus, Snapshot, State
+from atropos_common.record_tail import RecordTail
 from atropos_common.records import ComponentRecord, Record, StepRecord
 from atropos_common.run_dir import LATEST_TIME, RunDir
-from atropos_tui.monitor.feed import Batch
-from atropos_tui.monitor.log_buffer import Entry
-from atropos_tui.monitor.log_feed import EntryMaker
-from atropos_tui.monitor.log_reader import Line, LogReader, MergedLogs
-from atropos_tui.monitor.run_info import RunInfo, component_rows, read_info, status_from_files
+from atropos_tui.monitor.log_buffer import EntryMaker, LogEntry
+from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs
+from atropos_tui.monitor.run_files import RecordBatch, RunInfo, component_rows, read_info, status_from_files
 from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import Refused
-from atropos_tui.supervisor.record_tail import RecordTail
 
 RECORDS_AT_ONCE = 1_000
 """A read hands over so many at most, so that a jump does not hold up the screen."""
@@ -158,7 +156,7 @@ class ReplayFeed:
     def bad_lines(self) -> int:
         return self._recording.bad_lines
 
-    def read(self) -> Batch:
+    def read(self) -> RecordBatch:
         """What became due since the last call; all that is due anew after a jump back."""
         due = bisect_right(self._recording.times, self._clock.now())
         anew = due < self._next
@@ -172,7 +170,7 @@ class ReplayFeed:
             if isinstance(record, ComponentRecord):
                 self._seen.apply(record)
         self.status = self._status()
-        return Batch(records, until < due, anew)
+        return RecordBatch(records, until < due, anew)
 
     def _status(self) -> RunStatus:
         final = self._recording.final
@@ -219,8 +217,8 @@ class ReplayLogs:
         self._run, self._clock = run, clock
         self._following: tuple[str, ...] = ()
         self._jumps = -1
-        self._lines: Iterator[Line] = iter(())
-        self._waiting: Line | None = None
+        self._lines: Iterator[LogLine] = iter(())
+        self._waiting: LogLine | None = None
         self._merged = MergedLogs([])
         self._maker = EntryMaker()
 
@@ -229,11 +227,11 @@ class ReplayLogs:
         attempts = self._maker.attempts
         return self._run.log(name, attempts[name]) if name in attempts else None
 
-    def read(self, names: tuple[str, ...]) -> list[Entry]:
+    def read(self, names: tuple[str, ...]) -> list[LogEntry]:
         """What became due since the last call; from a minute ago on, where `names` are others, or after a jump."""
         if (names, self._clock.jumps) != (self._following, self._jumps):
             self._begin(names)
-        entries: deque[Entry] = deque(maxlen=LINES_AT_ONCE)
+        entries: deque[LogEntry] = deque(maxlen=LINES_AT_ONCE)
         now, passed = self._clock.now(), 0
         while (line := self._waiting or next(self._lines, None)) is not None:
             self._waiting = line
@@ -245,7 +243,7 @@ class ReplayLogs:
                 entries.append(entry)
         if not passed:
             return list(entries)
-        return [Entry("note", f"··· {passed:,} lines passed over at this speed ···", "", entries[0].time), *entries]
+        return [LogEntry("note", f"··· {passed:,} lines passed over at this speed ···", "", entries[0].time), *entries]
 
     def _begin(self, names: tuple[str, ...]) -> None:
         self._following, self._jumps, self._waiting = names, self._clock.jumps, None

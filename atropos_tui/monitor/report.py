@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import PurePath
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -21,14 +20,11 @@ from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecor
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
 from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections
-from atropos_tui.monitor.feed import load_run
-from atropos_tui.monitor.plain import counted, duration, glyph_and_word, number, plain_text, said
-from atropos_tui.monitor.report_charts import Chart, charts
-from atropos_tui.monitor.report_svg import draw
-from atropos_tui.monitor.run_info import RunInfo, read_json
+from atropos_tui.monitor.format import counted, duration, glyph_and_word, masked_line, number, plain_text
+from atropos_tui.monitor.report_charts import PageChart, charts, draw
+from atropos_tui.monitor.run_files import RunInfo, is_crashed, load_run, read_json
 from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
 from atropos_tui.monitor.timeline import timeline
-from atropos_tui.monitor.without_result import is_crashed
 from atropos_tui.profile.redact import mask
 
 SAMPLES = 24
@@ -58,7 +54,7 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
     drawn = charts(state)
     end = _end(status, state, now)
     page = _environment().get_template("report.html.j2").render(
-        name=said(info.name or run.root.name),
+        name=masked_line(info.name or run.root.name),
         identity=_identity(info, status),
         verdict=_verdict(status),
         headline=_headline(state, info, status, end),
@@ -75,7 +71,7 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
         facts=_facts(run, status),
         profile=_profile(run),
         clock=_clock,
-        said=said,
+        masked_line=masked_line,
         counted=counted,
         made=f"{_clock(now)} by atropos-tui {__version__}",
     )  # fmt: skip
@@ -87,7 +83,7 @@ def _environment() -> Environment:
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 
-def _picture(chart: Chart, at: int) -> Markup:
+def _picture(chart: PageChart, at: int) -> Markup:
     return Markup(draw(chart, f"chart{at}"))  # its texts are escaped by the writer
 
 
@@ -95,8 +91,8 @@ def _picture(chart: Chart, at: int) -> Markup:
 
 
 def _identity(info: RunInfo, status: RunStatus) -> str:
-    model = PurePath(info.model).name if info.model.startswith(("/", ".", "${")) else info.model
-    return " · ".join(said(part) for part in (info.run_id, info.mode or status.mode, model) if part)
+    parts = (info.run_id, info.mode or status.mode, info.short_model)
+    return " · ".join(masked_line(part) for part in parts if part)
 
 
 def _verdict(status: RunStatus) -> tuple[str, str]:
@@ -187,7 +183,7 @@ def lanes(state: RunState, end: float) -> list[Lane]:
     for record in state.transitions:
         if not start <= record.time <= end:
             continue
-        name = said(record.component or "")
+        name = masked_line(record.component or "")
         found.setdefault(name, Lane(name))
         close(name, record.time)
         open_[name] = record.time, record.new if record.new in set(State) else ""
@@ -197,19 +193,19 @@ def lanes(state: RunState, end: float) -> list[Lane]:
 
 
 def _diagnosis(record: DiagnosisRecord) -> dict[str, str]:
-    texts = {key: said(getattr(record, key)) for key in ("title", "evidence", "fix")}
-    return texts | {"time": _clock(record.time), "component": said(record.component or "")}
+    texts = {key: masked_line(getattr(record, key)) for key in ("title", "evidence", "fix")}
+    return texts | {"time": _clock(record.time), "component": masked_line(record.component or "")}
 
 
 def _component(row: Any) -> dict[str, str]:
     return {
-        "name": said(row.name),
+        "name": masked_line(row.name),
         "role": row.role.value,
         "state": glyph_and_word(row.state),
         "attempts": str(row.attempt or "–"),
         "crashes": str(row.restarts),
         "exit": "–" if row.exit_code is None else str(row.exit_code),
-        "note": said(row.diagnosis or row.reason),
+        "note": masked_line(row.diagnosis or row.reason),
     }
 
 
@@ -232,7 +228,7 @@ def _rollouts(state: RunState) -> list[tuple[int, list[dict[str, str]]]]:
 
 def _sample(record: RolloutRecord) -> dict[str, str]:
     return {
-        "env": said(record.env),
+        "env": masked_line(record.env),
         "reward": number(record.reward),
         "advantage": number(record.advantage),
         "lag": number(record.policy_lag, 0),
@@ -262,21 +258,21 @@ def _facts(run: RunDir, status: RunStatus) -> list[tuple[str, str]]:
     rows = [(title, _fact(key, data[key])) for key, title in _FACTS.items() if data.get(key) is not None]
     versions, git = data.get("versions"), data.get("git")
     if isinstance(versions, dict):
-        rows += [(said(str(name)), said(str(version))) for name, version in versions.items()]
+        rows += [(masked_line(str(name)), masked_line(str(version))) for name, version in versions.items()]
     if isinstance(git, dict):
         changed = " with changes" if git.get("dirty") else ""
-        rows.append(("Git commit", said(str(git.get("commit"))) + changed))
+        rows.append(("Git commit", masked_line(str(git.get("commit"))) + changed))
     if status.phase is Phase.ENDED:
         code = "no result" if status.exit_code is None else str(status.exit_code)
-        rows += [("Exit code", code), ("Reason", said(status.reason) or "–")]
-    return [*rows, ("Run directory", said(str(run.root)))]
+        rows += [("Exit code", code), ("Reason", masked_line(status.reason) or "–")]
+    return [*rows, ("Run directory", masked_line(str(run.root)))]
 
 
 def _fact(key: str, value: object) -> str:
     if key.endswith("_at"):
-        return _clock(float(value)) if isinstance(value, int | float) else said(str(value))
+        return _clock(float(value)) if isinstance(value, int | float) else masked_line(str(value))
     words = " ".join(map(str, value)) if isinstance(value, list) else value
-    return said(words if isinstance(words, str) else json.dumps(words, default=str))
+    return masked_line(words if isinstance(words, str) else json.dumps(words, default=str))
 
 
 def _profile(run: RunDir) -> str:

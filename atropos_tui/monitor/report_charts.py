@@ -1,27 +1,96 @@
-"""Which curves a report shows: `charts(state)`, pure data. `report_svg` draws them."""
+"""The curves of a report: `charts(state)` prepares them for the page, `draw(chart)` makes one an SVG by matplotlib.
+
+There is no script, font or foreign text in a picture, and the page's style sheet owns the colours: matplotlib draws in
+marker colours, which become `var(--...)`, so that one picture is right on light and on dark. Names and legends stand in
+the page, not in the picture.
+"""
 
 from __future__ import annotations
 
+import io
 import math
+import re
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from xml.etree import ElementTree
 
-from atropos_tui.monitor.pace import PARTS
-from atropos_tui.monitor.plain import bytes_text, number, said, seconds_text
-from atropos_tui.monitor.series import MOST_STEPS, Series, on_scale
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from atropos_tui.monitor.bench import PARTS
+from atropos_tui.monitor.charts import (
+    HELD_OUT,
+    MOST_STEPS,
+    PAGE,
+    WRITERS,
+    ChartSpec,
+    CurveSpec,
+    Series,
+    averaged,
+    on_scale,
+    thin,
+)
+from atropos_tui.monitor.format import bytes_text, masked_line, seconds_text
 from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.thinning import averaged, thin
 
 POINTS = 1_000
 """Of one curve on the page; a longer one is thinned."""
 STACKED = 250
 """Columns of the split of a step; more steps are averaged."""
+SIZE_IN = (5.6, 2.5)
+SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+PALETTE = 6
+"""Colours of the page for curves: `--c1` to `--c6`."""
+FEW = 40
+"""So few points are marked, for a single one is no line."""
+MANY = 400
+"""More points make a thinner line."""
+
+_MARKERS = {f"#0102{at:02x}": f"var(--c{at})" for at in range(1, PALETTE + 1)}
+_MARKERS |= {"#010301": "var(--axis)", "#010302": "var(--grid)", "#010303": "var(--good-area)", "#010304": "var(--bad)"}
+_AXIS, _GRID, _HEALTHY, _BAD = (name for name in _MARKERS if name.startswith("#0103"))
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "atropos",
+    "path.simplify": False,  # the points are thinned already, by a rule that keeps the spikes
+    "font.size": 9,
+    "text.parse_math": False,
+    "axes.edgecolor": _AXIS,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": _AXIS,
+    "ytick.color": _AXIS,
+    "ytick.left": False,
+    "ytick.minor.left": False,
+    "lines.linewidth": 1.6,
+}
+
+ElementTree.register_namespace("", SVG)
+ElementTree.register_namespace("xlink", XLINK)
+
+STEP_PARTS = ChartSpec(
+    "Where a step's time goes",
+    (),
+    "Seconds of a step: waiting for rollouts, training, publishing weights, checkpoints",
+    unit="s",
+    low=0.0,
+)
+
 Write = Callable[[float | None], str]
-_WRITERS: dict[str, Write] = {"": number, "s": seconds_text, "bytes": bytes_text}
 
 
 @dataclass(frozen=True)
-class Line:
+class PageCurve:
     """One curve: its points, thinned for the page, and what its legend says."""
 
     label: str
@@ -36,25 +105,24 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Chart:
-    """Some curves over optimizer steps with one vertical axis."""
+class PageChart:
+    """A chart with the curves that a run has data for."""
 
-    name: str
-    about: str
-    """What is drawn and what is healthy, in a sentence."""
-    lines: list[Line]
-    unit: str = ""
-    """Of the vertical axis: `s`, `bytes`, or none."""
-    log: bool = False
-    stacked: bool = False
-    low: float | None = None
-    """An end of the axis, unless a value lies beyond it."""
-    high: float | None = None
-    healthy: tuple[float | None, float | None] | None = None
-    """Shaded: from, to; None where it is open."""
-    restarts: list[int] = field(default_factory=list)
+    spec: ChartSpec
+    lines: list[PageCurve]
+    restarts: list[int]
     """First steps of later attempts of the trainer."""
-    note: str = ""
+    note: str
+    stacked: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def about(self) -> str:
+        """What is drawn and what is healthy, in a sentence."""
+        return f"{'; '.join(filter(None, (self.spec.about, self.spec.health)))}."
 
     @property
     def not_finite(self) -> int:
@@ -62,82 +130,32 @@ class Chart:
         return sum(line.not_finite for line in self.lines)
 
 
-def charts(state: RunState) -> list[Chart]:
+def charts(state: RunState) -> list[PageChart]:
     """Every chart that `state` has data for, in reading order."""
     restarts = sorted(first for attempt, first in state.attempt_steps.items() if attempt > min(state.attempt_steps))
-
-    def of(name: str, about: str, *curves: tuple[str, str], unit: str = "", **more: object) -> Chart:
-        write = _WRITERS[unit]
-        lines = [_line(label, at, state.metric(key), write) for at, (label, key) in enumerate(curves, 1)]
-        kept = [line for line in lines if line is not None]
-        return Chart(name, about, kept, unit, restarts=restarts, note=_note(state, curves), **more)  # type: ignore[arg-type]
-
-    found = [
-        _reward(state, restarts),
-        of("Loss", "Of the objective, per token.", ("loss", "loss")),
-        of(
-            "Ratio",
-            "A token's probability under the trainer over that under the rollout policy; healthy from 0.8 to 1.2.",
-            ("mean", "ratio_mean"),
-            healthy=(0.8, 1.2),
-        ),
-        of(
-            "Clip fraction",
-            "Share of tokens whose ratio the objective clips; healthy below 0.3.",
-            ("clipped", "clip_fraction"),
-            healthy=(None, 0.3),
-            low=0.0,
-        ),
-        of("Gradient norm", "Before clipping.", ("norm", "grad_norm"), low=0.0),
-        of(
-            "Policy lag",
-            "Weight versions between the generation of a completion and its training.",
-            ("mean", "policy_lag_mean"),
-            ("max", "policy_lag_max"),
-            low=0.0,
-        ),
-        of(
-            "Logprobs",
-            "Mean logprob of the rollouts' tokens, by trainer and by engine; one line means aligned.",
-            ("trainer", "train_mean"),
-            ("engine", "inference_mean"),
-        ),
-        of(
-            "Logprob |diff|",
-            "Trainer against engine: over rollouts, policy lag included, and by the probe at the same weights; "
-            "healthy below 0.1.",
-            ("rollouts, mean", "logprob_diff_abs_mean"),
-            ("rollouts, max", "logprob_diff_abs_max"),
-            ("probe, mean", "probe_diff_abs_mean"),
-            log=True,
-            healthy=(None, 0.1),
-        ),
-        of("KL", "Estimate k3 of KL(rollout policy || trainer).", ("k3", "kl_k3")),
-        of("Tokens per second", "Of training, over the whole step.", ("tokens/s", "tokens_per_s"), low=0.0),
-        of(
-            "Trainer memory",
-            "Main memory of the process (RSS) and GPU memory of PyTorch's allocator.",
-            ("main memory", "rss_bytes"),
-            ("GPU allocated", "allocated_bytes"),
-            ("GPU peak", "peak_bytes"),
-            unit="bytes",
-            low=0.0,
-        ),
-        _split(state, restarts),
-    ]
+    found = [*(_chart(spec, state, restarts) for spec in PAGE), _split(state, restarts)]
     return [chart for chart in found if chart.lines]
 
 
-def _reward(state: RunState, restarts: list[int]) -> Chart:
-    lines = [_line("mean reward", 1, state.metric("reward_mean"), number)]
-    for at, (name, series) in enumerate(state.evals.items(), 2):
-        lines.append(_line(f"held-out accuracy, {said(name)}", at, series, number, scatter=True))
-    about = "Mean reward of the batch; held-out accuracy where an environment evaluates."
-    note = _note(state, [("", "reward_mean")])
-    return Chart("Reward", about, [line for line in lines if line], restarts=restarts, low=0.0, high=1.0, note=note)
+def _chart(spec: ChartSpec, state: RunState, restarts: list[int]) -> PageChart:
+    found = [(curve, label, series) for curve in spec.curves for label, series in _found(curve, state)]
+    lines = [
+        _line(label, at, series, WRITERS[spec.unit], scatter=curve.scatter)
+        for at, (curve, label, series) in enumerate(found, 1)
+    ]
+    longest = max((len(series) for curve, _, series in found if curve.metric != HELD_OUT), default=0)
+    note = f"{longest:,} points, thinned; every slice keeps its extremes." if longest > POINTS else ""
+    return PageChart(spec, [line for line in lines if line], restarts, note)
 
 
-def _split(state: RunState, restarts: list[int]) -> Chart:
+def _found(curve: CurveSpec, state: RunState) -> list[tuple[str, Series]]:
+    """A curve's label and points; held-out accuracy has a curve for each environment."""
+    if curve.metric == HELD_OUT:
+        return [(f"{curve.label} accuracy, {masked_line(name)}", series) for name, series in state.evals.items()]
+    return [(curve.label, state.metric(curve.metric))]
+
+
+def _split(state: RunState, restarts: list[int]) -> PageChart:
     """Where a step's seconds go, stacked; a part without a value counts as none of them."""
     whole = state.metric("step_s")
     parts = {name: _at_steps(state.metric(key), whole.steps) for name, key in PARTS.items()}
@@ -147,16 +165,7 @@ def _split(state: RunState, restarts: list[int]) -> Chart:
     lines = [_line(name, at, part, seconds_text, stacked=True) for at, (name, part) in enumerate(parts.items(), 1)]
     count = math.ceil(len(whole) / STACKED)
     note = f"{len(whole):,} steps, drawn as means of {count}." if count > 1 else ""
-    return Chart(
-        "Where a step's time goes",
-        "Seconds of a step: waiting for rollouts, training, publishing weights, checkpoints.",
-        [line for line in lines if line],
-        unit="s",
-        stacked=True,
-        low=0.0,
-        restarts=restarts,
-        note=note,
-    )
+    return PageChart(STEP_PARTS, [line for line in lines if line], restarts, note, stacked=True)
 
 
 def _at_steps(series: Series, steps: Sequence[int]) -> Series:
@@ -167,7 +176,7 @@ def _at_steps(series: Series, steps: Sequence[int]) -> Series:
 
 def _line(
     label: str, colour: int, series: Series, write: Write, *, scatter: bool = False, stacked: bool = False
-) -> Line | None:
+) -> PageCurve | None:
     """None where there is no data."""
     if not len(series):
         return None
@@ -178,7 +187,7 @@ def _line(
             clean.values.append(on_scale(value) if math.isfinite(value) else math.nan)
             clean.times.append(time)
     finite = [value for value in clean.values if math.isfinite(value)]
-    return Line(
+    return PageCurve(
         label=label,
         colour=colour,
         points=averaged(clean, STACKED) if stacked else thin(clean, POINTS),
@@ -189,6 +198,123 @@ def _line(
     )
 
 
-def _note(state: RunState, curves: Sequence[tuple[str, str]]) -> str:
-    longest = max((len(state.metric(key)) for _, key in curves), default=0)
-    return f"{longest:,} points, thinned; every slice keeps its extremes." if longest > POINTS else ""
+def draw(chart: PageChart, name: str) -> str:
+    """An `<svg>` element with a title and a description; `name` makes its ids unique on the page."""
+    with rc_context(_STYLE), warnings.catch_warnings():  # type: ignore[arg-type]
+        warnings.simplefilter("ignore")  # a log axis without a positive value, say: drawn empty
+        figure = Figure(SIZE_IN, layout=ConstrainedLayoutEngine(h_pad=0.02, w_pad=0.02))
+        axes = figure.add_subplot()
+        _paint(axes, chart)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", transparent=True)
+    return _embedded(buffer.getvalue(), chart, name)
+
+
+def _paint(axes: Axes, chart: PageChart) -> None:
+    if chart.spec.log:
+        axes.set_yscale("log", nonpositive="clip")
+    if chart.stacked:
+        _stack(axes, chart.lines)
+    else:
+        for line in reversed(chart.lines):  # the first on top
+            _curve(axes, line)
+    _limits(axes, chart)
+    low, high = axes.get_ylim()
+    if chart.spec.healthy:
+        start, end = chart.spec.healthy
+        axes.axhspan(low if start is None else start, high if end is None else end, color=_HEALTHY, zorder=0)
+        axes.set_ylim(low, high)
+    for line in chart.lines:
+        lost = [step for step, value in zip(line.points.steps, line.points.values, strict=True) if math.isnan(value)]
+        if lost:
+            axes.plot(lost, [low] * len(lost), "x", color=_BAD, markersize=5, clip_on=False, zorder=5)
+    for step in chart.restarts:
+        axes.axvline(step, color=_AXIS, linewidth=0.8, linestyle=(0, (2, 3)))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    if not chart.spec.log:
+        axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, chart.spec.unit)))
+
+
+def _tick(value: float, unit: str) -> str:
+    """A round value of an axis."""
+    if unit == "bytes":
+        return "0" if value == 0 else bytes_text(value)
+    text = f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.6g}"
+    return f"{text} {unit}" if unit and value else text
+
+
+def _curve(axes: Axes, line: PageCurve) -> None:
+    points, colour = line.points, _colour(line.colour)
+    values = [value if math.isfinite(value) else math.nan for value in points.values]
+    if line.scatter:
+        axes.plot(points.steps, values, "D", color=colour, markersize=4.5)
+    else:
+        mark, width = ("o", 1.6) if len(points) <= FEW else ("", 1.6 if len(points) <= MANY else 0.9)
+        axes.plot(points.steps, values, color=colour, marker=mark, markersize=3, linewidth=width)
+
+
+def _stack(axes: Axes, lines: Sequence[PageCurve]) -> None:
+    if not lines:
+        return
+    steps = lines[0].points.steps
+    wide = [*steps, steps[-1] + 1]  # each step is a column up to the next
+    below = [0.0] * len(wide)
+    for line in lines:
+        above = [base + value for base, value in zip(below, [*line.points.values, line.points.values[-1]], strict=True)]
+        axes.fill_between(wide, below, above, color=_colour(line.colour), step="post", linewidth=0)
+        below = above
+
+
+def _limits(axes: Axes, chart: PageChart) -> None:
+    """The chart's own ends of the vertical axis, each unless a value lies beyond it."""
+    if not chart.stacked:
+        values = [value for line in chart.lines for value in line.points.values if math.isfinite(value)]
+        low, high = (min(values), max(values)) if values else (0.0, 1.0)
+        if chart.spec.low is not None and low >= chart.spec.low:
+            axes.set_ylim(bottom=chart.spec.low)
+        if chart.spec.high is not None and high <= chart.spec.high:
+            axes.set_ylim(top=chart.spec.high * 1.03)
+    else:
+        axes.set_ylim(bottom=0)
+    if chart.spec.log:
+        axes.set_ylim(top=max(axes.get_ylim()[1], 1.0))
+
+
+def _colour(number_: int) -> str:
+    return f"#0102{(number_ - 1) % PALETTE + 1:02x}"
+
+
+def _embedded(data: bytes, chart: PageChart, name: str) -> str:
+    """What matplotlib wrote as an element for an HTML page: ids of its own, the page's colours, title, description."""
+    root = ElementTree.fromstring(data)
+    for tag in ("metadata", "defs"):
+        for child in root.findall(f"{{{SVG}}}{tag}"):
+            if tag == "metadata" or child.find(f"{{{SVG}}}style") is not None:
+                root.remove(child)
+    for element in root.iter():
+        for key, value in element.attrib.items():
+            if key == "id":
+                element.set(key, f"{name}-{value}")
+            elif key == f"{{{XLINK}}}href":
+                element.set(key, value.replace("#", f"#{name}-"))
+            else:
+                element.set(key, _styled(value.replace("url(#", f"url(#{name}-")))
+    for key in ("width", "height", "version"):
+        root.attrib.pop(key, None)
+    root.attrib |= {"role": "img", "aria-labelledby": f"{name}-title {name}-desc", "class": "chart"}
+    for at, (tag, text) in enumerate((("title", chart.name), ("desc", _described(chart)))):
+        element = ElementTree.Element(f"{{{SVG}}}{tag}", {"id": f"{name}-{tag}"})
+        element.text = text
+        root.insert(at, element)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _styled(value: str) -> str:
+    return re.sub(r"#[0-9a-f]{6}", lambda found: _MARKERS.get(found.group(), found.group()), value)
+
+
+def _described(chart: PageChart) -> str:
+    lines = [f"{line.label}: last {line.last}, range {line.span}" for line in chart.lines]
+    return f"{chart.about} Over optimizer steps. {'; '.join(lines)}."

@@ -28,7 +28,8 @@ from atropos_common.records import (
     TimingRecord,
     TrainerRecord,
 )
-from atropos_tui.monitor.series import MOST_STEPS, Series, real
+from atropos_tui.monitor.charts import MOST_STEPS, Series
+from atropos_tui.monitor.format import real
 
 METRICS: dict[type[Record], tuple[str, ...]] = {
     StepRecord: (

@@ -6,24 +6,11 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
 
 from atropos_common.control import State
 from atropos_common.records import CheckpointRecord, CommandRecord, DiagnosisRecord, StateRecord
-from atropos_tui.monitor.plain import bytes_text, glyph_and_word, one_line, plain_lines, seconds_text
+from atropos_tui.monitor.format import TONES, Tone, bytes_text, glyph_and_word, one_line, plain_lines, seconds_text
 from atropos_tui.monitor.state import RunState
-
-Tone = Literal["good", "busy", "warn", "bad", "dim"]
-
-_TONES: dict[str, Tone] = {
-    State.HEALTHY: "good",
-    State.COMPLETED: "good",
-    State.STARTING: "busy",
-    State.STOPPING: "busy",
-    State.UNHEALTHY: "warn",
-    State.BACKOFF: "warn",
-    State.FAILED: "bad",
-}
 
 
 @dataclass(frozen=True)
@@ -72,7 +59,7 @@ def _moved(record: StateRecord) -> Event:
         one_line(record.component or ""),
         mark,
         " · ".join(word for word in words if word),
-        _TONES.get(record.new, "dim"),
+        TONES.get(record.new, "dim"),
         f"from {one_line(record.old)}" + (f", exit code {record.exit_code}" if record.exit_code is not None else ""),
     )
 

@@ -13,13 +13,12 @@ from urllib.parse import urlsplit
 from atropos_common.bridge import LORA_RANKS, server_rank
 from atropos_common.transfer import is_loopback, is_wildcard
 from atropos_tui.errors import Problem
-from atropos_tui.profile.errors import SECTION_LISTS, KeyPath, key_text, printable
-from atropos_tui.profile.graph import find_faults
+from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.memory import VLLM_FRACTION
-from atropos_tui.profile.modes import TRAITS
-from atropos_tui.profile.plan import Site, env_engine, fed_engines, meeting_address, training_config
+from atropos_tui.profile.plan import TRAITS, Site, env_engine, fed_engines, meeting_address, training_config
+from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
-from atropos_tui.profile.spec import StackSpec
+from atropos_tui.profile.spec import StackSpec, dependency_faults
 from trainer_core.config import TrainingConfig
 
 MAX_REASON = 1000
@@ -29,22 +28,27 @@ SAFE_LOADING = ("auto", "safetensors", "pt", "hf", "mistral", "fastsafetensors")
 PROCESSED = "processed_logprobs"
 
 
-def check_profile(site: Site, file: str) -> list[Problem]:
+def check_profile(site: Site) -> list[Problem]:
     """What contradicts itself, whatever the machine."""
     profile = site.profile
-    groups = _groups(site, file)
-    return [
-        *_mode(profile, file),
-        *_wildcard(site, file),
-        *_names(profile, file),
-        *_ports(profile, file),
-        *_urls(site, file),
-        *_derived(profile, file),
-        *_environments(profile, file),
-        *groups,
-        *_trainer(site, file, grouped=not groups),
-        *_engines(site, file),
-    ]
+    problems = [*_trainer_gpus(profile), *_fed(profile), *_names(profile), *_ports(profile), *_urls(site)]
+    problems += [*_derived(profile), *_server_types(profile), *_several(profile), *_gpu_lists(profile)]
+    problems += [*_shares(profile), *_logprobs(profile)]
+    if site.traits.shares_memory:
+        problems += [*_single_copy_place(profile), *_single_copy_flags(profile.vllm[0])]
+    if site.traits.other_gpus:
+        problems += _other_gpus(profile)
+    try:
+        settings = training_config(site, grouped=False)
+    except ValueError as error:
+        fix = "change one of the two settings under [trainer]"
+        return problems + [Problem(line, fix, key="trainer") for line in str(error).splitlines()]
+    problems += [*_groups(profile, settings), *_meeting_place(site, settings), *_lengths(profile, settings)]
+    if site.traits.shares_memory:
+        problems += _single_copy_type(profile.vllm[0], settings)
+    if site.traits.lora:
+        problems += _adapters(profile.vllm[0], settings)
+    return problems
 
 
 def placed(problem: Problem, profile: Profile) -> Problem:
@@ -56,115 +60,96 @@ def placed(problem: Problem, profile: Profile) -> Problem:
     if first in SECTION_LISTS and rest and rest[0].isdecimal():
         path = (first, int(rest[0]), *rest[1:])
         key = key_text(path, {first: [{"name": part.name} for part in getattr(profile, first)]})
-    file = profile.origins.of(path) or problem.file
+    file = profile.origins.of(path)
     return Problem(printable(problem.reason, MAX_REASON), printable(problem.fix, MAX_REASON), file, key)
 
 
-def check_graph(profile: Profile, stack: StackSpec, file: str) -> list[Problem]:
+def check_graph(profile: Profile, stack: StackSpec) -> list[Problem]:
     """What cannot be started in any order."""
     return [
-        Problem(fault.reason, fault.fix, file, f"{profile.section_of(fault.component)}.depends_on")
-        for fault in find_faults(stack)
-        if fault.field == "depends_on"  # names are checked in the profile, which knows their sections
+        Problem(fault.reason, fault.fix, key=f"{profile.section_of(fault.component)}.depends_on")
+        for fault in dependency_faults(stack)
     ]
 
 
 def check_notes(site: Site) -> list[str]:
     """What is accepted, and does nothing or more than one may think."""
+    profile = site.profile
     parts = {
-        **{f"vllm.{index}": engine for index, engine in enumerate(site.profile.vllm)},
-        **{f"env.{index}": env for index, env in enumerate(site.profile.env)},
-        "trainer": site.profile.trainer,
+        **{f"vllm.{index}": engine for index, engine in enumerate(profile.vllm)},
+        **{f"env.{index}": env for index, env in enumerate(profile.env)},
+        "trainer": profile.trainer,
     }
     notes = [
         f"{key}.env.VLLM_USE_V1 is ignored: vLLM has only one engine now"
         for key, part in parts.items()
         if "VLLM_USE_V1" in part.env
     ]
-    if (place := _meeting_place(site)) and not is_loopback(place[1]):
+    settings = training_config(site, grouped=False)
+    if site.traits.feeds_all and not is_loopback(place := meeting_address(site, settings)):
         notes.append(
-            f"WARNING {place[0]}: the broadcast's group meets at {place[1]}, beyond the loopback. Its weights travel "
-            "unencrypted, and whoever reaches that network can read them or break the group: keep it to machines that "
-            "you trust"
+            f"WARNING {_meeting_key(settings)}: the broadcast's group meets at {place}, beyond the loopback. Its "
+            "weights travel unencrypted, and whoever reaches that network can read them or break the group: keep it to "
+            "machines that you trust"
         )
     return notes
 
 
-def _meeting_place(site: Site) -> tuple[str, str] | None:
-    """Key and address where a broadcast's group meets, of a profile whose trainer's settings are sound."""
-    if not site.traits.feeds_all:
-        return None
-    try:
-        settings = training_config(site, grouped=False)
-    except ValueError:
-        return None  # its own problem
-    key = "trainer.init_method" if settings.init_method != "env://" else "trainer.env.MASTER_ADDR"
-    return key, meeting_address(site, settings)
+def _meeting_key(settings: TrainingConfig) -> str:
+    """Where a profile says at which address a broadcast's group meets."""
+    return "trainer.init_method" if settings.init_method != "env://" else "trainer.env.MASTER_ADDR"
 
 
-def _mode(profile: Profile, file: str) -> list[Problem]:
-    traits = TRAITS[profile.mode]
-    problems = []
-    if len(profile.trainer.gpus) > 1:
-        problems.append(
-            Problem(
-                f"{len(profile.trainer.gpus)} GPUs, and the trainer of this version uses one",
-                f"name one, such as trainer.gpus = [{profile.trainer.gpus[0]}], and a model that fits",
-                file,
-                "trainer.gpus",
-            )
+def _meeting_place(site: Site, settings: TrainingConfig) -> Iterator[Problem]:
+    if site.traits.feeds_all and is_wildcard(place := meeting_address(site, settings)):
+        yield Problem(
+            f"{place} is every interface of this machine, and the group of a broadcast meets at one address",
+            "leave it out for the loopback, or name the one address that the servers reach",
+            key=_meeting_key(settings),
         )
+
+
+def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
+    gpus = profile.trainer.gpus
+    if len(gpus) > 1:
+        reason = f"{len(gpus)} GPUs, and the trainer of this version uses one"
+        fix = f"name one, such as trainer.gpus = [{gpus[0]}], and a model that fits"
+        yield Problem(reason, fix, key="trainer.gpus")
+
+
+def _fed(profile: Profile) -> Iterator[Problem]:
     nodes, fed = profile.trainer.settings.get("num_inference_nodes"), len(fed_engines(profile))
     if nodes and nodes != fed:
-        problems.append(
-            Problem(
-                f"{nodes} inference servers, and the trainer feeds {fed} of this profile's",
-                "leave it out, or write a [[vllm]] for each one"
-                + ("" if traits.feeds_all else ' with mode = "broadcast": this mode feeds one'),
-                file,
-                "trainer.num_inference_nodes",
-            )
-        )
-    return problems
-
-
-def _wildcard(site: Site, file: str) -> Iterator[Problem]:
-    if (place := _meeting_place(site)) and is_wildcard(place[1]):
+        one = "" if TRAITS[profile.mode].feeds_all else ' with mode = "broadcast": this mode feeds one'
         yield Problem(
-            f"{place[1]} is every interface of this machine, and the group of a broadcast meets at one address",
-            "leave it out for the loopback, or name the one address that the servers reach",
-            file,
-            place[0],
+            f"{nodes} inference servers, and the trainer feeds {fed} of this profile's",
+            f"leave it out, or write a [[vllm]] for each one{one}",
+            key="trainer.num_inference_nodes",
         )
 
 
-def _names(profile: Profile, file: str) -> list[Problem]:
+def _names(profile: Profile) -> list[Problem]:
     named = [("api", "api"), ("trainer", "trainer"), *((name, f"component.{name}") for name in profile.component)]
     named += [(part.name, f"env.{index}.name") for index, part in enumerate(profile.env)]
     named += [(part.name, f"vllm.{index}.name") for index, part in enumerate(profile.vllm)]
     named += [(part.name, f"prepare.{index}.name") for index, part in enumerate(profile.prepare)]
     last = dict(named)
     return [
-        Problem(f"the name {name!r} is used {count} times", "give each component its own name", file, last[name])
+        Problem(f"the name {name!r} is used {count} times", "give each component its own name", key=last[name])
         for name, count in Counter(name for name, _ in named).items()
         if count > 1
     ]
 
 
-def _ports(profile: Profile, file: str) -> list[Problem]:
+def _ports(profile: Profile) -> Iterator[Problem]:
     seen: dict[int, str] = {}
-    problems = []
     for key, port in profile.used_ports():
         if port in seen:
-            problems.append(Problem(f"port {port} is also {seen[port]}", "choose distinct ports", file, key))
+            yield Problem(f"port {port} is also {seen[port]}", "choose distinct ports", key=key)
         seen.setdefault(port, key)
     if profile.api.host not in ("127.0.0.1", "localhost"):
-        problems.append(
-            Problem(
-                "run-api has no authentication and would be open to the network", 'use "127.0.0.1"', file, "api.host"
-            )
-        )
-    return problems
+        reason = "run-api has no authentication and would be open to the network"
+        yield Problem(reason, 'use "127.0.0.1"', key="api.host")
 
 
 _API_URL = re.compile(r"(rollout_server|atropos|run_api|api_server)_url$")
@@ -172,7 +157,7 @@ _ENGINE_URL = re.compile(r"(base|vllm|openai_base)_url$")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def _urls(site: Site, file: str) -> Iterator[Problem]:
+def _urls(site: Site) -> Iterator[Problem]:
     """Addresses of this machine, given by hand to a program, that lead to another port than run-api or vLLM has."""
     profile = site.profile
     servers = {engine.port for engine in profile.vllm} | {part.port for part in profile.component.values()}
@@ -182,11 +167,11 @@ def _urls(site: Site, file: str) -> Iterator[Problem]:
         flat = name.lower().replace("-", "_")
         if _API_URL.search(flat) and port != profile.api.port:
             fix = f"use http://127.0.0.1:{profile.api.port}, or set api.port = {port}"
-            yield Problem(f"{name} leads to port {port}, and run-api has port {profile.api.port}", fix, file, key)
+            yield Problem(f"{name} leads to port {port}, and run-api has port {profile.api.port}", fix, key=key)
         elif _ENGINE_URL.search(flat) and port not in servers:
             own = profile.vllm[0].port
             fix = f"use http://127.0.0.1:{own}/v1, or set vllm.port = {port}"
-            yield Problem(f"{name} leads to port {port}, where nothing of this profile listens", fix, file, key)
+            yield Problem(f"{name} leads to port {port}, where nothing of this profile listens", fix, key=key)
 
 
 def _settings(site: Site) -> Iterator[tuple[str, str, str]]:
@@ -232,96 +217,55 @@ DERIVED_FLAGS = {
 """Flags that the plan derives, and the profile key to set instead (none: it must stay as it is)."""
 
 
-def _derived(profile: Profile, file: str) -> list[Problem]:
+def _derived(profile: Profile) -> list[Problem]:
     sections = [("vllm", f"vllm.{index}", list(part.args)) for index, part in enumerate(profile.vllm)]
     sections += [("env", f"env.{index}", list(part.args)) for index, part in enumerate(profile.env)]
     return [
-        Problem("is derived", f"set {instead} instead" if instead else "remove it", file, f"{key}.args.{word}")
+        Problem("is derived", f"set {instead} instead" if instead else "remove it", key=f"{key}.args.{word}")
         for kind, key, words in sections
         for word in words
         if (instead := DERIVED_FLAGS[kind].get(word.replace("_", "-") if kind == "vllm" else word)) is not None
     ]
 
 
-def _environments(profile: Profile, file: str) -> Iterator[Problem]:
+def _server_types(profile: Profile) -> Iterator[Problem]:
     for index, env in enumerate(profile.env):
         server_type = env.args.get("openai.server_type", "vllm")
         if server_type != "vllm":
             yield Problem(
                 f"server_type {server_type!r} returns no logprobs, and GRPO cannot train without them",
                 'use "vllm", or leave it out',
-                file,
-                f"env.{index}.args.openai.server_type",
+                key=f"env.{index}.args.openai.server_type",
             )
 
 
-def _groups(site: Site, file: str) -> list[Problem]:
+def _groups(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
     """run-api fills a batch only when it is a multiple of every environment's group size."""
-    try:
-        settings = training_config(site, grouped=False)
-    except ValueError:
-        return []  # its own problem, and sizes cannot be told
     total = settings.sequences_per_step
-    problems = []
-    for index, env in enumerate(site.profile.env):
-        size = env.args.get("env.group_size")
-        if isinstance(size, int) and size > 0 and total % size:
+    for index, env in enumerate(profile.env):
+        size = env.args.get("env.group_size", 1)
+        assert isinstance(size, int)  # its own validator
+        if total % size:
             wanted = -(-total // size) * size
             steps = wanted // settings.batch_size if wanted % settings.batch_size == 0 else None
             change = f"trainer.gradient_accumulation_steps = {steps}" if steps else f"trainer.batch_size = {size}"
-            problems.append(
-                Problem(
-                    f"batch_size {settings.batch_size} x gradient_accumulation_steps "
-                    f"{settings.gradient_accumulation_steps} = {total} sequences is no multiple of {env.name}'s group "
-                    f"size {size}: run-api would never fill a batch",
-                    f"set {change}, or another env.group_size",
-                    file,
-                    f"env.{index}.args.env.group_size",
-                )
+            yield Problem(
+                f"batch_size {settings.batch_size} x gradient_accumulation_steps "
+                f"{settings.gradient_accumulation_steps} = {total} sequences is no multiple of {env.name}'s group "
+                f"size {size}: run-api would never fill a batch",
+                f"set {change}, or another env.group_size",
+                key=f"env.{index}.args.env.group_size",
             )
-    return problems
 
 
-def _trainer(site: Site, file: str, *, grouped: bool) -> list[Problem]:
-    try:
-        training_config(site, grouped=grouped)
-    except ValueError as error:
-        lines = str(error).splitlines()
-        return [Problem(line, "change one of the two settings under [trainer]", file, "trainer") for line in lines]
-    return []
-
-
-def _engines(site: Site, file: str) -> list[Problem]:
-    """Every contradiction between the engines and the rest of the profile."""
-    profile = site.profile
-    problems = [*_several(profile, file), *_gpu_lists(profile, file), *_shares(profile, file)]
-    problems += _logprobs(profile, file)
-    if TRAITS[profile.mode].shares_memory:
-        problems += _single_copy_place(profile, file)
-        problems += _single_copy_flags(profile.vllm[0], file)
-    if TRAITS[profile.mode].other_gpus:
-        problems += _other_gpus(profile, file)
-    try:
-        settings = training_config(site, grouped=False)
-    except ValueError:
-        return problems  # told elsewhere
-    problems += _lengths(profile, settings, file)
-    if TRAITS[profile.mode].shares_memory:
-        problems += _single_copy_type(profile.vllm[0], settings, file)
-    if TRAITS[profile.mode].lora:
-        problems += _adapters(profile.vllm[0], settings, file)
-    return problems
-
-
-def _several(profile: Profile, file: str) -> Iterator[Problem]:
+def _several(profile: Profile) -> Iterator[Problem]:
     """Rollouts must come from an engine that the trainer feeds."""
     first = profile.vllm[0]
     if first.model is not None:
         yield Problem(
             "the trainer feeds the first engine, so that serves the stack's model",
             "set `model` at the top instead; another model is for a further [[vllm]]",
-            file,
-            "vllm.0.model",
+            key="vllm.0.model",
         )
     for index, env in enumerate(profile.env):
         key = f"env.{index}.engine"
@@ -329,34 +273,32 @@ def _several(profile: Profile, file: str) -> Iterator[Problem]:
             continue
         names = ", ".join(engine.name for engine in profile.vllm)
         if env_engine(profile, env).name != env.engine:
-            yield Problem(f"no engine is called {env.engine!r}", f"use one of: {names}", file, key)
+            yield Problem(f"no engine is called {env.engine!r}", f"use one of: {names}", key=key)
         else:
             yield Problem(
                 f"the trainer feeds {', '.join(engine.name for engine in fed_engines(profile))}: rollouts of "
                 f"{env.engine} would come from weights that no update reaches",
                 f'use engine = {first.name!r}, or mode = "broadcast" with engines of one model',
-                file,
-                key,
+                key=key,
             )
 
 
-def _gpu_lists(profile: Profile, file: str) -> Iterator[Problem]:
+def _gpu_lists(profile: Profile) -> Iterator[Problem]:
     for index, engine in enumerate(profile.vllm):
         key, needed = f"vllm.{index}.gpus", engine.gpus_needed
         if len(set(engine.gpus)) < len(engine.gpus):
-            yield Problem(f"names a GPU twice: {engine.gpus}", "name each GPU once", file, key)
+            yield Problem(f"names a GPU twice: {engine.gpus}", "name each GPU once", key=key)
         elif engine.gpus and len(engine.gpus) != needed:
             plural = "GPU" if len(engine.gpus) == 1 else "GPUs"
             yield Problem(
                 f"{len(engine.gpus)} {plural} for an engine that takes {needed} (tensor_parallel = "
                 f"{engine.tensor_parallel})",
                 f"set vllm.tensor_parallel = {len(engine.gpus)}, or name {needed}",
-                file,
-                key,
+                key=key,
             )
 
 
-def _shares(profile: Profile, file: str) -> Iterator[Problem]:
+def _shares(profile: Profile) -> Iterator[Problem]:
     """Several engines on one GPU: their shares must fit on it."""
     on: dict[int, list[tuple[int, float]]] = {}
     for index, engine in enumerate(profile.vllm):
@@ -372,30 +314,27 @@ def _shares(profile: Profile, file: str) -> Iterator[Problem]:
             yield Problem(
                 f"the engines on GPU {gpu} take {total:.2f} of its memory ({parts})",
                 f"let them add up to less than 1, such as {0.9 / len(shares):.2f} each",
-                file,
-                f"vllm.{last}.gpu_memory_utilization",
+                key=f"vllm.{last}.gpu_memory_utilization",
             )
 
 
-def _logprobs(profile: Profile, file: str) -> Iterator[Problem]:
+def _logprobs(profile: Profile) -> Iterator[Problem]:
     mode = profile.vllm[0].flag("logprobs-mode")
     if mode not in (None, PROCESSED):
         yield Problem(
             f"{mode!r} are not the logprobs that were sampled from, and the trainer's ratios need those",
             f'use "{PROCESSED}", or leave it out',
-            file,
-            f"vllm.0.args.{profile.vllm[0].flag_key('logprobs-mode')}",
+            key=_flag_key(profile.vllm[0], "logprobs-mode"),
         )
 
 
-def _single_copy_place(profile: Profile, file: str) -> Iterator[Problem]:
+def _single_copy_place(profile: Profile) -> Iterator[Problem]:
     engine, trainer = profile.vllm[0], profile.trainer
     if engine.tensor_parallel > 1:
         yield Problem(
             "single copy cannot attach to a tensor-parallel engine in this version: a rank holds part of the weights",
             "set tensor_parallel = 1 and one GPU, with a model that fits on it",
-            file,
-            "vllm.0.tensor_parallel",
+            key="vllm.0.tensor_parallel",
         )
     if trainer.gpus and trainer.gpus != engine.gpus:
         fix = f"set trainer.gpus = {engine.gpus}" if engine.gpus else f"set vllm.gpus = {trainer.gpus}"
@@ -403,77 +342,76 @@ def _single_copy_place(profile: Profile, file: str) -> Iterator[Problem]:
         yield Problem(
             f"single copy needs trainer and engine on the same GPU, and the engine has {where}",
             f"{fix}, or leave trainer.gpus out",
-            file,
-            "trainer.gpus",
+            key="trainer.gpus",
         )
     if engine.gpus and trainer.settings.get("device") == "cpu":
         yield Problem(
             f"single copy shares the engine's memory, and that is on GPU {engine.gpus}",
             'use "auto", or take vllm.gpus out',
-            file,
-            "trainer.device",
+            key="trainer.device",
         )
 
 
-def _single_copy_flags(engine: EngineSection, file: str) -> Iterator[Problem]:
-    """Flags after which a weight in the engine's memory is not what the trainer has, or not where it looks."""
-    conflicts = {
-        "quantization": "quantized weights cannot be trained in place",
-        "enable-sleep-mode": "a sleeping engine gives its weights' memory away, and the trainer is attached to it",
-        "enable-lora": "adapters wrap the layers whose weights are shared",
-    }
-    for name, why in conflicts.items():
+_UNSHARED = {
+    "quantization": "quantized weights cannot be trained in place",
+    "enable-sleep-mode": "a sleeping engine gives its weights' memory away, and the trainer is attached to it",
+    "enable-lora": "adapters wrap the layers whose weights are shared",
+}
+"""Flags after which a weight in the engine's memory is not what the trainer has, and why."""
+
+
+def _flag_key(engine: EngineSection, name: str) -> str:
+    return f"vllm.0.args.{engine.flag_key(name)}"
+
+
+def _single_copy_flags(engine: EngineSection) -> Iterator[Problem]:
+    """Flags after which the trainer does not find each weight where it looks, as it has it."""
+    for name, why in _UNSHARED.items():
         if engine.flag(name) not in (None, False):
-            yield Problem(why, "take it out, or use another mode", file, f"vllm.0.args.{engine.flag_key(name)}")
+            yield Problem(why, "take it out, or use another mode", key=_flag_key(engine, name))
     for name in ("pipeline-parallel-size", "data-parallel-size"):
         if engine.flag_number(name, 1) > 1:
-            key = f"vllm.0.args.{engine.flag_key(name)}"
-            yield Problem("single copy attaches to one process of vLLM", "set it to 1, or take it out", file, key)
+            fix = "set it to 1, or take it out"
+            yield Problem("single copy attaches to one process of vLLM", fix, key=_flag_key(engine, name))
     if engine.flag_number("cpu-offload-gb", 0) > 0:
-        key = f"vllm.0.args.{engine.flag_key('cpu-offload-gb')}"
-        yield Problem("weights on the host cannot be shared with the trainer", "take it out", file, key)
+        reason = "weights on the host cannot be shared with the trainer"
+        yield Problem(reason, "take it out", key=_flag_key(engine, "cpu-offload-gb"))
     loading = engine.flag("load-format")
     if loading is not None and loading not in SAFE_LOADING:
-        yield Problem(
-            f"single copy cannot share weights that were loaded as {loading!r}",
-            f"use one of: {', '.join(SAFE_LOADING)}",
-            file,
-            f"vllm.0.args.{engine.flag_key('load-format')}",
-        )
+        reason = f"single copy cannot share weights that were loaded as {loading!r}"
+        yield Problem(reason, f"use one of: {', '.join(SAFE_LOADING)}", key=_flag_key(engine, "load-format"))
 
 
 _TYPES = {"half": "float16", "float": "float32"}
 
 
-def _single_copy_type(engine: EngineSection, settings: TrainingConfig, file: str) -> Iterator[Problem]:
+def _single_copy_type(engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
     theirs = _TYPES.get(engine.dtype or "", engine.dtype)
     if theirs is not None and "auto" not in (theirs, settings.dtype) and theirs != settings.dtype:
         yield Problem(
             f"single copy has one set of weights, and the trainer's are {settings.dtype}",
             f"set it to {settings.dtype!r}, or leave it out",
-            file,
-            "vllm.0.dtype",
+            key="vllm.0.dtype",
         )
 
 
-def _other_gpus(profile: Profile, file: str) -> Iterator[Problem]:
+def _other_gpus(profile: Profile) -> Iterator[Problem]:
     trainer = set(profile.trainer.gpus)
     unnamed = [f"vllm.{index}.gpus" for index, engine in enumerate(profile.vllm) if not engine.gpus]
     unnamed += [] if trainer else ["trainer.gpus"]
     if len(unnamed) <= len(profile.vllm):  # none at all is a machine without GPUs
         for key in unnamed:
-            yield Problem("a broadcast goes to other GPUs, so all of them must be named", "name its GPUs", file, key)
+            yield Problem("a broadcast goes to other GPUs, so all of them must be named", "name its GPUs", key=key)
     for index, engine in enumerate(profile.vllm):
         if both := sorted(trainer & set(engine.gpus)):
             yield Problem(
                 f"a broadcast goes to other GPUs, and GPU {both} has trainer and engine",
                 'give each GPUs of its own, or use mode = "shared_vllm"',
-                file,
-                f"vllm.{index}.gpus",
+                key=f"vllm.{index}.gpus",
             )
 
 
-def _lengths(profile: Profile, settings: TrainingConfig, file: str) -> Iterator[Problem]:
+def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
     longest = profile.vllm[0].max_model_len
     if longest is None:
         return
@@ -481,8 +419,7 @@ def _lengths(profile: Profile, settings: TrainingConfig, file: str) -> Iterator[
         yield Problem(
             f"sequences of {settings.seq_len} tokens cannot come from an engine with max_model_len = {longest}",
             f"set trainer.seq_len = {longest}, or raise vllm.max_model_len",
-            file,
-            "trainer.seq_len",
+            key="trainer.seq_len",
         )
     for index, env in enumerate(profile.env):
         wanted = env.args.get("env.max_token_length")
@@ -490,27 +427,25 @@ def _lengths(profile: Profile, settings: TrainingConfig, file: str) -> Iterator[
             yield Problem(
                 f"asks for sequences of {wanted} tokens, and an engine with max_model_len = {longest} refuses them",
                 f"set it to {longest}, or raise vllm.max_model_len",
-                file,
-                f"env.{index}.args.env.max_token_length",
+                key=f"env.{index}.args.env.max_token_length",
             )
 
 
-def _adapters(engine: EngineSection, settings: TrainingConfig, file: str) -> Iterator[Problem]:
+def _adapters(engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
     given = engine.flag("max-lora-rank")
-    key = f"vllm.0.args.{engine.flag_key('max-lora-rank')}"
+    key = _flag_key(engine, "max-lora-rank")
     ranks = ", ".join(map(str, LORA_RANKS))
     if engine.flag("enable-lora") is False:
-        key_off = f"vllm.0.args.{engine.flag_key('enable-lora')}"
-        yield Problem("this mode serves adapters", "take it out: the plan sets it", file, key_off)
+        off = _flag_key(engine, "enable-lora")
+        yield Problem("this mode serves adapters", "take it out: the plan sets it", key=off)
     if given is not None and given not in LORA_RANKS:
-        yield Problem(f"vLLM takes no rank {given}", f"use one of: {ranks}", file, key)
+        yield Problem(f"vLLM takes no rank {given}", f"use one of: {ranks}", key=key)
     elif settings.lora_r > LORA_RANKS[-1]:
-        yield Problem(f"vLLM serves adapters up to rank {LORA_RANKS[-1]}", "lower it", file, "trainer.lora_r")
+        yield Problem(f"vLLM serves adapters up to rank {LORA_RANKS[-1]}", "lower it", key="trainer.lora_r")
     elif isinstance(given, int) and settings.lora_r > given:
         fit = server_rank(settings.lora_r)
         yield Problem(
             f"the trainer's adapters have rank {settings.lora_r}, and the server takes up to {given}",
             f"set it to {fit}, leave it out, or lower trainer.lora_r",
-            file,
-            key,
+            key=key,
         )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from atropos_tui.errors import Problem, UserError
 from atropos_tui.profile.redact import hide
+from atropos_tui.profile.schema import SECTION_LISTS, KeyPath, Schema, choices, forms_at, phrases, step_into
 
 MAX_SHOWN = 60
 """Characters of a value or key."""
@@ -21,13 +22,6 @@ MAX_LISTED = 200
 """Problems that are listed; a file with more of them is no profile."""
 MAX_CHOICES = 40
 """Keys that are named as the ones that are known."""
-SECTION_LISTS = ("env", "vllm", "prepare")
-"""Sections that may be written once as `[env]` or several times as `[[env]]`."""
-
-KeyPath = tuple[str | int, ...]
-"""A key as a path through the data: table keys and list indices."""
-Schema = dict[str, Any]
-"""A JSON Schema, or the part of one that describes a key."""
 _BARE_KEY = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_SHOWN}}}")
 
 
@@ -105,15 +99,8 @@ def key_text(path: Sequence[str | int], data: Any) -> str:
                 note = f" ([[{path[0]}]] {value_text(name) if isinstance(name, str) else f'number {part + 1}'})"
         else:
             text += f"[{part}]"
-        node = _step(node, part)
+        node = step_into(node, part)
     return text + note
-
-
-def _step(node: Any, part: str | int) -> Any:
-    """What stands below `node` at a key or index; None where nothing does."""
-    if isinstance(node, Mapping):
-        return node.get(part)
-    return node[part] if isinstance(node, list) and isinstance(part, int) and part < len(node) else None
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
@@ -188,7 +175,7 @@ def _explained(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -
     if kind == "mistake":
         yield context["reason"], context["fix"], f".{context['at']}" if context["at"] else ""
     elif kind == "extra_forbidden":
-        known = sorted({key for form in _forms_at(schema, path[:-1], data) for key in form.get("properties", ())})
+        known = sorted({key for form in forms_at(schema, path[:-1], data) for key in form.get("properties", ())})
         near = did_you_mean(str(path[-1]), known).strip()
         yield "unknown key", near or f"remove it; known here: {', '.join(known[:MAX_CHOICES])}", ""
     elif kind == "value_error":
@@ -202,11 +189,11 @@ def _explained(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -
 
 def _reason_and_fix(path: KeyPath, item: dict[str, Any], data: Any, schema: Schema) -> tuple[str, str]:
     """What is wrong with the value at `path`, by the kind of the error and by what the schema wants there."""
-    forms = _forms_at(schema, path, data)
+    forms = forms_at(schema, path, data)
     description = str(forms[0].get("description", "")) if forms else ""
     if item["type"] == "missing":
         if isinstance(path[-1], int):
-            return "is missing", f"give {_phrases(_forms_at(schema, path[:-1], data), schema)}"
+            return "is missing", f"give {phrases(forms_at(schema, path[:-1], data), schema)}"
         return "is missing", f"add it: {_first_sentence(description)}" if description else "add it"
     value = item.get("input")
     if item["type"].startswith("union_tag"):
@@ -214,15 +201,15 @@ def _reason_and_fix(path: KeyPath, item: dict[str, Any], data: Any, schema: Sche
         kinds = [form["properties"]["kind"]["const"] for form in forms if "kind" in form.get("properties", {})]
         return f"needs a kind (got {tag})", f"set kind to one of: {', '.join(kinds)}"
     got = f"(got {value_text(value, str(path[-1]) if path else '')})"
-    choices = [str(choice) for form in forms for choice in _choices(form)]
-    if choices and isinstance(value, str):
-        return f"unknown value {got}", f"{did_you_mean(value, choices)}choose one of: {', '.join(choices)}"
-    reason = "wrong type" if choices else _reason(item["type"])
+    known = [str(choice) for form in forms for choice in choices(form)]
+    if known and isinstance(value, str):
+        return f"unknown value {got}", f"{did_you_mean(value, known)}choose one of: {', '.join(known)}"
+    reason = "wrong type" if known else _reason(item["type"])
     if path and path[-1] == "depends_on":
         names = [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
         entries = ", ".join(f'{printable(name, 40)} = "healthy"' for name in names[:5] or ["api"])
         return f"{reason} {got}", f"write it as a table: depends_on = {{ {entries} }}"
-    fix = _phrases(forms, schema)
+    fix = phrases(forms, schema)
     if any("pattern" in form for form in forms) and description:
         fix += f": {_first_sentence(description)}"
     return f"{reason} {got}", f"give {fix}"
@@ -241,94 +228,3 @@ def _reason(kind: str) -> str:
 
 def _first_sentence(text: str) -> str:
     return re.split(r"(?<=[^.])\.\s", " ".join(text.split()), maxsplit=1)[0].removesuffix(".")
-
-
-def resolve(schema: Schema, node: Schema) -> Schema:
-    """`node` with its `$ref` followed; its own words win."""
-    while "$ref" in node:
-        name = str(node["$ref"]).removeprefix("#/$defs/")
-        node = schema["$defs"][name] | {key: value for key, value in node.items() if key != "$ref"}
-    return node
-
-
-def _forms(schema: Schema, node: Schema) -> list[Schema]:
-    """The forms that a value may take, in order."""
-    node = resolve(schema, node)
-    if isinstance(node.get("type"), list):
-        return [node | {"type": kind} for kind in node["type"]]
-    choices = [*node.get("anyOf", ()), *node.get("oneOf", ())] if "properties" not in node else []
-    return [form for choice in choices for form in _forms(schema, choice)] if choices else [node]
-
-
-def _forms_at(schema: Schema, path: KeyPath, data: Any) -> list[Schema]:
-    """The forms that the schema allows at the key `path`; none for a key that it does not know.
-
-    Args:
-        data: the profile, by which a check of a probe tells its kind.
-    """
-    forms = [schema]
-    for part in path:
-        data = _step(data, part)
-        below = [inner for form in forms if (inner := _below(form, part)) is not None]
-        forms = [form for node in below for form in _forms(schema, node)]
-        forms = [form for form in forms if _fits(form, data)] or forms
-    return forms
-
-
-def _below(form: Schema, part: str | int) -> Schema | None:
-    if isinstance(part, int):
-        inner = form.get("items")
-    else:
-        free = next(iter(form.get("patternProperties", {}).values()), form.get("additionalProperties"))
-        inner = form.get("properties", {}).get(part, free)
-    return inner if isinstance(inner, dict) else None
-
-
-def _fits(form: Schema, data: Any) -> bool:
-    """Whether `data` may be of this form, as far as its `kind` tells."""
-    kind = form.get("properties", {}).get("kind", {}).get("const")
-    return kind is None or not isinstance(data, Mapping) or data.get("kind") in (kind, None)
-
-
-def _choices(form: Schema) -> list[Any]:
-    """The values that a form is limited to; empty where it is not."""
-    return list(form.get("enum", [form["const"]] if "const" in form else []))
-
-
-def _phrases(forms: list[Schema], schema: Schema) -> str:
-    """What may stand at a key of several forms."""
-    if len(forms) > 2:  # flags: the forms matter, not what their entries may be
-        forms = [form if form.get("type") != "array" else {"type": "array"} for form in forms]
-    phrases = list(dict.fromkeys(_phrase(form, schema) for form in forms))
-    if "a number" in phrases and "a whole number" in phrases:
-        phrases.remove("a whole number")
-    return f"{', '.join(phrases[:-1])} or {phrases[-1]}" if len(phrases) > 1 else "".join(phrases)
-
-
-def _phrase(form: Schema, schema: Schema) -> str:
-    """What may stand at a key, as a noun: "a whole number from 1 to 65535", "one of: a, b", "true or false"."""
-    if choices := _choices(form):
-        return f"one of: {', '.join(map(str, choices))}"
-    kind = form.get("type")
-    if kind in ("integer", "number"):
-        return ("a whole number" if kind == "integer" else "a number") + _bounds(form)
-    if kind == "array":
-        inner = _phrases(_forms(schema, form["items"]), schema) if "items" in form else ""
-        least, most = form.get("minItems"), form.get("maxItems")
-        count = (
-            f" with {least} entries" if least and least == most else f" with at least {least} entry" if least else ""
-        )
-        return f"a list{count}, each {inner}" if inner else f"a list{count}"
-    if kind == "string":
-        return "text in quotes" + (", not empty" if form.get("minLength") else "")
-    return {"boolean": "true or false", "object": "a table"}.get(str(kind), "another value")
-
-
-def _bounds(form: Schema) -> str:
-    least, above = form.get("minimum"), form.get("exclusiveMinimum")
-    most, below = form.get("maximum"), form.get("exclusiveMaximum")
-    if least is not None and most is not None:
-        return f" from {least:g} to {most}" if least != most else f": only {least}"
-    low = f" of at least {least:g}" if least is not None else f" above {above:g}" if above is not None else ""
-    high = f" of at most {most}" if most is not None else f" below {below:g}" if below is not None else ""
-    return f"{low} and{high}" if low and high else low or high

@@ -16,13 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 from atropos_tui.errors import Problem, UserError
-from atropos_tui.profile.errors import SECTION_LISTS, KeyPath, did_you_mean, printable, value_text
+from atropos_tui.profile.errors import did_you_mean, printable, value_text
+from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 
 MAX_PROFILE_BYTES = 1024 * 1024
 """A larger file is no profile, but a model given in its place."""
 SET = "--set"
 """What a problem names in the place of a file."""
+CACHE = "ATROPOS_CACHE"
+"""Where prepared models are kept between runs; override it in the environment."""
 
 PROGRAMS = {"module", "script", "command"}
 """Of these an environment has one: who names one takes back the others that are inherited."""
@@ -64,6 +69,11 @@ def displace(environment: dict[str, Any], named: set[str]) -> None:
     if PROGRAMS & named:
         for other in PROGRAMS - named:
             environment.pop(other, None)
+
+
+def cache_dir() -> Path:
+    """Folder for things that outlive a run, such as the demo's warm-started model."""
+    return Path(os.environ.get(CACHE) or platformdirs.user_cache_dir("atropos-tui"))
 
 
 def shipped_profiles() -> dict[str, Path]:
@@ -128,9 +138,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
         raise _invalid(f"not TOML: {printable(str(error))}", "correct the syntax at that place", file) from None
     except OSError as error:
-        raise UserError(
-            "unreadable profile", [Problem(str(error.strerror), "make it a readable file", file=file)]
-        ) from None
+        problem = Problem(str(error.strerror), "make it a readable file", file=file)
+        raise UserError("unreadable profile", [problem]) from None
 
 
 def _invalid(reason: str, fix: str, file: str, key: str = "") -> UserError:

@@ -1,8 +1,9 @@
-"""How much memory a stack will want, per GPU or on the host, before it says so itself: the budget and its formulas.
+"""What this machine has, and how much memory a stack will want of it: the budget, before the stack says so itself.
 
-What is allocated for certain (weights, gradients, master weights, optimizer state, vLLM's share of a GPU) is exact for
-each tensor; activations are an estimate, and its formula is shown. In single copy the weights count once, on the
-engine. Bytes are per device; what several devices share is divided evenly.
+`take_inventory` looks at the machine; the budget is a function of that. What is allocated for certain (weights,
+gradients, master weights, optimizer state, vLLM's share of a GPU) is exact for each tensor; activations are an
+estimate, and its formula is shown. In single copy the weights count once, on the engine. Bytes are per device; what
+several devices share is divided evenly.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import psutil
+
 from atropos_common import model_math
-from atropos_tui.profile.hardware import Inventory, Machine
-from atropos_tui.profile.models import LAYER, Model, Shapes
-from atropos_tui.profile.modes import TRAITS
-from atropos_tui.profile.plan import Site, training_config
+from atropos_tui.gpu import Nvml
+from atropos_tui.profile.models import LAYER, Model, Shapes, read_model
+from atropos_tui.profile.plan import TRAITS, Site, engine_model, resolve_path, training_config
 from atropos_tui.profile.sections import EngineSection, Profile
 from trainer_core.config import TrainingConfig
 
@@ -26,6 +28,55 @@ VLLM_FRACTION = 0.92
 CONTEXT = 750 * 1024**2
 """A process's CUDA context and libraries, in bytes; 0.73 GiB on an H200."""
 _BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU; memory in bytes."""
+
+    name: str
+    total: int
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """GPUs by index, and the host's memory in bytes."""
+
+    gpus: tuple[Gpu, ...]
+    host: int
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The machine, and by each engine's name what it serves, or in words why nothing is known about it."""
+
+    machine: Hardware
+    models: dict[str, Model | str]
+
+
+def read_machine() -> Hardware:
+    """This machine; without a driver it has no GPUs."""
+    try:
+        gpus = tuple(Gpu(card.name, card.total) for card in Nvml().read())
+    except Exception:  # NVML has an error class per cause, and none of them matters here
+        gpus = ()
+    return Hardware(gpus, psutil.virtual_memory().total)
+
+
+def gpu_count() -> int:
+    """Number of NVIDIA GPUs that the driver shows; 0 without one."""
+    return len(read_machine().gpus)
+
+
+def take_inventory(site: Site) -> Inventory:
+    """What this machine has for a profile; the network is never asked."""
+    names = {section.name: engine_model(site, section) for section in site.profile.vllm}
+    known = {name: read_model(name) for name in set(names.values())}
+    for step in site.profile.prepare:
+        made = site.text(step.creates or "")
+        if isinstance(known.get(made), str) and not resolve_path(made).exists():
+            known[made] = f"{step.name} makes the model when the run starts"
+    return Inventory(read_machine(), {section: known[name] for section, name in names.items()})
 
 
 @dataclass(frozen=True)
@@ -59,6 +110,11 @@ class Device:
         """Without what is estimated, but with all that vLLM reserves."""
         return sum(item.bytes or 0 for item in self.items if not item.estimate or item.component != "trainer")
 
+    @property
+    def is_too_small(self) -> bool:
+        """Even if activations took nothing."""
+        return self.total is not None and self.certain > self.total
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -68,14 +124,9 @@ class Budget:
     notes: list[str]
     warnings: list[str]
 
-    @property
-    def impossible(self) -> list[str]:
-        """Devices that are too small even if activations took nothing."""
-        return [device.name for device in self.devices if device.total is not None and device.certain > device.total]
-
 
 def make_budget(
-    profile: Profile, settings: TrainingConfig, models: Mapping[str, Model | str], machine: Machine
+    profile: Profile, settings: TrainingConfig, models: Mapping[str, Model | str], machine: Hardware
 ) -> Budget:
     """The budget of a profile.
 
@@ -104,13 +155,13 @@ def site_budget(site: Site, inventory: Inventory) -> Budget:
     return make_budget(site.profile, training_config(site), inventory.models, inventory.machine)
 
 
-def engine_devices(section: EngineSection, machine: Machine) -> list[str]:
+def engine_devices(section: EngineSection, machine: Hardware) -> list[str]:
     """Where an engine lies: its GPUs, else the first ones that it sees, else the host."""
     indices = section.gpus or (range(section.gpus_per_copy) if machine.gpus else [])
     return [f"GPU {index}" for index in indices] or [HOST]
 
 
-def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Machine) -> list[str]:
+def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Hardware) -> list[str]:
     """Where the trainer's own memory lies; in single copy on the engine's devices."""
     if settings.device == "cpu":
         return [HOST]
@@ -124,7 +175,7 @@ def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Machine
 class _Builder:
     """Collects items by device."""
 
-    def __init__(self, profile: Profile, settings: TrainingConfig, machine: Machine) -> None:
+    def __init__(self, profile: Profile, settings: TrainingConfig, machine: Hardware) -> None:
         self.profile, self.settings, self.machine = profile, settings, machine
         self.traits = TRAITS[profile.mode]
         self.devices: dict[str, Device] = {}
@@ -246,13 +297,11 @@ def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list
     """The five of the guides, as keys of the profile with their present values; first what is largest by request."""
     share = profile.vllm[0].gpu_memory_utilization or VLLM_FRACTION
     cache = given_cache(device, profile)
-    if cache and len(profile.vllm) == 1:
-        cache = cache.replace("vllm.0.", "vllm.")
     share_text = f"lower vllm.gpu_memory_utilization (now {share:g})"
     # Rows are packed up to pack_tokens, where it is set, whatever the batch size.
     row = "pack_tokens" if settings.pack_tokens else "batch_size"
     return [
-        f"lower {cache}" if cache else share_text,
+        f"lower {profile.short_key(cache)}" if cache else share_text,
         f"lower trainer.{row} (now {getattr(settings, row)})",
         f"raise trainer.gradient_accumulation_steps as much (now {settings.gradient_accumulation_steps})",
         f"lower trainer.seq_len (now {settings.seq_len})",

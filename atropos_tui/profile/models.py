@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ Shapes = dict[str, Shape]
 LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors format itself."""
-_MAX_CONFIG = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,6 @@ def read_model(name: str) -> Model | str:
     if path is None:
         return "model not on this machine"
     try:
-        if path.stat().st_size > _MAX_CONFIG:
-            return f"{path} is no configuration of a model"
         config = json.loads(path.read_text(encoding="utf-8"))
         shapes, source = model_shapes(config), "config.json"
         if shapes is None:
@@ -147,59 +145,51 @@ def model_shapes(config: Mapping[str, Any]) -> Shapes | None:
     return formula(config) if formula else None
 
 
-def _decoder(config: Mapping[str, Any], *, qkv_bias: bool, output_bias: bool, head_norms: bool = False) -> Shapes:
-    """Embedding, layers of attention and gated MLP, final norm, head."""
+def _decoder(
+    config: Mapping[str, Any],
+    *,
+    qkv_bias: bool | None = None,
+    output_bias: bool | None = None,
+    head_norms: bool = False,
+) -> Shapes:
+    """Embedding, layers of attention and gated MLP, final norm, head.
+
+    Args:
+        qkv_bias: whether these projections have a bias; left out, the configuration says so.
+        output_bias: the same of the projection behind the heads.
+        head_norms: queries and keys are normalised in each head.
+    """
     hidden, vocab, inner = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
-    queries, keys, size = attention_widths(config)
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or hidden // heads
+    queries, keys = heads * size, (config.get("num_key_value_heads") or heads) * size
+    configured, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    qkv_bias = configured if qkv_bias is None else qkv_bias
+    output_bias = configured if output_bias is None else output_bias
+    linear = {
+        "self_attn.q_proj": (queries, hidden, qkv_bias),
+        "self_attn.k_proj": (keys, hidden, qkv_bias),
+        "self_attn.v_proj": (keys, hidden, qkv_bias),
+        "self_attn.o_proj": (hidden, queries, output_bias),
+        "mlp.gate_proj": (inner, hidden, mlp_bias),
+        "mlp.up_proj": (inner, hidden, mlp_bias),
+        "mlp.down_proj": (hidden, inner, mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if head_norms:
+        norms |= {"self_attn.q_norm": size, "self_attn.k_norm": size}
     shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
-        linear = {
-            "self_attn.q_proj": (queries, hidden, qkv_bias),
-            "self_attn.k_proj": (keys, hidden, qkv_bias),
-            "self_attn.v_proj": (keys, hidden, qkv_bias),
-            "self_attn.o_proj": (hidden, queries, output_bias),
-            "mlp.gate_proj": (inner, hidden, bool(config.get("mlp_bias"))),
-            "mlp.up_proj": (inner, hidden, bool(config.get("mlp_bias"))),
-            "mlp.down_proj": (hidden, inner, bool(config.get("mlp_bias"))),
-        }
         for name, (rows, columns, bias) in linear.items():
             shapes[f"{layer}.{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{layer}.{name}.bias"] = (rows,)
-        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-        if head_norms:
-            norms |= {"self_attn.q_norm": size, "self_attn.k_norm": size}
         shapes |= {f"{layer}.{name}.weight": (width,) for name, width in norms.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.get("tie_word_embeddings", False):
         shapes["lm_head.weight"] = (vocab, hidden)
     return shapes
-
-
-def attention_widths(config: Mapping[str, Any]) -> Shape:
-    """Width of all queries, of all keys, and of one head."""
-    heads = config["num_attention_heads"]
-    size = config.get("head_dim") or config["hidden_size"] // heads
-    return heads * size, (config.get("num_key_value_heads") or heads) * size, size
-
-
-def _llama(config: Mapping[str, Any]) -> Shapes:
-    bias = bool(config.get("attention_bias"))
-    return _decoder(config, qkv_bias=bias, output_bias=bias)
-
-
-def _mistral(config: Mapping[str, Any]) -> Shapes:
-    return _decoder(config, qkv_bias=False, output_bias=False)
-
-
-def _qwen2(config: Mapping[str, Any]) -> Shapes:
-    return _decoder(config, qkv_bias=True, output_bias=False)
-
-
-def _qwen3(config: Mapping[str, Any]) -> Shapes:
-    bias = bool(config.get("attention_bias"))
-    return _decoder(config, qkv_bias=bias, output_bias=bias, head_norms=True)
 
 
 def _gpt2(config: Mapping[str, Any]) -> Shapes:
@@ -228,9 +218,9 @@ def _gpt2(config: Mapping[str, Any]) -> Shapes:
 
 
 _FORMULAS: dict[str, Callable[[Mapping[str, Any]], Shapes]] = {
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _mistral,
-    "Qwen2ForCausalLM": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
+    "LlamaForCausalLM": _decoder,
+    "MistralForCausalLM": partial(_decoder, qkv_bias=False, output_bias=False),
+    "Qwen2ForCausalLM": partial(_decoder, qkv_bias=True, output_bias=False),
+    "Qwen3ForCausalLM": partial(_decoder, head_norms=True),
     "GPT2LMHeadModel": _gpt2,
 }

@@ -18,8 +18,7 @@ from atropos_common.bridge import few_graph_sizes, server_rank
 from atropos_common.control import Role
 from atropos_common.run_dir import ENV_HOLD_GENERATION, ENV_TRAINER_HOSTS, RunDir
 from atropos_common.transfer import is_loopback, meeting_place
-from atropos_tui.profile.load import shipped_profiles
-from atropos_tui.profile.modes import TRAITS, ModeTraits
+from atropos_tui.profile.load import CACHE, cache_dir, shipped_profiles
 from atropos_tui.profile.redact import hide_tree
 from atropos_tui.profile.sections import (
     ApiSection,
@@ -27,6 +26,7 @@ from atropos_tui.profile.sections import (
     EngineSection,
     EnvSection,
     ExtraSection,
+    Mode,
     PrepareSection,
     Profile,
 )
@@ -41,8 +41,9 @@ from atropos_tui.profile.spec import (
     StackSpec,
     Stage,
     StopPolicy,
+    expand,
+    references,
 )
-from atropos_tui.profile.variables import expand, planning_variables, references
 from trainer_core.config import TrainingConfig
 
 PYTHON = sys.executable
@@ -88,6 +89,63 @@ ENV_STAGES = [
 
 
 @dataclass(frozen=True)
+class ModeTraits:
+    """Derived once per profile; every component builder reads it."""
+
+    shares_memory: bool = False
+    """The engine exports its weights, and the trainer attaches to them."""
+    other_gpus: bool = False
+    """Trainer and engine need GPUs of their own."""
+    feeds_all: bool = False
+    """The trainer's weights reach every engine that serves the stack's model, else only the first."""
+    updates_weights: bool = False
+    """The engine takes whole models while it runs: from a folder, or over the network."""
+    lora: bool = False
+    """Adapters are trained, and the engine must serve them."""
+    holds_generation: bool = False
+    """The engine serves nobody until the trainer has named its weights."""
+    restarts_engine: bool = False
+    """The trainer has the engine restarted every few steps, so its start must be quick."""
+    trainer_follows_engine: bool = False
+    """A restarted engine takes the trainer with it."""
+    trainer_settings: tuple[tuple[str, object], ...] = ()
+    """Fields of TrainingConfig that select the mode."""
+
+
+TRAITS: dict[Mode, ModeTraits] = {
+    "shared_vllm": ModeTraits(
+        shares_memory=True,
+        holds_generation=True,
+        trainer_follows_engine=True,
+        trainer_settings=(("weight_bridge_mode", "shared_vllm"),),
+    ),
+    "broadcast": ModeTraits(
+        other_gpus=True,
+        feeds_all=True,
+        holds_generation=True,
+        updates_weights=True,
+        trainer_settings=(("weight_bridge_mode", "shared_vllm"), ("use_shared_memory", True)),
+    ),
+    "lora_only": ModeTraits(
+        lora=True,
+        holds_generation=True,
+        trainer_settings=(("weight_bridge_mode", "lora_only"),),
+    ),
+    "lora_restart": ModeTraits(
+        lora=True,
+        holds_generation=True,
+        restarts_engine=True,
+        trainer_settings=(("weight_bridge_mode", "lora_restart"),),
+    ),
+    "none": ModeTraits(
+        holds_generation=True,
+        updates_weights=True,
+        trainer_settings=(("weight_bridge_mode", "none"),),
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Site:
     """What the builders share about one run."""
 
@@ -124,7 +182,7 @@ class Site:
 
 def make_site(profile: Profile, run_dir: Path, *, run_id: str, dotenv: Mapping[str, str] | None = None) -> Site:
     """What is known about the run while planning."""
-    variables = planning_variables(seed=profile.seed, run_dir=run_dir)
+    variables = {CACHE: str(cache_dir()), "ATROPOS_SEED": str(profile.seed), "ATROPOS_RUN_DIR": str(run_dir)}
     site = Site(profile, RunDir(run_dir), run_id, variables, dotenv or {})
     return replace(site, variables=variables | {"ATROPOS_MODEL": site.model})
 
@@ -216,7 +274,11 @@ def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpe
     probes: Probes = derived.pop("probes", Probes())
     chosen = {name: getattr(options, name) for name in ("startup", "readiness", "liveness")}
     derived["probes"] = probes.model_copy(update={name: probe for name, probe in chosen.items() if probe is not None})
-    for name in ("restart", "stop", "start_timeout_s", "depends_on"):
+    for name in ("restart", "stop"):
+        if (policy := getattr(options, name)) is not None:
+            said = {field: getattr(policy, field) for field in policy.model_fields_set}
+            derived[name] = derived[name].model_copy(update=said) if name in derived else policy
+    for name in ("start_timeout_s", "depends_on"):
         if getattr(options, name) is not None:
             derived[name] = getattr(options, name)
     if options.cwd is not None:

@@ -1,4 +1,7 @@
-"""TCP ports of this machine: whether one is free, and who holds it."""
+"""Ports of this machine: whether one is free, and who holds it; and whether anybody listens on a Unix socket.
+
+psutil is imported where processes are looked at: commands that only ask for live runs do not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,30 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
+from typing import TYPE_CHECKING
 
 from atropos_common.ports import LOOPBACK, bind, is_held
 from atropos_common.run_dir import ENV_COMPONENT, ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID
-from atropos_tui.profile.listening import listens
+
+if TYPE_CHECKING:
+    import psutil
+
+CONNECT_S = 1.0
+"""Connecting to a local socket is immediate; only a full backlog takes longer."""
+
+
+def listens(address: str) -> bool:
+    """Whether somebody listens on the Unix socket at `address`: the one sign of a live supervisor that a killed one
+    does not leave."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(CONNECT_S)
+            probe.connect(address)
+    except (BlockingIOError, TimeoutError):
+        return True  # it listens, but has more callers than it can take just now
+    except (OSError, ValueError):  # ValueError: a NUL in the address
+        return False
+    return True
 
 
 def is_free(port: int, *, held: bool = False) -> bool:
@@ -76,8 +97,19 @@ class Holder:
 
 def holder(port: int) -> Holder | None:
     """Who listens on `port`, or will since its run holds it for him; None when nobody does or it is not ours to see."""
+    import psutil
+
+    def listening_or_awaited() -> Iterator[psutil.Process]:
+        for row in psutil.net_connections(kind="tcp"):
+            if row.status == psutil.CONN_LISTEN and row.laddr and row.laddr.port == port and row.pid:
+                yield psutil.Process(row.pid)
+        for process in psutil.process_iter():  # a live run holds the port for one that does not listen yet
+            with contextlib.suppress(psutil.Error, OSError):
+                if is_held(port, process.environ()):
+                    yield process
+
     with contextlib.suppress(psutil.Error, OSError):
-        for process in (*_listeners(port), *_awaited(port)):
+        for process in listening_or_awaited():
             words = f"{process.name()} (pid {process.pid}): {' '.join(process.cmdline())[:160]}"
             try:
                 environ = process.environ()
@@ -96,24 +128,3 @@ def _survives(run_dir: str) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(plan, dict) and plan.get("survive") is True
-
-
-def is_of_run(port: int, run_id: str) -> bool:
-    """Whether a process of run `run_id` listens on `port`: who resumes the run adopts it or ends it."""
-    with contextlib.suppress(psutil.Error, OSError):
-        return any(process.environ().get(ENV_RUN_ID) == run_id for process in _listeners(port))
-    return False
-
-
-def _awaited(port: int) -> Iterator[psutil.Process]:
-    """Processes for which a live run holds `port`: they have not come so far as to listen."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if is_held(port, process.environ()):
-                yield process
-
-
-def _listeners(port: int) -> Iterator[psutil.Process]:
-    for row in psutil.net_connections(kind="tcp"):
-        if row.status == psutil.CONN_LISTEN and row.laddr and row.laddr.port == port and row.pid:
-            yield psutil.Process(row.pid)

@@ -1,11 +1,15 @@
-"""What this machine lacks to start a stack: ports, packages, models, GPUs, memory. Starts nothing."""
+"""What this machine lacks to start a stack: ports, packages, models, GPUs, memory. Starts nothing.
+
+`separate` makes several stacks fit beside one another: what a later one shares with an earlier one is moved.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,10 @@ from atropos_common.run_dir import (
 )
 from atropos_tui.errors import Problem
 from atropos_tui.profile import memory, ports
-from atropos_tui.profile.hardware import Inventory, Machine, take_inventory
+from atropos_tui.profile.memory import Hardware, Inventory, take_inventory
 from atropos_tui.profile.models import Model, architecture
 from atropos_tui.profile.plan import (
+    TRAITS,
     Site,
     config_file,
     engine_model,
@@ -31,9 +36,8 @@ from atropos_tui.profile.plan import (
     trainer_gpus,
     training_config,
 )
-from atropos_tui.profile.sections import EngineSection, EnvSection
-from atropos_tui.profile.spec import ComponentSpec, StackSpec
-from atropos_tui.profile.variables import expand, references
+from atropos_tui.profile.sections import EngineSection, EnvSection, Profile
+from atropos_tui.profile.spec import StackSpec, expand, references
 from trainer_core.config import TrainingConfig
 
 UNSEEN = "a process that this user may not see"
@@ -43,7 +47,7 @@ ON_THE_CPU = (
 )
 
 
-def preflight(site: Site, stack: StackSpec, file: str, inventory: Inventory | None = None) -> list[Problem]:
+def preflight(site: Site, stack: StackSpec, inventory: Inventory | None = None) -> list[Problem]:
     """What this machine lacks to start the stack.
 
     Args:
@@ -52,22 +56,22 @@ def preflight(site: Site, stack: StackSpec, file: str, inventory: Inventory | No
     inventory = inventory or take_inventory(site)
     settings = training_config(site)
     return [
-        *_taken_ports(site, stack, file),
-        *_packages(site, settings, inventory.machine, file),
-        *_programs(site, file),
-        *_models(site, file),
-        *_model_fits(site, settings, inventory, file),
-        *unfit(site, file, inventory),
-        *_launches(site, stack, file),
+        *_taken_ports(site),
+        *_packages(site, settings, inventory.machine),
+        *_programs(site),
+        *_models(site),
+        *_model_fits(site, settings, inventory),
+        *unfit(site, inventory),
+        *_launches(site, stack),
     ]
 
 
-def unfit(site: Site, file: str, inventory: Inventory) -> list[Problem]:
+def unfit(site: Site, inventory: Inventory) -> list[Problem]:
     """GPUs that this machine does not have, and memory that is too small for certain."""
-    return [*_gpus(site, inventory.machine, file), *_memory(site, training_config(site), inventory, file)]
+    return [*_gpus(site, inventory.machine), *_memory(site, training_config(site), inventory)]
 
 
-def _launches(site: Site, stack: StackSpec, file: str) -> Iterator[Problem]:
+def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
     """What no process could be started with: variables that are not set, working directories that do not exist."""
     known = stack.variables | os.environ
     variables = {*known, ENV_TOKEN, ENV_RUN_DIR, ENV_RUN_ID, ENV_CONTROL_SOCKET, ENV_COMPONENT, ENV_ATTEMPT}
@@ -83,79 +87,71 @@ def _launches(site: Site, stack: StackSpec, file: str) -> Iterator[Problem]:
                 if name not in variables and (place, name) not in named:
                     named.add((place, name))
                     fix = f"export {name}=..., or put it into the .env file beside the profile"
-                    yield Problem(f"environment variable {name} is not set", fix, file, place)
+                    yield Problem(f"environment variable {name} is not set", fix, key=place)
         cwd = expand(component.cwd or ".", known)
         if not references(cwd) and not Path(cwd).is_dir():
-            yield Problem(f"working directory {cwd} does not exist", "create it, or change cwd", file, f"{section}.cwd")
+            yield Problem(f"working directory {cwd} does not exist", "create it, or change cwd", key=f"{section}.cwd")
 
 
-def _taken_ports(site: Site, stack: StackSpec, file: str) -> Iterator[Problem]:
-    for component in stack.components:
-        if component.port is None or ports.is_free(component.port):
+def _taken_ports(site: Site) -> Iterator[Problem]:
+    for key, port in site.profile.used_ports():
+        if ports.is_free(port):
             continue
-        if not ports.is_of_run(component.port, stack.run_id):
-            key, holder = _port_key(site, component), ports.holder(component.port)
+        holder = ports.holder(port)
+        if holder is None or holder.run_id != site.run_id:  # else who resumes the run adopts it or ends it
+            key = site.profile.short_key(key)
             yield Problem(
-                f"port {component.port} is taken by {holder or UNSEEN}",
+                f"port {port} is taken by {holder or UNSEEN}",
                 f"{holder.way_out if holder else 'stop it'}; or use another port: --set {key}={ports.free_port()}",
-                file,
-                key,
+                key=key,
             )
 
 
-def _port_key(site: Site, component: ComponentSpec) -> str:
-    names = [engine.name for engine in site.profile.vllm]
-    if component.name in names:
-        return f"vllm.{names.index(component.name)}.port" if len(names) > 1 else "vllm.port"
-    return "api.port" if component.name == "api" else f"component.{component.name}.port"
-
-
-def _packages(site: Site, settings: TrainingConfig, machine: Machine, file: str) -> Iterator[Problem]:
+def _packages(site: Site, settings: TrainingConfig, machine: Hardware) -> Iterator[Problem]:
     needed = {"vllm": "vllm", "atroposlib": "api", "torch": "trainer", "transformers": "trainer"}
     for package, key in needed.items():
         if importlib.util.find_spec(package) is None:
             fix = "run `make install` (CPU) or `make install EXTRA=gpu`, and start atropos-tui from that environment"
-            yield Problem(f"Python package {package!r} is not installed", fix, file, key)
+            yield Problem(f"Python package {package!r} is not installed", fix, key=key)
     on_gpu = memory.trainer_devices(site.profile, settings, machine) != [memory.HOST]
     eight_bit = memory.effective_optimizer(settings, on_gpu=on_gpu) == "adamw_8bit"
     if eight_bit and importlib.util.find_spec("bitsandbytes") is None:
         yield Problem(
             "optimizer adamw_8bit needs the Python package 'bitsandbytes', which is not installed",
             'pip install bitsandbytes, or set trainer.optimizer = "adamw" (more memory) or "adafactor" (no momentum)',
-            file,
-            "trainer.optimizer",
+            key="trainer.optimizer",
         )
 
 
-def _programs(site: Site, file: str) -> list[Problem]:
+def _programs(site: Site) -> list[Problem]:
     problems: list[Problem] = []
     for index, env in enumerate(site.profile.env):
-        problems += _environment_program(site, env, f"env.{index}", file)
+        problems += _environment_program(site, env, f"env.{index}")
     for name, part in site.profile.component.items():
         program = site.text(part.command[0])
         if program not in ("python", "python3") and shutil.which(program) is None:
             problems.append(
-                Problem(f"no such program: {program}", "install it or give its path", file, f"component.{name}.command")
+                Problem(f"no such program: {program}", "install it or give its path", key=f"component.{name}.command")
             )
     return problems
 
 
-def _environment_program(site: Site, env: EnvSection, key: str, file: str) -> Iterator[Problem]:
+def _environment_program(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
     if env.module and not _module_exists(site.text(env.module), site.text(env.cwd or ".")):
         fix = "check the name, or use `script` with a path"
-        yield Problem(f"no module {env.module!r}", fix, file, f"{key}.module")
+        yield Problem(f"no module {env.module!r}", fix, key=f"{key}.module")
     for name, value in (("script", env.script), ("config", env.config)):
         text = site.text(value or "")
         if not text or references(text):
             continue
         path = config_file(text) if name == "config" else resolve_path(text)
         if not path.is_file():
-            yield Problem(f"no such file: {text}", "check the path", file, f"{key}.{name}")
+            yield Problem(f"no such file: {text}", "check the path", key=f"{key}.{name}")
         elif name == "config":
-            yield from _environment_config(site, env, path, f"{key}.config", file)
+            yield from _environment_config(site, env, path, f"{key}.config")
 
 
-def _environment_config(site: Site, env: EnvSection, path: Path, key: str, file: str) -> Iterator[Problem]:
+def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> Iterator[Problem]:
     """What atroposlib would do with the YAML file beside the flags that the plan derives."""
     try:
         import yaml  # type: ignore[import-untyped]
@@ -165,17 +161,16 @@ def _environment_config(site: Site, env: EnvSection, path: Path, key: str, file:
         return  # comes with atroposlib, whose absence is a problem of its own
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:200]
-        yield Problem(f"{path} is not YAML: {reason}", "correct the syntax at that place", file, key)
+        yield Problem(f"{path} is not YAML: {reason}", "correct the syntax at that place", key=key)
         return
     if not isinstance(data, dict) or not isinstance(data.get("env") or {}, dict):
-        yield Problem(f"{path} is no table with env: and openai:", "see profiles/math-zero.yaml", file, key)
+        yield Problem(f"{path} is no table with env: and openai:", "see profiles/math-zero.yaml", key=key)
         return
     if isinstance(data.get("openai"), list) and len(data["openai"]) > 1:
         yield Problem(
             f"{path} lists {len(data['openai'])} servers, and atroposlib takes no --openai flags beside a list",
             "take openai: out of it: the plan derives the server",
-            file,
-            key,
+            key=key,
         )
     size = (data.get("env") or {}).get("group_size")
     total = training_config(site).sequences_per_step
@@ -183,8 +178,7 @@ def _environment_config(site: Site, env: EnvSection, path: Path, key: str, file:
         yield Problem(
             f"{path} sets group_size {size}, and {total} sequences of one step are no multiple of it",
             "set trainer.batch_size x trainer.gradient_accumulation_steps to a multiple, or env.group_size under args",
-            file,
-            key,
+            key=key,
         )
 
 
@@ -199,7 +193,7 @@ def _module_exists(name: str, folder: str) -> bool:
     return not is_ours(name) and (place.is_dir() or place.with_suffix(".py").is_file())
 
 
-def _models(site: Site, file: str) -> Iterator[Problem]:
+def _models(site: Site) -> Iterator[Problem]:
     made = {site.text(step.creates) for step in site.profile.prepare if step.creates}
     named: set[str] = set()
     for index, engine in enumerate(site.profile.vllm):
@@ -211,10 +205,10 @@ def _models(site: Site, file: str) -> Iterator[Problem]:
         folder = resolve_path(model)
         if not folder.is_dir():
             fix = "give a directory with config.json, or a hub id"
-            yield Problem(f"no such model directory: {model}", fix, file, key)
+            yield Problem(f"no such model directory: {model}", fix, key=key)
         elif not (folder / "config.json").is_file():
             fix = "point at the folder that `save_pretrained` wrote"
-            yield Problem(f"{model} holds no config.json: not a model", fix, file, key)
+            yield Problem(f"{model} holds no config.json: not a model", fix, key=key)
 
 
 def _looks_like_hub_id(model: str) -> bool:
@@ -222,28 +216,27 @@ def _looks_like_hub_id(model: str) -> bool:
     return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not Path(model.split("/")[0]).is_dir()
 
 
-def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory, file: str) -> Iterator[Problem]:
+def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
     """What the models' own configurations say against the profile."""
     first = inventory.models[site.profile.vllm[0].name]
     for index, engine in enumerate(site.profile.vllm):
         if isinstance(model := inventory.models[engine.name], Model):
-            yield from _engine_fits(engine, model, index, file)
+            yield from _engine_fits(engine, model, index)
     if not isinstance(first, Model):
         return
     if site.traits.shares_memory and architecture(first.config) not in SINGLE_COPY_ARCHITECTURES:
         yield Problem(
             f"single copy does not know {architecture(first.config)}",
             f"use a model of: {', '.join(SINGLE_COPY_ARCHITECTURES)}",
-            file,
-            "model",
+            key="model",
         )
     beyond = [layer for layer in settings.train_layer_indices or [] if layer >= first.dimensions.layers]
     if beyond:
         reason = f"the model has layers 0-{first.dimensions.layers - 1}, and no {', '.join(map(str, beyond[:5]))}"
-        yield Problem(reason, f"name layers up to {first.dimensions.layers - 1}", file, "trainer.train_layer_indices")
+        yield Problem(reason, f"name layers up to {first.dimensions.layers - 1}", key="trainer.train_layer_indices")
 
 
-def _engine_fits(engine: EngineSection, model: Model, index: int, file: str) -> Iterator[Problem]:
+def _engine_fits(engine: EngineSection, model: Model, index: int) -> Iterator[Problem]:
     parallel = engine.tensor_parallel
     heads, keys = model.dimensions.heads, model.dimensions.kv_heads
     odd = keys % parallel if keys >= parallel else parallel % keys
@@ -252,19 +245,17 @@ def _engine_fits(engine: EngineSection, model: Model, index: int, file: str) -> 
         yield Problem(
             f"{heads} attention heads with {keys} for keys cannot be divided among {parallel} GPUs",
             f"use one of: {', '.join(map(str, possible))}",
-            file,
-            f"vllm.{index}.tensor_parallel",
+            key=f"vllm.{index}.tensor_parallel",
         )
     if engine.max_model_len and model.max_length and engine.max_model_len > model.max_length:
         yield Problem(
             f"the model was made for {model.max_length} tokens",
             f"set it to {model.max_length} or less",
-            file,
-            f"vllm.{index}.max_model_len",
+            key=f"vllm.{index}.max_model_len",
         )
 
 
-def _gpus(site: Site, machine: Machine, file: str) -> Iterator[Problem]:
+def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
     wanted = {f"vllm.{index}.gpus": engine.gpus for index, engine in enumerate(site.profile.vllm)}
     wanted["trainer.gpus"] = site.profile.trainer.gpus
     present = len(machine.gpus)
@@ -272,29 +263,118 @@ def _gpus(site: Site, machine: Machine, file: str) -> Iterator[Problem]:
         yield Problem(
             "a broadcast goes to other GPUs, and nobody has any by name",
             'name vllm.gpus and trainer.gpus, or set trainer.device = "cpu" with a vLLM for the CPU',
-            file,
-            "trainer.gpus",
+            key="trainer.gpus",
         )
     for key, gpus in wanted.items():
         missing = ", ".join(str(gpu) for gpu in sorted(set(gpus)) if gpu >= present)
         if missing and not present:
             reason = f"GPU {missing} does not exist: no NVIDIA driver answers on this machine"
-            yield Problem(reason, f"run it on a machine with GPUs; {ON_THE_CPU}", file, key)
+            yield Problem(reason, f"run it on a machine with GPUs; {ON_THE_CPU}", key=key)
         elif missing:
             there = "GPU 0" if present == 1 else f"GPUs 0-{present - 1}"
-            yield Problem(f"GPU {missing} does not exist: this machine has {there}", f"use {there}", file, key)
+            yield Problem(f"GPU {missing} does not exist: this machine has {there}", f"use {there}", key=key)
 
 
-def _memory(site: Site, settings: TrainingConfig, inventory: Inventory, file: str) -> Iterator[Problem]:
+def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
     """Devices that are too small for certain; what is only likely is a warning of `plan`."""
-    made = memory.site_budget(site, inventory)
-    for device in made.devices:
-        if device.name in made.impossible:
+    for device in memory.site_budget(site, inventory).devices:
+        if device.is_too_small:
             yield Problem(
                 f"{device.name}: {memory.size_text(device.certain)} are wanted before any activation, and "
                 f"{memory.size_text(device.total or 0)} are there",
                 "; ".join(memory.ways_out(device, site.profile, settings)),
-                file,
-                memory.given_cache(device, site.profile)
+                key=memory.given_cache(device, site.profile)
                 or ("trainer.optimizer" if trainer_gpus(site.profile) else "model"),
             )
+
+
+@dataclass
+class Changes:
+    """What each stack must change to stand beside the others."""
+
+    sets: dict[str, list[str]] = field(default_factory=dict)
+    """By stack: overrides in the form of --set."""
+    lines: list[str] = field(default_factory=list)
+    """The same in words, a line each."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+def separate(
+    profiles: Mapping[str, Profile], gpu_count: int, is_free: Callable[[int], bool] = ports.is_free
+) -> Changes:
+    """Changes that give every stack in `profiles`, by name, its own ports and GPUs; the earlier ones keep theirs.
+
+    Where there are not enough GPUs, or a command of the user's own may name a port, that is a problem, and one stack
+    after another is a way out. Processors are shared.
+    """
+    changes = Changes({name: [] for name in profiles})
+    _separate_ports(profiles, changes, is_free)
+    _separate_gpus(profiles, gpu_count, changes)
+    return changes
+
+
+def _own_commands(profile: Profile) -> list[str]:
+    """Keys of commands that the profile spells out, ports included: nothing can be changed in them."""
+    keys = ["api.command"] if profile.api.command else []
+    keys += [f"{env.name}.command" for env in profile.env if env.command]
+    return keys + [f"component.{name}.command" for name, part in profile.component.items() if part.port]
+
+
+def _separate_ports(profiles: Mapping[str, Profile], changes: Changes, is_free: Callable[[int], bool]) -> None:
+    given = {port for profile in profiles.values() for _, port in profile.used_ports()}
+    holder: dict[int, str] = {}
+    for name, profile in profiles.items():
+        own = profile.used_ports()
+        for key, port in own:
+            if port not in holder:
+                continue
+            if fixed := _own_commands(profile):
+                reason = f"port {port} of {name} is also used by {holder[port]}, and {', '.join(fixed)} may name it"
+                fix = f"move both: --set {name}:{key}=PORT and the command in a profile of its own; or add --sequential"
+                changes.problems.append(Problem(reason, fix, key=key))
+                continue
+            free = next((p for p in range(port + 1, 65536) if p not in given and is_free(p)), None)
+            if free is None:
+                changes.problems.append(Problem(f"no port above {port} is free", "add --sequential", key=key))
+                continue
+            given.add(free)
+            changes.sets[name].append(f"{key}={free}")
+            changes.lines.append(f"{name}: {key} is {free}, since {holder[port]} has {port}")
+        holder |= {port: name for _, port in own if port not in holder}
+
+
+def _separate_gpus(profiles: Mapping[str, Profile], count: int, changes: Changes) -> None:
+    holder: dict[int, str] = {}
+    for name, profile in profiles.items():
+        wanted = _taken_gpus(profile, count)
+        others = sorted({holder[gpu] for gpu in wanted if gpu in holder})
+        if others:
+            free = [gpu for gpu in range(count) if gpu not in holder]
+            if len(free) < len(wanted):
+                needs = f"{name} needs {len(wanted)} GPU{'s' if len(wanted) > 1 else ''} of its own beside "
+                left = f"{', '.join(others)}, and {len(free) or 'none'} of {count} is left"
+                fix = "add --sequential: one stack after another"
+                changes.problems.append(Problem(needs + left, fix, key="gpus"))
+                continue
+            moved = dict(zip(wanted, free, strict=False))
+            changes.sets[name] += _gpu_sets(profile, moved)
+            text = ", ".join(f"{old} -> {new}" for old, new in moved.items())
+            changes.lines.append(f"{name}: GPUs {text}, since {', '.join(others)} has the same")
+            wanted = list(moved.values())
+        holder |= dict.fromkeys(wanted, name)
+
+
+def _taken_gpus(profile: Profile, count: int) -> list[int]:
+    """GPUs that a stack takes; the first ones where the profile leaves them to the programs."""
+    named = {gpu for engine in profile.vllm for gpu in engine.gpus} | set(trainer_gpus(profile))
+    if named or not count or profile.trainer.settings.get("device") == "cpu":
+        return sorted(named)
+    return list(range(max(engine.tensor_parallel for engine in profile.vllm)))
+
+
+def _gpu_sets(profile: Profile, moved: Mapping[int, int]) -> Iterator[str]:
+    for index, engine in enumerate(profile.vllm):
+        own = engine.gpus or range(engine.tensor_parallel)
+        yield f"vllm.{index}.gpus={[moved[gpu] for gpu in own]}"
+    if profile.trainer.gpus or not TRAITS[profile.mode].shares_memory:
+        yield f"trainer.gpus={[moved[gpu] for gpu in profile.trainer.gpus or [min(moved)]]}"

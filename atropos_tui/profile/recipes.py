@@ -30,52 +30,43 @@ def recipe(
     if action == "down":
         return Recipe(action=action, stop=order[::-1], note="Stops the whole stack; the run ends.")
     if action == "restart" and component is None:
-        return _all_restarted(order if among is None else [name for name in order if name in among])
-    if component not in order:
+        start = order if among is None else [name for name in order if name in among]
+        note = "Everything that runs goes and comes back; the trainer saves and goes on from its checkpoint."
+        return Recipe(action=action, stop=start[::-1], start=start, note=note)
+    spec = stack.component(component) if component is not None else None
+    if spec is None:
         raise KeyError(component)
-    touched = _taken_along(stack, component)
+    touched = _taken_along(stack, spec)
     if among is not None:
         touched &= set(among)
     if initiator == "trainer":
-        touched -= {spec.name for spec in stack.components if spec.role == "trainer"}
-    touched |= {component}
+        touched -= {part.name for part in stack.components if part.role == "trainer"}
+    touched |= {spec.name}
     start = [name for name in order if name in touched]
-    if action == "start":
-        return Recipe(action=action, component=component, start=start)
-    if action == "stop":
-        note = _left_alone(stack, component, touched)
-        return Recipe(action=action, component=component, stop=start[::-1], note=note)
-    if action == "kill":
-        return _killed(stack, component, start)
-    return Recipe(
-        action=action, component=component, stop=start[::-1], start=start, note=_why(stack, component, touched)
-    )
+    stop = start[::-1]
+    match action:
+        case "start":
+            return Recipe(action=action, component=component, start=start)
+        case "stop":
+            return Recipe(action=action, component=component, stop=stop, note=_left_alone(stack, spec, touched))
+        case "kill":
+            return _killed(stack, spec, start)
+    return Recipe(action=action, component=component, stop=stop, start=start, note=_why(spec, touched))
 
 
-def _all_restarted(start: list[str]) -> Recipe:
-    note = "Everything that runs goes and comes back; the trainer saves and goes on from its checkpoint."
-    return Recipe(action="restart", stop=start[::-1], start=start, note=note)
-
-
-def _killed(stack: StackSpec, component: str, touched: list[str]) -> Recipe:
+def _killed(stack: StackSpec, spec: ComponentSpec, touched: list[str]) -> Recipe:
     """What follows from a kill: it counts as a crash, and the restart policy decides. `touched`: in start order."""
-    spec = next(spec for spec in stack.components if spec.name == component)
-    goes_on = restarts_after_crash(spec)
-    gone = touched if goes_on else [part.name for part in stack.components]
     policy = spec.restart
-    if goes_on:
+    if restarts_after_crash(spec):
+        gone, start = touched, touched
         ends = f"crash {policy.max_restarts + 1} within {policy.window_s:g} s ends the run."
-        note = f"Counts as a crash; {ends} {_why(stack, component, set(touched))}".rstrip()
+        note = f"Counts as a crash; {ends} {_why(spec, set(touched))}".rstrip()
     else:
+        gone, start = [part.name for part in stack.components], []
         rule = "is never" if policy.policy == "never" else "allows no restart"
         note = f"Counts as a crash, and its restart policy {rule}: the run ends with code 3."
-    return Recipe(
-        action="kill",
-        component=component,
-        stop=[component, *(name for name in reversed(gone) if name != component)],
-        start=touched if goes_on else [],
-        note=note,
-    )
+    stop = [spec.name, *(name for name in reversed(gone) if name != spec.name)]
+    return Recipe(action="kill", component=spec.name, stop=stop, start=start, note=note)
 
 
 def restarts_after_crash(spec: ComponentSpec) -> bool:
@@ -83,23 +74,22 @@ def restarts_after_crash(spec: ComponentSpec) -> bool:
     return spec.restart.policy != "never" and spec.restart.max_restarts > 0
 
 
-def _taken_along(stack: StackSpec, component: str) -> set[str]:
+def _taken_along(stack: StackSpec, spec: ComponentSpec) -> set[str]:
     """Transitive closure of `restart_with`."""
     taken: set[str] = set()
-    todo = [component]
+    todo = [spec.name]
     while todo:
         name = todo.pop()
-        spec = stack.component(name)
-        if name not in taken and spec is not None:
+        part = stack.component(name)
+        if name not in taken and part is not None:
             taken.add(name)
-            todo += spec.restart_with
+            todo += part.restart_with
     return taken
 
 
-def _why(stack: StackSpec, component: str, touched: set[str]) -> str:
-    spec = stack.component(component)
-    others = sorted(touched - {component})
-    if not others or spec is None:
+def _why(spec: ComponentSpec, touched: set[str]) -> str:
+    others = sorted(touched - {spec.name})
+    if not others:
         return ""
     reasons = {
         "engine": "the weights live in its memory: the trainer saves a checkpoint, stops, and goes on from there",
@@ -113,15 +103,14 @@ def _verb(subjects: list[str], singular: str, plural: str) -> str:
     return singular if len(subjects) == 1 else plural
 
 
-def _left_alone(stack: StackSpec, component: str, touched: Collection[str]) -> str:
-    spec = stack.component(component)
-    bound = [other.name for other in stack.components if other.name in touched and other.name != component]
-    users = [other.name for other in stack.components if component in other.depends_on and other.name not in touched]
+def _left_alone(stack: StackSpec, spec: ComponentSpec, touched: Collection[str]) -> str:
+    bound = [other.name for other in stack.components if other.name in touched and other.name != spec.name]
+    users = [other.name for other in stack.components if spec.name in other.depends_on and other.name not in touched]
     notes = [f"{', '.join(users)} {_verb(users, 'keeps', 'keep')} running without it."] if users else []
     if bound:
-        first = " with a checkpoint" if spec and spec.role == "engine" else ""
+        first = " with a checkpoint" if spec.role == "engine" else ""
         notes.append(
             f"{', '.join(bound)} cannot go on without it and {_verb(bound, 'stops', 'stop')} first{first}; "
-            f"atropos-tui start {component} brings all of them back."
+            f"atropos-tui start {spec.name} brings all of them back."
         )
     return " ".join(notes)

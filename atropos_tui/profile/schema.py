@@ -1,18 +1,24 @@
 """The JSON Schema of a profile: for editors (`#:schema ./profile.schema.json`), and for the words of problems.
 
 Built from the models, then brought to what a *file* may hold: `[env]` or `[[env]]`, `extends`, every field of
-`TrainingConfig` that the plan does not derive, flags as tables, and no key besides.
+`TrainingConfig` that the plan does not derive, flags as tables, and no key besides. Then looked up by key: what may
+stand there, and how people say that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
-from atropos_tui.profile.errors import SECTION_LISTS, Schema
-from trainer_core.config import TrainingConfig
+KeyPath = tuple[str | int, ...]
+"""A key as a path through the data: table keys and list indices."""
+Schema = dict[str, Any]
+"""A JSON Schema, or the part of one that describes a key."""
+SECTION_LISTS = ("env", "vllm", "prepare")
+"""Sections that may be written once as `[env]` or several times as `[[env]]`."""
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """The newest one that the usual TOML editors understand."""
@@ -26,17 +32,19 @@ _EXTENDS = {
 }
 
 
-def build_schema(profile: type[BaseModel], *, derived: Collection[str], words: Collection[str]) -> Schema:
-    """The schema of `profile`, its trainer completed by TrainingConfig.
+def build_schema(
+    profile: type[BaseModel], config: type[BaseModel], *, derived: Collection[str], words: Collection[str]
+) -> Schema:
+    """The schema of `profile`, its trainer completed by the fields of the trainer's own `config`.
 
     Args:
-        derived: fields of TrainingConfig that a profile must not set.
-        words: fields of TrainingConfig that are lists and also read text.
+        derived: fields of `config` that a profile must not set.
+        words: fields of `config` that are lists and also read text.
     """
     schema = _plain(profile.model_json_schema())
     parts: dict[str, Schema] = schema["$defs"]
     trainer = parts["TrainerSection"]
-    training = _plain(TrainingConfig.model_json_schema())["properties"]
+    training = _plain(config.model_json_schema())["properties"]
     trainer["properties"] |= {name: node for name, node in training.items() if name not in derived}
     trainer["additionalProperties"] = False
     for name in words:
@@ -102,3 +110,101 @@ def _is_noise(key: str, value: Any) -> bool:
         or (key == "title" and isinstance(value, str))
         or (key == "default" and (value is None or whole))
     )
+
+
+def resolve(schema: Schema, node: Schema) -> Schema:
+    """`node` with its `$ref` followed; its own words win."""
+    while "$ref" in node:
+        name = str(node["$ref"]).removeprefix("#/$defs/")
+        node = schema["$defs"][name] | {key: value for key, value in node.items() if key != "$ref"}
+    return node
+
+
+def _forms(schema: Schema, node: Schema) -> list[Schema]:
+    """The forms that a value may take, in order."""
+    node = resolve(schema, node)
+    if isinstance(node.get("type"), list):
+        return [node | {"type": kind} for kind in node["type"]]
+    several = [*node.get("anyOf", ()), *node.get("oneOf", ())] if "properties" not in node else []
+    return [form for choice in several for form in _forms(schema, choice)] if several else [node]
+
+
+def forms_at(schema: Schema, path: KeyPath, data: Any) -> list[Schema]:
+    """The forms that the schema allows at the key `path`; none for a key that it does not know.
+
+    Args:
+        data: the profile, by which a check of a probe tells its kind.
+    """
+    forms = [schema]
+    for part in path:
+        data = step_into(data, part)
+        below = [inner for form in forms if (inner := _below(form, part)) is not None]
+        forms = [form for node in below for form in _forms(schema, node)]
+        forms = [form for form in forms if _fits(form, data)] or forms
+    return forms
+
+
+def _below(form: Schema, part: str | int) -> Schema | None:
+    if isinstance(part, int):
+        inner = form.get("items")
+    else:
+        free = next(iter(form.get("patternProperties", {}).values()), form.get("additionalProperties"))
+        inner = form.get("properties", {}).get(part, free)
+    return inner if isinstance(inner, dict) else None
+
+
+def _fits(form: Schema, data: Any) -> bool:
+    """Whether `data` may be of this form, as far as its `kind` tells."""
+    kind = form.get("properties", {}).get("kind", {}).get("const")
+    return kind is None or not isinstance(data, Mapping) or data.get("kind") in (kind, None)
+
+
+def choices(form: Schema) -> list[Any]:
+    """The values that a form is limited to; empty where it is not."""
+    return list(form.get("enum", [form["const"]] if "const" in form else []))
+
+
+def phrases(forms: list[Schema], schema: Schema) -> str:
+    """What may stand at a key of several forms."""
+    if len(forms) > 2:  # flags: the forms matter, not what their entries may be
+        forms = [form if form.get("type") != "array" else {"type": "array"} for form in forms]
+    nouns = list(dict.fromkeys(_phrase(form, schema) for form in forms))
+    if "a number" in nouns and "a whole number" in nouns:
+        nouns.remove("a whole number")
+    return f"{', '.join(nouns[:-1])} or {nouns[-1]}" if len(nouns) > 1 else "".join(nouns)
+
+
+def _phrase(form: Schema, schema: Schema) -> str:
+    """What may stand at a key, as a noun: "a whole number from 1 to 65535", "one of: a, b", "true or false"."""
+    if known := choices(form):
+        return f"one of: {', '.join(map(str, known))}"
+    kind = form.get("type")
+    if kind in ("integer", "number"):
+        return ("a whole number" if kind == "integer" else "a number") + _bounds(form)
+    if kind == "array":
+        inner = phrases(_forms(schema, form["items"]), schema) if "items" in form else ""
+        least, most = form.get("minItems"), form.get("maxItems")
+        count = (
+            f" with {least} entries" if least and least == most else f" with at least {least} entry" if least else ""
+        )
+        return f"a list{count}, each {inner}" if inner else f"a list{count}"
+    if kind == "string":
+        return "text in quotes" + (", not empty" if form.get("minLength") else "")
+    return {"boolean": "true or false", "object": "a table"}.get(str(kind), "another value")
+
+
+def _bounds(form: Schema) -> str:
+    least, above = form.get("minimum"), form.get("exclusiveMinimum")
+    most, below = form.get("maximum"), form.get("exclusiveMaximum")
+    if least is not None and most is not None:
+        return f" from {least:g} to {most}" if least != most else f": only {least}"
+    low = f" of at least {least:g}" if least is not None else f" above {above:g}" if above is not None else ""
+    high = f" of at most {most}" if most is not None else f" below {below:g}" if below is not None else ""
+    return f"{low} and{high}" if low and high else low or high
+
+
+def step_into(node: Any, part: str | int) -> Any:
+    """What stands below `node` at a key or index; None where nothing does."""
+    if isinstance(node, Mapping):
+        return node.get(part)
+    return node[part] if isinstance(node, list) and isinstance(part, int) and part < len(node) else None

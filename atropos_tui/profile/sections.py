@@ -29,19 +29,10 @@ from pydantic_core import PydanticCustomError
 from atropos_common.control import Role
 from atropos_common.run_dir import is_safe_name
 from atropos_tui.errors import Problem
-from atropos_tui.profile.errors import (
-    SECTION_LISTS,
-    KeyPath,
-    Schema,
-    in_words,
-    key_text,
-    problems_of,
-    refused,
-    value_text,
-)
+from atropos_tui.profile.errors import in_words, key_text, problems_of, refused, value_text
 from atropos_tui.profile.load import SET, Origins, apply_sets, file_text, find_profile, read_merged, shipped_profiles
 from atropos_tui.profile.redact import REDACTED
-from atropos_tui.profile.schema import build_schema
+from atropos_tui.profile.schema import SECTION_LISTS, KeyPath, Schema, build_schema
 from atropos_tui.profile.spec import (
     ExecCheck,
     HttpCheck,
@@ -52,13 +43,12 @@ from atropos_tui.profile.spec import (
     RestartPolicy,
     StopPolicy,
     TcpCheck,
+    references,
 )
-from atropos_tui.profile.variables import references
-from trainer_core.config import TrainingConfig
+from trainer_core.config import Mode, TrainingConfig
 
 __all__ = ["Profile", "apply_sets", "find_profile", "load_profile", "parse_profile", "shipped_profiles"]
 
-Mode = Literal["none", "shared_vllm", "broadcast", "lora_only", "lora_restart"]
 
 DERIVED_TRAINER_KEYS = {
     "model_name": "model",
@@ -148,19 +138,13 @@ def _check_probe(probe: Probe) -> Probe:
             case ExecCheck(command=command) if not command or not command[0].strip():
                 raise mistake("names no program", 'begin with the program, such as ["test", "-e", "x"]', at)
             case LogCheck(pattern=pattern):
-                _check_pattern(pattern, f"{at}.pattern")
+                try:
+                    re.compile(pattern)
+                except (re.error, OverflowError) as error:
+                    reason = f"no regular expression: {error} (got {value_text(pattern)})"
+                    fix = "correct it, or escape what is meant literally"
+                    raise mistake(reason, fix, f"{at}.pattern") from None
     return probe
-
-
-def _check_pattern(pattern: str, at: str) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError) as error:
-        raise mistake(
-            f"no regular expression: {error} (got {value_text(pattern)})",
-            "correct it, or escape what is meant literally",
-            at,
-        ) from None
 
 
 class ComponentOptions(Section):
@@ -415,6 +399,10 @@ class Profile(Section):
             *((f"component.{name}.port", part.port) for name, part in self.component.items() if part.port),
         ]
 
+    def short_key(self, key: str) -> str:
+        """`vllm.0.port` as `vllm.port` where there is one engine."""
+        return key.replace("vllm.0.", "vllm.") if len(self.vllm) == 1 else key
+
     def section_of(self, component: str) -> str:
         """The key of the section that describes a component: `env.0`, `component.x`, `trainer`."""
         for key in SECTION_LISTS:
@@ -427,7 +415,7 @@ class Profile(Section):
 @cache
 def profile_schema() -> Schema:
     """The JSON Schema of a profile file; one object, to be read only."""
-    return build_schema(Profile, derived=set(DERIVED_TRAINER_KEYS), words=READ_WORDS)
+    return build_schema(Profile, TrainingConfig, derived=set(DERIVED_TRAINER_KEYS), words=READ_WORDS)
 
 
 def load_profile(name_or_path: str, sets: Sequence[str] = ()) -> tuple[Profile, Path]:

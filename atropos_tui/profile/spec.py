@@ -1,4 +1,4 @@
-"""What one component is, in full: the interface between planning and the supervisor.
+"""What each component is, in full, and whether they fit together: the interface between planning and the supervisor.
 
 A `StackSpec` is complete and explicit. The supervisor needs nothing else: no profile, no defaults, no mode.
 `${VAR}` in `command`, `env` and `cwd` stays a reference here and is resolved only when the process is spawned.
@@ -6,14 +6,29 @@ A `StackSpec` is complete and explicit. The supervisor needs nothing else: no pr
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_common.control import Role
+from atropos_common.run_dir import is_safe_name
+
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
-class Spec(BaseModel):
+def expand(text: str, known: Mapping[str, str]) -> str:
+    """Replace the `${VAR}` of `text` that are known; unknown ones stay as they are."""
+    return _REFERENCE.sub(lambda match: known.get(match.group(1), match.group(0)), text)
+
+
+def references(text: str) -> list[str]:
+    """Names of the variables that `text` refers to."""
+    return _REFERENCE.findall(text)
+
+
+class StackPart(BaseModel):
     """The base of every part of a stack: strict, frozen, and built when it is first used."""
 
     model_config = ConfigDict(
@@ -21,7 +36,7 @@ class Spec(BaseModel):
     )
 
 
-class HttpCheck(Spec):
+class HttpCheck(StackPart):
     """Passes when `GET url` answers with `status`."""
 
     kind: Literal["http"] = "http"
@@ -32,7 +47,7 @@ class HttpCheck(Spec):
     """HTTP status that counts as well."""
 
 
-class TcpCheck(Spec):
+class TcpCheck(StackPart):
     """Passes when a connection opens."""
 
     kind: Literal["tcp"] = "tcp"
@@ -43,7 +58,7 @@ class TcpCheck(Spec):
     """Port to connect to."""
 
 
-class ExecCheck(Spec):
+class ExecCheck(StackPart):
     """Passes when the command exits with 0."""
 
     kind: Literal["exec"] = "exec"
@@ -52,7 +67,7 @@ class ExecCheck(Spec):
     """Program and arguments."""
 
 
-class LogCheck(Spec):
+class LogCheck(StackPart):
     """Passes once a line of the component's present log matches the regular expression."""
 
     kind: Literal["log"] = "log"
@@ -63,7 +78,7 @@ class LogCheck(Spec):
     """What the line means, for people."""
 
 
-class FileCheck(Spec):
+class FileCheck(StackPart):
     """Passes when the file exists."""
 
     kind: Literal["file"] = "file"
@@ -75,7 +90,7 @@ class FileCheck(Spec):
 Check = Annotated[HttpCheck | TcpCheck | ExecCheck | LogCheck | FileCheck, Field(discriminator="kind")]
 
 
-class Probe(Spec):
+class Probe(StackPart):
     """All checks must pass, `success_threshold` times running; `failure_threshold` failures running make it fail."""
 
     checks: list[Check] = Field(min_length=1)
@@ -92,7 +107,7 @@ class Probe(Spec):
     """Failures in the first seconds of the process do not count."""
 
 
-class Probes(Spec):
+class Probes(StackPart):
     """The probes of one component."""
 
     startup: Probe | None = None
@@ -102,7 +117,7 @@ class Probes(Spec):
     """Fails: unhealthy, then a restart by the policy."""
 
 
-class RestartPolicy(Spec):
+class RestartPolicy(StackPart):
     """When a process that ended by itself is started again."""
 
     policy: Literal["never", "on-failure", "always"] = "on-failure"
@@ -117,7 +132,7 @@ class RestartPolicy(Spec):
     """Seconds in which restarts are counted."""
 
 
-class StopPolicy(Spec):
+class StopPolicy(StackPart):
     """Signal the main process group, wait `grace_s`, then KILL every process of the set."""
 
     signal: Literal["TERM", "INT", "HUP", "QUIT", "KILL"] = "TERM"
@@ -126,7 +141,7 @@ class StopPolicy(Spec):
     """Seconds that it has for that."""
 
 
-class Stage(Spec):
+class Stage(StackPart):
     """A milestone that gates nothing, shown by `ps` and `why`: reached once a line of the present log matches."""
 
     name: str
@@ -135,7 +150,7 @@ class Stage(Spec):
     """What usually keeps it from being reached, and the way out."""
 
 
-class ComponentSpec(Spec):
+class ComponentSpec(StackPart):
     """One program of the stack."""
 
     name: str
@@ -170,14 +185,14 @@ class ComponentSpec(Spec):
     """Its success ends the run: the rest is stopped and the run's exit code is 0."""
 
 
-class LogPolicy(Spec):
+class LogPolicy(StackPart):
     """How much of the components' output is kept."""
 
     max_bytes: int = Field(64 * 1024 * 1024, gt=0)
     """Kept per attempt; what rotation dropped is counted."""
 
 
-class NotifyPolicy(Spec):
+class NotifyPolicy(StackPart):
     """Tell someone who is not looking."""
 
     bell: bool = False
@@ -187,7 +202,7 @@ class NotifyPolicy(Spec):
     on: tuple[Literal["failed", "mismatch", "done"], ...] = ("failed", "mismatch", "done")
 
 
-class StackSpec(Spec):
+class StackSpec(StackPart):
     """Everything the supervisor runs, in start order: stopping goes through the list backwards."""
 
     run_id: str
@@ -206,3 +221,70 @@ class StackSpec(Spec):
     def component(self, name: str) -> ComponentSpec | None:
         """The component of that name; None when there is none."""
         return next((c for c in self.components if c.name == name), None)
+
+
+class StackError(ValueError):
+    """A stack that cannot be run as written."""
+
+
+class DependencyFault(NamedTuple):
+    """Why a component can never start."""
+
+    component: str
+    reason: str
+    fix: str
+
+
+def check_stack(stack: StackSpec) -> None:
+    """Let a runnable stack pass.
+
+    Raises:
+        StackError: a name twice or not usable in a path, an unknown dependency, a circle; all of them.
+    """
+    names = [spec.name for spec in stack.components]
+    faults = [
+        f"two components are called {name!r}: give each its own name"
+        for name in dict.fromkeys(names)
+        if names.count(name) > 1
+    ]
+    faults += [
+        f"component name {name!r}: use letters, digits, dot, dash, underscore"
+        for name in names
+        if not is_safe_name(name)
+    ]
+    faults += [f"{fault.reason}: {fault.fix}" for fault in dependency_faults(stack)]
+    if faults:
+        raise StackError("; ".join(faults))
+
+
+def dependency_faults(stack: StackSpec) -> list[DependencyFault]:
+    """Unknown dependencies, and one fault for each set of components that wait for one another, at its first."""
+    waits = {spec.name: set(spec.depends_on) for spec in stack.components}
+    faults = []
+    for spec in stack.components:
+        for other in dict.fromkeys([*spec.depends_on, *spec.restart_with]):
+            if other not in waits:
+                reason = f"{spec.name} depends on {other!r}, which is not in the stack"
+                fix = f"name one of: {', '.join(name for name in waits if name != spec.name)}"
+                faults.append(DependencyFault(spec.name, reason, fix))
+    reached = {name: _reached(name, waits) for name in waits}
+    named: set[str] = set()
+    for name, others in reached.items():
+        if name in others and name not in named:
+            circle = [other for other in waits if other in others and name in reached[other]]
+            named.update(circle)
+            reason = f"circular depends_on among: {', '.join(circle)}"
+            fix = "take itself out" if len(circle) == 1 else "let one of them not wait for the next"
+            faults.append(DependencyFault(name, reason, fix))
+    return faults
+
+
+def _reached(start: str, waits: dict[str, set[str]]) -> set[str]:
+    """Everything that `start` waits for, at any distance."""
+    reached: set[str] = set()
+    open_ = [start]
+    while open_:
+        new = waits.get(open_.pop(), set()) - reached
+        reached |= new
+        open_ += new
+    return reached

@@ -16,10 +16,9 @@ from pydantic import ValidationError
 
 def main() -> int:
     """Exit code of the run; 2 for a stack that cannot be run as written."""
-    from atropos_tui.profile.graph import StackError
-    from atropos_tui.profile.spec import StackSpec
+    from atropos_tui.profile.spec import StackError, StackSpec
+    from atropos_tui.supervisor.client import SocketError
     from atropos_tui.supervisor.runner import run_stack
-    from atropos_tui.supervisor.sockets import SocketError
     from atropos_tui.supervisor.store import RunInUseError
 
     with contextlib.suppress(PermissionError):

@@ -1,4 +1,4 @@
-"""Talk to a running supervisor: `ControlClient(run_dir)`, asynchronous, over the run's Unix socket.
+"""The control socket of a run: where it lies, and how to talk to its supervisor: `ControlClient(run_dir)`.
 
 client = ControlClient(run_dir)
 status = await client.status()
@@ -10,11 +10,13 @@ accepted = await client.command(CommandRequest(action="restart", component="vllm
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
+import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -38,6 +40,10 @@ from atropos_tui.errors import Exit, Problem, UserError
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
+MAX_PATH_BYTES = 107
+"""What the kernel takes for the path of a Unix socket."""
+NAME_BYTES = 25
+"""Of a socket's name in its folder."""
 ANSWER_S = 10.0
 """One try takes at most so long (only `wait` and `events` take longer)."""
 TRIES = 3
@@ -136,7 +142,8 @@ class ControlClient:
         Raises:
             Refused: it cannot be taken now.
         """
-        return await self._ask("POST", "/commands", Accepted, content=request.model_dump_json())
+        answer = await self._request("POST", "/commands", content=request.model_dump_json())
+        return Accepted.model_validate_json(answer.content)
 
     async def command_status(self, command_id: str) -> CommandStatus:
         """How far a command has come."""
@@ -147,7 +154,7 @@ class ControlClient:
     ) -> Recipe:
         """What a command would do, without doing it."""
         params = {"action": action, "initiator": initiator} | ({"component": component} if component else {})
-        return await self._get("/recipe", Recipe, params)
+        return await self._get("/recipe", Recipe, params=params)
 
     async def logs(self, component: str, n: int = 100) -> list[str]:
         """The last `n` lines of the component's present attempt."""
@@ -158,42 +165,19 @@ class ControlClient:
         """Wait for `ready`, `done` or a component to be healthy; `timeout` in seconds."""
         params = {"for": for_} | ({} if timeout is None else {"timeout": str(timeout)})
         patience = httpx.Timeout(ANSWER_S, read=None if timeout is None else timeout + ANSWER_S)
-        return await self._get("/wait", WaitResult, params, patience)
+        return await self._get("/wait", WaitResult, params=params, timeout=patience)
 
-    async def _get(
-        self, path: str, kind: type[Answer], params: dict[str, str] | None = None, timeout: httpx.Timeout | None = None
-    ) -> Answer:
-        return await self._ask("GET", path, kind, params=params, timeout=timeout)
-
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        kind: type[Answer],
-        *,
-        params: dict[str, str] | None = None,
-        content: str | None = None,
-        timeout: httpx.Timeout | None = None,
-    ) -> Answer:
-        answer = await self._request(method, path, params=params, content=content, timeout=timeout)
-        return kind.model_validate_json(answer.content)
+    async def _get(self, path: str, kind: type[Answer], **options: Any) -> Answer:
+        return kind.model_validate_json((await self._request("GET", path, **options)).content)
 
     async def _request(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: dict[str, str] | None = None,
-        content: str | None = None,
-        timeout: httpx.Timeout | None = None,
+        self, method: str, path: str, *, timeout: httpx.Timeout | None = None, **options: Any
     ) -> httpx.Response:
         tries = TRIES if method == "GET" else 1
         for left in reversed(range(tries)):
             http = self._connection()
             try:
-                answer = await http.request(
-                    method, path, params=params, content=content, timeout=timeout or httpx.Timeout(ANSWER_S)
-                )
+                answer = await http.request(method, path, timeout=timeout or httpx.Timeout(ANSWER_S), **options)
                 break
             except httpx.ConnectError as error:
                 raise self._nobody() from error
@@ -235,3 +219,42 @@ def _refused(status: int, content: bytes) -> Refused:
     except ValidationError:
         refusal = Refusal(error=f"the supervisor answered {status}")
     return Refused(refusal.error, refusal.fix, status)
+
+
+class SocketError(ValueError):
+    """The socket cannot be made safely."""
+
+
+def socket_folder() -> Path:
+    """A folder of this user alone: below $XDG_RUNTIME_DIR, else in /tmp with mode 0700.
+
+    Raises:
+        SocketError: someone else made the folder in /tmp, or $XDG_RUNTIME_DIR is too long for a socket in it.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK):
+        folder = Path(runtime) / "atropos-tui"
+    else:
+        folder = Path("/tmp") / f"atropos-tui-{os.getuid()}"
+    size = len(os.fsencode(folder)) + 1 + NAME_BYTES
+    if size > MAX_PATH_BYTES:
+        reason = f"$XDG_RUNTIME_DIR is too long: a socket in {folder} would have a path of {size} bytes"
+        raise SocketError(f"{reason}, and the kernel takes {MAX_PATH_BYTES}; set it to a shorter folder, or unset it")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(folder):
+        raise SocketError(f"{folder} must be a folder of this user with mode 0700; remove it, or set XDG_RUNTIME_DIR")
+    return folder
+
+
+def is_private(folder: Path) -> bool:
+    try:
+        info = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077
+
+
+def socket_path(run: RunDir) -> Path:
+    """Where the socket of this run lies: under 108 bytes, whatever the run directory is called."""
+    digest = hashlib.blake2b(os.fsencode(run.root.resolve()), digest_size=10).hexdigest()
+    return socket_folder() / f"{digest}.sock"

@@ -2,45 +2,62 @@
 
     PENDING -> STARTING -> HEALTHY <-> UNHEALTHY -> STOPPING -> COMPLETED, STOPPED, FAILED or BACKOFF -> PENDING
 
-(`states.TRANSITIONS` is the table.) `start` makes an attempt; its end (`_exited`, or `end` from outside) begins `_end`,
-which returns when no process of the set is left; then `_gone` hands an `Ended` to the supervisor, who decides what
-follows. Only this class writes a component's fields, and only in the supervisor's event loop.
+(`TRANSITIONS` is the table.) `start` makes an attempt; its end (`_exited`, or `end` from outside) begins `_end`, which
+returns when no process of the set is left; then `_gone` hands an `Ended` to the supervisor, who decides what follows;
+`Restarts` says whether and when a crash is answered with another start. Only `Component` writes a component's fields,
+and only in the supervisor's event loop: one state machine over one record, so one file, although a long one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
+import random
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from atropos_common.control import ComponentStatus, Role, StageStatus, State
 from atropos_common.records import DiagnosisRecord, ProbeRecord, StageRecord, StateRecord
-from atropos_tui.profile.spec import ComponentSpec, LogCheck, Stage
-from atropos_tui.supervisor import diagnoses, procfs, states
-from atropos_tui.supervisor.diagnoses import Diagnosis, Evidence, describe_exit, own
-from atropos_tui.supervisor.diagnoses.roots import lasting_error
-from atropos_tui.supervisor.diagnoses.scanner import LogScanner
-from atropos_tui.supervisor.environment import Launch
-from atropos_tui.supervisor.launcher import Host, Living
+from atropos_tui.diagnoses import Diagnosis, Evidence, describe_exit, diagnose, model, port_taken
+from atropos_tui.diagnoses.engine import LogScanner, Printed
+from atropos_tui.diagnoses.exit_rules import lasting_error
+from atropos_tui.diagnoses.model import shortened
+from atropos_tui.diagnoses.roots import same_words
+from atropos_tui.diagnoses.stall_rules import Part
+from atropos_tui.profile.spec import ComponentSpec, LogCheck, RestartPolicy
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.launcher import Host, Living, Usage
 from atropos_tui.supervisor.logs import LogDrain
-from atropos_tui.supervisor.probe import Checker, Prober, ProbeResult
-from atropos_tui.supervisor.process import Leader, end_set
-from atropos_tui.supervisor.restarts import Restarts
-from atropos_tui.supervisor.sampling import Usage
+from atropos_tui.supervisor.probe import Prober, ProbeResult, StageWatch
+from atropos_tui.supervisor.process import Launch, Leader, end_set
 from atropos_tui.supervisor.store import Store
 
+ENDS = frozenset({State.STOPPED, State.BACKOFF, State.FAILED, State.COMPLETED})
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.PENDING: frozenset({State.STARTING, State.STOPPED, State.COMPLETED, State.FAILED}),
+    State.STARTING: ENDS | {State.HEALTHY, State.STOPPING},
+    State.HEALTHY: ENDS | {State.UNHEALTHY, State.STOPPING},
+    State.UNHEALTHY: ENDS | {State.HEALTHY, State.STOPPING},
+    State.STOPPING: ENDS,
+    State.BACKOFF: frozenset({State.PENDING, State.STOPPED, State.FAILED}),
+    State.STOPPED: frozenset({State.PENDING}),
+    State.FAILED: frozenset({State.PENDING}),
+    State.COMPLETED: frozenset({State.PENDING}),
+}
+"""From each state, where a component may go next."""
+HEALTHY_RESET_S = 60.0
+"""After so long in health the backoff begins anew."""
+REASON_ROOM = 300
+"""Characters of an error line in the reason of a state."""
 PROVEN_S = 5.0
 """A component without probes that lived this long has shown that it can start."""
 SILENT_START_S = 60.0
 """The same for one whose stages tell of its start, and who has reached none."""
 PORT_PATIENCE_S = 5.0
 """How long a port that a stranger holds may take to become free."""
-STAGE_LOOK_S = 0.2
 EVIDENCE = 200
 """Lines of a log in which rules look for what explains an end."""
 LOOKED_BACK = 1000
@@ -49,6 +66,86 @@ SAID_KEPT = 100
 SIGNALS = {name: getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "HUP", "QUIT", "KILL")}
 
 Outcome = Literal["", "stopped", "crash", "killed", "timeout"]
+
+
+class IllegalTransitionError(AssertionError):
+    """A step that `TRANSITIONS` does not allow: a fault of the supervisor."""
+
+
+def check_step(old: State, new: State) -> None:
+    """Let an allowed step pass.
+
+    Raises:
+        IllegalTransitionError: the step is not in the table.
+    """
+    if new not in TRANSITIONS[old]:
+        raise IllegalTransitionError(f"{old} -> {new}")
+
+
+class Restarts:
+    """What the crashes of one component and the times between them say about its next start."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self.count = 0
+        """Starts that answered a crash."""
+        self.proven = False
+        """It was healthy once, so an exit is a crash and no mistake in its arguments."""
+        self.came_up = False
+        """It was past its start once, so how a later start fails is not how all do."""
+        self.healthy_at: float | None = None
+        """When the present attempt became healthy."""
+        self.start_error = ""
+        """The error line of the start that failed last, if another start would fail in the same way."""
+        self._crashes: deque[float] = deque()
+        self._streak = 0
+
+    def recent(self) -> int:
+        """Crashes within the policy's window."""
+        return sum(time.monotonic() - crash <= self._policy.window_s for crash in self._crashes)
+
+    def delay(self, exit_code: int | None, error: str) -> tuple[float | None, str]:
+        """Seconds from this crash to the next start; or None, and why there is none.
+
+        Args:
+            error: the error line of a start that would fail in the same way again; "" for any other crash.
+        """
+        now = time.monotonic()
+        if self.healthy_at is not None and now - self.healthy_at > HEALTHY_RESET_S:
+            self._streak = 0
+        hopeless = "wrong usage, not retried" if exit_code == 2 and not self.proven else ""
+        if self._fails_alike(error):
+            hopeless = f"the start failed twice in the same words, not tried again: {shortened(error, REASON_ROOM)}"
+        if hopeless:
+            return None, hopeless
+        policy = self._policy
+        delay = next_delay(policy, self._crashes, self._streak, now)
+        if delay is None:
+            gave_up = f"gave up after {policy.max_restarts} restarts in {policy.window_s:g} s"
+            return None, "restart policy never" if policy.policy == "never" else gave_up
+        self._streak += 1
+        self.count += 1
+        return delay, ""
+
+    def _fails_alike(self, error: str) -> bool:
+        """A start has failed with this error line (none: in a way that may pass); whether the last one did so, too."""
+        last, self.start_error = self.start_error, "" if self.came_up else error
+        return same_words(self.start_error, last)
+
+
+def next_delay(policy: RestartPolicy, crashes: deque[float], streak: int, now: float) -> float | None:
+    """Seconds until the next start after a crash at `now`; None when the policy is exhausted.
+
+    Args:
+        crashes: times of earlier crashes; those outside the window are removed, this one is added.
+        streak: crashes since the last minute of health.
+    """
+    while crashes and now - crashes[0] > policy.window_s:
+        crashes.popleft()
+    crashes.append(now)
+    if policy.policy == "never" or len(crashes) > policy.max_restarts:
+        return None
+    return min(policy.max_backoff_s, policy.backoff_s * 2.0**streak) * random.uniform(0.8, 1.2)
 
 
 @dataclass(frozen=True)
@@ -105,7 +202,7 @@ class Component:
         self.child: Leader | None = None
         """The main process of the present attempt, until nothing of its set is left."""
         self.log: LogDrain | None = None
-        self.scanner: LogScanner | None = None
+        self._scanner: LogScanner | None = None
         """Looks for telling lines in what the present attempt prints."""
         self.outcome: Outcome = ""
         """What the end of the set means; empty: the process ended by itself, its exit code decides."""
@@ -145,7 +242,7 @@ class Component:
     def _move(self, new: State, reason: str = "", exit_code: int | None = None) -> None:
         """Take it to state `new`: the only way there."""
         old = self.state
-        states.check(old, new)
+        check_step(old, new)
         self.state, self.reason, self.since, self.waiting_for = new, reason, time.time(), ""
         self._store.emit(
             StateRecord(
@@ -185,6 +282,26 @@ class Component:
         """The round that matters now: readiness once it runs, else startup or liveness."""
         last = self._prober.last if self._prober else {}
         return last.get("readiness") or last.get("startup") or last.get("liveness")
+
+    def observe(self) -> tuple[Part, Printed | None]:
+        """For the watcher: what is seen of it now, and what it printed since the last call."""
+        last = self.log.tail(1) if self.log and self.state is State.STARTING else []
+        part = Part(
+            self.name,
+            self.spec.role,
+            self.state,
+            self.since,
+            self.spec.start_timeout_s,
+            self.started_at or 0.0,
+            self.attempt,
+            self.has_gate,
+            self.waiting_for,
+            last[0].strip()[:200] if last else "",
+        )
+        if self._scanner is None:
+            return part, None
+        on_purpose = self.outcome in ("stopped", "killed")
+        return part, Printed(self._scanner, self._scanner.take(), self.child is None, on_purpose)
 
     def row(self, usage: Usage) -> ComponentStatus:
         """One row of `ps`."""
@@ -236,7 +353,7 @@ class Component:
         if command_id is not None:
             self._command_id = command_id
             self._port_wait = None
-            self._restarts.forgive()
+            self._restarts.start_error = ""
         if self.state.is_resting or self.state is State.BACKOFF:
             self._move(State.PENDING, reason)
 
@@ -283,18 +400,18 @@ class Component:
 
     def _disk_trouble(self, problem: str) -> None:
         fix = "free disk space; the run goes on, and lost log output is counted"
-        self._owner.post(self.diagnose, own.LOG_UNWRITABLE.diagnosis(problem, fix))
+        self._owner.post(self.diagnose, model.LOG_UNWRITABLE.diagnosis(problem, fix))
 
     def _begin(self, living: Living) -> None:
         """A new attempt: nothing of the last one counts any more."""
         child = living.child
         self._launch, self.log = living.launch, living.log
-        self.scanner = LogScanner(self.spec, self._host.names)
-        living.log.scanner = self.scanner.feed
+        self._scanner = LogScanner(self.spec, self._host.names)
+        living.log.scanner = self._scanner.feed
         self.child, self.attempt, self.started_at = child, living.entry.attempt, child.started_at
         self._hurry, self.outcome, self.exit_code = asyncio.Event(), "", None
         self._port_wait, self.exited_at, self._stages = None, None, {}
-        self._restarts.begin()
+        self._restarts.healthy_at = None
 
     def _watch(self) -> None:
         """Watch its log, its probes and the clock."""
@@ -306,8 +423,14 @@ class Component:
         if self.spec.stages:
             self._owner.task(self._stage_watch.follow())
         if probes.startup or probes.readiness or probes.liveness:
-            checker = Checker(self._host.http, self._launch, self.log)
-            self._prober = Prober(probes, checker, lambda found: post(self._judged, attempt, found), self._owner.task)
+            self._prober = Prober(
+                probes,
+                self._host.http,
+                self._launch,
+                self.log,
+                lambda found: post(self._judged, attempt, found),
+                self._owner.task,
+            )
 
     def _port_is_free(self) -> bool:
         port = self.spec.port
@@ -327,7 +450,7 @@ class Component:
 
     async def _name_holder(self, port: int) -> None:
         evidence = f"{self.name} was not started: port {port} did not become free in {PORT_PATIENCE_S:g} s"
-        found = await asyncio.to_thread(diagnoses.port_taken, self.name, port, evidence)
+        found = await asyncio.to_thread(port_taken, self.name, port, evidence)
         self._owner.post(self._owner.on_port_taken, self, found)
 
     def _gpus_are_free(self) -> bool:
@@ -381,7 +504,7 @@ class Component:
             self._timer.cancel()
         self._restarts.proven |= self.has_gate
         self._restarts.came_up |= self.has_gate
-        self._restarts.healthy()
+        self._restarts.healthy_at = self._restarts.healthy_at or time.monotonic()
         self.note_progress()
         self._move(State.HEALTHY, reason)
         self._host.prepare_next(self.spec, self.attempt + 1)
@@ -389,7 +512,7 @@ class Component:
     def _does_not_answer(self, detail: str) -> None:
         reason = f"liveness failed: {detail}"
         fix = f"it is being restarted; atropos-tui logs {self.name} shows what it was doing"
-        self.diagnose(own.NOT_ANSWERING.diagnosis(detail, fix, f"{self.name} runs but does not answer"))
+        self.diagnose(model.NOT_ANSWERING.diagnosis(detail, fix, f"{self.name} runs but does not answer"))
         if self.state is State.HEALTHY:
             self._move(State.UNHEALTHY, reason)
         self._begin_end("crash")
@@ -403,7 +526,7 @@ class Component:
         detail = probe.detail if probe else "it has not finished"
         reason = f"not {'done' if self.one_shot else 'healthy'} within {self.spec.start_timeout_s:g} s: {detail}"
         fix = f"see atropos-tui logs {self.name}; if it only needs longer, raise start_timeout_s"
-        rule = own.HEALTH_TIMEOUT if self.spec.role is Role.ENGINE else own.NOT_READY
+        rule = model.HEALTH_TIMEOUT if self.spec.role is Role.ENGINE else model.NOT_READY
         self.diagnose(rule.diagnosis(detail, fix, f"{self.name} did not become ready"))
         self._begin_end("timeout")
         self._move(State.STOPPING, reason)
@@ -517,7 +640,7 @@ class Component:
             return None, ""
         lines = log.tail(LOOKED_BACK)
         found = Evidence(self.spec, child.exit_code, lines[-EVIDENCE:], self._host.names, tuple(lines[:-EVIDENCE]))
-        diagnosis = await asyncio.to_thread(diagnoses.diagnose, found)
+        diagnosis = await asyncio.to_thread(diagnose, found)
         return diagnosis, lasting_error(diagnosis.rule, lines) if child.exit_code > 0 else ""
 
     def _left_over(self, attempt: int, count: int) -> None:
@@ -550,7 +673,7 @@ class Component:
             self._host.leave(self.spec, child, launch, done=self.one_shot and child.exit_code == 0)
         except OSError as problem:
             fix = "remove it by hand before the next start"
-            self.diagnose(own.STALE_FILE.diagnosis(str(problem), fix))
+            self.diagnose(model.STALE_FILE.diagnosis(str(problem), fix))
         self.child, self._ending, self._prober, self._stage_watch = None, None, None, None
         self._draining = ""
         self.exit_code = child.exit_code
@@ -577,38 +700,11 @@ class Component:
         self._move(State.BACKOFF, f"{reason}; again in {delay:.1f} s", self.exit_code)
 
 
-class StageWatch:
-    """Finds stages, milestones that a component prints, in the log of one attempt. They gate nothing."""
-
-    def __init__(self, stages: Sequence[Stage], log: LogDrain, reached: Callable[[str], None]) -> None:
-        """`reached` is told once of every stage whose line has been printed."""
-        self._log = log
-        self._reached = reached
-        self._waiting: list[Stage] = []
-        for stage in stages:
-            with contextlib.suppress(re.error):  # a stage that cannot be seen is shown as not reached
-                log.watch(stage.pattern)
-                self._waiting.append(stage)
-
-    def look(self) -> None:
-        """Tell of the stages that were reached since the last look."""
-        reached = [stage for stage in self._waiting if self._log.seen(stage.pattern)]
-        self._waiting = [stage for stage in self._waiting if stage not in reached]
-        for stage in reached:
-            self._reached(stage.name)
-
-    async def follow(self) -> None:
-        """Look again and again until every stage is reached."""
-        while self._waiting:
-            await asyncio.sleep(STAGE_LOOK_S)
-            self.look()
-
-
 def stuck(rows: list[procfs.Proc]) -> Diagnosis:
     """The diagnosis for processes that outlive SIGKILL, by pid and state."""
     who = ", ".join(f"pid {row.pid} (state {row.state})" for row in rows)
     fix = "state D is a wait inside the kernel, for a disk or a driver (GPU: see dmesg); only that can end it"
-    return own.UNKILLABLE.diagnosis(who, fix)
+    return model.UNKILLABLE.diagnosis(who, fix)
 
 
 def look_again() -> None:

@@ -27,14 +27,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atropos_tui.profile.nvml import Card
-from atropos_tui.supervisor.diagnoses import Diagnosis, own
-from atropos_tui.supervisor.nvml import Reader
+from atropos_tui.diagnoses.model import GPU_MEMORY_HELD, Diagnosis
+from atropos_tui.gpu import Card, NoDriverError, Nvml
 
 GIB = 1024**3
 SLACK = 256 * 1024**2
@@ -52,8 +52,73 @@ FAILURES = 3
 HOST_NAMESPACE = "pid:[4026531836]"
 """What the kernel calls the first pid namespace, whose pids NVML reports."""
 
+PATIENCE_S = 5.0
+"""So long a reading may take; a driver in trouble answers after minutes, or never."""
+RETRY_S = 30.0
+"""After a reading that failed, the driver is left alone for this long."""
+
 Sharers = Callable[[int], bool]
 """Whether another component of ours lives on this card."""
+
+
+class Reader:
+    """Readings of the driver for the event loop, in a thread that may hang without anyone waiting for it.
+
+    Never raises, never blocks; None where there is no answer.
+    """
+
+    def __init__(self, driver: Nvml) -> None:
+        self.driver = driver
+        self.absent = False
+        """There is no driver: nobody has to ask again."""
+        self.awake = False
+        """A reading has come back: the next ones take milliseconds, not the seconds of the first."""
+        self._running: asyncio.Future[list[Card] | None] | None = None
+        self._began = 0.0
+        self._silent_until = 0.0
+
+    async def cards(self, patience_s: float | None = None) -> list[Card] | None:
+        """Every card as it is now; None without a driver, after a failure, and when it takes too long.
+
+        Args:
+            patience_s: how long this caller waits, at most `PATIENCE_S` after the reading began.
+        """
+        if self._running is None:
+            if self.absent or time.monotonic() < self._silent_until:
+                return None
+            self._begin()
+        assert self._running is not None
+        left = self._began + PATIENCE_S - time.monotonic()
+        wait_s = max(0.0, left if patience_s is None else min(left, patience_s))
+        running = self._running
+        await asyncio.wait([running], timeout=wait_s)
+        return running.result() if running.done() else None
+
+    def _begin(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._running, self._began = loop.create_future(), time.monotonic()
+
+        def read() -> None:
+            found = self._read()
+            with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
+                loop.call_soon_threadsafe(self._finish, found)
+
+        # A thread of its own: one of a pool that hangs in the driver would hold up the end of the program.
+        threading.Thread(target=read, name="nvml", daemon=True).start()
+
+    def _finish(self, found: list[Card] | None) -> None:
+        assert self._running is not None
+        self._running.set_result(found)
+        self._running, self.awake = None, True
+
+    def _read(self) -> list[Card] | None:
+        try:
+            return self.driver.read()
+        except NoDriverError:
+            self.absent = True
+        except Exception:  # a GPU that fell off the bus must not take the run with it
+            self._silent_until = time.monotonic() + RETRY_S
+        return None
 
 
 @dataclass
@@ -276,7 +341,7 @@ def said(left: Mapping[int, int]) -> str:
 
 def _not_back(claims: list[_Claim], left: Mapping[int, int], cards: Mapping[int, Card]) -> Diagnosis:
     holders = "; ".join(f"GPU {claim.gpu}: {_holders(claim, cards[claim.gpu])}" for claim in claims)
-    return own.GPU_MEMORY_HELD.diagnosis(
+    return GPU_MEMORY_HELD.diagnosis(
         f"{said(left)} {LIMIT_S:g} s after its last process was gone; {holders}",
         f"nothing starts there until it is free, for {BARRED_S:g} s at most; end what holds it (see nvidia-smi)",
         f"GPU memory of {claims[0].name} was not given back",

@@ -1,6 +1,7 @@
-"""The last one to leave: when the supervisor is gone, ends every process of the run, then itself.
+"""The guard, the last one to leave: when the supervisor is gone, it ends every process of the run, then itself.
 
-    python -I -S -c 'sys.path.insert(0, ROOT); from atropos_tui.supervisor.guard import *; main()' FD RUN_ID GROUP E|K
+    python -I -S -c 'sys.path.insert(0, ROOT); from atropos_tui.supervisor.guard import main; main()' FD RUN_ID GROUP
+E|K
 
 Direct children of a killed supervisor die by their parent-death signal; their descendants do not, and double-forked
 ones belong to nobody. The guard holds the read end of a pipe, learns from it the sessions that the run started
@@ -10,6 +11,9 @@ sessions, and all descendants of these; then it removes the files.
 
 Components that shall survive the supervisor (`K`, until the note `E` says that the run is being ended) are left alone;
 then only the files that speak of the supervisor itself are removed (`A PATH`).
+
+`Guard` is the supervisor's side: it starts the process, keeps it informed, and replaces it when someone kills it. What
+only that side needs is imported inside of it, since the process must stay small.
 """
 
 from __future__ import annotations
@@ -19,30 +23,21 @@ import signal
 import sys
 import time
 
-from atropos_tui.supervisor import cgroup, procfs
+from atropos_tui.supervisor import procfs
+
+TYPE_CHECKING = False  # `typing` alone would double the guard
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Iterable
+    from pathlib import Path
 
 QUIET_ROUNDS = 3
 """Empty looks at the process table, one after the other, before the run counts as gone."""
 GIVE_UP_S = 60.0
-
-
-def run_members(run_id: str, sessions: dict[int, int], exclude: set[int], group: str = "") -> list[procfs.Proc]:
-    """Live processes of the run.
-
-    Args:
-        run_id: value of `ATROPOS_RUN_ID` in their environment.
-        sessions: session id -> start ticks of its leader; a leader with other ticks is a stranger with a re-used pid.
-        exclude: pids never to name, such as the caller's.
-        group: the run's control group, if it has one.
-    """
-    table = procfs.scan()
-    ours = {sid for sid, ticks in sessions.items() if sid not in table or table[sid].ticks == ticks}
-    marker = b"ATROPOS_RUN_ID=" + os.fsencode(run_id)
-    seeds = procfs.grouped(table, group) | {
-        row.pid for row in table.values() if row.session in ours or row.pgrp in ours or procfs.marked(row.pid, marker)
-    }
-    found = procfs.with_descendants(table, seeds - exclude) - exclude
-    return [table[pid] for pid in found if pid in table and table[pid].alive]
+ROOT = os.path.abspath(f"{__file__}/../../..")  # noqa: PTH100
+MAX_DEATHS = 5
+"""A guard that cannot live is given up; parent-death signals still end what the supervisor started itself."""
+CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from atropos_tui.supervisor.guard import main; main()"
 
 
 def sweep(run_id: str, sessions: dict[int, int], exclude: set[int], group: str = "") -> None:
@@ -50,11 +45,11 @@ def sweep(run_id: str, sessions: dict[int, int], exclude: set[int], group: str =
     give_up = time.monotonic() + GIVE_UP_S
     quiet = 0
     while quiet < QUIET_ROUNDS and time.monotonic() < give_up:
-        members = run_members(run_id, sessions, exclude, group)
+        members = procfs.run_members(run_id, sessions, exclude, group)
         for member in members:
             procfs.send(member, signal.SIGKILL)
         if members and group:
-            cgroup.kill(group)  # and what they have forked since the look
+            procfs.kill_group(group)  # and what they have forked since the look
         quiet = 0 if members else quiet + 1
         time.sleep(0.01)
 
@@ -111,6 +106,137 @@ def main() -> None:
     notes = follow(int(sys.argv[1]), sys.argv[4] == "K")
     if not notes.keep:
         sweep(sys.argv[2], notes.sessions, {os.getpid()}, sys.argv[3])
-        cgroup.remove(sys.argv[3])
+        procfs.remove_group(sys.argv[3])
     for path in notes.own if notes.keep else notes.own | notes.files:
         remove(path)
+
+
+class Guard:
+    """A process outside every session of the run that outlives the supervisor by some milliseconds.
+
+    It inherits the lock of the run directory, so that no new supervisor begins there before it has finished.
+
+    Args:
+        lock: descriptor of the run directory's lock.
+        group: the run's control group, if it has one.
+        own: files that must not outlive the supervisor.
+        keep: whether components live on when the supervisor is killed.
+    """
+
+    def __init__(
+        self, run_id: str, lock: int, *, group: str = "", own: Iterable[Path] = (), keep: bool = False
+    ) -> None:
+        import asyncio
+
+        self._loop = asyncio.get_running_loop()
+        self._run_id, self._lock, self.group = run_id, lock, group
+        self._own = [str(path) for path in own if "\n" not in str(path)]
+        self.keeps = keep
+        """Whether the components would live on if the supervisor died now."""
+        self._sessions: dict[int, int] = {}
+        self._files: set[str] = set()
+        self._deaths = 0
+        self._pidfd = -1
+        self._start()
+
+    def _start(self) -> None:
+        import subprocess
+
+        from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID
+
+        reading, self._pipe = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._pipe, False)
+        arguments = [str(reading), self._run_id, self.group, "K" if self.keeps else "E"]
+        self._popen: subprocess.Popen[bytes] = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", CODE, ROOT, *arguments],
+            env={key: value for key, value in os.environ.items() if key not in (ENV_RUN_ID, ENV_COMPONENT)},
+            pass_fds=(reading, self._lock),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+        os.close(reading)
+        procfs.SPAWNED.add(self._popen.pid)
+        self._pidfd = os.pidfd_open(self._popen.pid)
+        self._loop.add_reader(self._pidfd, self._died)
+        for path in self._own:
+            self._note(f"A {path}")
+        for session, ticks in self._sessions.items():
+            self._note(f"S {session} {ticks}")
+        for path in self._files:
+            self._note(f"C {path}")
+
+    def _died(self) -> None:
+        self._release()
+        self._deaths += 1
+        if self._deaths <= MAX_DEATHS:
+            try:
+                self._start()
+            except OSError:
+                return
+
+    def _release(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        os.close(self._pipe)
+        self._pidfd = self._pipe = -1
+        self._popen.wait()
+        procfs.SPAWNED.discard(self._popen.pid)
+
+    def _note(self, line: str) -> None:
+        try:
+            os.write(self._pipe, f"{line}\n".encode())
+        except OSError:
+            return
+
+    def end_keeping(self) -> None:
+        """The run is being ended: from here on whoever dies, nothing is left."""
+        if self.keeps:
+            self.keeps = False
+            self._note("E")
+
+    def remember(self, session: int, ticks: int) -> None:
+        """A session of this run was started."""
+        if self._sessions.get(session) != ticks:
+            self._sessions[session] = ticks
+            self._note(f"S {session} {ticks}")
+
+    def forget(self, session: int) -> None:
+        """Nothing of that session is left; its number may be given to a stranger."""
+        if self._sessions.pop(session, None) is not None:
+            self._note(f"F {session}")
+
+    def clear(self, paths: Iterable[Path]) -> None:
+        """These files must not outlive the run: a manifest, weights in /dev/shm."""
+        for path in map(str, paths):
+            if "\n" not in path and path not in self._files:
+                self._files.add(path)
+                self._note(f"C {path}")
+
+    def cleared(self, paths: Iterable[Path]) -> None:
+        """They are gone, or someone else's from here on."""
+        for path in map(str, paths):
+            if path in self._files:
+                self._files.discard(path)
+                self._note(f"D {path}")
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """Let it take its last look and leave."""
+        if self._pidfd < 0:
+            return
+        over = self._loop.create_future()
+
+        def end() -> None:
+            if not over.done():
+                over.set_result(None)
+
+        self._loop.add_reader(self._pidfd, end)
+        timer = self._loop.call_later(timeout_s, end)
+        os.close(self._pipe)
+        self._pipe = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        await over
+        timer.cancel()
+        self._popen.kill()
+        self._release()

@@ -11,32 +11,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
+from atropos_common.control import GpuStatus
 from atropos_common.http import LIMITS
+from atropos_common.ports import hold
 from atropos_common.run_dir import ENV_WAIT_FOR_GO, GO_LINE, RunDir
-from atropos_tui.profile.nvml import Nvml
+from atropos_tui.diagnoses import Names
+from atropos_tui.gpu import Nvml
+from atropos_tui.profile import ports
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
-from atropos_tui.supervisor import cgroup, environment, procfs, shared_memory
-from atropos_tui.supervisor.diagnoses import Names
-from atropos_tui.supervisor.environment import Launch, LaunchError
-from atropos_tui.supervisor.gpu_memory import GpuMemory
-from atropos_tui.supervisor.guarding import Guard
-from atropos_tui.supervisor.holding import HeldPorts
-from atropos_tui.supervisor.log_file import LogFile
-from atropos_tui.supervisor.logs import LogDrain
-from atropos_tui.supervisor.members import Tracker
-from atropos_tui.supervisor.nvml import Reader
-from atropos_tui.supervisor.process import Child, Leader, spawn
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.gpu_memory import GpuMemory, Reader
+from atropos_tui.supervisor.guard import Guard
+from atropos_tui.supervisor.logs import LogDrain, LogFile
+from atropos_tui.supervisor.process import Child, Launch, LaunchError, Leader, prepare, remove_files, spawn
 from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
+from atropos_tui.supervisor.tracker import Tracker, remove_unused
 
 GROUP_PATIENCE_S = 0.05
 """A control group that is not free by then goes with the run's own group at the end."""
+MAX_AGE_S = 2.0
+PATIENCE_S = 0.02
+OLDEST_S = 10.0
+"""A sample that is not that old is shown when a new one takes longer than `PATIENCE_S`."""
+GPU_PATIENCE_S = 0.3
+"""`ps` answers without GPU figures rather than wait for a slow driver, or for the first reading."""
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
 OnExit = Callable[[], None]
 OnProblem = Callable[[str], None]
 
@@ -63,15 +72,13 @@ class Inherited:
     """Its plan says something else now: it must be restarted."""
 
 
-class Launcher(Protocol):
-    """Starts the components of one run, or goes on with them; says at a component's end what became of it."""
+class Launcher:
+    """Starts the components of one run, or goes on with them. Whatever it does not do, it leaves as here."""
 
-    adoptable: bool
+    adoptable = False
     """Whether what it starts lives on without this supervisor, for the next one to adopt."""
-
-    @property
-    def inherited(self) -> Mapping[str, Inherited]:
-        """What an earlier supervisor left, by component."""
+    inherited: Mapping[str, Inherited] = {}
+    """What an earlier supervisor left, by component."""
 
     def start(
         self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
@@ -85,30 +92,38 @@ class Launcher(Protocol):
         Raises:
             OSError: the log cannot be opened, or the process cannot be started.
         """
+        raise NotImplementedError
 
     def adopt(self, name: str, on_exit: OnExit, on_problem: OnProblem) -> Living:
         """Go on with a component of `inherited`."""
+        raise KeyError(name)
 
     def prepare(self, spec: ComponentSpec, attempt: int, launch: Launch) -> int | None:
         """Let a process wait to be `attempt`, so that it takes less time, where that can be done.
 
         Returns:
-            Its pid.
+            Its pid, which is its session.
 
         Raises:
             OSError: it cannot be started.
         """
+        return None
 
     def drop_next(self, name: str | None = None) -> None:
         """Nobody waits any more to be the next of `name`, or of anyone."""
 
     def close(self) -> None:
         """Nothing more will be started."""
+        self.drop_next()
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """One process that waits to be an attempt."""
+    """A process that waits to be an attempt: it has imported everything, and waits for the line `go`.
+
+    It is no member of the component yet (`Tracker.set_aside`), listens nowhere, and dies with this process. What it
+    prints stays in its pipe: the log belongs to the attempt that runs.
+    """
 
     attempt: int
     launch: Launch
@@ -119,13 +134,16 @@ class Waiting:
     word: int
     """Write end of its stdin."""
 
+    def is_for(self, attempt: int, launch: Launch) -> bool:
+        return self.attempt == attempt and self.launch == launch and self.child.exit_code is None
+
     def discard(self) -> None:
         os.close(self.word)
         os.close(self.output)
         self.child.abandon()
 
-    def tell(self) -> bool:
-        """Say `go`; False if nobody is there to hear it."""
+    def go(self) -> bool:
+        """Tell it to go; False if nobody is there to hear it."""
         try:
             os.write(self.word, GO_LINE)
         except BrokenPipeError:
@@ -133,32 +151,45 @@ class Waiting:
         return self.child.exit_code is None
 
 
-class Standby:
-    """Processes that will be the next attempt of a component: they import everything, then wait for the line `go`.
+class DirectLauncher(Launcher):
+    """Starts components as children of this process, which die with it.
 
-    One waits per component. It is no member of the component yet (`Tracker.set_aside`), listens nowhere, and dies with
-    this process. What it prints stays in its pipe: the log belongs to the attempt that runs.
+    Args:
+        group: the run's control group, if it has one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stack: StackSpec, group: str) -> None:
+        self._run, self._max_bytes, self._group = RunDir(Path(stack.run_dir)), stack.logs.max_bytes, group
         self._waiting: dict[str, Waiting] = {}
 
-    def prepare(self, name: str, attempt: int, launch: Launch, group: str) -> int:
-        """Let one wait to be `attempt` of component `name`; nothing happens if it does already.
+    def start(
+        self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
+    ) -> Living:
+        file = LogFile(self._run.log(spec.name, attempt), self._max_bytes)
+        group = procfs.part_group(self._group, spec.name, attempt)
+        waited = self._take(spec.name, attempt, launch)
+        child, pipe = waited or spawn(launch.command, launch.env, launch.cwd, group=group)
+        child.begin(lambda _: on_exit())
+        entry = entry_of(child.pid, child.ticks, attempt, launch, group)
+        return Living(child, LogDrain(pipe, file, on_problem), launch, entry, waited=waited is not None)
 
-        Args:
-            group: the control group of that attempt, or "".
+    def _take(self, name: str, attempt: int, launch: Launch) -> tuple[Child, int] | None:
+        """The process that waited to be this attempt, told to go, and the read end of its pipe; None if none does."""
+        found = self._waiting.pop(name, None)
+        if found is None:
+            return None
+        if not found.is_for(attempt, launch) or not found.go():
+            found.discard()
+            return None
+        os.close(found.word)
+        return found.child, found.output
 
-        Returns:
-            Its pid, which is its session.
-
-        Raises:
-            OSError: it cannot be started.
-        """
-        there = self._waiting.get(name)
-        if there and there.attempt == attempt and there.launch == launch and there.child.exit_code is None:
+    def prepare(self, spec: ComponentSpec, attempt: int, launch: Launch) -> int | None:
+        there = self._waiting.get(spec.name)
+        if there and there.is_for(attempt, launch):
             return there.child.pid
-        self.discard(name)
+        self.drop_next(spec.name)
+        group = procfs.part_group(self._group, spec.name, attempt)
         listening, word = os.pipe2(os.O_CLOEXEC)
         try:
             env = launch.env | {ENV_WAIT_FOR_GO: "1"}
@@ -168,64 +199,134 @@ class Standby:
             raise
         finally:
             os.close(listening)
-        self._waiting[name] = Waiting(attempt, launch, child, output, word)
+        self._waiting[spec.name] = Waiting(attempt, launch, child, output, word)
         return child.pid
 
-    def take(self, name: str, attempt: int, launch: Launch) -> tuple[Child, int] | None:
-        """The process that waited to be this attempt, told to go, and the read end of its pipe; null if none does."""
-        found = self._waiting.pop(name, None)
-        if found is None:
-            return None
-        if found.attempt != attempt or found.launch != launch or not found.tell():
-            found.discard()
-            return None
-        os.close(found.word)
-        return found.child, found.output
-
-    def discard(self, name: str | None = None) -> None:
-        """Nobody waits any more to be the next of `name`, or of anyone."""
+    def drop_next(self, name: str | None = None) -> None:
         for each in list(self._waiting) if name is None else [name]:
             if found := self._waiting.pop(each, None):
                 found.discard()
 
 
-class DirectLauncher:
-    """Starts components as children of this process, which die with it.
+class HeldPorts:
+    """The ports that a run holds for its components, from before the first start until after the last.
 
-    Args:
-        group: the run's control group, if it has one.
+    What cannot be held now is tried again when its component ends, and before each start. A port on which a component
+    of an earlier supervisor listens (`survive`) is shared with nobody: it is held from that component's end on.
     """
 
-    adoptable = False
-    inherited: Mapping[str, Inherited] = {}
+    def __init__(self, components: Iterable[ComponentSpec]) -> None:
+        self._held: dict[int, socket.socket] = {}
+        for spec in components:
+            self.hold(spec)
 
-    def __init__(self, stack: StackSpec, group: str) -> None:
-        self._run, self._max_bytes, self._group = RunDir(Path(stack.run_dir)), stack.logs.max_bytes, group
-        self._standby = Standby()
+    def hold(self, spec: ComponentSpec) -> bool:
+        """See that the component's port is held, where it shall be; False if somebody else has it."""
+        if spec.port is not None and spec.port_held and spec.port not in self._held:
+            with contextlib.suppress(OSError):
+                self._held[spec.port] = hold(spec.port)
+            return spec.port in self._held
+        return True
 
-    def start(
-        self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
-    ) -> Living:
-        file = LogFile(self._run.log(spec.name, attempt), self._max_bytes)
-        group = cgroup.part_group(self._group, spec.name, attempt)
-        waited = self._standby.take(spec.name, attempt, launch)
-        child, pipe = waited or spawn(launch.command, launch.env, launch.cwd, group=group)
-        child.begin(lambda _: on_exit())
-        entry = entry_of(child.pid, child.ticks, attempt, launch, group)
-        return Living(child, LogDrain(pipe, file, on_problem), launch, entry, waited=waited is not None)
-
-    def adopt(self, name: str, on_exit: OnExit, on_problem: OnProblem) -> Living:
-        raise KeyError(name)  # nothing is inherited
-
-    def prepare(self, spec: ComponentSpec, attempt: int, launch: Launch) -> int | None:
-        group = cgroup.part_group(self._group, spec.name, attempt)
-        return self._standby.prepare(spec.name, attempt, launch, group)
-
-    def drop_next(self, name: str | None = None) -> None:
-        self._standby.discard(name)
+    def is_free(self, spec: ComponentSpec) -> bool:
+        """Whether the component could listen on its port now."""
+        return spec.port is None or (self.hold(spec) and ports.is_free(spec.port, held=spec.port_held))
 
     def close(self) -> None:
-        self.drop_next()
+        """The run is over: they are free for everyone."""
+        while self._held:
+            self._held.popitem()[1].close()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one component, descendants included; memory in bytes, CPU in percent of one core since the last sample."""
+
+    pids: list[int] = field(default_factory=list)
+    cpu_percent: float | None = None
+    memory_bytes: int | None = None
+    gpu_bytes: int | None = None
+    at: float = 0.0
+    """When it was measured, in Unix seconds."""
+
+
+class UsageSampler:
+    """CPU and memory of every component, measured only when someone asks, at most every `MAX_AGE_S`, in a thread."""
+
+    def __init__(self, tracker: Tracker, gpus: GpuMemory) -> None:
+        self._tracker = tracker
+        self._gpu_memory = gpus
+        self.gpus: list[GpuStatus] = []
+        """Every card of the machine, as of the newest sample."""
+        self._measuring: asyncio.Task[None] | None = None
+        self._taken = 0.0
+        self._cpu: dict[tuple[int, int], int] = {}
+        self._usage: dict[str, Usage] = {}
+
+    async def fresh(self) -> dict[str, Usage]:
+        """Usage by component, at most `MAX_AGE_S` old; on a machine so busy that measuring takes long, `OLDEST_S`."""
+        age = time.monotonic() - self._taken
+        if age > MAX_AGE_S or self._measuring is not None:
+            if self._measuring is None:
+                self._measuring = asyncio.create_task(self._measure_all())
+            patience_s = PATIENCE_S if self._usage and age < OLDEST_S else None
+            await asyncio.wait({self._measuring}, timeout=patience_s)
+        return self._usage
+
+    async def _measure_all(self) -> None:
+        try:
+            self._usage = await self._with_gpus(await asyncio.to_thread(self._sample))
+        finally:
+            self._measuring = None
+
+    async def _with_gpus(self, usage: dict[str, Usage]) -> dict[str, Usage]:
+        patience_s = GPU_PATIENCE_S if self._gpu_memory.reader.awake else 0.0
+        members = {name: found.pids for name, found in usage.items()}
+        held, cards = await self._gpu_memory.note(members, patience_s)
+        self.gpus = [
+            GpuStatus(
+                index=card.index,
+                name=card.name,
+                used_bytes=card.used,
+                total_bytes=card.total,
+                utilization_percent=card.utilization,
+                power_w=card.power_w,
+                temperature_c=card.temperature_c,
+                held_bytes=self._gpu_memory.held_on(card, members),
+            )
+            for card in cards
+        ]
+        return {name: replace(found, gpu_bytes=held.get(name)) for name, found in usage.items()}
+
+    def _sample(self) -> dict[str, Usage]:
+        at = time.time()
+        rows = self._tracker.survey()
+        now = time.monotonic()
+        elapsed = now - self._taken if self._taken else None
+        usage = {name: self._measure(members, elapsed, at) for name, members in rows.items()}
+        self._cpu = {row.key: row.cpu_ticks for members in rows.values() for row in members}
+        self._taken = now
+        return usage
+
+    def _measure(self, members: list[procfs.Proc], elapsed: float | None, at: float) -> Usage:
+        memory = [size for size in (resident(row.pid) for row in members) if size is not None]
+        known = [row.cpu_ticks - self._cpu[row.key] for row in members if row.key in self._cpu]
+        cpu = 100 * sum(known) / procfs.TICKS_PER_SECOND / elapsed if elapsed and known else None
+        return Usage(sorted(row.pid for row in members), cpu, sum(memory) if memory else None, at=at)
+
+
+def resident(pid: int) -> int | None:
+    """Proportional set size of `pid` in bytes, or its resident size where the kernel does not say."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 class Host:
@@ -271,7 +372,7 @@ class Host:
         Raises:
             LaunchError: a variable, the working directory or the program is missing.
         """
-        return environment.prepare(self.stack, spec, attempt, self._socket, self._token)
+        return prepare(self.stack, spec, attempt, self._socket, self._token)
 
     def start(
         self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
@@ -282,7 +383,7 @@ class Host:
             LaunchError: it cannot be started as written.
         """
         try:
-            environment.remove(launch.clears)
+            remove_files(launch.clears)
             living = self.launcher.start(spec, attempt, launch, on_exit, on_problem)
         except OSError as error:
             fix = "check its command and cwd: atropos-tui plan shows them"
@@ -305,7 +406,7 @@ class Host:
 
     def _enter(self, name: str, living: Living) -> None:
         child, entry = living.child, living.entry
-        self.tracker.add(name, child.pid, entry.group, entry.sessions.items())
+        self.tracker.add(name, child.pid, entry.group, entry.sessions)
         for session, ticks in {**entry.sessions, child.pid: child.ticks}.items():
             self.guard.remember(session, ticks)
         self.guard.clear(living.launch.clears)
@@ -325,12 +426,12 @@ class Host:
         self.tracker.remove(spec.name)
         self.guard.forget(child.pid)
         self.guard.cleared(launch.clears)
-        cgroup.remove(self.table.components.pop(spec.name).group, GROUP_PATIENCE_S)
+        procfs.remove_group(self.table.components.pop(spec.name).group, GROUP_PATIENCE_S)
         if done:
             self.table.done = [*self.table.done, spec.name]
         self.table.write(self._journal)
         try:
-            environment.remove(launch.clears)
+            remove_files(launch.clears)
         finally:
             self.ports.hold(spec)
 
@@ -362,13 +463,15 @@ class Host:
         found = await asyncio.to_thread(self.tracker.survey)
         await asyncio.to_thread(self.tracker.note_shared_memory, found)
         for rows in found.values():
-            self.guard.remember_members(rows)
+            for row in rows:
+                if row.pid == row.session:
+                    self.guard.remember(row.pid, row.ticks)
         if any(self._gpus_of.values()):
             await self.gpus.note({name: [row.pid for row in rows] for name, rows in found.items()})
 
     async def remove_shared_memory(self, name: str) -> None:
         """Remove the files in /dev/shm that only `name`, which is gone, had mapped."""
-        await asyncio.to_thread(shared_memory.remove_unused, self.tracker.shared_files(name))
+        await asyncio.to_thread(remove_unused, self.tracker.shared_files(name))
 
 
 def entry_of(

@@ -1,21 +1,51 @@
-"""What a component prints: its pipe is drained into its log files (`log_file`) whatever else happens."""
+"""What a component prints: the drain of its pipe, the files of each attempt, and when each byte arrived.
+
+`LogDrain` moves bytes from the pipe whatever else happens. `LogFile` writes them: `ATTEMPT.log` is what is being
+written, `ATTEMPT.log.1` what came just before; together they hold `max_bytes`, each at most half. Output that rotation
+drops is counted and said in the first line of the new file; output that a full disk refuses is counted, told as a
+problem, and said in the log where it is missing.
+
+A log holds what a program printed and nothing else, so its times lie beside it, in `ATTEMPT.times` and `.times.1`:
+after a head that names the log by inode, 16 bytes per entry, "from this offset on, bytes arrived at this Unix time".
+Entries come at most `RATE` a second over time, with a reserve so that what several quiet programs print keeps its exact
+order; in a flood a line is told up to 1/`RATE` s too early. An entry is written before its bytes: who sees a line finds
+its time. Nothing depends on the times: where they are missing, torn or cut short by a full disk, the last entry before
+a line counts, then the first one, and without any the time at which the log itself was last written.
+
+Imports little, because every keeper uses it, too.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import errno
+import fcntl
 import os
 import re
+import struct
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
-from atropos_tui.supervisor.log_file import CHUNK, SAY_AGAIN_S, LogFile, room_beside
-
-__all__ = ["LogDrain", "LogFile", "attempts", "last_lines", "latest_attempt"]
-
+CHUNK = 256 * 1024
+"""Bytes read from a component's pipe at once."""
+PIPE_BYTES = 1024 * 1024
+F_SETPIPE_SZ = 1031
+SAY_AGAIN_S = 60.0
+"""A disk at its limit takes some output and refuses some: not each time is told."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 TAIL_BYTES = 64 * 1024
 LONGEST_LINE = 64 * 1024
 """A log probe looks at most at so many bytes of one line."""
+RATE = 20.0
+"""Entries a second."""
+RESERVE = 50.0
+"""Entries that may come at once after a quiet time."""
+MAGIC = b"atropos1"
+_HEAD = struct.Struct("<8sQ")
+_ENTRY = struct.Struct("<Qd")
 
 
 class LogDrain:
@@ -35,10 +65,12 @@ class LogDrain:
         """Gets every chunk; must only keep it."""
         self._said = (-SAY_AGAIN_S, 0)
         """When a problem was last told, and how much was lost by then."""
+        import asyncio  # not for every keeper
+
         self._loop = asyncio.get_running_loop()
         if self._fd >= 0:
             os.set_blocking(self._fd, False)
-            self._loop.add_reader(self._fd, self._ready)
+            self._loop.add_reader(self._fd, self._read_once)
 
     def watch(self, pattern: str) -> None:
         """Look for `pattern` in every line from now on (and in the tail kept so far)."""
@@ -54,9 +86,6 @@ class LogDrain:
     def tail(self, count: int = 40) -> list[str]:
         """The last lines, decoded with replacement."""
         return bytes(self._tail).decode(errors="replace").splitlines()[-count:]
-
-    def _ready(self) -> None:
-        self._read_once()
 
     def _read_once(self) -> bool:
         try:
@@ -113,6 +142,286 @@ class LogDrain:
             if self.file.lost_bytes > self._said[1]:
                 self._tell(f"{self.file.path}: the disk was full{room_beside(self.file.path)}")
             self.file.close()
+
+
+def widen(pipe: int) -> None:
+    """Let a pipe hold a megabyte; a user who has used up what the kernel allows for pipes keeps a small one."""
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(pipe, F_SETPIPE_SZ, PIPE_BYTES)
+
+
+class LogFile:
+    """Append-only file in two segments."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Open `path`; on a full disk it is opened as soon as there is room.
+
+        Raises:
+            OSError: it cannot be opened, for another reason.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path = path
+        self.older = path.with_name(path.name + ".1")
+        self.max_bytes = max_bytes
+        self.dropped_bytes = self.dropped_lines = self.lost_bytes = 0
+        self._half = max(max_bytes // 2, 1)
+        self._size = self._lines = self._older_size = self._older_lines = 0
+        self._end = 0
+        """Bytes in the file: those of the component and our own notes."""
+        self._unsaid = 0
+        """Lost bytes that no note speaks of yet."""
+        self._midline = False
+        self._times = TimesWriter(path)
+        self._fd = -1
+        try:
+            self._begin(_open(path))
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+
+    def _begin(self, descriptor: int) -> None:
+        self._fd, self._end = descriptor, 0
+        self._times.begin(descriptor)
+        self._times.mark(0)
+
+    def write(self, data: bytes) -> str:
+        """Append `data`; what is wrong with the disk, or nothing. Never raises for a full disk: it counts."""
+        while data:
+            room = self._half - self._size
+            cut = len(data) if len(data) <= room else data.rfind(b"\n", 0, room) + 1 if room > 0 else 0
+            if cut == 0 and self._size == 0:
+                cut = room
+            problem = self._put(data[:cut])
+            data = data[cut:]
+            if problem:
+                self._lose(len(data))
+                return problem
+            if data and not self._rotate():
+                return self._put(data)  # too long a file is better than lost output
+        return ""
+
+    def _put(self, data: bytes) -> str:
+        if b"\n" in data:
+            self._times.mark(self._end)
+        problem = self._say_lost()
+        written = 0
+        if not problem:
+            written, problem = self._append(data)
+        if problem:
+            self._lose(len(data) - written)
+        self._size += written
+        self._lines += data.count(b"\n", 0, written)
+        self._midline = data[written - 1] != ord("\n") if written else self._midline
+        return problem
+
+    def _lose(self, count: int) -> None:
+        self.lost_bytes += count
+        self._unsaid += count
+
+    def _say_lost(self) -> str:
+        """Where output is missing from the log, say so as soon as the disk takes it."""
+        if not self._unsaid:
+            return ""
+        break_line = "\n" if self._midline else ""
+        note = f"{break_line}[atropos] {self._unsaid} bytes of output are missing here: the disk did not take them\n"
+        written, problem = self._append(note.encode())
+        if not problem:
+            self._unsaid, self._midline = 0, False
+        elif written:
+            self._end -= written
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._end)
+        return problem
+
+    def _append(self, data: bytes) -> tuple[int, str]:
+        """Bytes written, and what kept the rest out."""
+        view = memoryview(data)
+        try:
+            if self._fd < 0:
+                self._begin(_open(self.path))
+            while view:
+                written = os.write(self._fd, view)
+                self._end += written
+                view = view[written:]
+        except OSError as error:
+            return len(data) - len(view), f"{self.path}: {error.strerror}{room_beside(self.path)}"
+        return len(data), ""
+
+    def _rotate(self) -> bool:
+        """Whether a new file was begun; else the present one goes on."""
+        aside = self.path.with_name(self.path.name + ".new")
+        try:
+            descriptor = _open(aside)  # first, since a full disk may refuse it
+            self._times.step_aside()
+            with contextlib.suppress(FileNotFoundError):
+                self.path.replace(self.older)
+            aside.replace(self.path)
+        except OSError:
+            return False
+        os.close(self._fd)
+        self._begin(descriptor)
+        self.dropped_bytes += self._older_size
+        self.dropped_lines += self._older_lines
+        self._older_size, self._older_lines = self._size, self._lines
+        self._size = self._lines = 0
+        if self.dropped_bytes:
+            note = (
+                f"[atropos] {self.dropped_bytes} bytes ({self.dropped_lines} lines) of this attempt were dropped: "
+                f"logs.max_bytes = {self.max_bytes}; {self.older.name} holds what came just before this line\n"
+            )
+            self._append(note.encode())  # not counted: the numbers speak of the component's own output
+        return True
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._times.close()
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def room_beside(path: Path) -> str:
+    """What `df` says of the disk, in words."""
+    try:
+        disk = os.statvfs(path.parent)
+    except OSError:
+        return ""
+    free, size = disk.f_bavail * disk.f_frsize / 1e6, disk.f_blocks * disk.f_frsize / 1e6
+    return f" ({free:,.1f} MB of {size:,.1f} MB and {disk.f_favail:,} inodes are free there)"
+
+
+__all__ = ["LogDrain", "LogFile", "attempts", "last_lines", "latest_attempt"]
+
+
+def times_path(log: Path) -> Path:
+    """`N.log` -> `N.times`, `N.log.1` -> `N.times.1`."""
+    return log.with_name(log.name.replace(".log", ".times"))
+
+
+class TimesWriter:
+    """Writes the times of the log that is written now."""
+
+    def __init__(self, log: Path) -> None:
+        self._path = times_path(log)
+        self._older = times_path(log.with_name(log.name + ".1"))
+        self._fd = -1
+        self._head = b""
+        self._size = 0
+        self._left = RESERVE
+        self._last = time.monotonic()
+
+    def begin(self, log: int) -> None:
+        """Start anew for the log that is open as descriptor `log`."""
+        self.close()
+        self._head = _HEAD.pack(MAGIC, os.fstat(log).st_ino)
+        self._size = 0
+        with contextlib.suppress(OSError):
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def step_aside(self) -> None:
+        """Become the older one. Comes before the log does so: no index may outlive the log whose inode it names."""
+        with contextlib.suppress(OSError):
+            self._path.replace(self._older)
+
+    def mark(self, offset: int) -> None:
+        """What is appended at `offset` arrives now."""
+        now = time.monotonic()
+        self._left = min(RESERVE, self._left + (now - self._last) * RATE)
+        self._last = now
+        if self._left < 1 and self._size:
+            return
+        self._left = max(self._left - 1, 0.0)
+        entry = _ENTRY.pack(offset, time.time())
+        self._append(entry if self._size else self._head + entry)
+
+    def _append(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            if os.write(self._fd, data) == len(data):
+                self._size += len(data)
+            else:
+                os.ftruncate(self._fd, self._size)  # the disk is full: a torn entry would shift all that follow
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class LogTimes:
+    """Reads the times of one log that is open as `log`, under the name `path` a moment ago."""
+
+    def __init__(self, path: Path, log: BinaryIO) -> None:
+        self._path = path
+        self._log = log
+        self._file: BinaryIO | None = None
+        self._offsets: list[int] = []
+        self._times: list[float] = []
+
+    def refresh(self) -> None:
+        """Read the entries that came since the last call; call it after reading the bytes they speak of."""
+        if self._file is None:
+            self._file = self._find()
+        if self._file is None:
+            return
+        data = self._file.read()
+        whole = len(data) - len(data) % _ENTRY.size
+        if whole < len(data):
+            self._file.seek(whole - len(data), os.SEEK_CUR)
+        for offset, when in _ENTRY.iter_unpack(data[:whole]):
+            self._offsets.append(offset)
+            self._times.append(when)
+
+    def at(self, offset: int) -> float:
+        """When the byte at `offset` arrived, in Unix seconds."""
+        if not self._times:
+            return os.fstat(self._log.fileno()).st_mtime
+        return self._times[max(bisect_right(self._offsets, offset) - 1, 0)]
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _find(self) -> BinaryIO | None:
+        """The index that names this log's inode; in a copied folder, where none names any log, the one beside it."""
+        base = self._path.with_suffix("") if self._path.name.endswith(".1") else self._path
+        logs = [base, base.with_name(base.name + ".1")]
+        inode = os.fstat(self._log.fileno()).st_ino
+        named = {path: _inode_named_in(times_path(path)) for path in logs}
+        found = next((path for path in logs if named[path] == inode), None)
+        if found is None and not {_inode(path) for path in logs} & set(named.values()):
+            found = self._path
+        return _opened(times_path(found), named.get(found)) if found is not None else None
+
+
+def _inode_named_in(path: Path) -> int | None:
+    try:
+        with path.open("rb") as file:
+            magic, inode = _HEAD.unpack(file.read(_HEAD.size))
+    except (OSError, struct.error):
+        return None
+    return int(inode) if magic == MAGIC else None
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return -1
+
+
+def _opened(path: Path, inode: int | None) -> BinaryIO | None:
+    """`path` open behind its head, if it still is the index that names `inode`."""
+    try:
+        file = path.open("rb")
+    except OSError:
+        return None
+    if inode is not None and file.read(_HEAD.size) == _HEAD.pack(MAGIC, inode):
+        return file
+    file.close()
+    return None
 
 
 def last_lines(path: Path, count: int) -> list[str]:

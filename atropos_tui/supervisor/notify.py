@@ -22,7 +22,7 @@ import httpx
 from atropos_common.records import DiagnosisRecord, Record
 from atropos_tui.profile.redact import REDACTED, mask
 from atropos_tui.profile.spec import StackSpec
-from atropos_tui.supervisor.environment import LaunchError, resolve
+from atropos_tui.supervisor.process import LaunchError, resolve
 from atropos_tui.supervisor.store import RunResult, Store, SubscriberDroppedError
 
 Event = Literal["failed", "mismatch", "done"]

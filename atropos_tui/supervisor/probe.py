@@ -1,4 +1,7 @@
-"""Probes: is it started, ready, alive? All checks of a probe must pass; thresholds decide when the verdict changes."""
+"""Probes: is it started, ready, alive? All checks of a probe must pass; thresholds decide when the verdict changes.
+
+Stages, milestones that a component prints, are looked for by the same means, and gate nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,20 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 
-from atropos_tui.profile.spec import Check, ExecCheck, FileCheck, HttpCheck, LogCheck, Probe, Probes, TcpCheck
-from atropos_tui.supervisor.environment import Launch
+from atropos_tui.profile.spec import Check, ExecCheck, FileCheck, HttpCheck, LogCheck, Probe, Probes, Stage, TcpCheck
 from atropos_tui.supervisor.logs import LogDrain
-from atropos_tui.supervisor.process import spawn
+from atropos_tui.supervisor.process import Launch, spawn
 
 Which = Literal["startup", "readiness", "liveness"]
 
+STAGE_LOOK_S = 0.2
 RECHECK_S = 5.0
 """Readiness of a component that is ready is looked at again no more often than this."""
 
@@ -38,23 +41,89 @@ class CheckFailedError(Exception):
     """A check did not pass; the message says what was found instead."""
 
 
-class Checker:
-    """Runs checks for one component's attempt."""
+class Prober:
+    """Runs the probes of one attempt and reports when a verdict changes. `last` holds the newest round of each."""
 
-    def __init__(self, http: httpx.AsyncClient, launch: Launch, log: LogDrain) -> None:
-        self._http = http
-        self._launch = launch
-        self._log = log
-
-    def watch_logs(self, probes: Probes) -> None:
-        """Look at log lines from the first one on, not from the first round of the probe."""
+    def __init__(
+        self,
+        probes: Probes,
+        http: httpx.AsyncClient,
+        launch: Launch,
+        log: LogDrain,
+        report: Callable[[ProbeResult], None],
+        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._http, self._launch, self._log = http, launch, log
+        self._report = report
+        self.last: dict[Which, ProbeResult] = {}
+        self._was_ready = asyncio.Event()
         for probe in (probes.startup, probes.readiness, probes.liveness):
             for check in probe.checks if probe else ():
-                if isinstance(check, LogCheck):
+                if isinstance(check, LogCheck):  # from the first line on, not from the first round of the probe
                     with contextlib.suppress(re.error):  # said again, as a failure, when the check runs
-                        self._log.watch(check.pattern)
+                        log.watch(check.pattern)
+        self._task = start(self._run(probes))
 
-    async def run(self, check: Check) -> str:
+    def cancel(self) -> None:
+        """Stop probing, at once."""
+        self._task.cancel()
+
+    async def _run(self, probes: Probes) -> None:
+        if probes.startup:
+            await self._follow("startup", probes.startup, once=True)
+        async with asyncio.TaskGroup() as group:
+            if probes.readiness:
+                group.create_task(self._follow("readiness", probes.readiness))
+            if probes.liveness:
+                group.create_task(self._stay_alive(probes.liveness, gated=probes.readiness is not None))
+
+    async def _stay_alive(self, probe: Probe, *, gated: bool) -> None:
+        # A program that is still loading is slow, not dead: until it was ready once, `start_timeout_s` judges it.
+        if gated:
+            await self._was_ready.wait()
+        await self._follow("liveness", probe)
+
+    async def _follow(self, which: Which, probe: Probe, *, once: bool = False) -> None:
+        began = time.monotonic()
+        passed = failed = 0
+        verdict: bool | None = None
+        while True:
+            result = self.last[which] = await self._round(which, probe)
+            if result.ok:
+                passed, failed = passed + 1, 0
+            else:
+                passed, failed = 0, failed + (time.monotonic() - began >= probe.start_period_s)
+            if passed >= probe.success_threshold and verdict is not True:
+                verdict = True
+                self._report(result)
+                if which == "readiness":
+                    self._was_ready.set()
+            elif failed >= probe.failure_threshold and verdict is not False:
+                verdict = False
+                self._report(result)
+            if once and verdict:
+                return
+            settled = which == "readiness" and verdict and not failed
+            await asyncio.sleep(max(probe.interval_s, RECHECK_S) if settled else probe.interval_s)
+
+    async def _round(self, which: Which, probe: Probe) -> ProbeResult:
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(probe.timeout_s):
+                found = await asyncio.gather(*map(self._check, probe.checks), return_exceptions=True)
+            for problem in found:
+                if isinstance(problem, BaseException):
+                    raise problem
+            ok, detail = True, "; ".join(map(str, found))
+        except CheckFailedError as error:
+            ok, detail = False, str(error)
+        except TimeoutError:
+            ok, detail = False, f"no answer within {probe.timeout_s:g} s"
+        except (ValueError, re.error, httpx.InvalidURL) as error:
+            ok, detail = False, f"{type(error).__name__}: {error}"
+        return ProbeResult(which, ok, time.perf_counter() - began, detail)
+
+    async def _check(self, check: Check) -> str:
         """What the check found.
 
         Raises:
@@ -110,78 +179,28 @@ class Checker:
         return f"{check.command[0]} exited 0"
 
 
-class Prober:
-    """Runs the probes of one attempt and reports when a verdict changes. `last` holds the newest round of each."""
+class StageWatch:
+    """Finds stages in the log of one attempt."""
 
-    def __init__(
-        self,
-        probes: Probes,
-        checker: Checker,
-        report: Callable[[ProbeResult], None],
-        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-    ) -> None:
-        self._checker = checker
-        self._report = report
-        self.last: dict[Which, ProbeResult] = {}
-        self._was_ready = asyncio.Event()
-        checker.watch_logs(probes)
-        self._task = start(self._run(probes))
+    def __init__(self, stages: Sequence[Stage], log: LogDrain, reached: Callable[[str], None]) -> None:
+        """`reached` is told once of every stage whose line has been printed."""
+        self._log = log
+        self._reached = reached
+        self._waiting: list[Stage] = []
+        for stage in stages:
+            with contextlib.suppress(re.error):  # a stage that cannot be seen is shown as not reached
+                log.watch(stage.pattern)
+                self._waiting.append(stage)
 
-    def cancel(self) -> None:
-        """Stop probing, at once."""
-        self._task.cancel()
+    def look(self) -> None:
+        """Tell of the stages that were reached since the last look."""
+        reached = [stage for stage in self._waiting if self._log.seen(stage.pattern)]
+        self._waiting = [stage for stage in self._waiting if stage not in reached]
+        for stage in reached:
+            self._reached(stage.name)
 
-    async def _run(self, probes: Probes) -> None:
-        if probes.startup:
-            await self._follow("startup", probes.startup, once=True)
-        async with asyncio.TaskGroup() as group:
-            if probes.readiness:
-                group.create_task(self._follow("readiness", probes.readiness))
-            if probes.liveness:
-                group.create_task(self._stay_alive(probes.liveness, gated=probes.readiness is not None))
-
-    async def _stay_alive(self, probe: Probe, *, gated: bool) -> None:
-        # A program that is still loading is slow, not dead: until it was ready once, `start_timeout_s` judges it.
-        if gated:
-            await self._was_ready.wait()
-        await self._follow("liveness", probe)
-
-    async def _follow(self, which: Which, probe: Probe, *, once: bool = False) -> None:
-        began = time.monotonic()
-        passed = failed = 0
-        verdict: bool | None = None
-        while True:
-            result = self.last[which] = await self._round(which, probe)
-            if result.ok:
-                passed, failed = passed + 1, 0
-            else:
-                passed, failed = 0, failed + (time.monotonic() - began >= probe.start_period_s)
-            if passed >= probe.success_threshold and verdict is not True:
-                verdict = True
-                self._report(result)
-                if which == "readiness":
-                    self._was_ready.set()
-            elif failed >= probe.failure_threshold and verdict is not False:
-                verdict = False
-                self._report(result)
-            if once and verdict:
-                return
-            settled = which == "readiness" and verdict and not failed
-            await asyncio.sleep(max(probe.interval_s, RECHECK_S) if settled else probe.interval_s)
-
-    async def _round(self, which: Which, probe: Probe) -> ProbeResult:
-        began = time.perf_counter()
-        try:
-            async with asyncio.timeout(probe.timeout_s):
-                found = await asyncio.gather(*map(self._checker.run, probe.checks), return_exceptions=True)
-            for problem in found:
-                if isinstance(problem, BaseException):
-                    raise problem
-            ok, detail = True, "; ".join(map(str, found))
-        except CheckFailedError as error:
-            ok, detail = False, str(error)
-        except TimeoutError:
-            ok, detail = False, f"no answer within {probe.timeout_s:g} s"
-        except (ValueError, re.error, httpx.InvalidURL) as error:
-            ok, detail = False, f"{type(error).__name__}: {error}"
-        return ProbeResult(which, ok, time.perf_counter() - began, detail)
+    async def follow(self) -> None:
+        """Look again and again until every stage is reached."""
+        while self._waiting:
+            await asyncio.sleep(STAGE_LOOK_S)
+            self.look()

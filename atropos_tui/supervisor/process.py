@@ -1,7 +1,8 @@
-"""Spawn one command as a child of its own session, notice its end within a millisecond, and end its whole set.
+"""One command: what it is started with, its child in a session of its own, and the end of its whole set.
 
-Exit is seen through a pidfd. The leader stays a zombie until its whole set is gone (`reap`): as long as it is not
-reaped the kernel gives neither its pid nor its process group to anyone else, so signalling the group is safe.
+A component's `${VAR}` are resolved at the last moment (`prepare`). The exit of a child is seen through a pidfd within a
+millisecond. The leader stays a zombie until its whole set is gone (`reap`): as long as it is not reaped the kernel
+gives neither its pid nor its process group to anyone else, so signalling the group is safe.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from atropos_common import parent_death
-from atropos_tui.supervisor import cgroup, procfs
-from atropos_tui.supervisor.log_file import widen
+from atropos_common import parent_death, run_dir
+from atropos_tui.profile.spec import ComponentSpec, StackSpec, expand, references
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.logs import widen
 
 SHIM = str(parent_death.__file__)
 PR_SET_CHILD_SUBREAPER = 36
@@ -30,8 +35,92 @@ STUCK_S = 10.0
 LOOK_S = (0.005, 0.1)
 """Shortest and longest pause between two looks at the process table."""
 
-SPAWNED: set[int] = set()
-"""Children that were started here and are not reaped yet; all others in foreign sessions are adopted."""
+
+class LaunchError(ValueError):
+    """A component that cannot be started as written: what is wrong, and the way out."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A component with every reference resolved."""
+
+    command: list[str]
+    env: dict[str, str]
+    cwd: str | None
+    clears: list[Path]
+    creates: Path | None
+
+
+def resolve(text: str, variables: dict[str, str], where: str) -> str:
+    """Replace each `${VAR}`.
+
+    Raises:
+        LaunchError: a variable is not set.
+    """
+    for name in references(text):
+        if name not in variables:
+            raise LaunchError(
+                f"environment variable {name} is not set (used in {where})",
+                f"export {name}=..., or put it into the .env file beside the profile",
+            )
+    return expand(text, variables)
+
+
+def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, token: str) -> Launch:
+    """Resolve `spec` against this process's environment, and the stack's variables, which nobody inherits.
+
+    `SPT_NOENV` keeps programs that set their process title (vLLM) from overwriting the environment block, and with it
+    the marker by which the run's processes are found.
+
+    Args:
+        token: the run's token for control routes, unless the spec or the environment names one.
+
+    Raises:
+        LaunchError: a variable, the working directory or the program is missing.
+    """
+    own = {
+        run_dir.ENV_RUN_DIR: stack.run_dir,
+        run_dir.ENV_RUN_ID: stack.run_id,
+        run_dir.ENV_CONTROL_SOCKET: socket,
+        run_dir.ENV_COMPONENT: spec.name,
+        run_dir.ENV_ATTEMPT: str(attempt),
+    } | ({run_dir.ENV_HELD_PORT: str(spec.port)} if spec.port_held else {})
+    variables = {**stack.variables, run_dir.ENV_TOKEN: token, **os.environ, **own}
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
+    env |= {key: resolve(value, variables, f"{spec.name}: env.{key}") for key, value in spec.env.items()}
+    env = {run_dir.ENV_TOKEN: token, **env, **own}
+    command = [resolve(part, variables, f"{spec.name}: command") for part in spec.command]
+    cwd = resolve(spec.cwd, variables, f"{spec.name}: cwd") if spec.cwd else None
+    if cwd and not Path(cwd).is_dir():
+        raise LaunchError(f"working directory {cwd} does not exist", f"create it, or change cwd of {spec.name}")
+    _check_program(command[0], cwd, env.get("PATH"), spec.name)
+    base = Path(cwd or ".")
+    paths = [base / resolve(path, variables, f"{spec.name}: clears") for path in spec.clears]
+    creates = base / resolve(spec.creates, variables, f"{spec.name}: creates") if spec.creates else None
+    return Launch(command, env, cwd, paths, creates)
+
+
+def _check_program(program: str, cwd: str | None, path: str | None, name: str) -> None:
+    if "/" in program:
+        target = Path(cwd or ".") / program
+        if not target.is_file():
+            raise LaunchError(f"program {program} does not exist", f"correct the command of {name}")
+        if not os.access(target, os.X_OK):
+            raise LaunchError(f"program {program} is not executable", f"chmod +x {target}")
+    elif shutil.which(program, path=path) is None:
+        raise LaunchError(f"program {program} was not found on PATH", f"install it, or correct the command of {name}")
+
+
+def remove_files(paths: list[Path]) -> None:
+    """Delete files that must not outlive a process; missing ones are fine, folders are left alone."""
+    for path in paths:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
 
 
 def become_subreaper() -> bool:
@@ -74,7 +163,7 @@ class Child:
         self.exited = asyncio.Event()
         row = procfs.read(popen.pid)
         self.ticks = row.ticks if row else 0
-        SPAWNED.add(self.pid)
+        procfs.SPAWNED.add(self.pid)
         self._pidfd = os.pidfd_open(popen.pid)
         self._loop.add_reader(self._pidfd, self._ended)
 
@@ -113,7 +202,7 @@ class Child:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, os.WNOHANG)
         self._popen.returncode = self.exit_code
-        SPAWNED.discard(self.pid)
+        procfs.SPAWNED.discard(self.pid)
 
     def abandon(self) -> None:
         """Kill the group and collect the status whenever it comes."""
@@ -226,18 +315,9 @@ async def _kill(
             if procfs.send(row, signal.SIGKILL):
                 killed.add(row.key)
         if rows and group:
-            cgroup.kill(group)  # and what they have forked since the look
+            procfs.kill_group(group)  # and what they have forked since the look
         if not told and time.monotonic() > patience:
             told = True
             on_stuck(rows)
         await asyncio.sleep(pause)
         pause = min(pause * 2, LOOK_S[1])
-
-
-def reap_adopted(table: Mapping[int, procfs.Proc] | None = None) -> None:
-    """Collect zombies that became our children when their parent died (we are their subreaper)."""
-    mine, session = os.getpid(), os.getsid(0)
-    for row in (procfs.scan() if table is None else table).values():
-        if row.ppid == mine and not row.alive and row.pid not in SPAWNED and row.session != session:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(row.pid, os.WNOHANG)

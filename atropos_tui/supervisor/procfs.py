@@ -1,17 +1,30 @@
-"""The process table, read from /proc: who lives, in which session, started when, with which marker.
+"""The process table, read from /proc, and control groups: who lives, started when, with which marker, in which group.
 
-Imports only `os` and `signal` (pathlib alone costs 2 MB), because the guard, one small process per run, uses it too.
 A process is named by (pid, start ticks): a pid alone may have been given to someone else since.
+
+Where this user may make cgroup v2 groups, there is one per run and one below it per attempt of a component: no process
+leaves its group by double-forking, starting a session or cleaning its environment, and `cgroup.kill` ends a group even
+while it forks. Where the hierarchy is missing, read-only or someone else's, every function about groups says so by its
+empty or false result, and the other means (session, marker, descent, parent-death signal) do alone. No controller is
+enabled, so groups with processes may have groups below them.
+
+Imports only `os`, `signal` and `time` (pathlib alone costs 2 MB), because the guard, one small process per run, uses
+it.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-
-from atropos_tui.supervisor import cgroup
+import time
 
 TICKS_PER_SECOND: int = os.sysconf("SC_CLK_TCK")
+SPAWNED: set[int] = set()
+"""Children that were started here and are not reaped yet; all others in foreign sessions are adopted."""
+PREFIX = "atropos-"
+"""Every group of ours is called this and the run's id; nothing else is ever killed or removed."""
+PATIENCE_S = 1.0
+"""How long the kernel may take to let go of a group whose last process was killed."""
 
 
 class Proc:
@@ -55,6 +68,12 @@ def read(pid: int) -> Proc | None:
         os.close(descriptor)
 
 
+def lives(pid: int, ticks: int) -> bool:
+    """Whether the process that was started as `pid` at `ticks` still runs."""
+    row = read(pid)
+    return row is not None and row.alive and row.ticks == ticks
+
+
 def scan() -> dict[int, Proc]:
     """Every process of the machine that can be read, by pid."""
     rows = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
@@ -84,7 +103,7 @@ def marked(pid: int, *markers: bytes) -> bool:
 
 def grouped(table: dict[int, Proc], group: str) -> set[int]:
     """Processes in control group `group`; those that came after `table` was read are added to it."""
-    found = cgroup.pids(group)
+    found = group_pids(group)
     for pid in found - table.keys():
         row = read(pid)
         if row is not None:
@@ -105,6 +124,25 @@ def with_descendants(table: dict[int, Proc], seeds: set[int]) -> set[int]:
             found.add(pid)
             todo += children.get(pid, [])
     return found
+
+
+def run_members(run_id: str, sessions: dict[int, int], exclude: set[int], group: str = "") -> list[Proc]:
+    """Live processes of the run.
+
+    Args:
+        run_id: value of `ATROPOS_RUN_ID` in their environment.
+        sessions: session id -> start ticks of its leader; a leader with other ticks is a stranger with a re-used pid.
+        exclude: pids never to name, such as the caller's.
+        group: the run's control group, if it has one.
+    """
+    table = scan()
+    ours = {sid for sid, ticks in sessions.items() if sid not in table or table[sid].ticks == ticks}
+    marker = b"ATROPOS_RUN_ID=" + os.fsencode(run_id)
+    seeds = grouped(table, group) | {
+        row.pid for row in table.values() if row.session in ours or row.pgrp in ours or marked(row.pid, marker)
+    }
+    found = with_descendants(table, seeds - exclude) - exclude
+    return [table[pid] for pid in found if pid in table and table[pid].alive]
 
 
 def send(proc: Proc, number: int) -> bool:
@@ -128,6 +166,17 @@ def send(proc: Proc, number: int) -> bool:
         os.close(descriptor)
 
 
+def reap_adopted(table: dict[int, Proc]) -> None:
+    """Collect zombies that became our children when their parent died (we are their subreaper)."""
+    mine, session = os.getpid(), os.getsid(0)
+    for row in table.values():
+        if row.ppid == mine and not row.alive and row.pid not in SPAWNED and row.session != session:
+            try:
+                os.waitpid(row.pid, os.WNOHANG)
+            except ChildProcessError:
+                continue
+
+
 def ticks_now() -> int:
     """The present moment as a start time."""
     with open("/proc/uptime") as file:  # noqa: PTH123
@@ -141,3 +190,154 @@ def boot_id() -> str:
             return file.read().strip()
     except OSError:
         return ""
+
+
+def run_group(run_id: str) -> str:
+    """Make the group of a run below the group of this process; its path, or "" where that cannot be done."""
+    path = f"{_own_group()}/{group_name(run_id)}"
+    return path if not _make_fillable(path) else ""
+
+
+def group_name(run_id: str) -> str:
+    """The name of a run's group."""
+    return PREFIX + _as_path_part(run_id)
+
+
+def is_group_of(path: str, run_id: str) -> bool:
+    """Whether `path`, as found in a file, can be the group of run `run_id`."""
+    return bool(path) and os.path.basename(path) == group_name(run_id) and os.path.exists(f"{path}/cgroup.procs")  # noqa: PTH110, PTH119
+
+
+def part_group(group: str, component: str, attempt: int) -> str:
+    """Make the group of one attempt below the run's `group`; its path, or "" where that cannot be done."""
+    if not group:
+        return ""
+    path = f"{group}/{_as_path_part(component)}.{attempt}"
+    return path if _make(path) else ""
+
+
+def group_pids(group: str) -> set[int]:
+    """Live processes of `group` and of the groups below it, whoever made those."""
+    found: set[int] = set()
+    for folder in _group_tree(group):
+        try:
+            with open(f"{folder}/cgroup.procs", "rb") as file:  # noqa: PTH123
+                found.update(map(int, file.read().split()))
+        except OSError:
+            continue
+    return found - {0}  # 0 stands for a process of another pid namespace
+
+
+def kill_group(group: str) -> bool:
+    """SIGKILL to all of `group`, also to what it is just forking; False where the kernel has no `cgroup.kill`."""
+    return _write(f"{group}/cgroup.kill", b"1")
+
+
+def remove_group(group: str, patience_s: float = PATIENCE_S) -> bool:
+    """Remove the empty `group` with the groups below it; False when something still runs in it."""
+    give_up = time.monotonic() + patience_s
+    while group and os.path.isdir(group):  # noqa: PTH112
+        for folder in reversed(_group_tree(group)):
+            try:
+                os.rmdir(folder)  # noqa: PTH106
+            except OSError:
+                if time.monotonic() > give_up:
+                    return False
+                time.sleep(0.002)
+    return True
+
+
+def describe_groups() -> str:
+    """Whether components get groups of their own on this machine, in one sentence; for `doctor`."""
+    own = _own_group()
+    if not own:
+        return "no cgroup v2 hierarchy: components are tracked by session, marker and descent"
+    trial = f"{own}/{PREFIX}trial.{os.getpid()}"
+    problem = _make_fillable(trial)
+    if problem:
+        return f"cgroup v2 is not delegated ({problem}): components are tracked by session, marker and descent"
+    ends = "ended by cgroup.kill" if os.path.exists(f"{trial}/cgroup.kill") else "ended one by one (Linux before 5.14)"  # noqa: PTH110
+    remove_group(trial)
+    return f"cgroup v2 is delegated: each component gets a group below {own}, {ends}"
+
+
+def _as_path_part(name: str) -> str:
+    """`name` as one part of a path; different names stay different."""
+    allowed = (letter.isascii() and (letter.isalnum() or letter in "._-") for letter in name)
+    return "".join(letter if fine else f"~{ord(letter):x}~" for letter, fine in zip(name, allowed, strict=True))
+
+
+def _own_group() -> str:
+    """Where the group of this process lies in the file system, or ""."""
+    try:
+        with open("/proc/self/cgroup") as file:  # noqa: PTH123
+            path = next((line[3:].rstrip("\n") for line in file if line.startswith("0::")), "")
+        with open("/proc/self/mountinfo") as file:  # noqa: PTH123
+            return _group_folder(path, file.read())
+    except OSError:
+        return ""
+
+
+def _group_folder(path: str, mountinfo: str) -> str:
+    """The folder of cgroup `path`: below the cgroup2 mount that shows it. A container may see a part of the tree."""
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        if path and right.split()[:1] == ["cgroup2"]:
+            root, mount = (_unescaped(field) for field in left.split()[3:5])
+            root = root.rstrip("/")
+            if path == root or path.startswith(f"{root}/"):
+                return (mount + path[len(root) :]).rstrip("/")
+    return ""
+
+
+def _unescaped(field: str) -> str:
+    """Mount points are written with `\\040` for a space."""
+    return field.encode().decode("unicode_escape") if "\\" in field else field
+
+
+def _make_fillable(path: str) -> str:
+    """Make group `path`, which this user must be able to fill; "" or why it cannot be done."""
+    try:
+        os.mkdir(path)  # noqa: PTH102
+    except FileExistsError:
+        pass
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    parent = os.path.dirname(path)  # noqa: PTH120
+    for folder in (parent, path):  # moving a process takes the right to write to their common ancestor, too
+        if not os.access(f"{folder}/cgroup.procs", os.W_OK):
+            remove_group(path, 0.0)
+            return f"{folder}/cgroup.procs cannot be written"
+    return ""
+
+
+def _make(path: str) -> bool:
+    try:
+        os.mkdir(path)  # noqa: PTH102
+    except OSError:
+        return os.path.isdir(path)  # noqa: PTH112
+    return True
+
+
+def _write(path: str, data: bytes) -> bool:
+    try:
+        descriptor = os.open(path, os.O_WRONLY)
+        try:
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _group_tree(group: str) -> list[str]:
+    """`group` and every group below it, parents first."""
+    found = [group] if group else []
+    for folder in found:
+        try:
+            with os.scandir(folder) as entries:
+                found += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except OSError:
+            continue
+    return found

@@ -1,6 +1,7 @@
-"""Run a stack to its end: `await run_stack(stack)`, or in the background `detach(stack)`.
+"""Run a stack to its end: `await run_stack(stack)`; meanwhile its control socket answers (`Routes`).
 
-python -m atropos_tui.supervisor < stack.json      # what detach() starts: own session, SIGHUP ignored
+`python -m atropos_tui.supervisor < stack.json` does the same in the background: own session, SIGHUP ignored. The routes
+are exactly those that `atropos_common.control` names.
 """
 
 from __future__ import annotations
@@ -10,23 +11,35 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 import traceback
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import uvicorn
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from atropos_common.control import CommandRequest, Phase, Snapshot, State, WaitResult
+from atropos_common.records import Record
 from atropos_common.run_dir import ENV_TOKEN, RunDir
-from atropos_tui.profile.graph import check_stack
-from atropos_tui.profile.spec import StackSpec
-from atropos_tui.supervisor import cgroup, keeper_launcher, leftovers, sockets
-from atropos_tui.supervisor.api import ApiServer
-from atropos_tui.supervisor.guarding import Guard
-from atropos_tui.supervisor.keeper_launcher import Estate, KeeperLauncher
-from atropos_tui.supervisor.launcher import DirectLauncher, Host, Launcher
+from atropos_tui.profile.spec import StackSpec, check_stack
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.client import is_private, socket_path
+from atropos_tui.supervisor.guard import Guard
+from atropos_tui.supervisor.keeper_launcher import Estate, KeeperLauncher, claim
+from atropos_tui.supervisor.launcher import DirectLauncher, Host
+from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.notify import Notifier
 from atropos_tui.supervisor.process import become_subreaper
-from atropos_tui.supervisor.store import Journal, OnEvent, ProcessTable, RunInUseError, RunResult, Store
-from atropos_tui.supervisor.supervisor import EXIT_FAULT, EXIT_INTERRUPTED, Supervisor
+from atropos_tui.supervisor.store import Journal, OnEvent, ProcessTable, RunInUseError, RunResult, Store, Subscription
+from atropos_tui.supervisor.supervisor import EXIT_FAULT, EXIT_INTERRUPTED, RefusedError, Supervisor
+from atropos_tui.supervisor.tracker import reap_leftovers, supervisor_alive
 
 GUARD_PATIENCE_S = 60.0
 """How long to wait for the guard of a supervisor that was killed; it gives up by itself after that time."""
@@ -34,6 +47,7 @@ SWITCH_S = 0.0005
 """Threads that read /proc or logs ask for the interpreter after every system call; while a flood is drained, each such
 turn would take Python's default of 5 ms."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+MOST_LINES = 100_000
 
 
 async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int:
@@ -54,19 +68,23 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int
         check_stack(stack)
         store = Store(stack, journal, on_event)
         become_subreaper()
-        estate = await asyncio.to_thread(keeper_launcher.claim, stack, run)
+        estate = await asyncio.to_thread(claim, stack, run)
         run.result_json.unlink(missing_ok=True)
         return await _with_socket(stack, store, run, signals, estate)
 
 
 async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Signals, estate: Estate) -> int:
-    listening, path = sockets.listen(run, estate.socket)
+    listening, path = listen(run, estate.socket)
     lock, own = store.journal.fileno(), (path, run.control_sock)
     guard = Guard(stack.run_id, lock, group=_group(stack.run_id, estate), own=own, keep=stack.survive)
     api: ApiServer | None = None
     try:
         token = _token(estate)
-        launcher = _launcher(stack, guard.group, str(path), token, estate)
+        launcher = (
+            KeeperLauncher(stack, guard.group, str(path), token, estate.heirs)
+            if stack.survive
+            else DirectLauncher(stack, guard.group)
+        )
         supervisor = Supervisor(store, Host(stack, guard, launcher, str(path), token, estate.table))
         api = ApiServer(supervisor, run, listening)
         await api.started()
@@ -84,11 +102,11 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
         raise
     finally:
         if not guard.keeps:
-            leftovers.reap(stack.run_id, ProcessTable.load(run.journal_json))
+            reap_leftovers(stack.run_id, ProcessTable.load(run.journal_json))
         store.hub.close()
         if api is not None:
             await api.stop()
-        sockets.close(listening, path, run)
+        unlisten(listening, path, run)
         await guard.close()
 
 
@@ -100,7 +118,7 @@ async def _journal(run: RunDir, run_id: str) -> Journal:
             return Journal(run.supervisor_jsonl, run_id)
         except RunInUseError:
             table = ProcessTable.load(run.journal_json)
-            if table is None or leftovers.supervisor_alive(table) or time.monotonic() > give_up:
+            if table is None or supervisor_alive(table) or time.monotonic() > give_up:
                 raise
         await asyncio.sleep(0.02)
 
@@ -108,13 +126,7 @@ async def _journal(run: RunDir, run_id: str) -> Journal:
 def _group(run_id: str, estate: Estate) -> str:
     """The run's control group: the one that adopted components are in, or a new one."""
     earlier = estate.table.group if estate.table else ""
-    return earlier if cgroup.is_of(earlier, run_id) else cgroup.run_group(run_id)
-
-
-def _launcher(stack: StackSpec, group: str, socket: str, token: str, estate: Estate) -> Launcher:
-    if stack.survive:
-        return KeeperLauncher(stack, group, socket, token, estate.heirs)
-    return DirectLauncher(stack, group)
+    return earlier if procfs.is_group_of(earlier, run_id) else procfs.run_group(run_id)
 
 
 def _token(estate: Estate) -> str:
@@ -164,8 +176,241 @@ def _fault(supervisor: Supervisor, guard: Guard) -> int:
     if guard.keeps:
         reason += f"; the components go on: atropos-tui up --resume {run.root} adopts them, atropos-tui clean ends them"
     else:
-        leftovers.reap(run_id, ProcessTable.load(run.journal_json))
+        reap_leftovers(run_id, ProcessTable.load(run.journal_json))
     result = RunResult(exit_code=EXIT_FAULT, reason=reason)
     result.write(run.result_json)
     supervisor.ended(result)
     return EXIT_FAULT
+
+
+class Routes:
+    """Answers requests from the supervisor's state; changes nothing but through `Supervisor.submit`."""
+
+    def __init__(self, supervisor: Supervisor, run: RunDir) -> None:
+        self._supervisor = supervisor
+        self._run = run
+
+    def app(self) -> Starlette:
+        """The application."""
+        return Starlette(
+            routes=[
+                Route("/status", self.status),
+                Route("/events", self.events),
+                Route("/commands", self.command, methods=["POST"]),
+                Route("/commands/{command_id}", self.command_status),
+                Route("/recipe", self.recipe),
+                Route("/logs/{component}", self.logs),
+                Route("/wait", self.wait),
+            ],
+            exception_handlers={RefusedError: refused},
+        )
+
+    async def status(self, _: Request) -> Response:
+        usage = await self._supervisor.sampler.fresh()
+        return answer(self._supervisor.status(usage))
+
+    async def events(self, request: Request) -> Response:
+        try:
+            after = int(request.query_params["after"]) if "after" in request.query_params else None
+        except ValueError:
+            raise RefusedError(422, "after must be a number", "leave it out to begin with now") from None
+        usage = await self._supervisor.sampler.fresh()
+        store = self._supervisor.store
+        status, live = store.hub.subscribe(lambda: self._supervisor.status(usage))
+        missed = iter(()) if after is None else store.journal.between(after, status.seq)
+        lines = self._lines(Snapshot(status=status), missed, live)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+
+    async def _lines(self, snapshot: Snapshot, missed: Iterator[str], live: Subscription[Record]) -> AsyncIterator[str]:
+        """Dropped subscribers see their connection break: `SubscriberDroppedError` leaves through here."""
+        try:
+            yield snapshot.model_dump_json() + "\n"
+            for line in missed:
+                yield line
+            async for record in live:
+                yield record.to_line()
+        finally:
+            live.close()
+
+    async def command(self, request: Request) -> Response:
+        return answer(await self._supervisor.submit(request_of(await request.body())), 202)
+
+    async def command_status(self, request: Request) -> Response:
+        command_id = request.path_params["command_id"]
+        if command_id not in self._supervisor.operations:
+            raise RefusedError(404, f"no command {command_id!r}")
+        return answer(self._supervisor.operations[command_id].as_status())
+
+    async def recipe(self, request: Request) -> Response:
+        return answer(self._supervisor.recipe_for(request_of(dict(request.query_params))))
+
+    async def logs(self, request: Request) -> Response:
+        component = self._supervisor.components.get(request.path_params["component"])
+        if component is None:
+            known = ", ".join(self._supervisor.components)
+            raise RefusedError(404, f"no component {request.path_params['component']!r}", known)
+        try:
+            count = min(max(int(request.query_params.get("n", 100)), 0), MOST_LINES)
+        except ValueError:
+            raise RefusedError(422, "n must be a number") from None
+        if not component.attempt:
+            return PlainTextResponse("")
+        lines = await asyncio.to_thread(last_lines, self._run.log(component.name, component.attempt), count)
+        return PlainTextResponse("".join(line + "\n" for line in lines))
+
+    async def wait(self, request: Request) -> Response:
+        target = request.query_params.get("for", "ready")
+        try:
+            timeout = float(request.query_params["timeout"]) if "timeout" in request.query_params else None
+        except ValueError:
+            raise RefusedError(422, "timeout must be a number of seconds") from None
+        if target not in ("ready", "done") and target not in self._supervisor.components:
+            known = ", ".join(["ready", "done", *self._supervisor.components])
+            raise RefusedError(404, f"nothing called {target!r} to wait for", f"one of: {known}")
+        return answer(await wait_for(self._supervisor, target, timeout))
+
+
+def answer(message: BaseModel, status: int = 200) -> Response:
+    """A message as JSON."""
+    return Response(message.model_dump_json(), status, media_type="application/json")
+
+
+async def refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return answer(error.refusal, error.status)
+
+
+def request_of(data: bytes | dict[str, str]) -> CommandRequest:
+    """The request in a body, or in the parameters of an address.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    try:
+        if isinstance(data, bytes):
+            return CommandRequest.model_validate_json(data)
+        return CommandRequest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        raise RefusedError(422, f"{where}: {first['msg']}", "see CommandRequest in the contracts") from None
+
+
+async def wait_for(supervisor: Supervisor, target: str, timeout_s: float | None) -> WaitResult:
+    """Wait until `target` (ready, done, a component's name) is reached, becomes impossible, or time is up."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        changed = supervisor.store.changed
+        found = _reached(supervisor, target)
+        if found is not None:
+            return found
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            return WaitResult(outcome="timeout", detail=_missing(supervisor, target))
+        try:
+            await asyncio.wait_for(changed.wait(), left)
+        except TimeoutError:
+            continue
+
+
+def _reached(supervisor: Supervisor, target: str) -> WaitResult | None:
+    if target == "done":
+        return _ended(supervisor)
+    component = supervisor.components.get(target)
+    if component is not None and component.state in (State.HEALTHY, State.COMPLETED):
+        return WaitResult(outcome="reached", detail=f"{target} is {component.state}")
+    if component is None and supervisor.ready():
+        return WaitResult(outcome="reached", detail="every component is healthy or done")
+    for one in [component] if component else supervisor.components.values():
+        if one.state is State.FAILED:
+            return WaitResult(outcome="impossible", detail=f"{one.name} failed: {one.reason}")
+    if supervisor.phase in (Phase.STOPPING, Phase.ENDED):
+        return WaitResult(outcome="impossible", detail=f"the run is {supervisor.phase}: {supervisor.reason}")
+    return None
+
+
+def _ended(supervisor: Supervisor) -> WaitResult | None:
+    if supervisor.phase is not Phase.ENDED:
+        return None
+    detail = f"exit code {supervisor.exit_code}: {supervisor.reason}"
+    return WaitResult(outcome="reached" if supervisor.exit_code == 0 else "impossible", detail=detail)
+
+
+def _missing(supervisor: Supervisor, target: str) -> str:
+    if target == "done":
+        return f"the run is {supervisor.phase}"
+    among = supervisor.components
+    return "; ".join(
+        f"{each.name} is {each.state}" + (f", waiting for {each.waiting_for}" if each.waiting_for else "")
+        for each in ([among[target]] if target in among else among.values())
+        if each.state not in (State.HEALTHY, State.COMPLETED)
+    )
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the supervisor."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class ApiServer:
+    """Serves the routes on a bound Unix socket, in the supervisor's event loop."""
+
+    def __init__(self, supervisor: Supervisor, run: RunDir, listening: socket.socket) -> None:
+        config = uvicorn.Config(
+            Routes(supervisor, run).app(),
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
+
+    async def started(self, timeout_s: float = 10.0) -> None:
+        """Return when requests are answered."""
+        give_up = time.monotonic() + timeout_s
+        while not self._server.started and not self._task.done() and time.monotonic() < give_up:
+            await asyncio.sleep(0.005)
+        if self._task.done():
+            self._task.result()
+        assert self._server.started, "the control socket did not start"
+
+    async def stop(self) -> None:
+        """Finish what is being answered (at most a second) and close."""
+        self._server.should_exit = True
+        await self._task
+
+
+def listen(run: RunDir, known_as: str = "") -> tuple[socket.socket, Path]:
+    """Bind the run's socket (mode 0600) and point `RUN/control.sock` at it. A dead one is replaced.
+
+    `known_as` is where components that live on look for it; taken if that folder is still there and private.
+    """
+    path = Path(known_as) if known_as and is_private(Path(known_as).parent) else socket_path(run)
+    path.unlink(missing_ok=True)
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        server.bind(str(path))
+    finally:
+        os.umask(before)
+    server.listen(128)
+    server.setblocking(False)
+    aside = run.control_sock.with_name(f".{run.control_sock.name}.{os.getpid()}")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(path)
+    aside.replace(run.control_sock)
+    return server, path
+
+
+def unlisten(server: socket.socket, path: Path, run: RunDir) -> None:
+    """Stop listening and remove both names."""
+    server.close()
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+        run.control_sock.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from atropos_common.files import write_private
+from atropos_common.files import cut_torn_line, write_private
 from atropos_common.records import ComponentRecord, Record
 from atropos_tui.profile.spec import StackSpec
 
@@ -60,7 +60,7 @@ class Journal:
             raise RunInUseError(
                 f"{path.parent}: another supervisor runs here; attach to it, or name another --run-dir"
             ) from None
-        self.repaired_bytes = _repair(self._fd)
+        self.repaired_bytes = cut_torn_line(self._fd)
         self.seq = _last_seq(path)
         self._backlog: deque[bytes] = deque(maxlen=BACKLOG_LINES)
         self._torn = b""
@@ -99,22 +99,6 @@ class Journal:
             self._flush()
             os.close(self._fd)
             self._fd = -1
-
-
-def _repair(descriptor: int) -> int:
-    """Cut a last line without its newline away; the number of bytes cut."""
-    size = os.fstat(descriptor).st_size
-    end = size
-    while end > 0:
-        start = max(0, end - 65536)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(descriptor, end)
-    return size - end
 
 
 def _seq_of(line: bytes) -> int:

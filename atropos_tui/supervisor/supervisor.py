@@ -13,13 +13,16 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from atropos_common.control import (
     Accepted,
+    Action,
     CommandRequest,
+    CommandStatus,
     Phase,
     Recipe,
     Refusal,
@@ -28,17 +31,16 @@ from atropos_common.control import (
 )
 from atropos_common.records import CommandRecord, DiagnosisRecord
 from atropos_common.run_dir import RunDir
+from atropos_tui.diagnoses import Diagnosis, describe_exit
+from atropos_tui.diagnoses.engine import Watcher
+from atropos_tui.diagnoses.model import CANNOT_START
 from atropos_tui.profile.recipes import recipe
-from atropos_tui.supervisor import procfs, states
+from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.component import SIGNALS, Component, Ended, look_again, stuck
-from atropos_tui.supervisor.diagnoses import Diagnosis, describe_exit, own
-from atropos_tui.supervisor.environment import LaunchError
-from atropos_tui.supervisor.launcher import Host
+from atropos_tui.supervisor.launcher import Host, Usage, UsageSampler
 from atropos_tui.supervisor.logs import latest_attempt
-from atropos_tui.supervisor.operations import Operation, RefusedError, refusal
-from atropos_tui.supervisor.sampling import Sampler, Usage
+from atropos_tui.supervisor.process import LaunchError
 from atropos_tui.supervisor.store import RunResult, Store
-from atropos_tui.supervisor.watching import Watcher
 
 EXIT_DONE, EXIT_FAULT, EXIT_FAILED, EXIT_TIMEOUT, EXIT_INTERRUPTED = 0, 1, 3, 4, 130
 KEPT_OPERATIONS = 200
@@ -47,6 +49,86 @@ SWEEP_S = 5.0
 """How often adopted zombies are collected and new sessions of members are told to the guard."""
 STRAYS_S = 10.0
 """So long strays are killed again and again at the end; then they are named, and the result is written."""
+
+
+class RefusedError(Exception):
+    """A command that was not taken: HTTP status and the reason."""
+
+    def __init__(self, status: int, error: str, fix: str = "") -> None:
+        super().__init__(error)
+        self.status = status
+        self.refusal = Refusal(error=error, fix=fix)
+
+
+@dataclass
+class Operation:
+    """One recipe on its way. `stop`: each gone before the next; `start`: all released together, gates order them."""
+
+    id: str
+    request: CommandRequest
+    recipe: Recipe
+    by_hand: bool = True
+    """False for restarts by policy and for the end of the run: no command records."""
+    why: str = ""
+    """The reason to tell, where it is neither a command nor a crash."""
+    stage: Literal["stop", "start", "settle", "over"] = "stop"
+    stop: list[str] = field(default_factory=list)
+    start: list[str] = field(default_factory=list)
+    not_before: float = 0.0
+    """Monotonic time before which nothing is started (backoff)."""
+    attempt: int = 0
+    """For `kill`: the attempt that shall end."""
+    sent: bool = False
+    """For `kill`: whether the signal went out."""
+    status: Literal["accepted", "running", "done", "failed"] = "accepted"
+    detail: str = ""
+
+    @property
+    def action(self) -> str:
+        return self.request.action
+
+    @property
+    def own_id(self) -> str | None:
+        """What its transitions carry as their command; None where nobody gave one."""
+        return self.id if self.by_hand else None
+
+    def holds(self, name: str) -> bool:
+        """Whether `name` must not be started yet because of this operation."""
+        return self.stage in ("stop", "start") and name in self.start
+
+    def said(self) -> str:
+        """The reason of what it makes happen."""
+        if self.why:
+            return self.why
+        if self.action == "down":
+            return "the stack is being stopped"
+        whose = self.request.component or "the stack"
+        who = {"user": "by hand", "trainer": "asked for by the trainer"}[self.request.initiator]
+        return f"{self.action} of {whose} {who if self.by_hand else 'after its crash'}"
+
+    def stopped_for(self, name: str) -> str:
+        """What a component that it has stopped is told to have been stopped for."""
+        if self.why:
+            return f"stopped, since {self.why}"
+        if self.action == "down":
+            return "stopped with the stack"
+        if self.action != "restart":
+            return "stopped by hand" + ("" if name == self.request.component else f" with {self.request.component}")
+        if not self.by_hand:
+            return f"stopped, since {self.request.component} crashed"
+        if self.request.initiator == "trainer":
+            return "stopped for a restart, as the trainer asked"
+        whose = self.request.component or "the stack"
+        return "stopped for a restart by hand" + ("" if name == whose else f" of {whose}")
+
+    def as_status(self) -> CommandStatus:
+        return CommandStatus(
+            command_id=self.id,
+            action=self.action,
+            component=self.request.component,
+            status=self.status,
+            detail=self.detail,
+        )
 
 
 class Supervisor:
@@ -61,7 +143,7 @@ class Supervisor:
             for spec in stack.components
         }
         self.operations: dict[str, Operation] = {}
-        self.sampler = Sampler(host.tracker, host.gpus)
+        self.sampler = UsageSampler(host.tracker, host.gpus)
         self.phase = Phase.STARTING
         self.started_at = time.time()
         self.reason = ""
@@ -90,7 +172,7 @@ class Supervisor:
         """
         await self._begun.wait()
         if self._over.done():
-            raise RefusedError(409, Refusal(error="the run has ended", fix="start a new one: atropos-tui up PROFILE"))
+            raise RefusedError(409, "the run has ended", "start a new one: atropos-tui up PROFILE")
         answer: asyncio.Future[Accepted] = self._loop.create_future()
         self._do(self._command, request, answer)
         return await answer
@@ -109,10 +191,7 @@ class Supervisor:
             among = self._partners(request.action, request.component)
             return recipe(self.stack, request.action, request.component, initiator=request.initiator, among=among)
         except KeyError:
-            known = ", ".join(self.components)
-            raise RefusedError(
-                404, Refusal(error=f"no component {request.component!r}", fix=f"one of: {known}")
-            ) from None
+            raise self._unknown(request.component) from None
 
     def status(self, usage: Mapping[str, Usage]) -> RunStatus:
         """Everything, as of the last record; `usage` is the sampler's newest."""
@@ -304,13 +383,13 @@ class Supervisor:
         missing = (
             f"{name} to be {condition} (it is {self.components[name].state})"
             for name, condition in component.spec.depends_on.items()
-            if not states.satisfies(self.components[name].state, condition)
+            if not self.components[name].state.satisfies(condition)
         )
         try:
             component.start(", ".join(missing))
         except LaunchError as error:
             evidence = f"before start {component.attempt + 1}"
-            component.diagnose(own.CANNOT_START.diagnosis(evidence, error.fix, error.problem))
+            component.diagnose(CANNOT_START.diagnosis(evidence, error.fix, error.problem))
             self._fail(component, EXIT_FAILED, error.problem)
 
     def _look_at_the_whole(self) -> None:
@@ -409,10 +488,11 @@ class Supervisor:
 
     def _command(self, request: CommandRequest, answer: asyncio.Future[Accepted]) -> None:
         command_id = new_id()
-        refused = refusal(request, self.components, self._active(), self.phase)
-        if refused:
-            self._record(request, command_id, "refused", refused[1].error)
-            answer.set_exception(RefusedError(*refused))
+        try:
+            self._check(request)
+        except RefusedError as refused:
+            self._record(request, command_id, "refused", refused.refusal.error)
+            answer.set_exception(refused)
             return
         plan = self.recipe_for(request)
         operation = Operation(command_id, request, plan, stop=list(plan.stop), start=list(plan.start))
@@ -430,6 +510,56 @@ class Supervisor:
         else:
             self._begin(operation)
         answer.set_result(Accepted(command_id=command_id, recipe=plan))
+
+    def _check(self, request: CommandRequest) -> None:
+        """Let a command pass that can be taken now.
+
+        Raises:
+            RefusedError: it cannot.
+        """
+        action, name = request.action, request.component
+        if action == "down":
+            return
+        if action == "restart" and not name:
+            if self.phase is Phase.STOPPING:
+                raise RefusedError(409, "the stack is being stopped", "wait for its end")
+            if all(component.state.is_resting for component in self.components.values()):
+                raise RefusedError(409, "nothing runs", "start the components that shall run")
+            for other in self._by_hand():
+                whole = other.request.component or "the stack"
+                problem = f"{other.action} of {whole} is under way ({other.id})"
+                raise RefusedError(409, problem, "wait until that command is done")
+            return
+        if not name:
+            raise RefusedError(422, f"{action} needs a component", f"one of: {', '.join(self.components)}")
+        if name not in self.components:
+            raise self._unknown(name)
+        if self.phase is Phase.STOPPING and action != "kill":
+            raise RefusedError(409, "the stack is being stopped", "wait for its end, or kill the component")
+        self._check_state(action, self.components[name])
+        if action in ("start", "restart"):  # stop and kill always win
+            for other in self._by_hand():
+                if name in {*other.stop, *other.start}:
+                    whole = f"{other.action} {other.request.component or ''}".strip()
+                    problem = f"{name} is part of {whole} ({other.id})"
+                    raise RefusedError(409, problem, "wait until that command is done")
+
+    def _check_state(self, action: Action, component: Component) -> None:
+        name, state = component.name, component.state
+        if action == "start" and not state.is_resting and state is not State.BACKOFF:
+            wait = "wait until it is stopped, or " if state is State.STOPPING else ""
+            raise RefusedError(409, f"{name} is {state} already", f"{wait}use: restart {name}")
+        if action == "stop" and (state.is_resting or state is State.STOPPING):
+            raise RefusedError(409, f"{name} is {state} already", "nothing to do")
+        if action == "kill" and component.child is None:
+            raise RefusedError(409, f"{name} has no process ({state})", f"use: stop {name}, if it shall stay down")
+
+    def _unknown(self, name: str | None) -> RefusedError:
+        return RefusedError(404, f"no component {name!r}", f"one of: {', '.join(self.components)}")
+
+    def _by_hand(self) -> Iterator[Operation]:
+        """Commands that are stopping components, or about to start some."""
+        return (op for op in self._active() if op.by_hand and op.stage in ("stop", "start"))
 
     def _interrupted(self, name: str) -> None:
         self._interrupts += 1
@@ -474,24 +604,27 @@ class Supervisor:
         resting = {name for name, whose in self._stopped_with.items() if whose == component}
         return {"start": resting, "restart": lives | resting}.get(action, lives)
 
-    def _finish(self, op: Operation, status: str, detail: str = "") -> None:
+    def _finish(self, op: Operation, status: Literal["done", "failed"], detail: str = "") -> None:
         op.stage = "over"
-        op.status = "failed" if status == "failed" else "done"
-        op.detail = detail
+        op.status, op.detail = status, detail
         if op.by_hand:
-            self._record(op.request, op.id, op.status, detail)
+            self._record(op.request, op.id, status, detail)
 
-    def _record(self, request: CommandRequest, command_id: str, status: str, detail: str) -> None:
+    def _record(
+        self,
+        request: CommandRequest,
+        command_id: str,
+        status: Literal["accepted", "refused", "done", "failed"],
+        detail: str,
+    ) -> None:
         self.store.emit(
-            CommandRecord.model_validate(
-                {
-                    "component": request.component,
-                    "command_id": command_id,
-                    "action": request.action,
-                    "status": status,
-                    "initiator": request.initiator,
-                    "detail": detail,
-                }
+            CommandRecord(
+                component=request.component,
+                command_id=command_id,
+                action=request.action,
+                status=status,
+                initiator=request.initiator,
+                detail=detail,
             )
         )
 

@@ -1,4 +1,4 @@
-"""The cockpit: wiring only. Workers in the bridge post messages, handlers here change state, panels draw a `View`.
+"""The cockpit: wiring only. Workers of the feed post messages, handlers here change state, panels draw a `View`.
 
     atropos-tui attach [RUN]
 
@@ -24,39 +24,33 @@ from textual.widget import Widget
 from atropos_common.control import Phase, RunStatus, State
 from atropos_common.records import CommandRecord
 from atropos_tui.monitor.bench import RunBenchmark, benchmark_run
+from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.gauges import GaugeHistory, Sample
-from atropos_tui.monitor.neighbours import neighbours
-from atropos_tui.monitor.plain import one_line
-from atropos_tui.monitor.run_info import RunInfo, status_from_files
+from atropos_tui.monitor.run_files import RunInfo, other_runs, status_from_files
 from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import ControlClient
-from atropos_tui.ui import picture
-from atropos_tui.ui.acting import ActingApp, Outcome
-from atropos_tui.ui.bell import Bell
-from atropos_tui.ui.bridge import (
-    Bridge,
+from atropos_tui.ui.commands import CommandApp, Outcome, palette
+from atropos_tui.ui.dialogs import ChooseRunDialog, HelpDialog, TextDialog
+from atropos_tui.ui.feed import (
     Control,
+    Feed,
     GaugesArrived,
     LogArrived,
     RecordsArrived,
     StatusArrived,
     SupervisorGone,
 )
-from atropos_tui.ui.components import Components
-from atropos_tui.ui.curves import Chart
-from atropos_tui.ui.dialogs import ChooseRunDialog, HelpDialog, TextDialog
-from atropos_tui.ui.editor import edit
-from atropos_tui.ui.events import Events
-from atropos_tui.ui.layout import PANELS, VIEWS, arrange, panels, visible
-from atropos_tui.ui.listing import Listing
-from atropos_tui.ui.log_view import LogView
-from atropos_tui.ui.look import THEME, own_colours
-from atropos_tui.ui.notices import Notices
-from atropos_tui.ui.palette import commands
-from atropos_tui.ui.rollouts import RolloutDetail, Rollouts
-from atropos_tui.ui.running import run_app
-from atropos_tui.ui.search_bar import Apply, SearchBar
-from atropos_tui.ui.view import Panel, View
+from atropos_tui.ui.terminal import Bell, edit, run_app, save_screenshot
+from atropos_tui.ui.theme import THEME, own_colours
+from atropos_tui.ui.views import VIEWS, arrange, compose_screen, visible
+from atropos_tui.ui.widgets.bars import Apply, SearchBar
+from atropos_tui.ui.widgets.components import Components
+from atropos_tui.ui.widgets.events import Events
+from atropos_tui.ui.widgets.header import Notices
+from atropos_tui.ui.widgets.listing import Listing
+from atropos_tui.ui.widgets.log_view import LogView
+from atropos_tui.ui.widgets.panel import Panel, View
+from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
 
 REFRESH_S = 0.25
 CURVES_S = 1.0
@@ -66,11 +60,11 @@ happened for `QUIET_S`."""
 QUIET_S = 5.0
 COLLECT_S = 60.0
 """Between two full collections of garbage: each stops the screen for a quarter of a second."""
-RECORD_PANELS = (Chart, Rollouts, Events)
-"""What only records change, but for curves over seconds: drawn at most every `CURVES_S`."""
+SEARCHED = (LogView, Rollouts, Events)
+"""Panels that can be searched, and have keys of their own."""
 
 
-class CockpitApp(ActingApp):
+class CockpitApp(CommandApp):
     """The screen of one run."""
 
     CSS_PATH = "app.tcss"
@@ -99,8 +93,8 @@ class CockpitApp(ActingApp):
         Binding("ctrl+q,ctrl+c", "ask_quit", "Quit", show=False, system=True, priority=True),
         Binding("question_mark", "help", "Help", tooltip="This list"),
         *(
-            Binding(str(number), f"view('{name}')", heading, show=False, tooltip=about)
-            for number, (name, (heading, about, _)) in enumerate(VIEWS.items(), 1)
+            Binding(str(number % 10), f"view('{name}')", view.title, show=False, tooltip=view.about)
+            for number, (name, view) in enumerate(VIEWS.items(), 1)
         ),
     ]
 
@@ -113,9 +107,9 @@ class CockpitApp(ActingApp):
         look: Callable[[RunStatus | None], Sample] | None = None,
     ) -> None:
         super().__init__()
-        self.bridge = Bridge(run_dir, control or ControlClient(run_dir), self.post_message, look)
+        self.feed = Feed(run_dir, control or ControlClient(run_dir), self.post_message, look)
         self.clock = clock
-        self.rings = Bell(self.bridge.run)
+        self.rings = Bell(self.feed.run)
         self.info = RunInfo()
         self.state = RunState()
         self.gauges = GaugeHistory()
@@ -138,21 +132,21 @@ class CockpitApp(ActingApp):
         return own_colours(self.current_theme)
 
     def compose(self) -> ComposeResult:
-        yield from panels()
+        yield from compose_screen()
 
     def on_mount(self) -> None:
         self.query_one(Components).focus()
         for follow in (
-            self.bridge.follow_files,
-            self.bridge.follow_status,
-            self.bridge.follow_events,
-            self.bridge.follow_log,
-            self.bridge.follow_gauges,
+            self.feed.follow_files,
+            self.feed.follow_status,
+            self.feed.follow_events,
+            self.feed.follow_log,
+            self.feed.follow_gauges,
         ):
-            self.run_worker(follow(), group="bridge")
+            self.run_worker(follow(), group="feed")
         self.set_interval(REFRESH_S, self._refresh_panels)
 
-    # What the bridge tells.
+    # What the feed tells.
 
     def on_status_arrived(self, message: StatusArrived) -> None:
         news = self.status is None or bool(self.gone) or standing(message.status) != standing(self.status)
@@ -167,7 +161,7 @@ class CockpitApp(ActingApp):
     def _ask_the_files(self) -> None:
         """They have the last word on a run that nobody owns any more, and the first where the supervisor is silent."""
         if self.gone and self.loaded and (self.is_over or self.status is None):
-            self.status = status_from_files(self.bridge.run, self.info, self.state)
+            self.status = status_from_files(self.feed.run, self.info, self.state)
 
     def on_records_arrived(self, message: RecordsArrived) -> None:
         if message.anew:
@@ -191,7 +185,7 @@ class CockpitApp(ActingApp):
         gc.set_threshold(2_000, 5, 1_000_000)
         self.set_interval(COLLECT_S, self._collect)
 
-    def _collect(self) -> None:
+    def _collect(self) -> None:  # a timer cannot call a builtin
         gc.collect()
 
     def on_log_arrived(self, message: LogArrived) -> None:
@@ -209,7 +203,7 @@ class CockpitApp(ActingApp):
         if self.rings.at_status(self.status):
             self.bell()
         if self._log_of_all:
-            self.bridge.follow_log_of(self._log_names())
+            self.feed.follow_log_of(self._log_names())
         if self.is_leaving and self.is_over:
             self.exit("stop")
 
@@ -251,8 +245,8 @@ class CockpitApp(ActingApp):
         view = self._view()
         for widget in widgets:
             lacks = curves or (self.loaded and widget not in self._current)
-            if isinstance(widget, PANELS) and (lacks or not _waits_for_records(widget)):
-                cast(Panel, widget).show(view)
+            if isinstance(widget, Panel) and (lacks or not widget.follows_records):
+                widget.show(view)
                 self._current.add(widget)
 
     def on_resize(self) -> None:
@@ -296,7 +290,7 @@ class CockpitApp(ActingApp):
         log = self.find(LogView)
         if log and (component != log.component or not log.is_begun):
             log.switch(component)
-            self.bridge.follow_log_of(self._log_names())
+            self.feed.follow_log_of(self._log_names())
 
     def _log_names(self) -> tuple[str, ...]:
         log = self.find(LogView)
@@ -316,9 +310,6 @@ class CockpitApp(ActingApp):
         elif isinstance(message.listing, Rollouts):
             self.action_view("rollouts")
 
-    def on_log_view_copied(self, message: LogView.Copied) -> None:
-        self.notify(f"copied {message.count} lines", timeout=2)
-
     # Looking.
 
     def action_view(self, name: str) -> None:
@@ -327,11 +318,11 @@ class CockpitApp(ActingApp):
             arrange(main, name)
             if name == "rollouts":
                 main.query_one(Rollouts).point()
-            main.query_one(VIEWS[name][2]).focus()
+            main.query_one(VIEWS[name].focus).focus()
             main.refresh(layout=True)  # at once, else what was there is painted a last time before the layout
             self._show([widget for widget in visible(main) if widget not in before], self.loaded)
-            if name == "events" and (said := main.query_one(Notices).diagnosis):
-                main.query_one(Events).point(said)
+            if name == "events" and (diagnosis := main.query_one(Notices).diagnosis):
+                main.query_one(Events).point(diagnosis)
 
     def action_select(self, by: int) -> None:
         if table := self.find(Components):
@@ -348,14 +339,10 @@ class CockpitApp(ActingApp):
 
     def action_search(self) -> None:
         """In the panel with the focus, if it can be searched, else in the first that is on the screen."""
-        seen = (
-            [widget for widget in visible(self.main) if isinstance(widget, LogView | Rollouts | Events)]
-            if self.main
-            else []
-        )
+        seen = [widget for widget in visible(self.main) if isinstance(widget, SEARCHED)] if self.main else []
         if seen:
-            panel = self.focused if self.focused in seen else seen[0]
-            self._ask_line("/", cast(LogView, panel).search, cast(Widget, panel))
+            panel = next((widget for widget in seen if widget is self.focused), seen[0])
+            self._ask_line("/", panel.search, panel)
 
     def action_filter_log(self) -> None:
         if log := self.find(LogView):
@@ -370,7 +357,7 @@ class CockpitApp(ActingApp):
         self.run_worker(self._compare(), group="compare", exclusive=True)
 
     async def _compare(self) -> None:
-        found = await asyncio.to_thread(neighbours, self.bridge.run.root)
+        found = await asyncio.to_thread(other_runs, self.feed.run.root)
         choice = await self.push_screen_wait(ChooseRunDialog(found))
         if choice is not None:
             self.other = await asyncio.to_thread(benchmark_run, cast(Path, choice)) if choice else None
@@ -380,7 +367,7 @@ class CockpitApp(ActingApp):
         log, table = self.find(LogView), self.find(Components)
         path = log.path if log else None
         if path is None and table and table.selected:
-            path = self.bridge.log_of(table.selected.name)
+            path = self.feed.log_of(table.selected.name)
         if path is None:
             self.refuse("there is no log yet", "", "open")
         elif problem := edit(self, path):
@@ -388,7 +375,8 @@ class CockpitApp(ActingApp):
 
     def action_picture(self) -> None:
         try:
-            path = picture.save(self.export_screenshot(title=f"atropos-tui · {self.info.name}"), self.info.name, Path())
+            svg = self.export_screenshot(title=f"atropos-tui · {self.info.name}")
+            path = save_screenshot(svg, self.info.name, Path())
         except OSError as error:
             self.refuse(f"no picture: {error.strerror}", "", "picture")
         else:
@@ -405,12 +393,8 @@ class CockpitApp(ActingApp):
         self.push_screen(HelpDialog([(key, words) for key, (_, words) in ours_first]))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        panels_with_keys = [widget for kind in (LogView, Rollouts, Events) if (widget := self.find(kind))]
-        return commands(self, panels_with_keys, self.status.components if self.status else (), self.act)
-
-
-def _waits_for_records(widget: Widget) -> bool:
-    return isinstance(widget, RECORD_PANELS) and not (isinstance(widget, Chart) and widget.is_over_seconds)
+        panels_with_keys = [widget for kind in SEARCHED if (widget := self.find(kind))]
+        return palette(self, panels_with_keys, self.status.components if self.status else (), self.act)
 
 
 def standing(status: RunStatus) -> object:

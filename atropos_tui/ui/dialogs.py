@@ -15,8 +15,8 @@ from textual.widgets import Button, OptionList, Static
 from textual.widgets.option_list import Option
 
 from atropos_common.control import Recipe
-from atropos_tui.monitor.neighbours import Neighbour
-from atropos_tui.monitor.plain import one_line, plain_text
+from atropos_tui.monitor.format import one_line, plain_text
+from atropos_tui.monitor.run_files import OtherRun
 
 Leave = Literal["detach", "stop"]
 
@@ -141,7 +141,7 @@ class TextDialog(_Dialog):
 class ChooseRunDialog(_Dialog):
     """Which run to compare with. Dismissed with its directory, with "" for none any more, or None to leave it."""
 
-    def __init__(self, runs: Sequence[Neighbour]) -> None:
+    def __init__(self, runs: Sequence[OtherRun]) -> None:
         super().__init__()
         self._runs = runs
 
@@ -163,7 +163,7 @@ class ChooseRunDialog(_Dialog):
         self.dismiss("" if wanted in (None, "none") else self._runs[int(wanted)].root)
 
 
-def run_line(run: Neighbour) -> Text:
+def run_line(run: OtherRun) -> Text:
     """A run in one line."""
     end = (
         "running or cut off"

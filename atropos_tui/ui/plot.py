@@ -1,21 +1,34 @@
-"""Curves with axes in block characters: pure functions from points to lines of Rich segments, no Textual.
+"""Curves with axes, bars and sparklines in characters: pure functions from figures to styled text, no Textual.
 
-A cell holds 2 x 4 Braille dots. A value that is not finite breaks its line and leaves a `×` at its step: shown, never
-joined over. Logarithmic axes draw values at or below the floor on the floor. Figures that no scale can hold
-count as not finite, and points outside the axes are left out: no foreign record can end what draws it.
+A cell of a curve holds 2 x 4 Braille dots. A value that is not finite breaks its line and leaves a `×` at its step:
+shown, never joined over. Logarithmic axes draw values at or below the floor on the floor. Figures that no scale can
+hold count as not finite, and points outside the axes are left out: no foreign record can end what draws it.
+
+The parts of a bar are named by a legend in the same order; where there are no colours, they differ in texture, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rich.segment import Segment
 from rich.style import Style
+from rich.text import Text
 
-from atropos_tui.monitor.series import MOST_STEPS, on_scale
+from atropos_tui.monitor.charts import MOST_STEPS, on_scale
+from atropos_tui.monitor.gauges import Split, cells
 
+TEXTURES = "█▓▒▚▞▤▥"
+OTHER_TEXTURE, FREE = "░", "·"
+_LEVELS = "▁▂▃▄▅▆▇█"
+_DONE, _LEFT = "━", "┄"
+"""They differ without colours, too."""
+StyleOf = Callable[[str], Style]
+"""The style of a part of a bar, by its label; `free` for what nobody holds."""
+TextureOf = Callable[[str], str]
+"""The character that a part is drawn in, by its label."""
 Line = list[Segment]
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Braille bit by row and column inside a cell."""
@@ -254,3 +267,56 @@ def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) 
         if at >= 0 and all(cell == " " for cell in cells[max(0, at - 2) : at + len(text) + 2]):
             cells[at : at + len(text)] = text
     return [Segment("".join(cells), style)]
+
+
+def textures(order: Sequence[str], *, colours: bool) -> TextureOf:
+    """How components are drawn: by their place among all, the same in every bar."""
+
+    def texture(label: str) -> str:
+        if label not in order:
+            return OTHER_TEXTURE
+        return TEXTURES[0 if colours else order.index(label) % len(TEXTURES)]
+
+    return texture
+
+
+def progress_bar(share: float, width: int, done: Style, left: Style) -> Text:
+    """A line of exactly `width` cells, of which `share` (0 to 1) is done."""
+    count = round(share * width)
+    return Text.assemble((_DONE * count, done), (_LEFT * (width - count), left), no_wrap=True, end="")
+
+
+def split_bar(split: Split, texture: TextureOf, style: StyleOf, width: int) -> Text:
+    """A bar of exactly `width` cells."""
+    bar = Text(no_wrap=True, end="")
+    taken = 0
+    for part, count in zip(split.parts, cells(split, width), strict=True):
+        bar.append(texture(part.label) * count, style(part.label))
+        taken += count
+    return bar.append(FREE * (width - taken), style("free"))
+
+
+def legend(split: Split, texture: TextureOf, style: StyleOf, write: Callable[[float], str], width: int) -> list[Text]:
+    """`█ vllm 60 GB  ▓ trainer 12 GB`, in as many lines as it takes."""
+    lines = [Text(no_wrap=True, end="")]
+    for part in split.parts:
+        entry = Text.assemble((texture(part.label), style(part.label)), f" {part.label} {write(part.amount)}")
+        if lines[-1].cell_len and lines[-1].cell_len + 2 + entry.cell_len > width:
+            lines.append(Text(no_wrap=True, end=""))
+        if lines[-1].cell_len:
+            lines[-1].append("  ")
+        lines[-1].append_text(entry)
+    return lines
+
+
+def sparkline(values: Iterable[float | None], width: int) -> str:
+    """The newest `width` values, 0 to 1, right-aligned; a gap where a value is unknown."""
+    newest = list(values)[-width:] if width > 0 else []
+    drawn = "".join(_level(value) for value in newest)
+    return f"{drawn:>{max(width, 0)}}"
+
+
+def _level(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return " "
+    return _LEVELS[min(int(min(max(value, 0.0), 1.0) * len(_LEVELS)), len(_LEVELS) - 1)]

@@ -6,7 +6,6 @@ atropos-tui replay RUN [--speed N]
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import ClassVar
 
 from rich.text import Text
@@ -16,16 +15,14 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from atropos_common.control import RunStatus
-from atropos_common.records import Record
+from atropos_tui.monitor.format import duration
 from atropos_tui.monitor.gauges import Sample
-from atropos_tui.monitor.plain import duration
 from atropos_tui.monitor.replay import Replay, ReplayClock
 from atropos_tui.ui.app import CockpitApp
-from atropos_tui.ui.bars import progress_bar
-from atropos_tui.ui.bell import Bell
-from atropos_tui.ui.bridge import Bridge
-from atropos_tui.ui.log_view import LogView
-from atropos_tui.ui.running import run_app
+from atropos_tui.ui.feed import Feed
+from atropos_tui.ui.plot import progress_bar
+from atropos_tui.ui.terminal import Bell, run_app
+from atropos_tui.ui.widgets.log_view import LogView
 
 TICK_S = 0.25
 FASTER = 2.0
@@ -72,7 +69,7 @@ class ReplayBar(Widget):
         return left.append_text(progress_bar(share, room, done, track)).append_text(keys)
 
 
-class ReplayBridge(Bridge):
+class QuietFeed(Feed):
     """Has no gauges to read: what the engines' ports and this machine say now is not of the recording."""
 
     async def follow_gauges(self) -> None:
@@ -82,16 +79,6 @@ class ReplayBridge(Bridge):
 def _nothing(status: RunStatus | None) -> Sample:
     """Stands in for the reader of the gauges, which would open connections."""
     return Sample(time=0.0)
-
-
-class _Silent(Bell):
-    """What rings has happened long ago."""
-
-    def at_records(self, records: Iterable[Record], now: float) -> bool:
-        return False
-
-    def at_status(self, status: RunStatus | None) -> bool:
-        return False
 
 
 class ReplayApp(CockpitApp):
@@ -111,10 +98,10 @@ class ReplayApp(CockpitApp):
         run = replay.recording.run
         super().__init__(run.root, control=replay.control, clock=replay.clock.now, look=_nothing)
         self.replay = replay
-        self.bridge = ReplayBridge(
+        self.feed = QuietFeed(
             run.root, replay.control, self.post_message, look=_nothing, feed=replay.feed, logs=replay.logs
         )
-        self.rings = _Silent(run)
+        self.rings = Bell(run, muted=True)  # what rings has happened long ago
 
     def compose(self) -> ComposeResult:
         yield ReplayBar(self.replay.clock)
@@ -122,7 +109,7 @@ class ReplayApp(CockpitApp):
 
     def on_mount(self) -> None:
         """Textual calls this beside the one of the class above."""
-        self.set_interval(TICK_S, self.bridge.refresh)
+        self.set_interval(TICK_S, self.feed.refresh)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Keys that move through time are letters and arrows where a line is typed or a dialog asks."""
@@ -148,7 +135,7 @@ class ReplayApp(CockpitApp):
         log = self.find(LogView)
         if jumped and log:
             log.switch(log.component)
-        self.bridge.refresh()
+        self.feed.refresh()
         self.query_one(ReplayBar).refresh()
 
     def action_detach(self) -> None:

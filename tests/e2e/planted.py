@@ -13,7 +13,7 @@ class StalePrefix:
     def __init__(self, app: ASGIApp) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from vllm_server.bridge import Bridge
+        from vllm_server.bridge import WeightBridge
 
         self.app = app
         true = AsyncLLM.pause_generation
@@ -21,11 +21,11 @@ class StalePrefix:
         async def pause(engine: Any, *, mode: str = "abort", clear_cache: bool = True) -> None:
             await true(engine, mode=mode, clear_cache=False)
 
-        async def no_reset(bridge: Bridge) -> None:
+        async def no_reset(bridge: WeightBridge) -> None:
             pass
 
         AsyncLLM.pause_generation = pause  # type: ignore[method-assign, assignment]
-        Bridge.reset_prefix_cache = no_reset  # type: ignore[method-assign]
+        WeightBridge.reset_prefix_cache = no_reset  # type: ignore[method-assign]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)

@@ -85,7 +85,9 @@ def test_the_stack_is_watched_and_driven_from_the_screen(cockpit: Cockpit) -> No
     done = max(step.step for step in files.telemetry("step") if step.attempt == 1)
     cockpit.until_step(done + 3)
     assert _pid(cockpit, "vllm") != old
-    assert {step.attempt for step in files.telemetry("step")} == {1, 2}, "vLLM and the trainer began anew, once"
+    _nothing_was_lost(files, attempts=2)
+    syncs = [sync.weight_version for sync in files.telemetry("sync")]
+    assert syncs == sorted(set(syncs)), "after a restart no version is published twice"
 
     killed = time.time()
     os.kill(_pid(cockpit, "vllm"), signal.SIGKILL)
@@ -95,12 +97,27 @@ def test_the_stack_is_watched_and_driven_from_the_screen(cockpit: Cockpit) -> No
     assert seen - killed < 2.0, f"state and diagnosis were on the screen after {seen - killed:.2f} s"
     terminal.shows(lambda text: re.search(r"[▲✖↻] .*vllm|vllm: ", text.splitlines()[0] + text.splitlines()[1]))
     _shows_what_the_file_says(cockpit)
+    done = files.telemetry("step")[-1].step
+    cockpit.until_step(done + 2)
+    assert f"No step is lost: the weights of step {done} outlived the server" in files.run.log("trainer", 2).read_text()
+    _nothing_was_lost(files, attempts=3)
 
     cockpit.press(b"q")
     terminal.shows(lambda text: "Leave the cockpit?" in text)
     cockpit.press(b"s")
     assert terminal.ends(150) == 130
     files.assert_nothing_left()
+
+
+def _nothing_was_lost(files: LiveStack, attempts: int) -> None:
+    """Each attempt of the trainer went on from the weights of the one before it, and no rollout is of base weights."""
+    steps = files.telemetry("step")
+    assert {step.attempt for step in steps} == set(range(1, attempts + 1)), "vLLM and the trainer began anew together"
+    numbers = list(range(1, len(steps) + 1))
+    assert [step.step for step in steps] == numbers, "no step is lost, none is repeated"
+    assert [step.weight_version for step in steps] == numbers, "no version is lost, none is used twice"
+    assert all(0 <= step.policy_lag_max <= 2 for step in steps if step.policy_lag_max is not None), "the policy lag"
+    assert {record.verdict for record in files.telemetry("alignment")} == {"ok"}
 
 
 def _pid(cockpit: Cockpit, component: str) -> int:

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 Start = Callable[..., LiveStack]
 
 
+@pytest.mark.slow
 def test_restart_of_vllm_goes_on_from_the_weights_it_had(stack: Start) -> None:
     run = stack(trainer__training_steps=45)
     run.until_step(20, timeout=240)
@@ -60,6 +61,7 @@ def _kill(run: LiveStack, component: str, again: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_environment_whose_requests_are_refused_is_told_so(stack: Start) -> None:
     """Before, its log held the refusals, the engine's did not, and after three minutes rollouts were "slow"."""
     run = stack(env__module="tests.e2e.asks_top_p", env__env__PYTHONPATH=str(Path(__file__).parents[2]))
@@ -83,9 +85,12 @@ def test_an_environment_whose_requests_are_refused_is_told_so(stack: Start) -> N
     assert [r.rule for r in diagnoses()] == ["rollouts_refused"]
 
 
+@pytest.mark.slow
 def test_every_component_may_die(stack: Start) -> None:
     run = stack(trainer__training_steps=100_000, trainer__checkpoint_interval=5)
     run.until_step(6, timeout=240)
+    shown = run.cli("restart", "vllm", "--dry-run").stdout
+    assert "trainer → vllm" in shown and "vllm → trainer" in shown
     _kill(run, "arithmetic", again=2)
     _kill(run, "trainer", again=2)
     _kill(run, "api", again=2)
@@ -142,11 +147,13 @@ def test_a_layer_that_the_model_does_not_have_is_refused_before_anything_starts(
     assert not run.run.supervisor_jsonl.exists()
 
 
+@pytest.mark.slow
 def test_trainer_told_the_impossible(stack: Start) -> None:
     output = _failed_for_good(stack(trainer__resume="/no/such/checkpoint"), "trainer")
     assert "/no/such/checkpoint" in output.split("last lines of trainer")[1]
 
 
+@pytest.mark.slow
 def test_trainer_that_raises(stack: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant = "import trainer_core.step as step\n\n\ndef accumulate(*_, **__):\n    raise RuntimeError('planted fault')\n"
     (tmp_path / "planted.py").write_text(plant + "\n\nstep.accumulate = accumulate\n")

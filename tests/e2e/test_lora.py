@@ -37,7 +37,7 @@ from trainer_core.server.client import ServerClient
 from trainer_core.step import accumulate
 from trainer_core.weight_sync.base import Start, SyncReport
 from trainer_core.weight_sync.lora import KEPT, LoraRestart, LoraSwap
-from vllm_server.standby import ENGINE_IMPORTED, IMPORTED
+from vllm_server.plugin import ENGINE_IMPORTED, IMPORTED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 Start_ = Callable[..., LiveStack]

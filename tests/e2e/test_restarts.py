@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.restarts import EVENTS, MODES, TENSOR_PARALLEL, TENSOR_PARALLEL_MODES, run_mode
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def check(mode: str, events: list[str], folder: Path, times: int, workers: int = 1) -> None:
@@ -27,13 +27,11 @@ def test_a_restart_by_hand_leaves_the_trainer_as_it_is(tmp_path: Path) -> None:
     check("lora_only", ["restart vllm"], tmp_path, times=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_event_in_every_mode(mode: str, tmp_path: Path) -> None:
     check(mode, [event for event in EVENTS if event not in TENSOR_PARALLEL], tmp_path, times=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", TENSOR_PARALLEL_MODES)
 def test_a_tensor_parallel_worker_that_dies(mode: str, tmp_path: Path) -> None:
     check(mode, list(TENSOR_PARALLEL), tmp_path, times=1, workers=2)

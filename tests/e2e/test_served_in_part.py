@@ -22,7 +22,7 @@ from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.broadcast import Broadcast
 from trainer_core.weight_sync.none_reload import Reload
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 SAYS = "has no place for 3 of the tensors, such as model.layers.0.self_attn.o_proj.bias"
 
 
@@ -67,7 +67,6 @@ def test_its_log_says_so_and_no_mode_trains_it(server: Server) -> None:
     _serves_nobody(server)
 
 
-@pytest.mark.slow
 def test_a_restart_with_a_trainer_s_weights_is_refused(server: Server) -> None:
     engine = ServerClient(server.url, TOKEN)
     engine.load_weights(LoadWeightsRequest(path=str(server.model), weight_version=1, at_restart=True))

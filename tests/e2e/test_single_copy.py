@@ -239,36 +239,6 @@ def test_a_trainer_killed_while_it_writes(server: Server, tmp_path: Path) -> Non
     assert server.get("/health", token=False).status_code == 200
 
 
-def _dies_in_publish(server: Server, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server and its engine are killed when the update of `version` is written, before they are told."""
-    publish, family = shared_vllm.SingleCopy.publish, psutil.Process(server.process.pid)
-
-    def killing(self: Any, now: int, write: Any) -> Any:
-        def and_kill() -> None:
-            write()
-            for process in [family, *family.children(recursive=True)]:
-                process.kill()
-
-        return publish(self, now, and_kill if now == version else write)
-
-    monkeypatch.setattr(shared_vllm.SingleCopy, "publish", killing)
-
-
-def test_a_server_killed_in_the_middle_of_a_publish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The update is complete in the memory that outlives the server, and it is saved."""
-    for server in _serve(tmp_path, IN_CI):
-        _dies_in_publish(server, 3, monkeypatch)
-        with Streams(server.url, TOKEN, with_token=True, patient=True) as load:
-            load.until(16)
-            with pytest.raises(EngineGone):
-                train_on(server, tmp_path, training_steps=5)
-    said = capsys.readouterr().out
-    assert "No step is lost: the weights of step 3 outlived the server" in said, said[-2000:]
-    assert (tmp_path / "out" / "step_3" / "trainer_state.json").is_file()
-
-
 def test_one_unmapped_tensor_is_stale_weights(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same to see from outside: a graph of the server that computes with a copy of one tensor."""
     train_on_copies(monkeypatch, lambda name: name == "model.layers.1.mlp.gate_up_proj.weight", server, tmp_path)
@@ -276,6 +246,7 @@ def test_one_unmapped_tensor_is_stale_weights(server: Server, tmp_path: Path, mo
     assert "only in part" in found.cause and found.probe_diff_abs_mean > 0.03
 
 
+@pytest.mark.slow
 def test_a_server_that_sees_no_update_stands_still(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,9 +264,40 @@ def test_shifted_logprobs_are_named(server: Server, tmp_path: Path) -> None:
     assert stopped_for("shifted logprobs", server, tmp_path, Live(server, shift)).step == 1
 
 
+@pytest.mark.slow
 def test_filtered_sampling_is_named(server: Server, tmp_path: Path) -> None:
     """Past the refusal, as a foreign server would do it."""
     stopped_for("sampling", server, tmp_path, Live(server, top_k=2, for_training=False, temperature=1.0))
+
+
+def _dies_in_publish(server: Server, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server and its engine are killed when the update of `version` is written, before they are told."""
+    publish, family = shared_vllm.SingleCopy.publish, psutil.Process(server.process.pid)
+
+    def killing(self: Any, now: int, write: Any) -> Any:
+        def and_kill() -> None:
+            write()
+            for process in [family, *family.children(recursive=True)]:
+                process.kill()
+
+        return publish(self, now, and_kill if now == version else write)
+
+    monkeypatch.setattr(shared_vllm.SingleCopy, "publish", killing)
+
+
+def test_a_server_killed_in_the_middle_of_a_publish(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The update is complete in the memory that outlives the server, and it is saved. The end of the shared server:
+    no test below this one may ask for it."""
+    _dies_in_publish(server, 3, monkeypatch)
+    with Streams(server.url, TOKEN, with_token=True, patient=True) as load:
+        load.until(16)
+        with pytest.raises(EngineGone):
+            train_on(server, tmp_path, training_steps=5)
+    said = capsys.readouterr().out
+    assert "No step is lost: the weights of step 3 outlived the server" in said, said[-2000:]
+    assert (tmp_path / "out" / "step_3" / "trainer_state.json").is_file()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import pytest
 
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.vllm_server_live import Server, await_ready, begin_server, end_of, still_running
-from vllm_server.standby import ENGINE_IMPORTED
+from vllm_server.plugin import ENGINE_IMPORTED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 WAITS = {"ATROPOS_WAIT_FOR_GO": "1", "ATROPOS_FORK_ENGINE": "0", "VLLM_ENABLE_SHARED_WEIGHTS": "0"}
@@ -52,6 +52,7 @@ def test_it_waits_with_its_engine_and_takes_over_when_told(waiting: Server) -> N
     assert waiting.generate(prompt={"prompt_token_ids": [1, 2, 3]}, max_tokens=3)["token_ids"]
 
 
+@pytest.mark.slow
 def test_nobody_needs_it_any_more(waiting: Server) -> None:
     parts = psutil.Process(waiting.process.pid).children(recursive=True)
     assert waiting.process.stdin is not None

@@ -1,6 +1,6 @@
 """The inference server with real vLLM on the CPU: contract, single copy, weight versions, door, and its end.
 
-pytest -m e2e tests/e2e/test_vllm_server.py        # about 90 s; two servers, one after the other
+pytest -m e2e tests/e2e/test_vllm_server.py        # three servers, one after the other
 """
 
 from __future__ import annotations
@@ -301,22 +301,27 @@ def test_keep_alive_calls_do_not_wait_for_nagle(server: Server) -> None:
     assert min(calls) < 0.03
 
 
-def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
-    server = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN)
-    shm = Path(server.manifest().ranks[0].shm_path or "")
-    assert shm.exists()
-    family = psutil.Process(server.process.pid).children(recursive=True)
-    begun = time.monotonic()
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(15) == 0, server.log.read_text()[-3000:]
-    print(f"\nSIGTERM to exit: {time.monotonic() - begun:.1f} s")
-    assert not shm.exists()
-    assert not (server.bridge_dir / "vllm_bridge_config.json").exists()
-    psutil.wait_procs(family, timeout=2)  # the kernel kills them with their parent, an instant later
-    assert not still_running(family)
-    assert "[vllm_server] stopped" in server.log.read_text()
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["EngineCore", "Worker_TP1"])
+def test_a_server_whose_engine_was_killed_ends_as_one_that_crashed(tmp_path: Path, model: Path, part: str) -> None:
+    """A worker takes its engine along, whose process still runs when the server sees it; nobody has to ask anything."""
+    server = start_server(
+        tmp_path, model, flags=("--tensor-parallel-size", "2"), ATROPOS_TOKEN=TOKEN, VLLM_ENABLE_SHARED_WEIGHTS="0",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+    )  # fmt: skip
+    try:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        (killed,) = (process for process in family if part in " ".join(process.cmdline()))
+        begun = time.monotonic()
+        killed.kill()
+        assert server.process.wait(60) == 1, server.log.read_text()[-3000:]
+        print(f"\nSIGKILL of {part} to exit: {time.monotonic() - begun:.1f} s")
+        assert "[vllm_server] the engine died; its own log lines are above" in server.log.read_text()
+    finally:
+        end_of(server.process)
 
 
+@pytest.mark.slow
 @needs_another_user
 def test_its_port_is_nobody_else_s_before_and_after_it(tmp_path: Path, model: Path) -> None:
     """As under a supervisor: another user tries for the port while it loads, serves, is killed and comes again."""
@@ -341,9 +346,12 @@ def test_its_port_is_nobody_else_s_before_and_after_it(tmp_path: Path, model: Pa
         assert other.waits(), other.said()
 
 
-def test_what_is_refused_is_in_the_log_and_counted_at_the_end(tmp_path: Path, model: Path) -> None:
-    """By us and by vLLM, on every generating route: each reason at once, and the rest when the server ends."""
+def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
+    """What was refused, by us or by vLLM on any generating route, is in the log: each reason at once, the rest when the
+    server ends."""
     server = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN)
+    shm = Path(server.manifest().ranks[0].shm_path or "")
+    assert shm.exists()
     chat = {"model": "another", "messages": [{"role": "user", "content": "1+2="}]}
     asked = [
         ("/generate", {"prompt": PROMPT, "top_p": 0.9}, "/generate (400): top_p=0.9: changes"),
@@ -359,11 +367,18 @@ def test_what_is_refused_is_in_the_log_and_counted_at_the_end(tmp_path: Path, mo
     said = [line for line in server.log.read_text().splitlines() if "[vllm_server] refused " in line]
     for _, _, words in asked:
         assert [line for line in said if words in line and "refused 1 request " in line], (words, said)
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    begun = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(15) == 0, server.log.read_text()[-3000:]
+    print(f"\nSIGTERM to exit: {time.monotonic() - begun:.1f} s")
     text = server.log.read_text()
     assert text.count("[vllm_server] refused 3 requests to ") == len(asked)
     assert text.index("refused 3 requests to ") < text.index("[vllm_server] stopped")
+    assert not shm.exists()
+    assert not (server.bridge_dir / "vllm_bridge_config.json").exists()
+    psutil.wait_procs(family, timeout=2)  # the kernel kills them with their parent, an instant later
+    assert not still_running(family)
 
 
 def test_hold_then_sigkill(tmp_path: Path, model: Path) -> None:

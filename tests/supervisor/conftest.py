@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from atropos_tui.profile.spec import ComponentSpec, LogPolicy, StackSpec
-from atropos_tui.supervisor import leftovers
+from atropos_tui.supervisor import tracker
 from tests.supervisor.harness import Running, check_history
 
 
@@ -43,8 +43,8 @@ def launch(tmp_path: Path) -> Callable[..., Any]:
                 running.task.cancel()
             await asyncio.gather(running.task, return_exceptions=True)
             await running.client.close()
-            left = leftovers.find(stack.run_id)
-            leftovers.reap(stack.run_id)
+            left = tracker.find_leftovers(stack.run_id)
+            tracker.reap_leftovers(stack.run_id)
         assert left == []
         check_history(running)
 

@@ -22,8 +22,8 @@ from atropos_tui.profile.spec import (
     StackSpec,
     StopPolicy,
 )
-from atropos_tui.supervisor import states
 from atropos_tui.supervisor.client import ControlClient
+from atropos_tui.supervisor.component import check_step
 from atropos_tui.supervisor.runner import run_stack
 from atropos_tui.supervisor.store import RunResult
 
@@ -134,5 +134,5 @@ def check_history(running: Running) -> None:
     last: dict[str | None, str] = {}
     for row in running.states():
         assert row.old == last.get(row.component, "pending")
-        states.check(State(row.old), State(row.new))
+        check_step(State(row.old), State(row.new))
         last[row.component] = row.new

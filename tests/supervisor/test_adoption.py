@@ -19,7 +19,7 @@ from atropos_common.records import StateRecord, parse_line
 from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
 from atropos_tui.profile import ports
 from atropos_tui.profile.spec import ComponentSpec, RestartPolicy
-from atropos_tui.supervisor import leftovers, procfs
+from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.runner import run_stack
 from atropos_tui.supervisor.store import ProcessTable, RunResult
 from atropos_tui.supervisor.supervisor import Supervisor
@@ -286,7 +286,7 @@ async def test_after_a_reboot_there_is_nothing_to_adopt(tmp_path: Path) -> None:
             table = ProcessTable.load(first.run.journal_json)
             assert table is not None
             assert first.left()
-            leftovers.reap(first.stack.run_id, table)
+            tracker.reap_leftovers(first.stack.run_id, table)
             row = procfs.read(stranger.pid)
             assert row is not None
             changes = {"pid": row.pid, "pgid": row.pid, "ticks": row.ticks, "boot_id": "another boot"}
@@ -333,11 +333,11 @@ def test_ports_of_the_run_itself_are_not_taken(free_port: int) -> None:
         server.stdout.readline()
         try:
             assert not ports.is_free(free_port)
-            assert ports.is_of_run(free_port, "ports-run")
-            assert not ports.is_of_run(free_port, "another-run")
+            holder = ports.holder(free_port)
+            assert holder is not None and holder.run_id == "ports-run"
         finally:
             server.kill()
-    assert not ports.is_of_run(free_port, "ports-run")
+    assert ports.holder(free_port) is None
 
 
 async def test_what_cannot_be_compared_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from atropos_common.control import CommandRequest, State
-from atropos_tui.supervisor import cgroup, procfs
+from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.process import end_set, spawn
 from atropos_tui.supervisor.store import ProcessTable
 from tests.supervisor.harness import alive, part, pids_in, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background, guard_of
 
-DELEGATED = cgroup.describe().startswith("cgroup v2 is delegated")
+DELEGATED = procfs.describe_groups().startswith("cgroup v2 is delegated")
 needs_delegation = pytest.mark.skipif(not DELEGATED, reason="cgroup v2 is not delegated here")
 HOPS = """
 import os, sys, time
@@ -57,7 +57,7 @@ def hidden(tmp_path: Path, request: pytest.FixtureRequest) -> str:
     wrapper.write_text(f"""#!/bin/sh\nexec unshare --mount sh -c '{act} && exec "$@"' sh {sys.executable} "$@"\n""")
     wrapper.chmod(0o755)
     said = subprocess.run(
-        [str(wrapper), "-c", "from atropos_tui.supervisor import cgroup; print(cgroup.describe())"],
+        [str(wrapper), "-c", "from atropos_tui.supervisor import procfs; print(procfs.describe_groups())"],
         capture_output=True,
         text=True,
         check=True,
@@ -106,7 +106,7 @@ async def test_nobody_and_no_empty_group_stays(tmp_path: Path, end: str) -> None
         client = await supervisor.ready()
         _, daemon = await pids_in(tmp_path / "clean")
         group = group_of(supervisor)
-        assert daemon in cgroup.pids(str(group))
+        assert daemon in procfs.group_pids(str(group))
         guard = guard_of(supervisor.process.pid)
         if end == "down":
             await client.command(CommandRequest(action="down"))
@@ -131,12 +131,12 @@ async def test_nobody_and_no_empty_group_stays(tmp_path: Path, end: str) -> None
 @needs_delegation
 async def test_what_was_forked_since_the_look_dies_with_the_group(tmp_path: Path) -> None:
     """The look at the process table shows the leader alone, as if the daemon had been forked a moment later."""
-    run_group = cgroup.run_group(f"test-{os.getpid()}")
-    group = cgroup.part_group(run_group, "escapes", 1)
+    run_group = procfs.run_group(f"test-{os.getpid()}")
+    group = procfs.part_group(run_group, "escapes", 1)
     child, pipe = spawn(script("escapes", tmp_path / "pids", 600, "clean"), dict(os.environ), None, group=group)
     try:
         leader, daemon = await pids_in(tmp_path / "pids")
-        assert cgroup.pids(run_group) == {leader, daemon}, "of the groups below, too"
+        assert procfs.group_pids(run_group) == {leader, daemon}, "of the groups below, too"
 
         def look() -> list[procfs.Proc]:
             row = procfs.read(leader)
@@ -146,13 +146,13 @@ async def test_what_was_forked_since_the_look_dies_with_the_group(tmp_path: Path
         assert await end_set(child, look, signal.SIGKILL, 0, hurry, told.append, told.append, group) == 1
         await wait_until(lambda: not alive(daemon), 1)
         assert told == []
-        assert cgroup.remove(run_group)
+        assert procfs.remove_group(run_group)
         assert not Path(run_group).exists()
     finally:
         os.close(pipe)
-        cgroup.kill(run_group)
+        procfs.kill_group(run_group)
         child.abandon()
-        cgroup.remove(run_group)
+        procfs.remove_group(run_group)
 
 
 @pytest.mark.parametrize("hidden", ["gone", "read-only"], indirect=True)
@@ -183,23 +183,23 @@ def test_where_the_own_group_lies() -> None:
     hybrid = v1 + "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime shared:9 - cgroup2 cgroup2 rw\n"
     container = "50 40 0:26 /docker/ab\\040c /sys/fs/cgroup ro - cgroup2 cgroup ro\n"
     user = "/user.slice/user-1000.slice/user@1000.service/app.slice/run.scope"
-    assert cgroup._locate(user, unified) == f"/sys/fs/cgroup{user}"
-    assert cgroup._locate("/", hybrid) == "/sys/fs/cgroup/unified"
-    assert cgroup._locate("/docker/ab c/x", container) == "/sys/fs/cgroup/x"
-    assert cgroup._locate("/docker/ab cd", container) == "", "another container's"
-    assert cgroup._locate("/x", v1) == cgroup._locate("", unified) == ""
+    assert procfs._group_folder(user, unified) == f"/sys/fs/cgroup{user}"
+    assert procfs._group_folder("/", hybrid) == "/sys/fs/cgroup/unified"
+    assert procfs._group_folder("/docker/ab c/x", container) == "/sys/fs/cgroup/x"
+    assert procfs._group_folder("/docker/ab cd", container) == "", "another container's"
+    assert procfs._group_folder("/x", v1) == procfs._group_folder("", unified) == ""
 
 
 def test_names_are_safe_and_distinct() -> None:
     names = ["a/b", "a_b", "a~b", "..", "a b", "ä", "a"]
-    found = [cgroup.name_of(name) for name in names]
+    found = [procfs.group_name(name) for name in names]
     assert len(set(found)) == len(names)
     assert not any("/" in name or " " in name for name in found)
-    assert not cgroup.is_of("/etc", "run"), "a path in a journal is not believed"
-    assert not cgroup.is_of("", "run")
+    assert not procfs.is_group_of("/etc", "run"), "a path in a journal is not believed"
+    assert not procfs.is_group_of("", "run")
 
 
 @needs_delegation
 def test_describe_says_how_components_are_kept_together() -> None:
-    assert "cgroup v2 is delegated: each component gets a group below /" in cgroup.describe()
-    assert not list(Path(cgroup._own()).glob(f"{cgroup.PREFIX}trial*"))
+    assert "cgroup v2 is delegated: each component gets a group below /" in procfs.describe_groups()
+    assert not list(Path(procfs._own_group()).glob(f"{procfs.PREFIX}trial*"))

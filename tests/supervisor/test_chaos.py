@@ -14,8 +14,8 @@ import pytest
 from atropos_common.control import Action, CommandRequest, State
 from atropos_common.records import StateRecord, parse_line
 from atropos_tui.profile.spec import RestartPolicy
-from atropos_tui.supervisor import states
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
+from atropos_tui.supervisor.component import check_step
 from atropos_tui.supervisor.store import RunResult
 from tests.supervisor.harness import part, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background
@@ -45,7 +45,7 @@ def check_records(supervisor: Background) -> None:
     for row in records:
         if isinstance(row, StateRecord):
             assert row.old == last.get(row.component, "pending")
-            states.check(State(row.old), State(row.new))
+            check_step(State(row.old), State(row.new))
             last[row.component] = row.new
 
 

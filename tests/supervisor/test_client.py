@@ -20,7 +20,7 @@ from atropos_tui.supervisor import client as client_module
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor import supervisor as supervisor_module
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, NotAnswering, StreamLost
-from atropos_tui.supervisor.members import Tracker
+from atropos_tui.supervisor.tracker import Tracker
 from tests.supervisor.harness import part, python, ready
 
 

@@ -14,8 +14,7 @@ import pytest
 from atropos_common.control import CommandRequest, Phase, RunStatus, Snapshot, State
 from atropos_common.records import CommandRecord, Record, parse_line
 from atropos_common.run_dir import RunDir
-from atropos_tui.supervisor import sockets
-from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
+from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused, socket_path
 from atropos_tui.supervisor.runner import run_stack
 from atropos_tui.supervisor.store import RunInUseError
 from tests.supervisor.harness import part, python, ready, script
@@ -213,7 +212,7 @@ async def test_the_socket_is_private_and_short_however_long_the_run_directory(la
         assert stat.S_IMODE(target.stat().st_mode) == 0o600
         assert stat.S_IMODE(target.parent.stat().st_mode) == 0o700
         deep = tmp_path / ("x" * 120) / ("y" * 120)
-        assert len(str(sockets.socket_path(RunDir(deep)))) < 108
+        assert len(str(socket_path(RunDir(deep)))) < 108
 
 
 async def test_two_supervisors_do_not_share_a_run_directory(launch: Any) -> None:

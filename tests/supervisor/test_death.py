@@ -17,7 +17,7 @@ import pytest
 from atropos_common.control import State
 from atropos_common.run_dir import RunDir
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
-from atropos_tui.supervisor import leftovers, procfs
+from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
 from atropos_tui.supervisor.store import ProcessTable, RunResult
 from tests.supervisor.harness import alive, part, pids_in, python, script, wait_until
@@ -65,14 +65,14 @@ class Background:
         await wait_until(lambda: self.process.poll() is not None, 20)
         return self.process.returncode
 
-    def left(self) -> list[leftovers.Leftover]:
-        return leftovers.find(self.stack.run_id, ProcessTable.load(self.run.journal_json))
+    def left(self) -> list[tracker.Leftover]:
+        return tracker.find_leftovers(self.stack.run_id, ProcessTable.load(self.run.journal_json))
 
     def clean(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        leftovers.reap(self.stack.run_id, ProcessTable.load(self.run.journal_json))
+        tracker.reap_leftovers(self.stack.run_id, ProcessTable.load(self.run.journal_json))
 
 
 def plant(env: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -120,10 +120,10 @@ async def test_the_detector_sees_a_planted_orphan(tmp_path: Path) -> None:
     stranger = plant(env | {"ATROPOS_RUN_ID": "planted-run-2"})
     try:
         await wait_until(lambda: procfs.environ(orphan.pid) != {} and procfs.environ(stranger.pid) != {})
-        assert [(one.pid, one.component) for one in leftovers.find("planted-run")] == [(orphan.pid, "ghost")]
-        assert [one.pid for one in leftovers.reap("planted-run")] == [orphan.pid]
+        assert [(one.pid, one.component) for one in tracker.find_leftovers("planted-run")] == [(orphan.pid, "ghost")]
+        assert [one.pid for one in tracker.reap_leftovers("planted-run")] == [orphan.pid]
         assert orphan.wait(5) == -signal.SIGKILL
-        assert leftovers.find("planted-run") == []
+        assert tracker.find_leftovers("planted-run") == []
         assert stranger.poll() is None
     finally:
         for process in (orphan, stranger):
@@ -156,10 +156,10 @@ def test_leftovers_ignore_a_reused_pid_and_another_boot(tmp_path: Path) -> None:
         for ticks, boot in ((row.ticks - 1, procfs.boot_id()), (row.ticks, "another boot")):
             entry = {"pid": row.pid, "create_time": 0.0, "ticks": ticks, "pgid": row.pid, "boot_id": boot}
             table = ProcessTable.model_validate({"run_id": "old", "components": {"x": entry}})
-            assert leftovers.find("old", table) == []
+            assert tracker.find_leftovers("old", table) == []
         entry |= {"ticks": row.ticks, "boot_id": procfs.boot_id()}
         table = ProcessTable.model_validate({"run_id": "old", "components": {"x": entry}})
-        assert [one.pid for one in leftovers.find("old", table)] == [row.pid]
+        assert [one.pid for one in tracker.find_leftovers("old", table)] == [row.pid]
         assert not procfs.send(_with_ticks(row, row.ticks + 1), signal.SIGKILL)
         assert bystander.poll() is None
     finally:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from atropos_common.control import Role
+from atropos_tui.diagnoses import Evidence, Names, describe_exit, diagnose
 from atropos_tui.profile.spec import StackSpec
-from atropos_tui.supervisor.diagnoses import Evidence, Names, describe_exit, diagnose
 from tests.supervisor.harness import part
 
 UVICORN = "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 8000): address already in use"

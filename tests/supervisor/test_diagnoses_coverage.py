@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_tui.supervisor.diagnoses import RULES
+from atropos_tui.diagnoses import RULES
 
 HERE = Path(__file__).parent
 NAMES = {rule.name for rule in RULES}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from atropos_common.records import ALIGNMENT_CAUSES, EvalRecord, Record, RolloutRecord, parse_line
-from atropos_tui.supervisor.diagnoses import Diagnosis
-from atropos_tui.supervisor.diagnoses.following import NumberWatch
-from atropos_tui.supervisor.diagnoses.model import QUIET_S
-from atropos_tui.supervisor.diagnoses.numbers import NUMBER_RULES
+from atropos_tui.diagnoses import Diagnosis
+from atropos_tui.diagnoses.engine import MetricWatch
+from atropos_tui.diagnoses.metric_rules import METRIC_RULES
+from atropos_tui.diagnoses.model import QUIET_S
 
 CLEAN = Path(__file__).parent / "logs/clean"
 RUN = [parse_line(line) for line in (CLEAN / "telemetry.jsonl").read_text().splitlines()]
@@ -31,8 +31,8 @@ def changed(kind: str, change: Change, first: int = 1, last: int = 10_000) -> li
     return out
 
 
-def said(records: list[Record], watch: NumberWatch | None = None) -> list[Diagnosis]:
-    watch = watch or NumberWatch(0.0)
+def said(records: list[Record], watch: MetricWatch | None = None) -> list[Diagnosis]:
+    watch = watch or MetricWatch(0.0)
     return [found for record in records for found in watch.feed(record)]
 
 
@@ -124,7 +124,7 @@ def test_one_rounded_token_at_a_time_is_no_drift() -> None:
 
 
 def test_every_number_rule_is_shown_here() -> None:
-    assert {rule.name for rule in NUMBER_RULES} == {case[0] for case in CASES}
+    assert {rule.name for rule in METRIC_RULES} == {case[0] for case in CASES}
 
 
 def test_a_clean_run_says_nothing() -> None:
@@ -162,7 +162,7 @@ def test_one_odd_step_is_noise() -> None:
 def test_what_comes_back_later_is_told_again_and_not_before() -> None:
     bad = [record for record in changed("step", fixed(loss=-11.0)) if record.kind == "step"]
     good = [record for record in RUN if record.kind == "step"]
-    watch = NumberWatch(0.0)
+    watch = MetricWatch(0.0)
 
     def feed(records: list[Record], at: float) -> list[int]:
         moved = [record.model_copy(update={"time": at + index}) for index, record in enumerate(records)]
@@ -184,7 +184,7 @@ def test_a_later_attempt_begins_anew() -> None:
         for record in changed("step", fixed(ratio_mean=2.0), 21, 22)
         if 21 <= getattr(record, "step", 0) <= 40
     ]
-    watch = NumberWatch(0.0)
+    watch = MetricWatch(0.0)
     assert [found.evidence.count("step") for found in said(first, watch)] == [3]
     assert said(second, watch) == [], "two bad steps of this attempt and one of the dropped ones are not three in a row"
     assert (watch.attempt, watch.step) == (2, 40)
@@ -199,7 +199,7 @@ def test_a_later_attempt_begins_anew() -> None:
 
 def test_a_resumed_run_does_not_tell_of_long_ago() -> None:
     bad = changed("step", fixed(loss=-11.0), 5, 6)
-    watch = NumberWatch(since=RUN[-1].time + 1)
+    watch = MetricWatch(since=RUN[-1].time + 1)
     assert said(bad, watch) == []
     assert watch.step == 60
 

@@ -13,17 +13,17 @@ import httpx
 import pytest
 
 from atropos_common.control import Role, State
-from atropos_tui.supervisor.diagnoses.waiting import (
+from atropos_tui.diagnoses.engine import ask_api
+from atropos_tui.diagnoses.stall_rules import (
     ApiView,
     Part,
-    Scene,
+    RunSnapshot,
     disk_low,
     no_batches,
     slow_start,
     stalled_s,
     starting_roles,
 )
-from atropos_tui.supervisor.watching import ask_api
 
 BEGAN = 1e9
 
@@ -33,7 +33,7 @@ def part(role: Role, state: State = State.HEALTHY, **fields: Any) -> Part:
 
 
 PARTS = tuple(part(role) for role in (Role.API, Role.ENV, Role.ENGINE, Role.TRAINER))
-STILL = Scene(BEGAN + 400, PARTS, step=7, step_at=BEGAN + 100, api=ApiView(128, 3, 8, 7))
+STILL = RunSnapshot(BEGAN + 400, PARTS, step=7, step_at=BEGAN + 100, api=ApiView(128, 3, 8, 7))
 """All is healthy, and nothing has been trained for five minutes."""
 
 
@@ -57,7 +57,7 @@ CAUSES = [
 
 
 @pytest.mark.parametrize(("scene", "title", "evidence"), CAUSES, ids=[case[1] for case in CAUSES])
-def test_the_cause_that_fits_is_named(scene: Scene, title: str, evidence: str) -> None:
+def test_the_cause_that_fits_is_named(scene: RunSnapshot, title: str, evidence: str) -> None:
     found = no_batches(scene)
     assert found is not None and found.rule == "no_batches"
     assert found.title.startswith("no batches: ") and title in found.title
@@ -78,7 +78,7 @@ def test_the_cause_that_fits_is_named(scene: Scene, title: str, evidence: str) -
         replace(STILL, parts=tuple(replace(old, since=BEGAN + 300) for old in PARTS)),
     ],
 )
-def test_no_stall(scene: Scene) -> None:
+def test_no_stall(scene: RunSnapshot) -> None:
     assert stalled_s(scene) is None
     assert no_batches(scene) is None
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from atropos_common.records import DiagnosisRecord, parse_line
-from atropos_tui.supervisor import log_times
+from atropos_tui.supervisor import logs
 from atropos_tui.supervisor.logs import LogDrain, LogFile, last_lines, latest_attempt
 from atropos_tui.supervisor.store import Journal, ProcessTable, RunInUseError
 
@@ -186,7 +186,7 @@ def test_times_of_a_flood_cost_nothing_and_are_private(tmp_path: Path) -> None:
     began = time.monotonic()
     for number in range(20_000):
         log.write(b"line %06d\n" % number)
-    most = log_times.RESERVE + log_times.RATE * (time.monotonic() - began) + 2
+    most = logs.RESERVE + logs.RATE * (time.monotonic() - began) + 2
     log.close()
     index = tmp_path / "1.times"
     assert (index.stat().st_size - 16) / 16 <= most < 1000
@@ -195,7 +195,7 @@ def test_times_of_a_flood_cost_nothing_and_are_private(tmp_path: Path) -> None:
 
 def test_times_are_those_of_the_lines_end_over_a_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(log_times.time, "time", lambda: now)
+    monkeypatch.setattr(logs.time, "time", lambda: now)
     log = LogFile(tmp_path / "1.log", 120)
     for number in range(12):
         now = 1000.0 + number
@@ -206,7 +206,7 @@ def test_times_are_those_of_the_lines_end_over_a_rotation(tmp_path: Path, monkey
     found = []
     for path in (log.older, log.path):
         with path.open("rb") as file:
-            times = log_times.LogTimes(path, file)
+            times = logs.LogTimes(path, file)
             data = file.read()
             times.refresh()
             ends = [match.start() for match in re.finditer(rb"\n", data)]
@@ -220,7 +220,7 @@ def test_times_are_those_of_the_lines_end_over_a_rotation(tmp_path: Path, monkey
 TORN = """
 import resource, sys
 from pathlib import Path
-from atropos_tui.supervisor.log_times import TimesWriter
+from atropos_tui.supervisor.logs import TimesWriter
 log = open(sys.argv[1], "wb")
 times = TimesWriter(Path(sys.argv[1]))
 times.begin(log.fileno())

@@ -20,7 +20,7 @@ from atropos_common.control import CommandRequest
 from atropos_common.records import DiagnosisRecord, Record, StateRecord, parse_line
 from atropos_common.run_dir import RunDir
 from atropos_tui.profile.spec import StackSpec
-from atropos_tui.supervisor import leftovers
+from atropos_tui.supervisor import tracker
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.logs import LogFile
 from tests.supervisor.harness import part, python, ready, wait_until
@@ -60,7 +60,7 @@ class Supervisor:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        leftovers.reap(self.stack.run_id)
+        tracker.reap_leftovers(self.stack.run_id)
 
 
 class Tmpfs:

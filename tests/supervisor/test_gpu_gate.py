@@ -14,10 +14,9 @@ import pytest
 
 from atropos_common.control import CommandRequest, ComponentStatus, Role, State
 from atropos_common.records import DiagnosisRecord
-from atropos_tui.profile.nvml import Card, NoDriverError, Nvml
-from atropos_tui.supervisor import gpu_memory, nvml
-from atropos_tui.supervisor.gpu_memory import GIB, GpuMemory, excess_of
-from atropos_tui.supervisor.nvml import Reader
+from atropos_tui.gpu import Card, NoDriverError, Nvml
+from atropos_tui.supervisor import gpu_memory
+from atropos_tui.supervisor.gpu_memory import GIB, GpuMemory, Reader, excess_of
 from tests.supervisor.harness import QUICK, Running, alive, part, ready, wait_until
 
 HOST = 1_000_000
@@ -72,8 +71,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fast = {"LIMIT_S": 0.6, "BARRED_S": 0.8, "SETTLE_S": 0.1, "OTHERS_S": 0.3, "LOOK_S": (0.01, 0.05)}
     for name, value in fast.items():
         monkeypatch.setattr(gpu_memory, name, value)
-    monkeypatch.setattr("atropos_tui.supervisor.sampling.MAX_AGE_S", 0.0)
-    monkeypatch.setattr("atropos_tui.supervisor.sampling.PATIENCE_S", 10.0)
+    monkeypatch.setattr("atropos_tui.supervisor.launcher.MAX_AGE_S", 0.0)
+    monkeypatch.setattr("atropos_tui.supervisor.launcher.PATIENCE_S", 10.0)
     return fake
 
 
@@ -344,7 +343,7 @@ async def test_a_driver_that_fails_midway_stops_nobody(launch: Any, driver: Fake
 async def test_a_driver_that_hangs_holds_up_nobody(
     launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvml, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(gpu_memory, "PATIENCE_S", 0.2)
     free = threading.Event()
     async with launch(engine()) as running:
         await started(running, driver)

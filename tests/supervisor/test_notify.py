@@ -27,7 +27,7 @@ from atropos_tui.profile.plan import redacted
 from atropos_tui.profile.spec import ComponentSpec, NotifyPolicy, StackSpec
 from atropos_tui.supervisor import notify
 from atropos_tui.supervisor.store import Journal, RunResult, Store
-from atropos_tui.ui.bell import Bell
+from atropos_tui.ui.terminal import Bell
 from tests.supervisor.harness import Running, check_history, part, python
 
 SECRET = "T000-B000-averysecretpath"

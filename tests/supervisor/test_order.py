@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from atropos_common.control import CommandRequest, Role, State
-from atropos_tui.profile.graph import StackError
-from atropos_tui.profile.spec import FileCheck, HttpCheck, LogCheck, Probe, Probes, TcpCheck
+from atropos_tui.profile.spec import FileCheck, HttpCheck, LogCheck, Probe, Probes, StackError, TcpCheck
 from tests.supervisor.harness import Running, part, python, ready, script
 
 

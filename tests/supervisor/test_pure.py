@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 
 from atropos_common.control import State
-from atropos_tui.supervisor import shared_memory, states
+from atropos_tui.supervisor import component, tracker
 from atropos_tui.supervisor.store import Hub, SubscriberDroppedError
 
 
 def test_every_state_has_its_row_and_can_be_left_and_reached() -> None:
-    assert set(states.TRANSITIONS) == set(State)
+    assert set(component.TRANSITIONS) == set(State)
     reachable = {State.PENDING}
     while True:
-        more = reachable.union(*(states.TRANSITIONS[state] for state in reachable))
+        more = reachable.union(*(component.TRANSITIONS[state] for state in reachable))
         if more == reachable:
             break
         reachable = more
     assert reachable == set(State)
-    only_by_command = {state for state, after in states.TRANSITIONS.items() if after == {State.PENDING}}
+    only_by_command = {state for state, after in component.TRANSITIONS.items() if after == {State.PENDING}}
     assert only_by_command == {state for state in State if state.is_resting}
     assert not any(state.has_process for state in only_by_command)
 
@@ -41,14 +41,14 @@ def test_every_state_has_its_row_and_can_be_left_and_reached() -> None:
     ],
 )
 def test_illegal_steps_raise(old: State, new: State) -> None:
-    with pytest.raises(states.IllegalTransitionError, match=f"{old} -> {new}"):
-        states.check(old, new)
+    with pytest.raises(component.IllegalTransitionError, match=f"{old} -> {new}"):
+        component.check_step(old, new)
 
 
 def test_conditions() -> None:
-    assert {s for s in State if states.satisfies(s, "completed")} == {State.COMPLETED}
-    assert {s for s in State if states.satisfies(s, "healthy")} == {State.HEALTHY, State.COMPLETED}
-    assert State.STOPPING not in {s for s in State if states.satisfies(s, "started")}
+    assert {s for s in State if s.satisfies("completed")} == {State.COMPLETED}
+    assert {s for s in State if s.satisfies("healthy")} == {State.HEALTHY, State.COMPLETED}
+    assert State.STOPPING not in {s for s in State if s.satisfies("started")}
 
 
 async def test_snapshot_then_every_later_event() -> None:
@@ -111,11 +111,11 @@ def test_shared_memory_of_the_dead_is_removed_and_of_the_living_kept(tmp_path: P
     child = subprocess.Popen([sys.executable, "-I", "-S", "-c", code, str(path)], stdout=subprocess.PIPE)
     try:
         assert child.stdout is not None and child.stdout.readline() == b"up\n"
-        assert shared_memory.mapped_by(child.pid) == {str(path)}
-        assert shared_memory.remove_unused([str(path)]) == [] and path.exists()
+        assert tracker.mapped_by(child.pid) == {str(path)}
+        assert tracker.remove_unused([str(path)]) == [] and path.exists()
         child.kill()
         child.wait()
-        assert shared_memory.remove_unused([str(path)]) == [str(path)] and not path.exists()
+        assert tracker.remove_unused([str(path)]) == [str(path)] and not path.exists()
     finally:
         child.kill()
         child.wait()

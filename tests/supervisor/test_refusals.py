@@ -12,15 +12,14 @@ import pytest
 
 from atropos_common.control import Role, State
 from atropos_common.records import DiagnosisRecord
+from atropos_tui.diagnoses import engine as diagnoses_engine
+from atropos_tui.diagnoses import stall_rules
+from atropos_tui.diagnoses.model import Diagnosis
+from atropos_tui.diagnoses.stall_rules import LASTS_S, Part, RefusalWatch, RunSnapshot, asked_engines, no_batches
 from atropos_tui.profile.spec import StackSpec
-from atropos_tui.supervisor import watching
-from atropos_tui.supervisor.diagnoses import waiting
-from atropos_tui.supervisor.diagnoses.model import Diagnosis
-from atropos_tui.supervisor.diagnoses.refusals import LASTS_S, RefusalWatch, asked_engines
-from atropos_tui.supervisor.diagnoses.waiting import Part, Scene, no_batches
 from tests.supervisor.harness import NEVER, SLEEP, Running, part, python, ready, wait_until
 from vllm_server import refusals as server
-from vllm_server.sampling import WHY, instead
+from vllm_server.refusals import WHY, instead
 
 TOP_P = f"top_p=0.95: {WHY}. {instead(['top_p=0.95'])}, or, for an answer that is not trained on, send x"
 BIAS = f"logit_bias={{'5': 1}}: {WHY}. {instead(['logit_bias={}'])}, or ask for no logprobs"
@@ -135,14 +134,14 @@ def test_whom_an_environment_asks() -> None:
 
 def test_no_batches_gives_way_but_not_to_what_is_more_certain() -> None:
     parts = tuple(running(role.value, role) for role in (Role.API, Role.ENV, Role.ENGINE, Role.TRAINER))
-    still = Scene(BEGAN + 400, parts, refused=("env",))
+    still = RunSnapshot(BEGAN + 400, parts, refused={"env": stall_rules.REFUSED.diagnosis("", "")})
     assert no_batches(still) is None
     found = no_batches(replace(still, ghosts=1))
     assert found is not None and "gone" in found.title
 
 
 ENGINE = """import asyncio, sys
-from vllm_server.logs import configure_logging
+from vllm_server.plugin import configure_logging
 from vllm_server.refusals import RefusalLog
 async def main():
     log, share = RefusalLog(), int(sys.argv[1])
@@ -174,8 +173,8 @@ def diagnoses(run: Running) -> list[DiagnosisRecord]:
 
 async def test_it_is_told_within_fifteen_seconds(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the supervisor's own pace. A stall is told soon here, so that it would be told instead."""
-    assert watching.LOOK_S == 1.0 and server.FIRST_GAP_S == 5.0
-    monkeypatch.setattr(waiting, "STALL_S", 9.0)
+    assert diagnoses_engine.LOOK_S == 1.0 and server.FIRST_GAP_S == 5.0
+    monkeypatch.setattr(stall_rules, "STALL_S", 9.0)
     async with launch(*stack_of(10)) as run:
         await run.until("vllm", State.HEALTHY)
         took = await wait_until(lambda: bool(diagnoses(run)), timeout_s=15)
@@ -190,7 +189,7 @@ async def test_it_is_told_within_fifteen_seconds(launch: Launch, monkeypatch: py
 
 
 async def test_a_few_refusals_among_many_answers_are_not_told(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "LOOK_S", 0.05)
+    monkeypatch.setattr(diagnoses_engine, "LOOK_S", 0.05)
     async with launch(*stack_of(3)) as run:
         await run.until("vllm", State.HEALTHY)
         log = run.run.log("vllm", 1)

@@ -14,7 +14,7 @@ import pytest
 from atropos_common.control import CommandRequest, Role, State
 from atropos_common.records import DiagnosisRecord, ProbeRecord
 from atropos_tui.profile.spec import HttpCheck, Probe, Probes, RestartPolicy, StopPolicy
-from atropos_tui.supervisor.restarts import next_delay
+from atropos_tui.supervisor.component import next_delay
 from tests.supervisor.harness import QUICK, alive, part, pids_in, python, ready, script
 
 
@@ -313,8 +313,8 @@ async def test_a_crashed_run_api_takes_its_environments_before_it_comes_back(lau
 
 async def test_the_backoff_begins_anew_after_health(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Crashes close together wait longer and longer; one after a time of health waits as little as the first."""
-    monkeypatch.setattr("atropos_tui.supervisor.restarts.HEALTHY_RESET_S", 0.4)
-    monkeypatch.setattr("atropos_tui.supervisor.restarts.random.uniform", lambda low, high: 1.0)
+    monkeypatch.setattr("atropos_tui.supervisor.component.HEALTHY_RESET_S", 0.4)
+    monkeypatch.setattr("atropos_tui.supervisor.component.random.uniform", lambda low, high: 1.0)
     lives = (
         "import os,time; print('up',flush=True)\n"
         "time.sleep(.7 if os.environ['ATROPOS_ATTEMPT'] == '3' else .05); os._exit(1)"

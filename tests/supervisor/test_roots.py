@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from atropos_common.control import Role
-from atropos_tui.supervisor.diagnoses import Evidence, Names, diagnose
-from atropos_tui.supervisor.diagnoses.roots import root_error
-from atropos_tui.supervisor.diagnoses.scanner import LogScanner
+from atropos_tui.diagnoses import Evidence, Names, diagnose
+from atropos_tui.diagnoses.engine import LogScanner
+from atropos_tui.diagnoses.roots import root_error
 from tests.supervisor.harness import part
 
 LOGS = Path(__file__).parent / "logs"

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from atropos_common.control import CommandRequest, Role, State
+from atropos_tui.diagnoses import RULES
+from atropos_tui.diagnoses.exit_rules import PASSING_RULES, lasting_error
+from atropos_tui.diagnoses.roots import same_words
 from atropos_tui.profile.spec import LogCheck, RestartPolicy, Stage
-from atropos_tui.supervisor.diagnoses import RULES
-from atropos_tui.supervisor.diagnoses.roots import PASSING_RULES, lasting_error, same_words
 from tests.supervisor.harness import QUICK, part, python, ready
 
 LOG = Path(__file__).parent / "logs/engine_start.log"

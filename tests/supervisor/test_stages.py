@@ -12,8 +12,7 @@ from typing import Any
 
 from atropos_common.control import CommandRequest, ComponentStatus, State
 from atropos_common.records import StageRecord
-from atropos_tui.monitor.feed import load_run
-from atropos_tui.monitor.run_info import status_from_files
+from atropos_tui.monitor.run_files import load_run, status_from_files
 from atropos_tui.monitor.why import Picture
 from atropos_tui.profile.spec import RestartPolicy, Stage
 from tests.supervisor.harness import QUICK, Running, part, python, ready

@@ -13,10 +13,9 @@ import pytest
 
 from atropos_common.control import CommandRequest, Role
 from atropos_common.records import DiagnosisRecord
+from atropos_tui.diagnoses import engine, model, stall_rules
 from atropos_tui.profile.spec import FileCheck, LogCheck, Probe, Probes, StopPolicy
-from atropos_tui.supervisor import watching
 from atropos_tui.supervisor.component import stuck
-from atropos_tui.supervisor.diagnoses import model, waiting
 from tests.supervisor.harness import NEVER, QUICK, SLEEP, Running, part, python, ready, wait_until
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -37,7 +36,7 @@ Launch = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look twenty times a second, so that tests need not wait."""
-    monkeypatch.setattr(watching, "LOOK_S", 0.05)
+    monkeypatch.setattr(engine, "LOOK_S", 0.05)
 
 
 def diagnoses(running: Running) -> list[DiagnosisRecord]:
@@ -96,7 +95,7 @@ async def test_telemetry_is_judged_while_it_is_written(launch: Launch) -> None:
 
 
 async def test_what_was_written_in_the_last_moment_is_judged(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "LOOK_S", 1e6)
+    monkeypatch.setattr(engine, "LOOK_S", 1e6)
     code = RECORD + f"\nprint({OOM!r})"
     trainer = part("train", python(code, 0, step(1, loss="NaN")), role=Role.TRAINER, ends_run=True)
     async with launch(trainer) as running:
@@ -126,7 +125,7 @@ async def test_evaluations_are_judged(launch: Launch, tmp_path: Path) -> None:
 
 
 async def test_a_trainer_that_stands_still(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "STALL_S", 0.3)
+    monkeypatch.setattr(stall_rules, "STALL_S", 0.3)
     env = part("env", python("print('done')"), role=Role.ENV)
     async with launch(env, part("train", python(SLEEP), role=Role.TRAINER)) as running:
         await wait_until(lambda: bool(diagnoses(running)))
@@ -138,7 +137,7 @@ async def test_a_trainer_that_stands_still(launch: Launch, monkeypatch: pytest.M
 
 
 async def test_another_cause_is_another_word(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "STALL_S", 0.3)
+    monkeypatch.setattr(stall_rules, "STALL_S", 0.3)
     env = part("env", python(SAY, 2), role=Role.ENV)
     async with launch(env, part("train", python(SLEEP), role=Role.TRAINER)) as running:
         await wait_until(lambda: len(diagnoses(running)) > 1)
@@ -151,7 +150,7 @@ CAME = "INFO atropos_envs.base: registered as environment 0 at step 0"
 
 
 async def test_lines_that_are_counted_name_the_cause(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "STALL_S", 1.5)
+    monkeypatch.setattr(stall_rules, "STALL_S", 1.5)
     env = part("env", python(SAY, 600, *[DROPPED] * 3), role=Role.ENV)
     async with launch(env, part("train", role=Role.TRAINER)) as running:
         await wait_until(lambda: bool(diagnoses(running)))
@@ -160,7 +159,7 @@ async def test_lines_that_are_counted_name_the_cause(launch: Launch, monkeypatch
 
 
 async def test_a_step_ends_the_counting(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "STALL_S", 3.0)
+    monkeypatch.setattr(stall_rules, "STALL_S", 3.0)
     env = part("env", python(SAY, 600, *[DROPPED] * 3), role=Role.ENV)
     async with launch(env, part("train", role=Role.TRAINER)) as running:
         await running.until("train", "healthy")
@@ -173,7 +172,7 @@ async def test_a_step_ends_the_counting(launch: Launch, monkeypatch: pytest.Monk
 
 
 async def test_a_ghost_is_laid_by_a_new_run_api(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "STALL_S", 1.0)
+    monkeypatch.setattr(stall_rules, "STALL_S", 1.0)
     env = part("env", python(SAY, 600, CAME, CAME), role=Role.ENV)
     async with launch(part("api", role=Role.API), env, part("train", role=Role.TRAINER)) as running:
         await wait_until(lambda: bool(diagnoses(running)))
@@ -184,19 +183,19 @@ async def test_a_ghost_is_laid_by_a_new_run_api(launch: Launch, monkeypatch: pyt
 
 
 async def test_what_went_away_and_comes_back_is_told_again(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "DISK_S", 0.0)
+    monkeypatch.setattr(engine, "DISK_S", 0.0)
     monkeypatch.setattr(model, "QUIET_S", 0.3)
-    monkeypatch.setattr(waiting, "NEVER_LOW_SHARE", 1.0)
+    monkeypatch.setattr(stall_rules, "NEVER_LOW_SHARE", 1.0)
     async with launch(part("x")) as running:
         await running.until("x", "healthy")
         for low in (True, False, True):
-            monkeypatch.setattr(waiting, "LOW_BYTES", 10**18 if low else 0)
+            monkeypatch.setattr(stall_rules, "LOW_BYTES", 10**18 if low else 0)
             await asyncio.sleep(0.6)
         assert rules(running) == [("x", "disk_low")] * 2
 
 
 async def test_a_start_that_drags_on(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "SLOW_START_ANY_S", 0.2)
+    monkeypatch.setattr(stall_rules, "SLOW_START_ANY_S", 0.2)
     probes = Probes(readiness=Probe(checks=[LogCheck(pattern="never")], interval_s=0.02))
     slow = part("slow", python(SAY, 600, "step 1 of 9"), probes=probes, start_timeout_s=1.2)
     async with launch(slow) as running:
@@ -211,7 +210,7 @@ async def test_a_fault_of_the_watcher_is_told_once_and_the_run_goes_on(
     def broken(*_: object) -> list[Any]:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(watching.Watcher, "_work", broken)
+    monkeypatch.setattr(engine.Watcher, "_work", broken)
     async with launch(part("train", python(SAY, 0.5), role=Role.TRAINER, ends_run=True)) as running:
         assert await running.end() == 0
         assert rules(running) == [("train", "watcher_fault")]
@@ -219,8 +218,8 @@ async def test_a_fault_of_the_watcher_is_told_once_and_the_run_goes_on(
 
 
 async def test_a_full_disk_is_told(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LOW_BYTES", 10**18)
-    monkeypatch.setattr(waiting, "NEVER_LOW_SHARE", 1.0)
+    monkeypatch.setattr(stall_rules, "LOW_BYTES", 10**18)
+    monkeypatch.setattr(stall_rules, "NEVER_LOW_SHARE", 1.0)
     async with launch(part("x")) as running:
         await wait_until(lambda: bool(diagnoses(running)))
         assert rules(running) == [("x", "disk_low")]

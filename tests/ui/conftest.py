@@ -22,8 +22,8 @@ from atropos_tui.monitor.gauges import Sample
 from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, RestartPolicy, StackSpec, StopPolicy
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui.app import CockpitApp, Outcome
-from atropos_tui.ui.bridge import Control
-from atropos_tui.ui.components import Components
+from atropos_tui.ui.feed import Control
+from atropos_tui.ui.widgets.components import Components
 
 CHILD = """
 import sys, time

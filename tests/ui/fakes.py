@@ -1,4 +1,4 @@
-"""A supervisor in memory, for what a real one cannot be made to do on demand. Implements `ui.bridge.Control`."""
+"""A supervisor in memory, for what a real one cannot be made to do on demand. Implements `ui.feed.Control`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loops of the bridge post, without a screen."""
+"""What the loops of the feed post, without a screen."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from textual.message import Message
 
 from atropos_common.records import AlignmentRecord, RolloutRecord, StepRecord
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.run_info import RunInfo, read_info
-from atropos_tui.ui import bridge
-from atropos_tui.ui.bridge import Bridge, RecordsArrived
+from atropos_tui.monitor.run_files import RunInfo, read_info
+from atropos_tui.ui import feed
+from atropos_tui.ui.feed import Feed, RecordsArrived
 from tests.ui.conftest import cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, still, write_records
@@ -33,7 +33,7 @@ async def following(run: RunDir) -> AsyncIterator[list[RecordsArrived]]:
         assert isinstance(message, RecordsArrived)
         posted.append(message)
 
-    task = asyncio.create_task(Bridge(run.root, FakeControl(), post, look=still).follow_files())
+    task = asyncio.create_task(Feed(run.root, FakeControl(), post, look=still).follow_files())
     yield posted
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -72,8 +72,8 @@ async def test_a_plan_is_read_again_when_it_changes_and_not_before(
         reads.append(run)
         return read_info(run)
 
-    monkeypatch.setattr(bridge, "read_info", read)
-    monkeypatch.setattr(bridge, "INFO_S", 0.1)
+    monkeypatch.setattr(feed, "read_info", read)
+    monkeypatch.setattr(feed, "INFO_S", 0.1)
     planned(run, None)
     async with following(run) as posted:
         await asyncio.sleep(1.2)

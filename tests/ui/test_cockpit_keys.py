@@ -15,14 +15,14 @@ from textual.widgets import Input, OptionList
 
 from atropos_common.control import Action, Recipe, Role, State
 from atropos_common.records import DiagnosisRecord, RolloutRecord
-from atropos_tui.monitor.log_buffer import Entry
+from atropos_tui.monitor.log_buffer import LogEntry
 from atropos_tui.monitor.patterns import compiled
-from atropos_tui.ui.components import Components
 from atropos_tui.ui.dialogs import ChooseRunDialog, ConfirmDialog, QuitDialog, TextDialog
-from atropos_tui.ui.events import Events
-from atropos_tui.ui.layout import VIEWS
-from atropos_tui.ui.log_view import LogView
-from atropos_tui.ui.rollouts import Rollouts
+from atropos_tui.ui.views import VIEWS
+from atropos_tui.ui.widgets.components import Components
+from atropos_tui.ui.widgets.events import Events
+from atropos_tui.ui.widgets.log_view import LogView
+from atropos_tui.ui.widgets.rollouts import Rollouts
 from tests.ui.conftest import Screen, Supervise, child, cockpit, small_stack
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, still, write_records
@@ -168,7 +168,7 @@ async def test_the_palette_has_every_action_and_acts(tmp_path: Path, supervise: 
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
         offered = {command.title for command in screen.app.get_system_commands(screen.app.screen)}
-        wanted = {heading for heading, _, _ in VIEWS.values()} | {"Restart vllm", "Stop trainer", "Kill run-api"}
+        wanted = {view.title for view in VIEWS.values()} | {"Restart vllm", "Stop trainer", "Kill run-api"}
         wanted |= {"Restart all", "Search", "Follow", "Compare", "Picture", "Theme", "Detach"}
         wanted |= {"Wrap", "Next error", "Mark"}
         assert wanted <= offered
@@ -359,7 +359,7 @@ async def test_a_search_line_is_closed_by_escape(tmp_path: Path) -> None:
         assert not screen.app.query(OptionList)
 
 
-LINES = [Entry("error" if at in (5, 30, 55) else "plain", f"line {at} " + "word " * 60) for at in range(60)]
+LINES = [LogEntry("error" if at in (5, 30, 55) else "plain", f"line {at} " + "word " * 60) for at in range(60)]
 
 
 @asynccontextmanager
@@ -370,7 +370,7 @@ async def the_log(tmp_path: Path, size: tuple[int, int] = (100, 30)) -> AsyncIte
         await screen.shows("step 37/60")
         await screen.press("3")
         log = screen.app.query_one(LogView)
-        screen.app.bridge.follow_log_of(())
+        screen.app.feed.follow_log_of(())
         await screen.until(lambda: log.component == "trainer" and len(log.buffer) > 0)
         log.buffer.clear()
         log.extend(LINES, None)
@@ -417,14 +417,14 @@ EVIL = "a" * 2000 + "b"
 @pytest.mark.parametrize("key", ["slash", "ampersand"])
 async def test_a_pattern_that_backtracks_for_ever_holds_up_no_key(tmp_path: Path, key: str) -> None:
     async with the_log(tmp_path) as (screen, log):
-        log.extend([Entry("plain", EVIL)] * 50, None)
+        log.extend([LogEntry("plain", EVIL)] * 50, None)
         await screen.press(key)
         await type_in(screen, "aab")
         await screen.shows("50 lines")
         began = time.process_time()
         screen.app.query_one(Input).value = "(a+)+$"
         await screen.shows("0 lines")
-        log.extend([Entry("plain", EVIL + "a")], None)
+        log.extend([LogEntry("plain", EVIL + "a")], None)
         screen.app.query_one(Input).value = "(a+)+$|never"
         await screen.shows("1 lines")
         assert time.process_time() - began < 4.0, "a few searches and some drawing"

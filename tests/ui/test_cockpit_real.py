@@ -13,7 +13,7 @@ import psutil
 from atropos_common.control import Phase, Role, State
 from atropos_tui.profile.spec import StopPolicy
 from atropos_tui.supervisor.client import ControlClient
-from atropos_tui.ui.log_view import LogView
+from atropos_tui.ui.widgets.log_view import LogView
 from tests.ui.conftest import CHILD, Supervise, child, cockpit, small_stack
 
 HEALTHY = ("run-api", "vllm", "trainer")

@@ -22,8 +22,8 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.supervisor.client import Refused
 from atropos_tui.ui import app
 from atropos_tui.ui.app import CockpitApp
-from atropos_tui.ui.components import Components
-from atropos_tui.ui.layout import VIEWS
+from atropos_tui.ui.views import VIEWS
+from atropos_tui.ui.widgets.components import Components
 from tests.ui.conftest import cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, still, write_records

@@ -11,10 +11,10 @@ from atropos_common.control import ComponentStatus, Role, RunStatus, State
 from atropos_common.records import DiagnosisRecord, StateRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.replay import Recording, Replay
-from atropos_tui.ui.components import Components
 from atropos_tui.ui.dialogs import TextDialog
-from atropos_tui.ui.layout import VIEWS
 from atropos_tui.ui.replay import ReplayApp
+from atropos_tui.ui.views import VIEWS
+from atropos_tui.ui.widgets.components import Components
 from tests.ui.conftest import Screen, cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, still, write_records

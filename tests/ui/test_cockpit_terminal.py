@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_tui.ui.running import LEAVE_S
+from atropos_tui.ui.terminal import LEAVE_S
 from tests.ui.run_maker import make_run
 from tests.ui.terminal import ALTERNATE_OFF, ALTERNATE_ON, Terminal
 

@@ -9,10 +9,10 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.color import Color
 
-from atropos_tui.ui.benchmark import Benchmark
-from atropos_tui.ui.curves import Chart
-from atropos_tui.ui.header import Header
-from atropos_tui.ui.look import THEME
+from atropos_tui.ui.theme import THEME
+from atropos_tui.ui.widgets.benchmark import Benchmark
+from atropos_tui.ui.widgets.curves import Chart
+from atropos_tui.ui.widgets.header import Header
 from tests.ui.conftest import Screen, cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, still

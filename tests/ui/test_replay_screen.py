@@ -19,8 +19,8 @@ from atropos_tui.cli import main
 from atropos_tui.monitor.replay import Recording, Replay
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.store import ProcessTable
-from atropos_tui.ui.layout import VIEWS
 from atropos_tui.ui.replay import ReplayApp
+from atropos_tui.ui.views import VIEWS
 from tests.ui.conftest import Screen, Supervise, small_stack
 from tests.ui.run_maker import T0, make_run, start_records, write_records
 
@@ -139,7 +139,7 @@ async def test_the_palette_has_every_action(replay: tuple[Replay, Ticks]) -> Non
     async with playing(player) as screen:
         await screen.until(lambda: screen.row("vllm").state == "healthy")
         offered = [command.title for command in screen.app.get_system_commands(screen.app.screen)]
-        wanted = {heading for heading, _, _ in VIEWS.values()} | {"Search", "Help", "Theme", "Picture", "Follow"}
+        wanted = {view.title for view in VIEWS.values()} | {"Search", "Help", "Theme", "Picture", "Follow"}
         assert wanted | {"Pause", "Faster", "Leave", "Wrap", "Mark", "Open"} <= set(offered)
         assert offered.count("Restart") == offered.count("Leave") == 1, "the replay's own instead of the cockpit's"
 
@@ -147,7 +147,7 @@ async def test_the_palette_has_every_action(replay: tuple[Replay, Ticks]) -> Non
 async def test_nothing_of_the_present_is_read_or_rung(
     replay: tuple[Replay, Ticks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atropos_tui.ui.bridge.Sampler", None)  # would open connections
+    monkeypatch.setattr("atropos_tui.ui.feed.GaugeReader", None)  # would open connections
     player, ticks = replay
     async with playing(player) as screen:
         ticks.at = 99.0

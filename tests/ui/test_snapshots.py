@@ -16,7 +16,7 @@ from atropos_common.control import GpuStatus, Phase, RunStatus, State
 from atropos_common.records import AlignmentRecord, DiagnosisRecord, StateRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.ui.app import CockpitApp, Outcome
-from atropos_tui.ui.log_view import LogView
+from atropos_tui.ui.widgets.log_view import LogView
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, still, write_records
 

@@ -1,15 +1,29 @@
-"""What tests of whole trainer runs share: a tiny model in a folder, and an inference server that holds its weights."""
+"""What unit tests share: one parser of the cockpit's commands, and for whole trainer runs a tiny model in a folder and
+an inference server that holds its weights."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from atropos_tui.cli import main
+
 if TYPE_CHECKING:
     from tests.unit.trainer_stand_ins import Engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_parser() -> Iterator[None]:
+    """Building the cockpit's parser is three quarters of a command that runs in the test's own process, and thousands
+    do. Parsing leaves a parser as it was."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "build_parser", functools.cache(main.build_parser))
+        yield
+
 
 # torch is imported where it is used: most unit tests do without it.
 

@@ -22,7 +22,7 @@ import pytest
 
 from atropos_api import peer
 from atropos_api.body import BodyError, Gunzip
-from atropos_api.settings import Settings
+from atropos_api.door import Settings
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.ports import free_port

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from atropos_common import nccl
+from atropos_common import group as meeting_group
 from atropos_common.group import Gloo, SealedStore
 from atropos_common.transfer import TransferInit
 from tests.unit.test_trainer_broadcast import Make, assert_same_weights, base, make, receivers, step
@@ -33,7 +33,7 @@ from trainer_core.errors import UsageError
 from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.broadcast import Broadcast
 from trainer_core.weight_sync.collectives import Rendezvous
-from vllm_server import collectives
+from vllm_server.weights import collectives
 
 __all__ = ["base", "make", "receivers"]
 
@@ -181,12 +181,12 @@ class FakeNccl:
         self.aborted: list[int] = []
         self.sent: dict[tuple[bytes, int], queue.Queue[bytes]] = defaultdict(queue.Queue)
         self.ncclGetErrorString = lambda result: b"unhandled system error"
-        for name, arguments in nccl._CALLS.items():
+        for name, arguments in meeting_group._CALLS.items():
             setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(getattr(self, f"_{name}")))
 
     def _ncclGetUniqueId(self, made: Any) -> int:
-        self.ids.append(secrets.token_bytes(nccl.ID_BYTES))
-        ctypes.memmove(made, self.ids[-1], nccl.ID_BYTES)
+        self.ids.append(secrets.token_bytes(meeting_group.NCCL_ID_BYTES))
+        ctypes.memmove(made, self.ids[-1], meeting_group.NCCL_ID_BYTES)
         return 0
 
     def _ncclCommInitRank(self, handle: Any, world_size: int, group: Any, rank: int) -> int:
@@ -234,7 +234,7 @@ class FakeStream:
 @pytest.fixture
 def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     fake = FakeNccl()
-    monkeypatch.setattr(nccl, "_library", lambda: fake)
+    monkeypatch.setattr(meeting_group, "_library", lambda: fake)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
@@ -297,11 +297,11 @@ def test_secrets_are_not_shown(fake_nccl: FakeNccl) -> None:
 
 
 def test_nccl_that_does_not_load_or_connect_is_said(monkeypatch: pytest.MonkeyPatch, fake_nccl: FakeNccl) -> None:
-    with pytest.raises(nccl.NcclError, match="an id of NCCL has 128 bytes, and this one 5"):
-        nccl.Communicator(b"short", 2, 0)
+    with pytest.raises(meeting_group.NcclError, match="an id of NCCL has 128 bytes, and this one 5"):
+        meeting_group.Communicator(b"short", 2, 0)
     monkeypatch.setattr(fake_nccl, "ncclCommInitRank", lambda *_: 2)
-    with pytest.raises(nccl.NcclError, match="unhandled system error"):
-        nccl.Communicator(nccl.unique_id(), 2, 0)
+    with pytest.raises(meeting_group.NcclError, match="unhandled system error"):
+        meeting_group.Communicator(meeting_group.unique_id(), 2, 0)
     monkeypatch.undo()
     monkeypatch.setenv("VLLM_NCCL_SO_PATH", "/no/such/library.so")
     with pytest.raises(UsageError, match=r"needs NCCL: the NCCL library does not load: see .* VLLM_NCCL_SO_PATH"):

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from atropos_common.run_dir import RunDir
-from atropos_tui.cli import dead_runs, main, runs
+from atropos_tui.cli import cleanup, main, runs
 from atropos_tui.errors import Exit
 from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, StackSpec
-from atropos_tui.supervisor import leftovers, procfs
+from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.store import ProcessTable
 from tests.unit.cli_places import own_places  # noqa: F401
 
@@ -104,7 +104,7 @@ def supervised(run: RunDir, run_id: str, file: Path, *, survive: bool = False) -
         process.send_signal(signal.SIGCONT)
         process.kill()
         process.wait()
-        leftovers.reap(run_id, ProcessTable.load(run.journal_json))
+        tracker.reap_leftovers(run_id, ProcessTable.load(run.journal_json))
 
 
 def crash(supervisor: subprocess.Popen[bytes]) -> None:
@@ -170,8 +170,8 @@ def test_a_supervisor_without_socket_or_lock_still_counts(tmp_path: Path, plant:
     assert main.run(["clean", "--yes"]) == 0 and orphan.poll() is None
     ProcessTable(run_id=run_id).write(run.journal_json)
     run.supervisor_jsonl.touch()
-    with dead_runs.holding(run) as held:
-        assert held and dead_runs.find_dead(run.root, {}) is None
+    with cleanup.holding(run) as held:
+        assert held and cleanup.find_dead(run.root, {}) is None
         assert main.run(["clean", "--yes"]) == 0 and orphan.poll() is None
     with socket.socket(socket.AF_UNIX) as listening:
         address = Path(os.environ["XDG_RUNTIME_DIR"]) / "s"
@@ -215,7 +215,7 @@ def test_stale_sockets_go_and_young_or_answering_ones_stay(
         (folder / "file.sock").write_text("not a socket")
         assert main.run(["clean", "--yes"]) == 0
         assert "nothing" not in capsys.readouterr().err and (folder / "dead.sock").exists(), "it may be a second old"
-        monkeypatch.setattr(dead_runs, "SETTLED_S", -1.0)
+        monkeypatch.setattr(cleanup, "SETTLED_S", -1.0)
         assert main.run(["clean", "--yes"]) == 0
     assert sorted(path.name for path in folder.iterdir()) == ["file.sock", "live.sock"]
 
@@ -229,7 +229,7 @@ def test_processes_kept_for_adoption_are_ended_only_when_named(
         wait_until(lambda: "healthy" in run.supervisor_jsonl.read_text())
         supervisor.kill()
         supervisor.wait()
-        wait_until(lambda: dead_runs.find_dead(run.root, {}) is not None)
+        wait_until(lambda: cleanup.find_dead(run.root, {}) is not None)
         assert main.run(["clean", "--yes"]) == 0
         said = capsys.readouterr().out
         assert f"{run_id} keeps " in said and f" for adoption: atropos-tui up --resume {run.root}" in said
@@ -238,7 +238,7 @@ def test_processes_kept_for_adoption_are_ended_only_when_named(
         assert "kept: atropos-tui up --resume" in capsys.readouterr().out
         assert main.run(["clean", "--run-dir", str(run.root)]) == Exit.USAGE and lives(pid)
         assert main.run(["clean", "--yes", "--run-dir", str(run.root)]) == 0
-        assert not lives(pid) and dead_runs.all_dead() == []
+        assert not lives(pid) and cleanup.all_dead() == []
 
 
 def read_component(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
@@ -272,7 +272,7 @@ def test_readers_tell_the_truth_about_a_run_whose_supervisor_was_killed(
         else:
             supervisor.kill()
             supervisor.wait()
-        wait_until(lambda: not leftovers.find(run_id, ProcessTable.load(run.journal_json)))
+        wait_until(lambda: not tracker.find_leftovers(run_id, ProcessTable.load(run.journal_json)))
         assert main.run(["ps"]) == 0
         head, _, *rows = capsys.readouterr().out.splitlines()
         assert head.split(maxsplit=1) == [run_id, "crashed  (its supervisor is gone and left no result)"]
@@ -305,7 +305,7 @@ def test_what_survives_a_killed_supervisor_is_shown_as_living(
         assert pid in row["pids"] and entry.keeper_pid not in row["pids"]
         assert main.run(["why", "x"]) == 0
         assert f"{entry.pid}" in capsys.readouterr().out
-        wait_until(lambda: dead_runs.find_dead(run.root, {}) is not None)
+        wait_until(lambda: cleanup.find_dead(run.root, {}) is not None)
         for left in (entry.pid, pid):
             os.kill(left, signal.SIGKILL)
         wait_until(lambda: not lives(pid))
@@ -315,7 +315,7 @@ def test_what_survives_a_killed_supervisor_is_shown_as_living(
 
 def test_a_supervisor_that_only_does_not_answer_is_not_called_gone(tmp_path: Path) -> None:
     """It has not opened its socket yet, or has closed it already: its process lives."""
-    from atropos_tui.cli.reading import status_of
+    from atropos_tui.cli.inspect import status_of
 
     run, run_id = make_run(tmp_path)
     with supervised(run, run_id, tmp_path / "pid") as supervisor:
@@ -339,7 +339,7 @@ def test_up_says_in_one_line_that_dead_runs_left_processes(
     assert main.run(wrong) == Exit.USAGE
     notes = [line for line in capsys.readouterr().err.splitlines() if "atropos-tui clean" in line]
     assert notes == ["note: 2 processes of 1 dead run still here: atropos-tui clean shows and ends what is left"]
-    assert dead_runs.with_processes(but={run_id}) == [], "a run that is resumed takes care of its own"
+    assert cleanup.with_processes(but={run_id}) == [], "a run that is resumed takes care of its own"
 
 
 @pytest.mark.parametrize(("answer", "ended"), [("n\n", False), ("\n", False), ("y\n", True)])

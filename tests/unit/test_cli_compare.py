@@ -17,13 +17,13 @@ import pytest
 from atropos_common.records import StateRecord, parse_line
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import main
-from atropos_tui.cli.compare import Board, Entry, label_entries
+from atropos_tui.cli.compare import Board, ComparedStack, label_entries
 from atropos_tui.cli.parser import build_parser
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.monitor.run_info import read_json
+from atropos_tui.monitor.run_files import read_json
+from atropos_tui.profile.preflight import separate
 from atropos_tui.profile.sections import Profile, load_profile
-from atropos_tui.profile.side_by_side import separate
-from atropos_tui.supervisor import leftovers
+from atropos_tui.supervisor import tracker
 from tests.unit.comparison_support import write_profile
 
 
@@ -110,7 +110,7 @@ def test_a_command_of_ones_own_is_never_rewritten() -> None:
 # Labels and overrides.
 
 
-def entries(*arguments: str) -> list[Entry]:
+def entries(*arguments: str) -> list[ComparedStack]:
     return label_entries(build_parser().parse_args(["compare", *arguments]))
 
 
@@ -177,7 +177,7 @@ def states(root: Path) -> list[StateRecord]:
 
 
 def nothing_is_left(base: Path) -> bool:
-    return not any(leftovers.find(read_json(path)["run_id"]) for path in base.glob("*/run.json"))
+    return not any(tracker.find_leftovers(read_json(path)["run_id"]) for path in base.glob("*/run.json"))
 
 
 def test_side_by_side_with_one_that_fails(

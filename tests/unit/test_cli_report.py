@@ -149,30 +149,32 @@ def test_replay_on_a_real_terminal_shows_the_end_and_leaves_by_q(place: RunDir) 
 
 
 def test_a_folder_too_long_for_a_socket_ends_in_a_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_places: None,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from atropos_tui.supervisor import sockets
+    from atropos_tui.supervisor import client, runner
 
+    edge = Path(os.environ["XDG_RUNTIME_DIR"]) / "e"  # short: pytest's own folder may be too long by itself
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    with pytest.raises(sockets.SocketError, match=r"too long.*shorter folder, or unset it"):
-        sockets.socket_path(RunDir(tmp_path / "run"))
+    with pytest.raises(client.SocketError, match=r"too long.*shorter folder, or unset it"):
+        client.socket_path(RunDir(tmp_path / "run"))
     assert not list(long.iterdir())
-    edge = tmp_path / "e"
-    name = len(os.fsencode(edge)) + 1 + len("atropos-tui/") + sockets.NAME_BYTES + 1
-    fits = edge / ("y" * (sockets.MAX_PATH_BYTES - name))
+    name = len(os.fsencode(edge)) + 1 + len("atropos-tui/") + client.NAME_BYTES + 1
+    fits = edge / ("y" * (client.MAX_PATH_BYTES - name))
     fits.mkdir(parents=True)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(fits))
     run = RunDir(tmp_path / "r")
     run.create()
-    server, path = sockets.listen(run)
-    assert len(os.fsencode(path)) == sockets.MAX_PATH_BYTES
-    sockets.close(server, path, run)
+    server, path = runner.listen(run)
+    assert len(os.fsencode(path)) == client.MAX_PATH_BYTES
+    runner.unlisten(server, path, run)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(fits.parent / (fits.name + "y")))
     fits.rename(fits.parent / (fits.name + "y"))
-    with pytest.raises(sockets.SocketError):
-        sockets.socket_path(run)
+    with pytest.raises(client.SocketError):
+        client.socket_path(run)
 
 
 @pytest.mark.parametrize("how", ["--headless", "--detach"])

@@ -11,8 +11,7 @@ import tomli_w
 
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import main
-from atropos_tui.cli.resume import differences
-from atropos_tui.cli.run_files import write_run_files
+from atropos_tui.cli.up import differences, write_run_files
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.ports import free_port
@@ -43,7 +42,7 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def written(tmp_path: Path, profile: Profile) -> Path:
     run = RunDir(tmp_path / "run")
     run.create()
-    write_run_files(run, build_stack(profile, run.root, run_id="r"), profile, version="0")
+    write_run_files(run, build_stack(profile, run.root, run_id="r"), profile)
     return run.profile_toml
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from atropos_common.records import Record, StepRecord, TimingRecord
 from atropos_common.run_dir import RunDir
-from atropos_tui.cli import steps
-from atropos_tui.cli.steps import StepLines
+from atropos_tui.cli import show
+from atropos_tui.cli.show import StepLines
 
 
 def write(run: RunDir, *records: Record) -> None:
@@ -63,7 +63,7 @@ def test_fast_steps_are_told_now_and_then_and_the_last_in_any_case(run: RunDir) 
 
 
 def test_slow_steps_are_told_one_by_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "EVERY_S", 0.0)
+    monkeypatch.setattr(show, "EVERY_S", 0.0)
     said: list[str] = []
     lines = StepLines(run, None, said.append)
     for number in range(1, 6):
@@ -86,7 +86,7 @@ def test_what_was_there_before_is_not_told_again(run: RunDir) -> None:
 
 
 async def test_beside_a_run_and_whatever_its_end(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "LOOK_S", 0.01)
+    monkeypatch.setattr(show, "LOOK_S", 0.01)
     said: list[str] = []
 
     async def work() -> int:

@@ -10,15 +10,15 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from atropos_common.records import EvalRecord, parse_line
-from atropos_envs.errors import EnvFault
-from atropos_envs.gsm8k_server import SYSTEM_PROMPT, Gsm8kEnv, Row, load_rows
+from atropos_envs import EnvFault
+from atropos_envs.gsm8k_server import SYSTEM_PROMPT, Gsm8kEnv, MathProblem, load_rows
 from tests.unit.envs_support import Engine, decode, encode, make_env, text_tokenizer, write_splits
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-ROWS = [Row(question=f"What is {n} plus {n}?", answer=f"It doubles.\n#### {2 * n}") for n in range(1, 7)]
+ROWS = [MathProblem(question=f"What is {n} plus {n}?", answer=f"It doubles.\n#### {2 * n}") for n in range(1, 7)]
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
@@ -128,7 +128,7 @@ def test_a_missing_hub_is_a_sentence_with_the_ways_out(monkeypatch: pytest.Monke
 def test_the_hub_s_rows_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def hub(*args: Any, split: str) -> list[Row]:
+    def hub(*args: Any, split: str) -> list[MathProblem]:
         asked.append((*args, split))
         return ROWS[:2]
 

@@ -14,19 +14,18 @@ import pytest
 import yaml
 
 from atropos_common.records import EvalRecord, parse_line
-from atropos_envs.errors import EnvFault
-from atropos_envs.gsm8k_scoring import is_right, parse_answer
+from atropos_envs import EnvFault
 from atropos_envs.math_env import Completion
 from atropos_envs.math_zero_server import PROMPT, MathZeroConfig, MathZeroEnv
-from atropos_envs.problems import HubSplit, Row
+from atropos_envs.problems import HubSplit, MathProblem, is_right, parse_answer
 from tests.unit.envs_support import Engine, decode, encode, make_env, text_tokenizer, write_splits
 
 NOWHERE = "http://127.0.0.1:9/v1"
 ROWS = [
-    Row(question="What is one half of one half?", answer="\\frac{1}{4}"),
-    Row(question="Which set has {1} and {2}?", answer="\\{1, 2\\}"),
-    Row(question="Solve x + 1 = 3.", answer="\\boxed{2}"),
-    Row(question="Where is the point?", answer="(3, \\frac{\\pi}{2})"),
+    MathProblem(question="What is one half of one half?", answer="\\frac{1}{4}"),
+    MathProblem(question="Which set has {1} and {2}?", answer="\\{1, 2\\}"),
+    MathProblem(question="Solve x + 1 = 3.", answer="\\boxed{2}"),
+    MathProblem(question="Where is the point?", answer="(3, \\frac{\\pi}{2})"),
 ]
 
 
@@ -44,7 +43,7 @@ def make(folder: Path, url: str = NOWHERE, **fields: Any) -> MathZeroEnv:
     return env
 
 
-async def one_group(folder: Path, completions: list[list[int]], row: Row = ROWS[0], **fields: Any) -> Any:
+async def one_group(folder: Path, completions: list[list[int]], row: MathProblem = ROWS[0], **fields: Any) -> Any:
     async with Engine(lambda prompt, body, index: completions[index]).running() as url:
         env = make(folder, url, group_size=len(completions), **fields)
         await env.setup()
@@ -97,7 +96,7 @@ async def test_an_answer_that_cannot_be_read_is_dropped_before_anything_is_asked
     engine = Engine()
     async with engine.running() as url:
         env = make(folder, url)
-        assert await env.rollout(Row(question="?", answer="")) is None
+        assert await env.rollout(MathProblem(question="?", answer="")) is None
     assert engine.bodies == []
 
 
@@ -120,7 +119,7 @@ async def test_an_answer_that_cannot_be_read_is_dropped_before_anything_is_asked
 )
 async def test_forms_of_an_answer(folder: Path, answer: str, text: str, right: bool) -> None:
     env = make(folder)
-    gold = env.gold(Row(question="", answer=answer))
+    gold = env.gold(MathProblem(question="", answer=answer))
     assert env.right(Completion(text, 9, truncated=False), gold) is right
 
 

@@ -16,7 +16,7 @@ from atropos_envs import warm_start
 from atropos_envs.arithmetic import (
     HELD_OUT,
     OPERANDS,
-    Question,
+    Sum,
     TaskError,
     all_questions,
     load_task,
@@ -45,7 +45,7 @@ def test_the_tokenizer_is_one_id_per_character_and_adds_nothing(tiny: Path) -> N
 
 @given(operands, operands)
 def test_the_warm_start_encodes_as_the_saved_tokenizer_does(left: int, right: int) -> None:
-    question = Question(left, right)
+    question = Sum(left, right)
     ids = warm_start.encode(question.prompt + question.answer)
     names = {index: token for token, index in VOCABULARY.items()}
     assert "".join(names[index] for index in ids) == question.prompt + question.answer
@@ -122,7 +122,7 @@ def test_bfloat16_is_saved_as_such(tmp_path: Path) -> None:
 
 @given(operands, operands)
 def test_forgetting_the_carry_is_wrong_exactly_where_there_is_one(left: int, right: int) -> None:
-    question = Question(left, right)
+    question = Sum(left, right)
     assert question.carries == (question.without_carry != question.answer)
     assert int(question.answer) == left + right
     tens = left // 10 + right // 10

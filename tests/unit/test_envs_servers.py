@@ -18,11 +18,10 @@ from atroposlib.api import server as api_module
 from atroposlib.envs import base as atropos_base
 
 from atropos_common.records import EvalRecord, parse_line
-from atropos_envs import base, engine_client
-from atropos_envs.arithmetic import Question, make_task, write_task
+from atropos_envs import EnvFault, base, engine_client
+from atropos_envs.arithmetic import Sum, make_task, write_task
 from atropos_envs.arithmetic_server import ArithmeticEnv
 from atropos_envs.engine_client import EngineRefused, EngineUnavailable, parse_generation
-from atropos_envs.errors import EnvFault
 from atropos_envs.tiny_model import make_tokenizer
 from tests.unit.envs_support import EOS, Engine, run_api, trainer_registration
 
@@ -69,7 +68,7 @@ async def test_a_group_has_the_tokens_masks_and_logprobs_of_the_engine_end_token
     async with Engine().running() as url:
         env = make(url)
         await env.setup()
-        group = await env.rollout(Question(7, 8))
+        group = await env.rollout(Sum(7, 8))
         await env._close_servers()
     assert group["tokens"][0] == [9, 12, 10, 13, 3, 7, EOS]
     assert group["masks"][0] == [-100, -100, -100, -100, 3, 7, EOS]
@@ -84,7 +83,7 @@ async def test_one_request_asks_for_the_whole_group_at_temperature_one(make: Mak
     async with engine.running() as url:
         env = make(url, group_size=4)
         await env.setup()
-        await env.rollout(Question(1, 2))
+        await env.rollout(Sum(1, 2))
         await env._close_servers()
     assert engine.bodies == [
         {"prompt": {"prompt_token_ids": [3, 12, 4, 13]}, "logprobs": 0, "n": 4, "temperature": 1.0, "max_tokens": 4}
@@ -115,7 +114,7 @@ async def test_a_rollout_waits_while_the_engine_is_away_and_says_so_once(
         env = make(url)
         await env.setup()
         with caplog.at_level(logging.INFO, logger="atropos_envs"):
-            rollouts = [asyncio.create_task(env.rollout(Question(n, 2))) for n in range(4)]
+            rollouts = [asyncio.create_task(env.rollout(Sum(n, 2))) for n in range(4)]
             await asyncio.sleep(0.15)
             assert not any(rollout.done() for rollout in rollouts)
             engine.status = 200
@@ -167,7 +166,7 @@ def test_versions_that_the_server_cannot_name_are_null() -> None:
 async def test_an_evaluation_is_greedy_and_writes_one_record_a_split(make: Make, tmp_path: Path) -> None:
     def right_unless_carried(prompt: list[int], body: dict[str, Any], index: int) -> list[int]:
         left, right = "".join("0123456789+="[token - 2] for token in prompt).rstrip("=").split("+")
-        question = Question(int(left), int(right))
+        question = Sum(int(left), int(right))
         return [*(int(digit) + 2 for digit in question.without_carry), EOS]
 
     engine = Engine(right_unless_carried)

@@ -12,8 +12,7 @@ from atropos_common.files import open_regular, read_regular
 from atropos_common.records import StateRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs
-from atropos_tui.monitor.feed import RunFeed, load_run
-from atropos_tui.monitor.run_info import status_from_files
+from atropos_tui.monitor.run_files import RunFeed, load_run, status_from_files
 from tests.ui.run_maker import make_run, write_records
 
 pytestmark = pytest.mark.timeout(20)

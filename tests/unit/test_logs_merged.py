@@ -19,12 +19,12 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.record_tail import CHUNK_BYTES
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import logs, main
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.monitor.log_reader import HOLD_S, LogReader, MergedLogs
 from atropos_tui.supervisor.logs import LogFile
-from atropos_tui.supervisor.record_tail import CHUNK_BYTES
 
 BIG = 1024 * 1024
 NAMES = ["api", "vllm", "env"]
@@ -43,9 +43,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """The wall clock of whoever writes logs; it runs faster than the true one, so entries are not spared."""
-    monkeypatch.setattr("atropos_tui.supervisor.log_times.RESERVE", 1e9)
+    monkeypatch.setattr("atropos_tui.supervisor.logs.RESERVE", 1e9)
     now = [1_790_000_000.0]
-    monkeypatch.setattr("atropos_tui.supervisor.log_times.time.time", lambda: now[0])
+    monkeypatch.setattr("atropos_tui.supervisor.logs.time.time", lambda: now[0])
 
     def go(seconds: float) -> None:
         now[0] += seconds

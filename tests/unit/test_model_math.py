@@ -20,9 +20,9 @@ from atropos_common.model_math import (
 )
 from atropos_common.records import BenchmarkRecord
 from trainer_core.policy.attention import register
-from trainer_core.policy.checkpointing import activation_bytes
 from trainer_core.policy.load import dimensions, train_only
 from trainer_core.policy.logprobs import row_logprobs
+from trainer_core.policy.speed import activation_bytes
 from trainer_core.rollouts.packing import PackedRow
 
 SMALL = {

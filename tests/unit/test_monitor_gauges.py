@@ -13,9 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atropos_common.control import ComponentStatus, GpuStatus, Phase, Role, RunStatus, State
-from atropos_tui.monitor.gauges import EngineMetrics, GaugeHistory, HostUse, Sample, parse_metrics, parse_queue
-from atropos_tui.monitor.sampler import Sampler
-from atropos_tui.monitor.shares import Share, Split, cells, split_cpu, split_gpu, split_memory
+from atropos_tui.monitor.gauges import (
+    EngineMetrics,
+    GaugeHistory,
+    GaugeReader,
+    HostUse,
+    Sample,
+    Share,
+    Split,
+    cells,
+    parse_metrics,
+    parse_queue,
+    split_cpu,
+    split_gpu,
+    split_memory,
+)
 
 PAGE = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -195,7 +207,7 @@ def status(port: int, dead: int) -> RunStatus:
 
 
 def test_the_sampler_reads_who_answers_and_leaves_out_who_does_not(port: int) -> None:
-    sampler = Sampler(clock=lambda: 7.0)
+    sampler = GaugeReader(clock=lambda: 7.0)
     found = sampler.read(status(port, dead=1))
     sampler.close()
     assert found.time == 7.0
@@ -205,7 +217,7 @@ def test_the_sampler_reads_who_answers_and_leaves_out_who_does_not(port: int) ->
 
 
 def test_without_a_run_there_is_still_a_host() -> None:
-    found = Sampler().read(None)
+    found = GaugeReader().read(None)
     assert (found.engines, found.queue) == ({}, None)
     host = found.host
     assert host.memory_used
@@ -214,7 +226,7 @@ def test_without_a_run_there_is_still_a_host() -> None:
 
 
 def test_the_cpu_s_work_is_seen_from_any_thread() -> None:
-    sampler = Sampler()
+    sampler = GaugeReader()
     for _ in range(2):
         end = time.process_time() + 0.2
         while time.process_time() < end:

@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.log_buffer import Classifier, Entry, LogBuffer
-from atropos_tui.monitor.log_feed import LogFeed
+from atropos_tui.monitor.log_buffer import Classifier, LogBuffer, LogEntry, LogFeed
 from atropos_tui.monitor.patterns import compiled
 
 
 def filled(*lines: str, capacity: int = 1000) -> LogBuffer:
     buffer, classifier = LogBuffer(capacity), Classifier()
-    buffer.extend(Entry(classifier.kind(line), line) for line in lines)
+    buffer.extend(LogEntry(classifier.kind(line), line) for line in lines)
     return buffer
 
 
@@ -27,7 +26,7 @@ def shown(buffer: LogBuffer) -> list[str]:
 
 def test_the_oldest_lines_go_and_are_counted() -> None:
     buffer = LogBuffer(100)
-    gone = sum(buffer.extend([Entry("plain", str(at))]) for at in range(1000))
+    gone = sum(buffer.extend([LogEntry("plain", str(at))]) for at in range(1000))
     assert 100 <= len(buffer) <= 125
     assert buffer.entries[-1].text == "999"
     assert gone == buffer.dropped == 1000 - len(buffer)
@@ -36,7 +35,7 @@ def test_the_oldest_lines_go_and_are_counted() -> None:
 def test_a_filter_shows_what_matches_and_keeps_doing_so() -> None:
     buffer = filled("apple", "pear", "pineapple")
     buffer.show(level="all", pattern=compiled("apple"), wrap=None)
-    buffer.extend([Entry("plain", "plum"), Entry("plain", "crab apple"), Entry("note", "attempt 2")])
+    buffer.extend([LogEntry("plain", "plum"), LogEntry("plain", "crab apple"), LogEntry("note", "attempt 2")])
     assert shown(buffer) == ["apple", "pineapple", "crab apple", "attempt 2"]
     buffer.show(level="all", pattern=None, wrap=None)
     assert len(shown(buffer)) == 6
@@ -92,7 +91,7 @@ def test_a_wrapped_entry_is_left_behind_whole() -> None:
 def test_rows_come_out_the_same_whether_lines_came_before_or_after_the_filter(
     lines: list[tuple[str, str]], level: str, pattern: str | None, wrap: int | None
 ) -> None:
-    entries = [Entry(kind, text) for kind, text in lines]  # type: ignore[arg-type]
+    entries = [LogEntry(kind, text) for kind, text in lines]  # type: ignore[arg-type]
     how = {"level": level, "pattern": compiled(pattern) if pattern else None, "wrap": wrap}
     before, after = LogBuffer(20), LogBuffer(20)
     before.show(**how)  # type: ignore[arg-type]
@@ -156,7 +155,7 @@ def test_a_flood_is_skipped_with_a_marker(run: RunDir) -> None:
 
 
 def test_logs_are_merged_by_when_their_lines_arrived(run: RunDir) -> None:
-    from atropos_tui.supervisor.log_file import LogFile
+    from atropos_tui.supervisor.logs import LogFile
 
     files = {name: LogFile(run.log(name, 1), 1 << 20) for name in ("a", "b")}
     for at in range(6):

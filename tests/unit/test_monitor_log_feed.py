@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.record_tail import CHUNK_BYTES
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.log_feed import LogFeed
+from atropos_tui.monitor.log_buffer import LogFeed
 from atropos_tui.monitor.log_reader import FLOOD_BYTES, HOLD_S, MAX_BEHIND_BYTES, LogReader
-from atropos_tui.supervisor.log_file import LogFile
-from atropos_tui.supervisor.record_tail import CHUNK_BYTES
+from atropos_tui.supervisor.logs import LogFile
 
 
 def test_merged_lines_are_shown_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_tui.monitor.plain import (
+from atropos_tui.monitor.format import (
     MAX_COLUMNS,
     bytes_text,
     counted,
     duration,
+    masked_line,
     number,
     one_line,
     plain_lines,
     plain_text,
-    said,
     seconds_text,
 )
 
@@ -111,5 +111,5 @@ def test_counted(count: int, noun: str, words: str) -> None:
     assert counted(count, noun) == words
 
 
-def test_said_leaves_tokens_out() -> None:
-    assert said("key hf_abcdefghijklmnopqrstuvwxyz\nnext") == "key (redacted)⏎next"
+def test_a_masked_line_leaves_tokens_out() -> None:
+    assert masked_line("key hf_abcdefghijklmnopqrstuvwxyz\nnext") == "key (redacted)⏎next"

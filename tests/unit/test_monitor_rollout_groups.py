@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atropos_common.records import CheckpointRecord, CommandRecord, DiagnosisRecord, RolloutRecord, StateRecord
-from atropos_tui.monitor.neighbours import neighbours
-from atropos_tui.monitor.plain import plain_text
+from atropos_tui.monitor.format import plain_text
 from atropos_tui.monitor.rollout_groups import _stayed, diff, earlier_twin, groups
+from atropos_tui.monitor.run_files import other_runs
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.timeline import clock, timeline
 from tests.ui.run_maker import make_run, start_records
@@ -136,10 +136,10 @@ def test_neighbours_are_runs_with_records_newest_first(tmp_path: Path) -> None:
     (tmp_path / "old" / "result.json").write_text('{"exit_code": 3}')
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    found = neighbours(tmp_path / "mine")
+    found = other_runs(tmp_path / "mine")
     assert [(run.name, run.exit_code) for run in found] == [("new", None), ("old", 3)]
     assert found[0].mode == "shared_vllm"
-    assert neighbours(tmp_path / "no" / "such") == []
+    assert other_runs(tmp_path / "no" / "such") == []
 
 
 def test_a_neighbour_that_cannot_be_read_or_began_at_no_time_of_this_world_does_no_harm(
@@ -157,7 +157,7 @@ def test_a_neighbour_that_cannot_be_read_or_began_at_no_time_of_this_world_does_
         return is_file(path)
 
     monkeypatch.setattr(Path, "is_file", refused)
-    far, good = neighbours(tmp_path / "mine")
+    far, good = other_runs(tmp_path / "mine")
     assert (far.name, good.name, good.started_at) == ("far", "good", 5.0)
     assert far.started_at == pytest.approx(time.time(), abs=600), "by its directory"
 
@@ -167,4 +167,4 @@ def test_a_folder_that_cannot_be_listed_has_no_neighbours(tmp_path: Path, monkey
         raise PermissionError(path)
 
     monkeypatch.setattr(Path, "iterdir", refused)
-    assert neighbours(tmp_path / "mine") == []
+    assert other_runs(tmp_path / "mine") == []

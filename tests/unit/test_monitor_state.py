@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from atropos_common.control import Phase, Role, State
+from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     AlignmentRecord,
     BenchmarkRecord,
@@ -25,11 +26,9 @@ from atropos_common.records import (
     parse_line,
 )
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.feed import RunFeed, load_run
-from atropos_tui.monitor.pace import pace
-from atropos_tui.monitor.run_info import RunInfo, flag, read_info, status_from_files
+from atropos_tui.monitor.bench import pace
+from atropos_tui.monitor.run_files import RunFeed, RunInfo, flag, load_run, read_info, status_from_files
 from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
-from atropos_tui.supervisor.record_tail import RecordTail
 from tests.ui.run_maker import RUN_ID, T0, make_run, step_records, write_records
 
 

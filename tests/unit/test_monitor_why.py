@@ -19,7 +19,7 @@ from atropos_common.control import (
 )
 from atropos_common.records import DiagnosisRecord, Record, StateRecord
 from atropos_tui.cli import show
-from atropos_tui.monitor.run_info import PlannedComponent, RunInfo
+from atropos_tui.monitor.run_files import PlannedComponent, RunInfo
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.why import Picture
 from tests.ui.run_maker import step_records

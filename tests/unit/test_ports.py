@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from atropos_tui.diagnoses import port_taken
 from atropos_tui.profile import ports
-from atropos_tui.supervisor.diagnoses import port_taken
 
 LISTEN = (
     "import socket,sys,time; s=socket.socket(); s.bind(('127.0.0.1',0)); s.listen(); "

@@ -12,11 +12,11 @@ import jsonschema
 import pytest
 
 from atropos_tui.cli import main
+from atropos_tui.cli.init import SCHEMA_FILE
 from atropos_tui.cli.profiles import schema_text
 from atropos_tui.errors import Exit
-from atropos_tui.profile.errors import resolve
+from atropos_tui.profile.schema import resolve
 from atropos_tui.profile.sections import DERIVED_TRAINER_KEYS, profile_schema, shipped_profiles
-from atropos_tui.profile.template import SCHEMA_FILE
 from trainer_core.config import TrainingConfig
 
 KEPT = Path(__file__).parents[2] / "profiles" / SCHEMA_FILE

@@ -26,14 +26,12 @@ from atropos_common.records import (
     StepRecord,
 )
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.feed import load_run
-from atropos_tui.monitor.plain import number
+from atropos_tui.monitor.charts import Series, averaged, thin
+from atropos_tui.monitor.format import number
 from atropos_tui.monitor.report import lanes, render_report
 from atropos_tui.monitor.report_charts import POINTS, charts
-from atropos_tui.monitor.run_info import status_from_files
-from atropos_tui.monitor.series import Series
+from atropos_tui.monitor.run_files import load_run, status_from_files
 from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.thinning import averaged, thin
 from tests.ui.run_maker import T0, live_status, make_run, step_records, write_records
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
@@ -283,11 +281,12 @@ def test_any_figure_can_be_drawn(tmp_path: Path, value: object) -> None:
                     data[key] = changed
             lines.append(json.dumps(data))
     run.telemetry_jsonl.write_text("\n".join(lines) + "\n")
-    tree = parsed(page_of(run))
+    page = page_of(run)
+    tree = parsed(page)
     assert len(list(tree.iter(f"{SVG}svg"))) == 12
     finite = isinstance(value, float) and abs(value) < 1e300
     assert ("NaN, infinite or beyond any scale: crosses" in text_of(tree)) != finite
-    assert ">nan<" not in page_of(run)
+    assert ">nan<" not in page
 
 
 def test_steps_and_times_beyond_any_clock_do_not_stop_it(tmp_path: Path) -> None:

@@ -13,8 +13,19 @@ from transformers.optimization import Adafactor
 
 from atropos_common import model_math
 from atropos_tui.profile import memory
-from atropos_tui.profile.hardware import Gpu, Inventory, Machine, take_inventory
-from atropos_tui.profile.memory import HOST, Budget, Device, as_data, as_lines, make_budget, size_text
+from atropos_tui.profile.memory import (
+    HOST,
+    Budget,
+    Device,
+    Gpu,
+    Hardware,
+    Inventory,
+    as_data,
+    as_lines,
+    make_budget,
+    size_text,
+    take_inventory,
+)
 from atropos_tui.profile.models import Model
 from atropos_tui.profile.plan import build_stack, make_site, training_config
 from atropos_tui.profile.preflight import preflight
@@ -130,7 +141,7 @@ def profile(**changes: Any) -> Profile:
 def budget_of(chosen: Profile, *gpus: Gpu, host: int = 64 * GIB, model: Model | str | None = None) -> Budget:
     model = model or Model("/models/m", QWEN.to_dict(), sizes_of(QWEN), "config.json")
     settings = training_config(make_site(chosen, Path("/runs/r"), run_id="r"))
-    return make_budget(chosen, settings, {engine.name: model for engine in chosen.vllm}, Machine(gpus, host))
+    return make_budget(chosen, settings, {engine.name: model for engine in chosen.vllm}, Hardware(gpus, host))
 
 
 def items(budget: Budget, name: str) -> dict[str, int | None]:
@@ -265,7 +276,7 @@ def test_preflight_refuses_what_cannot_fit_even_without_activations(tmp_path: Pa
     site = make_site(chosen, Path("/runs/r"), run_id="r")
     stack = build_stack(chosen, Path("/runs/r"), run_id="r")
     for host, refused in ((10**4, True), (10**9, False)):
-        found = preflight(site, stack, "p.toml", Inventory(Machine((), host), {"vllm": model}))
+        found = preflight(site, stack, Inventory(Hardware((), host), {"vllm": model}))
         assert any("before any activation" in problem.reason for problem in found) is refused, found
 
 

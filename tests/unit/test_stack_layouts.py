@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from atropos_tui.cli.main import run
-from atropos_tui.profile import hardware
+from atropos_tui.profile import memory
 from atropos_tui.profile.checks import check_graph, check_profile
-from atropos_tui.profile.hardware import Gpu, Inventory, Machine
-from atropos_tui.profile.memory import make_budget
+from atropos_tui.profile.memory import Gpu, Hardware, Inventory, make_budget
 from atropos_tui.profile.models import Model, model_shapes
 from atropos_tui.profile.plan import build_stack, make_site, training_config
 from atropos_tui.profile.preflight import preflight
@@ -70,9 +69,9 @@ def test_a_layout_that_does_not_run_is_refused_with_its_reasons(
 def test_a_layout_that_runs_is_planned_without_a_problem(name: str) -> None:
     profile, _ = load_profile(name)
     site = make_site(profile, RUN_DIR, run_id="r")
-    assert check_profile(site, name) == []
+    assert check_profile(site) == []
     stack = build_stack(profile, RUN_DIR, run_id="r")
-    assert check_graph(profile, stack, name) == []
+    assert check_graph(profile, stack) == []
     assert {"api", "env", "engine", "trainer"} <= {part.role.value for part in stack.components}
 
 
@@ -81,13 +80,13 @@ def test_the_gpu_layouts_fit_on_80_gib_by_their_budget(name: str) -> None:
     profile, _ = load_profile(name)
     site = make_site(profile, RUN_DIR, run_id="r")
     model = Model(site.model, QWEN3_1_7B, model_shapes(QWEN3_1_7B) or {}, "config.json")
-    machine = Machine((Gpu("NVIDIA H100", 80 * GIB),), 512 * GIB)
+    machine = Hardware((Gpu("NVIDIA H100", 80 * GIB),), 512 * GIB)
     budget = make_budget(profile, training_config(site), {"vllm": model}, machine)
     assert budget.warnings == [] and budget.devices[0].wanted > 60 * GIB
     stack = build_stack(profile, RUN_DIR, run_id="r")
-    found = preflight(site, stack, name, Inventory(machine, {"vllm": model}))
+    found = preflight(site, stack, Inventory(machine, {"vllm": model}))
     assert [problem for problem in found if "port" not in problem.key and "optimizer" not in problem.key] == []
-    smaller = Machine((Gpu("NVIDIA L40S", 48 * GIB),), 512 * GIB)
+    smaller = Hardware((Gpu("NVIDIA L40S", 48 * GIB),), 512 * GIB)
     assert make_budget(profile, training_config(site), {"vllm": model}, smaller).warnings
 
 
@@ -135,7 +134,7 @@ def test_math_zero_is_given_its_yaml_and_a_base_model() -> None:
 def test_plan_says_when_this_machine_cannot_run_a_layout(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hardware, "read_machine", lambda: Machine((), 400 * GIB))
+    monkeypatch.setattr(memory, "read_machine", lambda: Hardware((), 400 * GIB))
     wanted = 0 if name in ON_CPU else 2
     assert run(["plan", name]) == wanted
     shown = capsys.readouterr()
@@ -156,7 +155,7 @@ def test_a_kv_cache_that_is_too_large_is_named(
         '[trainer]\ndevice = "cpu"\ndtype = "float32"\n'
     )
     (tmp_path / "p.toml").write_text(text)
-    monkeypatch.setattr(hardware, "read_machine", lambda: Machine((), 400 * GIB))
+    monkeypatch.setattr(memory, "read_machine", lambda: Hardware((), 400 * GIB))
     assert run(["plan", str(tmp_path / "p.toml")]) == 2
     shown = capsys.readouterr().err
     assert "vllm.args.kv-cache-memory-bytes: host: " in shown
@@ -172,7 +171,7 @@ def test_plan_prints_the_budget_and_validate_its_warnings(
         '[vllm.env]\nVLLM_USE_V1 = "0"\n[trainer]\ndevice = "cpu"\ndtype = "float32"\n'
     )
     (tmp_path / "p.toml").write_text(text)
-    monkeypatch.setattr(hardware, "read_machine", lambda: Machine((), 400 * GIB))
+    monkeypatch.setattr(memory, "read_machine", lambda: Hardware((), 400 * GIB))
     assert run(["plan", str(tmp_path / "p.toml")]) == 0
     shown = capsys.readouterr().out
     assert "memory (1,720,574,976 parameters, from config.json" in shown

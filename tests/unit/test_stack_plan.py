@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import tomli_w
 
-from atropos_tui.cli.run_files import _profile_data
+from atropos_tui.cli.up import _profile_data
 from atropos_tui.profile.checks import check_graph, check_notes, check_profile
 from atropos_tui.profile.plan import Site, build_stack, make_site, redacted
 from atropos_tui.profile.recipes import recipe
 from atropos_tui.profile.redact import hide_command, hide_tree
 from atropos_tui.profile.sections import Profile, load_profile, parse_profile
-from atropos_tui.profile.spec import StackSpec
+from atropos_tui.profile.spec import RestartPolicy, StackSpec, StopPolicy
 
 
 def profile(**changes: Any) -> Profile:
@@ -69,6 +69,14 @@ def test_derived_values_agree() -> None:
 def test_gpus_reach_the_processes() -> None:
     parts = {c.role.value: c for c in stack(profile(vllm={"gpus": [2]})).components}
     assert parts["engine"].env["CUDA_VISIBLE_DEVICES"] == parts["trainer"].env["CUDA_VISIBLE_DEVICES"] == "2"
+
+
+@pytest.mark.parametrize(("section", "policy", "grace_s"), [("vllm", "always", 15), ("trainer", "on-failure", 120)])
+def test_of_a_policy_only_what_the_profile_says_is_replaced(section: str, policy: str, grace_s: float) -> None:
+    said = {"restart": {"max_restarts": 7}, "stop": {"signal": "INT"}}
+    chosen = stack(profile(**{section: said})).component(section)
+    assert chosen and chosen.restart == RestartPolicy(policy=policy, max_restarts=7)
+    assert chosen.stop == StopPolicy(signal="INT", grace_s=grace_s)
 
 
 def test_profile_overrides_defaults_of_a_role() -> None:
@@ -245,8 +253,8 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_contradictions_are_found(changes: dict[str, Any], key: str, reason: str, fix: str) -> None:
-    found = check_profile(site(profile(**changes)), "p.toml")
-    assert all(problem.file == "p.toml" and problem.key and problem.fix for problem in found), found
+    found = check_profile(site(profile(**changes)))
+    assert all(problem.key and problem.fix for problem in found), found
     matching = [problem for problem in found if problem.key == key and reason in problem.reason]
     assert matching and fix in matching[0].fix, found
 
@@ -268,17 +276,17 @@ def test_contradictions_are_found(changes: dict[str, Any], key: str, reason: str
     ],
 )  # fmt: skip
 def test_what_fits_is_left_alone(changes: dict[str, Any]) -> None:
-    assert check_profile(site(profile(**changes)), "p.toml") == []
+    assert check_profile(site(profile(**changes))) == []
 
 
 def test_a_batch_that_never_fills_is_told_once() -> None:
     chosen = profile(trainer={"batch_size": 12, "gradient_accumulation_steps": 1})
-    assert [problem.key for problem in check_profile(site(chosen), "p.toml")] == ["env.0.args.env.group_size"]
+    assert [problem.key for problem in check_profile(site(chosen))] == ["env.0.args.env.group_size"]
 
 
 def test_a_variable_that_does_nothing_is_said_and_accepted() -> None:
     chosen = profile(vllm={"env": {"VLLM_USE_V1": "0"}})
-    assert check_profile(site(chosen), "p.toml") == []
+    assert check_profile(site(chosen)) == []
     (note,) = check_notes(site(chosen))
     assert note == "vllm.0.env.VLLM_USE_V1 is ignored: vLLM has only one engine now"
     assert check_notes(site(profile())) == []
@@ -361,7 +369,7 @@ def test_stages_match_what_the_programs_print() -> None:
 )
 def test_impossible_orders_are_found(trainer: dict[str, Any], expected: str) -> None:
     chosen = profile(trainer={"batch_size": 16, "gradient_accumulation_steps": 1} | trainer)
-    found = check_graph(chosen, stack(chosen), "p.toml")
+    found = check_graph(chosen, stack(chosen))
     assert [problem.key for problem in found] == ["trainer.depends_on"] and expected in found[0].reason
 
 
@@ -370,4 +378,4 @@ def test_stopping_the_engine_says_what_is_lost() -> None:
 
 
 def test_demo_has_no_contradiction() -> None:
-    assert check_profile(site(load_profile("demo")[0]), "demo.toml") == []
+    assert check_profile(site(load_profile("demo")[0])) == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atropos_tui.errors import Problem
-from atropos_tui.profile.hardware import Gpu, Inventory, Machine
+from atropos_tui.profile.memory import Gpu, Hardware, Inventory
 from atropos_tui.profile.models import Model, model_shapes
 from atropos_tui.profile.plan import build_stack, config_file
 from atropos_tui.profile.preflight import preflight
@@ -30,14 +30,14 @@ def found(chosen: Profile, gpus: int = 0, config: dict[str, Any] | None = None) 
     model: Model | str = "model not on this machine"
     if config is not None:
         model = Model("m", config, model_shapes(config) or {"a": (1,)}, "config.json")
-    machine = Machine((Gpu("NVIDIA H100", 80 * GIB),) * gpus, 64 * GIB)
+    machine = Hardware((Gpu("NVIDIA H100", 80 * GIB),) * gpus, 64 * GIB)
     survey = Inventory(machine, {engine.name: model for engine in chosen.vllm})
-    return preflight(site(chosen), build_stack(chosen, Path("/runs/r"), run_id="r"), "p.toml", survey)
+    return preflight(site(chosen), build_stack(chosen, Path("/runs/r"), run_id="r"), survey)
 
 
 def one(problems: list[Problem], key: str) -> Problem:
     (problem,) = [problem for problem in problems if problem.key == key]
-    assert problem.file == "p.toml" and problem.fix
+    assert problem.key and problem.fix
     return problem
 
 

@@ -15,7 +15,6 @@ from atropos_common.records import ALIGNMENT_CAUSES, AlignmentRecord, parse_line
 from tests.unit.trainer_stand_ins import Engine, Recorded, group, run_config
 from trainer_core.errors import MismatchError, MissingLogprobs
 from trainer_core.loop import train
-from trainer_core.mismatch_causes import explain
 from trainer_core.objective.alignment import (
     Alignment,
     AlignmentGate,
@@ -27,6 +26,7 @@ from trainer_core.objective.alignment import (
 )
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import completions_logprobs
+from trainer_core.probe import explain
 from trainer_core.rollouts.batch import read_batch
 from trainer_core.server.client import GeneratedTokens
 

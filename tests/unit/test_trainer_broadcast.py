@@ -28,11 +28,10 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.rollouts.source import LagMeter
 from trainer_core.server.client import ServerClient
-from trainer_core.weight_sync.base import Start
+from trainer_core.weight_sync.base import FIRST_PAUSE_S, Backoff, Start
 from trainer_core.weight_sync.broadcast import Broadcast, into_one_piece, require_nodes
 from trainer_core.weight_sync.collectives import meeting_point
-from trainer_core.weight_sync.separate_weights import FIRST_PAUSE_S, Backoff
-from vllm_server.copy_recorder import named_views
+from vllm_server.weights.copy_recorder import named_views
 
 Make = Callable[..., Broadcast]
 
@@ -275,7 +274,7 @@ LEAVES = """
 import sys, threading
 import torch
 from trainer_core.config import TrainingConfig
-from trainer_core.weight_sync.base import Start
+from trainer_core.weight_sync.base import FIRST_PAUSE_S, Backoff, Start
 from trainer_core.weight_sync.broadcast import Broadcast
 
 config = TrainingConfig(model_name=sys.argv[1], weight_bridge_mode="shared_vllm", use_shared_memory=True,
@@ -396,7 +395,7 @@ def two_engines(**changes: Any) -> Any:
 
 def test_the_plan_feeds_every_engine_and_a_restart_takes_nobody_along() -> None:
     site = two_engines()
-    assert check_profile(site, "p.toml") == []
+    assert check_profile(site) == []
     stack = {part.name: part for part in build_stack(site.profile, Path("/runs/r"), run_id="r").components}
     command = " ".join(stack["trainer"].command)
     assert "--use-shared-memory" in command and "--vllm-urls http://127.0.0.1:9001,http://127.0.0.1:9002" in command
@@ -424,15 +423,15 @@ def test_a_public_meeting_point_is_warned_of_and_every_interface_is_refused() ->
     (note,) = check_notes(two_engines(trainer={"env": {"MASTER_ADDR": "node-3"}}))
     assert note.startswith("WARNING trainer.env.MASTER_ADDR: the broadcast's group meets at node-3")
     for trainer in ({"init_method": "tcp://0.0.0.0:5000"}, {"init_method": "tcp://[::]:0"}):
-        (problem,) = check_profile(two_engines(trainer=trainer), "p.toml")
+        (problem,) = check_profile(two_engines(trainer=trainer))
         assert problem.key == "trainer.init_method" and "every interface" in problem.reason and problem.fix
-    (problem,) = check_profile(two_engines(trainer={"env": {"MASTER_ADDR": "0.0.0.0"}}), "p.toml")
+    (problem,) = check_profile(two_engines(trainer={"env": {"MASTER_ADDR": "0.0.0.0"}}))
     assert problem.key == "trainer.env.MASTER_ADDR"
 
 
 def test_the_plan_counts_inference_nodes() -> None:
-    found = check_profile(two_engines(trainer={"num_inference_nodes": 3}), "p.toml")
+    found = check_profile(two_engines(trainer={"num_inference_nodes": 3}))
     assert [(problem.key, problem.reason) for problem in found] == [
         ("trainer.num_inference_nodes", "3 inference servers, and the trainer feeds 2 of this profile's")
     ]
-    assert check_profile(two_engines(trainer={"num_inference_nodes": 2}), "p.toml") == []
+    assert check_profile(two_engines(trainer={"num_inference_nodes": 2})) == []

@@ -12,9 +12,9 @@ from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
-from trainer_core.policy import checkpointing
-from trainer_core.policy.checkpointing import activation_bytes, use_checkpointing
+from trainer_core.policy import speed
 from trainer_core.policy.load import load_model, train_only
+from trainer_core.policy.speed import activation_bytes, use_checkpointing
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
 
@@ -71,7 +71,7 @@ def test_on_a_cpu_auto_is_off(base: Path) -> None:
 def test_auto_goes_by_free_memory(
     base: Path, free: int, on: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checkpointing, "_free_bytes", lambda _: free)
+    monkeypatch.setattr(speed, "_free_bytes", lambda _: free)
     model = load_model(str(base), torch.float32, CPU)
     assert _switch(model, "auto", torch.device("cuda")) is on
     assert f"Gradient checkpointing {'on' if on else 'off'}: 16384 tokens need about" in capsys.readouterr().out

@@ -12,8 +12,8 @@ import pytest
 
 from atropos_common.records import TimingRecord, parse_line
 from trainer_core.errors import Stopped
-from trainer_core.metrics.telemetry import Telemetry
 from trainer_core.rollouts.client import RunApi
+from trainer_core.telemetry import Telemetry
 
 
 def _client(answers: list[Any], stop: threading.Event | None = None) -> tuple[RunApi, list[str]]:

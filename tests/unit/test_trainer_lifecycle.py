@@ -22,10 +22,9 @@ from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
 from tests.strangers import as_another_user, needs_another_user, squat, stranger
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
-from trainer_core.server import child as child_module
-from trainer_core.server.child import ServerChild
+from trainer_core.server import lifecycle as lifecycle_module
 from trainer_core.server.client import ServerClient
-from trainer_core.server.lifecycle import Lifecycle, Supervised, make_lifecycle, wait_for_server
+from trainer_core.server.lifecycle import Lifecycle, ServerChild, Supervised, make_lifecycle, wait_for_server
 
 CHILD = Path(__file__).with_name("engine_child.py")
 
@@ -178,7 +177,7 @@ def test_what_it_leaves_behind_is_killed_too(made: Any, tmp_path: Path) -> None:
 
 
 def test_a_stubborn_child_is_killed(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "GRACE_S", 0.2)
+    monkeypatch.setattr(lifecycle_module, "GRACE_S", 0.2)
     lifecycle = made("--stubborn")
     lifecycle.ensure()
     pid = int(instance(lifecycle))

@@ -17,10 +17,10 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
-from trainer_core.policy.checkpointing import use_checkpointing
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import completions_logprobs, sequence_logprobs
 from trainer_core.policy.lora import adapter_parameters, add_adapter, load_adapter, save_adapter
+from trainer_core.policy.speed import use_checkpointing
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from tests.unit.trainer_rollouts import plain_logprobs, rollouts_of
 from trainer_core.config import TrainingConfig
-from trainer_core.objective.correction import Bounds, Sequences, correct
-from trainer_core.objective.loss import cispo_loss, grpo_loss, gspo_loss
-from trainer_core.objective.registry import RECIPES, Counts, Objective, count
+from trainer_core.objective.loss import Bounds, Sequences, cispo_loss, correct, grpo_loss, gspo_loss
+from trainer_core.objective.registry import OBJECTIVES, Counts, Objective, count
 from trainer_core.optim import Stepper
 from trainer_core.policy.load import load_model
 from trainer_core.rollouts.batch import Rollout
@@ -24,7 +23,7 @@ from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.step import StepOutcome, accumulate
 
 CPU = torch.device("cpu")
-ALL = sorted(RECIPES)
+ALL = sorted(OBJECTIVES)
 RATIOS = [{}, {"ratio_base": "proximal"}, {"ratio_base": "proximal", "tis_mask": "token", "tis_mask_high": 3.0},
           {"ratio_base": "proximal", "tis_mask": "sequence", "tis_mask_low": 0.2}]  # fmt: skip
 

@@ -17,9 +17,8 @@ from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
-from trainer_core.policy.checkpointing import use_checkpointing
 from trainer_core.policy.load import load_model, train_only
-from trainer_core.policy.parallel import SMALL_MODEL, ThreadGradients, in_threads, use_cores
+from trainer_core.policy.speed import SMALL_MODEL, ThreadGradients, in_threads, use_checkpointing, use_cores
 from trainer_core.rollouts.packing import _cuts, _equal_room, pack
 from trainer_core.step import StepOutcome, accumulate
 
@@ -143,7 +142,7 @@ def test_cores_that_a_model_gets(base: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert use_cores(model, TrainingConfig(model_name="m", torch_threads=2), CPU) == 2
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         assert use_cores(model, TrainingConfig(model_name="m"), CPU) == 1
-        monkeypatch.setattr("trainer_core.policy.parallel.SMALL_MODEL", 1000)
+        monkeypatch.setattr("trainer_core.policy.speed.SMALL_MODEL", 1000)
         assert use_cores(model, TrainingConfig(model_name="m", torch_threads=2), CPU) == 1
         assert torch.get_num_threads() == 2, "a large model's operations are split instead"
         assert sum(p.numel() for p in model.parameters()) < SMALL_MODEL

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import MissingLogprobs
-from trainer_core.objective.correction import Sequences
-from trainer_core.objective.registry import RECIPES, Objective, count
+from trainer_core.objective.loss import Sequences
+from trainer_core.objective.registry import OBJECTIVES, Objective, count
 from trainer_core.rollouts.batch import IGNORED, POSITIVE_TOLERANCE, Batch, Selection, read_batch
 from trainer_core.rollouts.packing import pack
 
@@ -149,7 +149,7 @@ def _judge(raw: list[Any], batch: Batch) -> None:
     for row in rows:
         inside = ~torch.isin(row.predict, torch.tensor(row.lengths).cumsum(0) - 1)
         assert torch.equal(row.labels[inside], row.tokens[row.predict[inside] + 1])
-        for name in RECIPES:
+        for name in OBJECTIVES:
             _finite_gradient(name, row)
 
 

@@ -244,7 +244,7 @@ class Sender:
         self.thread.join(5)
 
 
-@pytest.mark.parametrize("module", ["bare", "door"])
+@pytest.mark.parametrize("module", ["door", pytest.param("bare", marks=pytest.mark.slow)])
 def test_run_api_restarted_and_reset_under_load_costs_the_trainer_no_step(
     engine: Engine, base: Path, tmp_path: Path, capsys: Any, module: str
 ) -> None:

@@ -49,10 +49,20 @@ def _train(engine: Engine, base: Path, tmp_path: Path, api: Any = None, **fields
     return train(config, api=api or OneBehind(engine))  # type: ignore[arg-type]
 
 
+OTHERS = (
+    *({"objective": name} for name in ("grpo", "dr_grpo", "dapo", "cispo")),
+    {"objective": "grpo", "ratio_base": "proximal"},
+)
+"""Slow: each one's loss and gradient are proved in test_trainer_losses.py, and the demo learns by grpo."""
+
+
 @pytest.mark.parametrize(
     "fields",
-    [{"objective": name} for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")]
-    + [{"objective": "grpo", "ratio_base": "proximal"}, {"objective": "cispo", "ratio_base": "proximal"}],
+    [
+        {"objective": "gspo"},
+        {"objective": "cispo", "ratio_base": "proximal"},
+        *(pytest.param(fields, marks=pytest.mark.slow) for fields in OTHERS),
+    ],
     ids=lambda fields: "-".join(fields.values()),
 )
 def test_every_objective_learns(engine: Engine, base: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
@@ -217,7 +227,7 @@ def test_max_policy_lag_leaves_old_rollouts_out(engine: Engine, base: Path, tmp_
 
 def test_every_setting_can_be_set_from_a_profile(tmp_path: Path) -> None:
     from atropos_tui.profile.sections import load_profile
-    from trainer_core.cli import parse_args
+    from trainer_core.__main__ import parse_args
     from trainer_core.config import TrainingConfig
 
     sets = ["objective=gspo", "ratio_base=proximal", "tis_mask=token", "clip_eps_high=0.3", "master_weights=kahan",

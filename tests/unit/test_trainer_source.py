@@ -14,15 +14,15 @@ import pytest
 from atropos_common.bridge import MOST_DIGESTS
 from atropos_common.control import Role
 from atropos_common.records import StepRecord, parse_line
-from atropos_tui.supervisor.diagnoses import Names
-from atropos_tui.supervisor.diagnoses.scanner import LogScanner
+from atropos_tui.diagnoses import Names
+from atropos_tui.diagnoses.engine import LogScanner
 from tests.supervisor.harness import part
 from tests.unit.trainer_stand_ins import Engine, RunApiThread, group, run_config
 from trainer_core.config import TrainingConfig
 from trainer_core.loop import train
-from trainer_core.metrics.telemetry import Telemetry
 from trainer_core.rollouts.batch import Selection, read_batch
 from trainer_core.rollouts.source import UNSENDABLE, BatchSource, LagMeter
+from trainer_core.telemetry import Telemetry
 
 GOOD = {
     "tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [1.0, 0.0],
@@ -50,7 +50,7 @@ def _intake(tmp_path: Path, batches: list[Any], **fields: Any) -> BatchSource:
     config = TrainingConfig(model_name="m", save_path=str(tmp_path), batch_size=4, **fields)
     return BatchSource(
         config, Feed(batches), Telemetry(tmp_path / "t.jsonl"), selection=Selection(vocab_size=512),  # type: ignore[arg-type]
-        advantage_std=True, servers=[], while_waiting=lambda: None,
+        advantage_std=True, lag_meter=LagMeter([]), while_waiting=lambda: None,
     )  # fmt: skip
 
 

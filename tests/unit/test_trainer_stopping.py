@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer_core.cli import parse_args
+from trainer_core.__main__ import parse_args
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
-from trainer_core.metrics.trackers import Trackers
+from trainer_core.loop import StopConditions
 from trainer_core.rollouts.batch import Batch, Rollout, Selection, read_batch
 from trainer_core.rollouts.source import leave_out_by_lag
-from trainer_core.stopping import StopConditions
+from trainer_core.telemetry import Trackers
 
 
 def _config(**fields: Any) -> TrainingConfig:
@@ -195,7 +195,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
     """In a process of its own: the client starts a service."""
     pytest.importorskip("wandb", reason="wandb is not installed")
     code = (
-        "from trainer_core.config import TrainingConfig; from trainer_core.metrics.trackers import Trackers\n"
+        "from trainer_core.config import TrainingConfig; from trainer_core.telemetry import Trackers\n"
         "t = Trackers(TrainingConfig(model_name='m', use_wandb=True, wandb_project='p', wandb_group='g'))\n"
         "t.log(1, {'train/loss': 0.5}); t.finish({'steps': 1})"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_tui.ui.picture import save
+from atropos_tui.ui.terminal import save_screenshot as save
 
 
 def test_pictures_of_one_second_keep_the_name_of_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

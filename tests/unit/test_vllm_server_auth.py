@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from atropos_common.bridge import INSTANCE_HEADER, TOKEN_HEADER
-from atropos_common.hosts import allowed_hosts, host_name
+from atropos_common.http import allowed_hosts, host_name
 from vllm_server.auth import ENDING, ENGINE_DIED, Access, AuthMiddleware, GenerationHold, path_kind
 
 TOKEN = "0123456789abcdef"

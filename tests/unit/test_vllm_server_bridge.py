@@ -14,11 +14,11 @@ from fastapi import FastAPI
 
 from atropos_common.bridge import PauseRequest, ResumeRequest
 from atropos_common.transfer import TransferInit, TransferUpdate
-from vllm_server import broadcast
 from vllm_server.auth import GenerationHold
-from vllm_server.bridge import Bridge, make_router
-from vllm_server.broadcast import BrokenTransfer, Transfers
+from vllm_server.bridge import WeightBridge, make_router
 from vllm_server.config import ServerConfig
+from vllm_server.weights import broadcast
+from vllm_server.weights.broadcast import BrokenTransfer, Transfers
 
 
 class RecordingEngine:
@@ -71,9 +71,9 @@ def config(tmp_path: Path) -> ServerConfig:
     return ServerConfig.from_env({"LOGDIR": str(tmp_path)})
 
 
-def make(config: ServerConfig, *, held: bool = False) -> tuple[Bridge, RecordingEngine]:
+def make(config: ServerConfig, *, held: bool = False) -> tuple[WeightBridge, RecordingEngine]:
     engine = RecordingEngine()
-    return Bridge(engine, config=config, gate=GenerationHold(held=held), model="m", vllm_version="0"), engine
+    return WeightBridge(engine, config=config, gate=GenerationHold(held=held), model="m", vllm_version="0"), engine
 
 
 async def test_a_publish_pauses_resets_then_resumes_and_stamps(config: ServerConfig) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from atropos_common.transfer import SentTensor, chunks
-from vllm_server.copy_recorder import CopyRecorder, addresses, named_views
+from vllm_server.weights.copy_recorder import CopyRecorder, addresses, named_views
 
 
 class Fused(torch.nn.Module):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_server import graph_check
-from vllm_server.graph_check import kinds, nudge, put_back, stale_kinds
+from vllm_server.weights import graph_check
+from vllm_server.weights.graph_check import kinds, nudge, put_back, stale_kinds
 
 
 class Layer(torch.nn.Module):

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tests.unit.test_vllm_server_bridge import RecordingEngine
 from vllm_server import compat, lora
 from vllm_server.auth import GenerationHold
-from vllm_server.bridge import Bridge
+from vllm_server.bridge import WeightBridge
 from vllm_server.config import ServerConfig
 from vllm_server.lora import AdapterError, Adapters, make_router
 
@@ -62,13 +62,13 @@ class Models:
 
 
 @pytest.fixture
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Adapters, Models, LoraEngine, Bridge]:
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Adapters, Models, LoraEngine, WeightBridge]:
     monkeypatch.setattr(lora, "linear_shapes", lambda _: SHAPES)
     monkeypatch.setattr(compat, "load_adapter_request", lambda n, p: SimpleNamespace(lora_name=n, lora_path=p))
     engine, models = LoraEngine(), Models()
     config = ServerConfig.from_env({"LOGDIR": str(tmp_path / "bridge")})
     config.bridge_dir.mkdir()
-    bridge = Bridge(engine, config=config, gate=GenerationHold(held=True), model="base", vllm_version="0")
+    bridge = WeightBridge(engine, config=config, gate=GenerationHold(held=True), model="base", vllm_version="0")
     return Adapters(bridge, models, tmp_path), models, engine, bridge
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_server import processes
+from vllm_server import plugin
 
 ONE = {"OMP_NUM_THREADS": "1"}
 
@@ -22,28 +22,28 @@ def task_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """In place of /proc/self/task, since a test process has threads of its own: one thread."""
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "comm").write_text("python\n")
-    monkeypatch.setattr(processes, "TASKS", tmp_path)
+    monkeypatch.setattr(plugin, "TASKS", tmp_path)
     return tmp_path
 
 
 def test_one_thread_on_the_cpu_may_fork(task_folder: Path) -> None:
-    assert processes.why_not_fork(ONE, cpu=True) is None
+    assert plugin.why_not_fork(ONE, cpu=True) is None
 
 
 def test_a_gpu_s_driver_may_not(task_folder: Path) -> None:
-    assert processes.why_not_fork(ONE, cpu=False) == "a GPU's driver does not survive a fork"
+    assert plugin.why_not_fork(ONE, cpu=False) == "a GPU's driver does not survive a fork"
 
 
 def test_openmp_on_the_cpu_may_not(task_folder: Path) -> None:
-    assert processes.why_not_fork({}, cpu=True) == "OMP_NUM_THREADS is not 1"
-    assert processes.why_not_fork({"OMP_NUM_THREADS": "2"}, cpu=True) == "OMP_NUM_THREADS is not 1"
+    assert plugin.why_not_fork({}, cpu=True) == "OMP_NUM_THREADS is not 1"
+    assert plugin.why_not_fork({"OMP_NUM_THREADS": "2"}, cpu=True) == "OMP_NUM_THREADS is not 1"
 
 
 def test_threads_may_not_and_are_named(task_folder: Path) -> None:
     for number, name in ((2, "ZMQbg/IO/0"), (3, "python")):
         (task_folder / str(number)).mkdir()
         (task_folder / str(number) / "comm").write_text(f"{name}\n")
-    assert processes.why_not_fork(ONE, cpu=True) == "3 threads run already (ZMQbg/IO/0, python)"
+    assert plugin.why_not_fork(ONE, cpu=True) == "3 threads run already (ZMQbg/IO/0, python)"
 
 
 def test_real_threads_are_counted() -> None:
@@ -51,14 +51,14 @@ def test_real_threads_are_counted() -> None:
     thread = threading.Thread(target=release.wait)
     thread.start()
     try:
-        assert "threads run already" in (processes.why_not_fork(ONE, cpu=True) or "")
+        assert "threads run already" in (plugin.why_not_fork(ONE, cpu=True) or "")
     finally:
         release.set()
         thread.join()
 
 
 def test_the_user_may_forbid_it(task_folder: Path) -> None:
-    assert processes.why_not_fork(ONE | {"ATROPOS_FORK_ENGINE": "0"}, cpu=True) == "ATROPOS_FORK_ENGINE is not 1"
+    assert plugin.why_not_fork(ONE | {"ATROPOS_FORK_ENGINE": "0"}, cpu=True) == "ATROPOS_FORK_ENGINE is not 1"
 
 
 @pytest.mark.parametrize(
@@ -75,16 +75,16 @@ def test_a_worker_of_its_own_only_for_those_who_bind_threads(
     env: dict[str, str], executor: str | None, merged: bool
 ) -> None:
     args = Namespace(distributed_executor_backend=executor)
-    assert processes.merge_worker_into_engine(args, env) is merged
+    assert plugin.merge_worker_into_engine(args, env) is merged
     assert args.distributed_executor_backend == ("uni" if merged else executor)
 
 
 FORKS = """
 import multiprocessing, os, socket, time
-from vllm_server import processes
+from vllm_server import plugin
 
 listening = socket.create_server(("127.0.0.1", 0))
-processes.prepare_fork(listening.fileno())
+plugin.prepare_fork(listening.fileno())
 fork = multiprocessing.get_context("fork")
 
 def grandchild():

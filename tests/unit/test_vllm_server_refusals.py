@@ -15,13 +15,11 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from atropos_common.hosts import allowed_hosts
+from atropos_common.http import allowed_hosts
 from vllm_server import refusals
-from vllm_server.auth import Access, AuthMiddleware, GenerationHold
-from vllm_server.errors import error_response
+from vllm_server.auth import Access, AuthMiddleware, GenerationHold, error_response
 from vllm_server.generate import RequestError, parse_body
-from vllm_server.refusals import REASON_CHARACTERS, REASONS, Refusals, reason_of
-from vllm_server.sampling import PlainSampling
+from vllm_server.refusals import REASON_CHARACTERS, REASONS, PlainSampling, Refusals, reason_of
 
 
 def app() -> FastAPI:

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 
 from atropos_common.bridge import LoadWeightsRequest
 from tests.unit.test_vllm_server_bridge import RecordingEngine
-from vllm_server import reload
 from vllm_server.auth import GenerationHold
-from vllm_server.bridge import Bridge
+from vllm_server.bridge import WeightBridge
 from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
-from vllm_server.reload import BrokenLoad, RefusedWeights, Reloader, make_router
+from vllm_server.weights import reload
+from vllm_server.weights.reload import BrokenLoad, RefusedWeights, Reloader, make_router
 
 SHAPES = {"model.embed_tokens.weight": (6, 4), "model.layers.0.mlp.up_proj.weight": (8, 4), "lm_head.weight": (6, 4)}
 
@@ -94,7 +94,7 @@ class Site:
             reload.prepare_start(self.config, args, plain=False)
         self.load_format = args.load_format
         self.gate = GenerationHold(held=True)
-        self.bridge = Bridge(self.engine, config=self.config, gate=self.gate, model="m", vllm_version="0")
+        self.bridge = WeightBridge(self.engine, config=self.config, gate=self.gate, model="m", vllm_version="0")
         self.reloader = Reloader(self.bridge, args)
 
     def load(self, path: Path | None = None, version: int = 3, **fields: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI, Request
 
 from vllm_server.generate import RequestError, parse_body
-from vllm_server.sampling import PlainSampling, instead, leaks, served_defaults
+from vllm_server.refusals import PlainSampling, instead, leaks, served_defaults
 
 LEAKING: list[dict[str, Any]] = [
     {"top_p": 0.9},

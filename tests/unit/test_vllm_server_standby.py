@@ -14,11 +14,11 @@ import pytest
 
 WAITS = """
 import os, sys
-from vllm_server import standby
-asked = standby.is_asked(os.environ)
+from vllm_server import compat, plugin
+asked = plugin.is_asked(os.environ)
 if asked:
-    standby.import_parts(["json.tool", "no.such.part"])
-print(asked and standby.is_told_to_go(), "json.tool" in sys.modules, os.environ.get("ATROPOS_WAIT_FOR_GO"))
+    compat.import_parts(["json.tool", "no.such.part"])
+print(asked and plugin.is_told_to_go(), "json.tool" in sys.modules, os.environ.get("ATROPOS_WAIT_FOR_GO"))
 """
 
 
@@ -40,11 +40,11 @@ def test_others_do_not_wait_at_all() -> None:
 
 SERVER = """
 import multiprocessing, os, sys, time
-from vllm_server import standby
+from vllm_server import plugin
 
 def engine(late):
     time.sleep(late)
-    standby.wait_in_engine(os.environ, ["json.tool"])
+    plugin.wait_in_engine(os.environ, ["json.tool"])
     print("engine", os.getpid(), "json.tool" in sys.modules, os.environ.get("ATROPOS_ENGINE_LOCK"), flush=True)
 
 def arrive():
@@ -59,8 +59,8 @@ def leave(code):
     os._exit(code)
 
 if __name__ == "__main__":
-    turn = standby.Turn(os.environ, arrive, leave)
-    standby.wait_in_engine(os.environ, ["json.tool"])  # vLLM loads plugins in the server, too, which must not wait
+    turn = plugin.Turn(os.environ, arrive, leave)
+    plugin.wait_in_engine(os.environ, ["json.tool"])  # vLLM loads plugins in the server, too, which must not wait
     child = multiprocessing.get_context("spawn").Process(target=engine, args=(float(sys.argv[1]),))
     child.start()
     print("begun", child.pid, flush=True)

@@ -10,8 +10,8 @@ import torch
 
 from atropos_common.transfer import Chunk, TransferInit, chunks
 from tests.unit.json_server import JsonServer
-from vllm_server import collectives
-from vllm_server.copy_recorder import named_views
+from vllm_server.weights import collectives
+from vllm_server.weights.copy_recorder import named_views
 
 Fault = Literal[
     "dies at join", "never comes", "never connects", "dies at update", "never receives", "refuses", "breaks"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal
 
 from atropos_common.records import (
@@ -98,9 +99,7 @@ def diff_sums(train: Sequence[float], inference: Sequence[float]) -> DiffSums:
     if len(train) != len(inference):
         raise ValueError(f"{len(train)} trainer logprobs but {len(inference)} of the server")
     diffs = [a - b for a, b in zip(train, inference, strict=True)]
-    largest = 0.0
-    for value in diffs:
-        largest = _max(largest, abs(value))
+    largest = reduce(_max, map(abs, diffs), 0.0)
     return DiffSums(len(diffs), sum(diffs), sum(map(abs, diffs)), largest, sum(train), sum(inference))
 
 
@@ -134,9 +133,11 @@ class AlignmentGate:
             version: of the policy's present weights.
         """
         oldest = None if lag_max is None else version - lag_max
-        alignment = self._judge_probe(probe) if probe is not None and probe.both.tokens else Alignment("ok")
-        if alignment.verdict == "ok" and probe is not None and probe.both.tokens:
-            self._agreed = probe.anchor or probe.both
+        alignment = Alignment("ok")
+        if probe is not None and probe.both.tokens:
+            alignment = self._judge_probe(probe)
+            if alignment.verdict == "ok":
+                self._agreed = probe.anchor or probe.both
         lone = alignment.cause.startswith(OUTLIER)
         if alignment.verdict == "ok" or lone:
             more = self._judge_rollouts(rollouts, probe, lag_max, oldest)
@@ -190,7 +191,8 @@ class AlignmentGate:
         then, version = self._rollouts
         if oldest is not None and version is not None and oldest <= version:
             return None  # older versions answer the same: that is lag
-        return _how_stale(then, rollouts) if _stands_still(then, rollouts) else None
+        train, inference = _moved(then, rollouts)
+        return _how_stale(then, rollouts) if train >= ROLLOUT_DRIFT and inference <= STILL * train else None
 
 
 def _outlier(probe: ProbeDiffs, bounds: Thresholds) -> str | None:
@@ -219,11 +221,6 @@ def _moved(then: DiffSums, now: DiffSums) -> tuple[float, float]:
     train = (now.mean(now.train) or 0.0) - (then.mean(then.train) or 0.0)
     inference = (now.mean(now.inference) or 0.0) - (then.mean(then.inference) or 0.0)
     return abs(train), abs(inference)
-
-
-def _stands_still(then: DiffSums, now: DiffSums) -> bool:
-    train, inference = _moved(then, now)
-    return train >= ROLLOUT_DRIFT and inference <= STILL * train
 
 
 def _how_stale(then: DiffSums, now: DiffSums) -> str:

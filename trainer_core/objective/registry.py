@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from trainer_core.config import TrainingConfig
 from trainer_core.objective import loss
-from trainer_core.objective.correction import Bounds, Correction, Sequences, correct
+from trainer_core.objective.loss import Bounds, Correction, Sequences, correct
 from trainer_core.rollouts.batch import Selection
 
 Per = Literal["tokens", "sequences", "constant"]
 
 
-class LossFunction(Protocol):
-    """Any of the functions in `objective/loss.py`."""
-
-    def __call__(
-        self, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, /, *, clip_eps: float,
-        clip_eps_high: float | None, per_sequence: bool, kl_coef: float, dual_clip: float | None,
-        sequences: Sequences | None, correction: Correction | None,
-    ) -> loss.LossSums: ...  # fmt: skip
-
-
 @dataclass(frozen=True)
-class Recipe:
+class PublishedObjective:
     """An objective as published: its loss, and what goes with it where the configuration says nothing."""
 
-    loss: LossFunction
+    loss: Callable[..., loss.LossSums]
+    """Any of the functions in `objective/loss.py`."""
     clip: tuple[float, float] | None = None
     """(clip_eps, clip_eps_high); null takes the configuration's default."""
     per: Per = "tokens"
@@ -42,19 +33,19 @@ class Recipe:
     """Share of the longest completion over which the soft overlong punishment grows."""
 
 
-RECIPES: dict[str, Recipe] = {
-    "grpo": Recipe(loss.grpo_loss),
+OBJECTIVES: dict[str, PublishedObjective] = {
+    "grpo": PublishedObjective(loss.grpo_loss),
     # "Understanding R1-Zero-like training" (Liu et al. 2025, arXiv:2503.20783, section 3.2): advantages are scores
     # minus their mean, and the sum over tokens is divided by sequences x a constant, not by lengths. Equals TRL's
     # `loss_type="dr_grpo"` with `scale_rewards="none"` (divided by sequences x max_completion_length) and verl's
     # `loss_agg_mode="seq-mean-token-sum-norm"` with `norm_adv_by_std_in_grpo=False`.
-    "dr_grpo": Recipe(loss.grpo_loss, per="constant", advantage_std=False),
+    "dr_grpo": PublishedObjective(loss.grpo_loss, per="constant", advantage_std=False),
     # DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher and a token-level loss (eq. 8) here, groups of equal scores
     # left out and the soft overlong punishment (eq. 13) in `rollouts/batch.py`. Equals TRL's `loss_type="dapo"`
     # (divided by `num_items_in_batch`) and verl's vanilla loss with `clip_ratio_high=0.28` and `token-mean`.
-    "dapo": Recipe(loss.grpo_loss, clip=(0.2, 0.28), drops_flat_groups=True, overlong=0.2),
-    "gspo": Recipe(loss.gspo_loss, clip=(3e-4, 4e-4), per="sequences"),
-    "cispo": Recipe(loss.cispo_loss, clip=(1.0, 4.0)),
+    "dapo": PublishedObjective(loss.grpo_loss, clip=(0.2, 0.28), drops_flat_groups=True, overlong=0.2),
+    "gspo": PublishedObjective(loss.gspo_loss, clip=(3e-4, 4e-4), per="sequences"),
+    "cispo": PublishedObjective(loss.cispo_loss, clip=(1.0, 4.0)),
 }
 
 
@@ -71,14 +62,14 @@ class Counts:
 
 
 class Objective:
-    """A recipe with the settings of a run."""
+    """A published objective with the settings of a run."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        self.recipe = recipe = RECIPES[config.objective]
-        self.per: Per = config.loss_denominator or recipe.per
+        self.published = published = OBJECTIVES[config.objective]
+        self.per: Per = config.loss_denominator or published.per
         self.length = config.max_completion_tokens or config.seq_len
-        self.clip = _clip(config, recipe)
-        self.advantage_std = recipe.advantage_std if config.advantage_std is None else config.advantage_std
+        self.clip = _clip(config, published)
+        self.advantage_std = published.advantage_std if config.advantage_std is None else config.advantage_std
         self.bounds: Bounds | None = None
         """Null: the ratio is against the rollout policy."""
         if config.ratio_base == "proximal":
@@ -90,9 +81,9 @@ class Objective:
         config, longest = self._config, self._config.max_completion_tokens
         buffer = config.overlong_buffer
         if buffer is None:
-            buffer = round((longest or 0) * self.recipe.overlong)
+            buffer = round((longest or 0) * self.published.overlong)
         return Selection(
-            self.recipe.drops_flat_groups, longest, buffer, config.overlong_penalty, config.overlong_mask, vocab_size
+            self.published.drops_flat_groups, longest, buffer, config.overlong_penalty, config.overlong_mask, vocab_size
         )
 
     def sums(
@@ -101,7 +92,7 @@ class Objective:
     ) -> loss.LossSums:  # fmt: skip
         """Sums over the T tokens of one row; divide the loss by `denominator` of the whole step."""
         low, high = self.clip
-        return self.recipe.loss(
+        return self.published.loss(
             logprobs, rollout_logprobs, advantages, clip_eps=low, clip_eps_high=high, kl_coef=self._config.kl_coef,
             dual_clip=self._config.dual_clip, sequences=sequences, correction=correction,
             per_sequence=self.per == "sequences",
@@ -120,8 +111,8 @@ class Objective:
 
 def count(rows: Iterable[tuple[Sequences, Correction | None]], device: torch.device) -> Counts:
     """Tokens and sequences that train in the given rows, masked ones left out."""
-    tokens = torch.zeros((), dtype=torch.float64, device=device)
-    counts = Counts(tokens, tokens.clone())
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    counts = Counts(zero, zero)
     for sequences, correction in rows:
         keep = None if correction is None else correction.keep
         ones = torch.ones_like(sequences.ids, dtype=torch.float64) if keep is None else keep.double()
@@ -129,9 +120,9 @@ def count(rows: Iterable[tuple[Sequences, Correction | None]], device: torch.dev
     return counts
 
 
-def _clip(config: TrainingConfig, recipe: Recipe) -> tuple[float, float]:
-    """`clip_eps` holds on both sides unless `clip_eps_high` is set; the recipe's range where neither is."""
-    low, high = recipe.clip or (config.clip_eps, config.clip_eps)
+def _clip(config: TrainingConfig, published: PublishedObjective) -> tuple[float, float]:
+    """`clip_eps` holds on both sides unless `clip_eps_high` is set; the published range where neither is."""
+    low, high = published.clip or (config.clip_eps, config.clip_eps)
     if "clip_eps" in config.model_fields_set:
         low = high = config.clip_eps
     return low, high if config.clip_eps_high is None else config.clip_eps_high

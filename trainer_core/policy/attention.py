@@ -41,7 +41,7 @@ def layout(lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -
     longest = max(lengths)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
     if varlen:
-        return Layout(varlen, _rounded(longest), starts, None, None)
+        return Layout(varlen, max(256, 1 << (longest - 1).bit_length()), starts, None, None)
     if min(lengths) == longest:
         return Layout(varlen, longest, starts, None, None)
     cells = torch.arange(longest)
@@ -49,10 +49,6 @@ def layout(lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -
     real = cells[None, :] < sizes[:, None]
     pad = torch.where(real, starts[:-1, None].long().cpu() + cells[None, :], 0).flatten()
     return Layout(varlen, longest, starts, pad.to(device), torch.nonzero(real.flatten()).flatten().to(device))
-
-
-def _rounded(length: int) -> int:
-    return max(256, 1 << (length - 1).bit_length())
 
 
 def register() -> str:

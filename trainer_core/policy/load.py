@@ -25,13 +25,8 @@ SAME_MODEL = (
 )  # fmt: skip
 """Fields of config.json that must agree on both sides."""
 
-_FUSED = {
-    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
-    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
-}
+_QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+_FUSED = dict.fromkeys(_QKV, ("qkv_proj", _QKV)) | dict.fromkeys(_GATE_UP, ("gate_up_proj", _GATE_UP))
 """Module of transformers -> the server's fused module and the order of its rows."""
 _PADDED = ("model.embed_tokens.weight", "lm_head.weight")
 """Tensors whose rows the server pads up to a round vocabulary size."""
@@ -70,12 +65,12 @@ def dtype_of(config: Any, wanted: str) -> torch.dtype:
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Fields of `SAME_MODEL` in which two config.json differ, as text; one that a side leaves out does not count."""
-    differing = []
-    for name in SAME_MODEL:
-        mine, other = ours.get(name), theirs.get(name)
-        if mine is not None and other is not None and mine != other:
-            differing.append(f"{name} {mine} here, {other} on the server")
-    return differing
+    pairs = ((name, ours.get(name), theirs.get(name)) for name in SAME_MODEL)
+    return [
+        f"{name} {mine} here, {other} on the server"
+        for name, mine, other in pairs
+        if mine is not None and other is not None and mine != other
+    ]
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
@@ -117,13 +112,12 @@ def attach_views(
     used: set[str] = set()
     problems = []
     for name, shape in sizes.items():
-        source, start = _locate(name, sizes)
+        source, start, whole = _locate(name, sizes)
         tensor = tensors.get(source, tensors.get(aliases.get(source, "")))
         if tensor is None:
             problems.append(f"{name}: the server has no {source}")
             continue
         view = tensor[start : start + shape[0]] if tensor.ndim else tensor
-        whole = _rows(name, sizes)
         fits = tensor.shape[0] == whole or (source in _PADDED and tensor.shape[0] > whole)
         if tuple(view.shape) != shape or not fits:
             problems.append(f"{name}: {list(shape)} does not fit the server's {source} {list(tensor.shape)}")
@@ -143,24 +137,15 @@ def attach_views(
     return len(views)
 
 
-def _locate(name: str, sizes: Mapping[str, tuple[int, ...]]) -> tuple[str, int]:
-    """The server's tensor and its first row for a parameter of transformers."""
+def _locate(name: str, sizes: Mapping[str, tuple[int, ...]]) -> tuple[str, int, int]:
+    """The server's tensor for a parameter of transformers, its first row there, and the rows of the whole tensor."""
     parent, _, leaf = name.rpartition(".")
     stem, _, module = parent.rpartition(".")
     if module not in _FUSED:
-        return name, 0
+        return name, 0, sizes[name][0]
     fused, order = _FUSED[module]
-    start = sum(sizes[f"{stem}.{part}.{leaf}"][0] for part in order[: order.index(module)])
-    return f"{stem}.{fused}.{leaf}", start
-
-
-def _rows(name: str, sizes: Mapping[str, tuple[int, ...]]) -> int:
-    """Rows of the whole server tensor that holds this parameter."""
-    parent, _, leaf = name.rpartition(".")
-    stem, _, module = parent.rpartition(".")
-    if module not in _FUSED:
-        return sizes[name][0]
-    return sum(sizes[f"{stem}.{part}.{leaf}"][0] for part in _FUSED[module][1])
+    rows = [sizes[f"{stem}.{part}.{leaf}"][0] for part in order]
+    return f"{stem}.{fused}.{leaf}", sum(rows[: order.index(module)]), sum(rows)
 
 
 def _install(model: nn.Module, views: Mapping[str, torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from atropos_common.model_math import LOGITS_AT_ONCE
 from trainer_core.policy.attention import layout
-from trainer_core.policy.compiled import compiled_on_cuda
+from trainer_core.policy.speed import compiled_on_cuda
 from trainer_core.rollouts.packing import PackedRow
 
 

@@ -7,6 +7,7 @@ Groups stay groups only as long as advantages need them; afterwards a batch is a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -16,8 +17,14 @@ from numpy.typing import NDArray
 
 from atropos_common.bridge import completion_digest
 from trainer_core.errors import MissingLogprobs
-from trainer_core.rollouts import fields
-from trainer_core.rollouts.fields import Malformed
+
+GREEDY_BELOW = 1e-5
+"""vLLM takes a lower temperature for greedy decoding, whose logprobs are unscaled."""
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+NAME_LENGTH = 80
+"""Characters of an environment's name that are kept."""
+
+OUT_OF_VOCABULARY = "token ids outside of the vocabulary"
 
 IGNORED = -100
 """Mask value of tokens that were not generated."""
@@ -228,21 +235,21 @@ class _Group:
     def parse(cls, where: str, group: Any) -> _Group:
         """Raises: Malformed."""
         if not isinstance(group, dict):
-            raise fields.wrong("group", f"{where} is no object")
-        env = fields.environment(group)
+            raise _wrong("group", f"{where} is no object")
+        env = _environment(group)
         where = f"{where} (environment {env!r})" if env else where
         names = ("tokens", "masks", "scores", "inference_logprobs", "advantages", "overrides")
-        columns = {name: fields.rows(where, group, name) for name in names}
+        columns = {name: _rows(where, group, name) for name in names}
         tokens, masks, scores, logprobs, advantages, overrides = columns.values()
         if not tokens:
-            raise fields.wrong("tokens", f"{where}: tokens holds no sequence")
+            raise _wrong("tokens", f"{where}: tokens holds no sequence")
         given = {name: columns[name] for name in names[3:] if columns[name]}
-        fields.same_length(where, len(tokens), masks=masks, scores=scores, **given)
-        fields.lists_only(where, **{name: columns[name] for name in names if name not in ("scores", "overrides")})
-        values = fields.numbers(where, "scores", scores)
+        _same_length(where, len(tokens), masks=masks, scores=scores, **given)
+        _lists_only(where, **{name: columns[name] for name in names if name not in ("scores", "overrides")})
+        values = _numbers(where, "scores", scores)
         if not np.isfinite(values).all():
             raise Malformed("score is not a finite number", f"{where}: scores holds NaN or Infinity")
-        tables = tuple(fields.table(where, name, group.get(name)) for name in ("generation_params", "group_overrides"))
+        tables = tuple(_table(where, name, group.get(name)) for name in ("generation_params", "group_overrides"))
         return cls(where, env, tokens, masks, values, logprobs, advantages, overrides, tables)
 
 
@@ -305,30 +312,32 @@ class _Reader:
     def _sequence(self, group: _Group, i: int, shared: float) -> _Judged:
         """The sequence as a rollout, unless it is too long, or holds nothing generated or no logprob."""
         spot, tokens = f"{group.where}, sequence {i}", group.tokens[i]
-        override = fields.table(spot, "overrides", group.overrides[i] if group.overrides else None)
+        override = _table(spot, "overrides", group.overrides[i] if group.overrides else None)
         logprobs = group.logprobs[i] if group.logprobs else None
-        fields.same_length(spot, len(tokens), masks=group.masks[i])
+        _same_length(spot, len(tokens), masks=group.masks[i])
         if len(tokens) > self.seq_len:
             return _Judged(None, f"longer than --seq-len {self.seq_len}", f"{spot}: {len(tokens)} tokens")
-        ids = fields.token_ids(spot, tokens, self.selection.vocab_size)
-        labels = fields.whole_numbers(spot, "masks", group.masks[i])
+        ids = _token_ids(spot, tokens, self.selection.vocab_size)
+        labels = _numbers(spot, "masks", group.masks[i], whole=True)
         generated = labels != IGNORED
         if (labels[generated] != ids[generated]).any():
-            raise fields.wrong("masks", f"{spot}: masks must be {IGNORED} or the token itself")
+            raise _wrong("masks", f"{spot}: masks must be {IGNORED} or the token itself")
         advantages = _advantage(spot, override, group.advantages[i] if group.advantages else None, shared, len(ids))
-        temperature = fields.temperature(spot, (override, *group.tables), self.temperature)
+        temperature = _temperature(spot, (override, *group.tables), self.temperature)
         if not generated[1:].any():
             return _Judged(None, "nothing generated", f"{spot}: masks is {IGNORED} behind the first token")
         if logprobs is None and not self.recompute:
             return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{group.where} has none"))
         values = np.full(len(ids), PLACEHOLDER) if logprobs is None else _logprobs(spot, logprobs, generated)
         real = generated & (values <= POSITIVE_TOLERANCE)
-        counted = generated if logprobs is not None else np.zeros_like(generated)
-        seen = (int(counted.sum()), float(values[counted].sum()), int((counted & ~real).sum()))
+        own = values[generated]
+        seen = (
+            (len(own), float(own.sum()), int((own > POSITIVE_TOLERANCE).sum())) if logprobs is not None else (0, 0.0, 0)
+        )
         usable = generated.copy() if self.recompute else real.copy()
         usable[0] = False
         if not usable.any():
-            what = "only placeholders" if (values[generated] == PLACEHOLDER).all() else "no real one"
+            what = "only placeholders" if (own == PLACEHOLDER).all() else "no real one"
             return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{spot} has {what}"), *seen)
         known = np.where(real, values, np.nan) if self.recompute else values
         asked = logprobs if logprobs is not None and (not self.recompute or real[generated].all()) else []
@@ -377,12 +386,12 @@ def _segments(generated: NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 def _logprobs(spot: str, logprobs: list[Any], generated: NDArray[np.bool_]) -> NDArray[np.float64]:
     """[L]; those of generated tokens are finite, though not all of them logprobs."""
-    fields.same_length(spot, len(generated), inference_logprobs=logprobs)
-    values = fields.numbers(spot, "inference_logprobs", logprobs)
+    _same_length(spot, len(generated), inference_logprobs=logprobs)
+    values = _numbers(spot, "inference_logprobs", logprobs)
     own = values[generated]
     if not np.isfinite(own).all() or (own < LOWEST_LOGPROB).any():
         what = f"{spot}: inference_logprobs holds NaN, Infinity or a number below {LOWEST_LOGPROB:g}"
-        raise fields.wrong("inference_logprobs", what)
+        raise _wrong("inference_logprobs", what)
     return values
 
 
@@ -396,9 +405,105 @@ def _advantage(
         return np.full(length, shared, dtype=np.float32)
     if len(given) == 1:
         given = given * length
-    fields.same_length(spot, length, advantages=given)
+    _same_length(spot, length, advantages=given)
     with np.errstate(over="ignore"):
-        values = fields.numbers(spot, "advantages", given).astype(np.float32)
+        values = _numbers(spot, "advantages", given).astype(np.float32)
     if not np.isfinite(values).all():
-        raise fields.wrong("advantages", f"{spot}: advantages holds a value that is not a finite number")
+        raise _wrong("advantages", f"{spot}: advantages holds a value that is not a finite number")
     return values
+
+
+class Malformed(ValueError):
+    """A group that must not be trained on. The message names the place and the field."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        """Args:
+        reason: one of a few, by which such groups are counted.
+        """
+        super().__init__(detail)
+        self.reason = reason
+
+
+def _wrong(field: str, detail: str) -> Malformed:
+    """`field` is not what it must be."""
+    return Malformed(f"malformed {field}", detail)
+
+
+def _rows(where: str, group: dict[str, Any], name: str) -> list[Any]:
+    """A list of the group, empty when it is missing."""
+    values = group.get(name)
+    if values is None:
+        return []
+    if not isinstance(values, list):
+        raise _wrong(name, f"{where}: {name} is no list")
+    return values
+
+
+def _same_length(where: str, count: int, **lists: Any) -> None:
+    """Every one is a list of `count` entries."""
+    for name, values in lists.items():
+        if not isinstance(values, list):
+            raise _wrong(name, f"{where}: {name} is no list")
+        if len(values) != count:
+            raise _wrong(name, f"{where}: {name} has {len(values)} entries where tokens has {count}")
+
+
+def _lists_only(where: str, **columns: list[Any]) -> None:
+    """Every entry is a list: that of one sequence."""
+    for name, column in columns.items():
+        if not all(isinstance(row, list) for row in column):
+            raise _wrong(name, f"{where}: {name} must hold one list for each sequence")
+
+
+def _numbers(spot: str, name: str, values: list[Any], *, whole: bool = False) -> NDArray[Any]:
+    """[len(values)]: int64 for `whole` ones, else float64, NaN and infinities included."""
+    with suppress(OverflowError):
+        if set(map(type, values)) <= ({int} if whole else {int, float}):
+            return np.asarray(values, dtype=np.int64 if whole else np.float64)
+    raise _wrong(name, f"{spot}: {name} must be a list of {'whole numbers' if whole else 'numbers'}")
+
+
+def _token_ids(spot: str, tokens: list[Any], vocabulary: int | None) -> NDArray[np.int64]:
+    """[L]; an id that the model has no row for would end a GPU's process."""
+    ids = _numbers(spot, "tokens", tokens, whole=True)
+    if (ids < 0).any():
+        raise Malformed(OUT_OF_VOCABULARY, f"{spot}: tokens holds id {ids.min()}, and token ids are not negative")
+    if vocabulary is not None and (ids >= vocabulary).any():
+        raise Malformed(
+            OUT_OF_VOCABULARY,
+            f"{spot}: tokens holds id {ids.max()}, but the model's vocabulary has {vocabulary}: the environment's "
+            "tokenizer is of another model",
+        )
+    return ids
+
+
+def _table(where: str, name: str, value: Any) -> dict[str, Any]:
+    """An object, empty when it is missing."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise _wrong(name, f"{where}: {name} is no object")
+    return value
+
+
+def _temperature(spot: str, sources: tuple[dict[str, Any], ...], fallback: float) -> float:
+    """The first that names one. Greedy (0) has unscaled logprobs: 1."""
+    for source in sources:
+        value = source.get("temperature")
+        if value is None:
+            continue
+        # Compared first: an integer may be too large to become a float.
+        if type(value) not in (int, float) or not abs(value) <= FLOAT32_MAX:
+            raise _wrong("temperature", f"{spot}: temperature must be a finite number")
+        return float(value) if value >= GREEDY_BELOW else 1.0
+    return fallback
+
+
+def _environment(group: dict[str, Any]) -> str:
+    """Who sent the group, as far as it says so: text for a file or a screen, cut and without lone surrogates."""
+    params = group.get("generation_params")
+    name = params.get("env") if isinstance(params, dict) else None
+    if isinstance(name, str):
+        return name[:NAME_LENGTH].encode("utf-8", "replace").decode()
+    env_id = group.get("env_id")
+    return f"env {env_id}" if isinstance(env_id, int) and abs(env_id) < 2**63 else ""

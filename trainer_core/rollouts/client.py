@@ -83,8 +83,7 @@ class RunApi:
             ApiError: run-api stays away for `timeout_s`, or refuses the registration.
         """
         while not self._look(step):
-            if self.stop.wait(LOOK_S):
-                raise Stopped
+            self._pause(LOOK_S)
         self._opened = True
         self._ready = self._batch(step)
 
@@ -114,12 +113,15 @@ class RunApi:
             if now >= next_word and self._registered:
                 print(f"Waiting for rollouts for {now - began:.0f} s: {self._why_empty()}")
                 next_word = now + COMPLAIN_AFTER_S
-            if self.stop.wait(pause):
-                raise Stopped
+            self._pause(pause)
             pause = min(pause * 1.3, POLL_MAX_S)
 
     def close(self) -> None:
         self._http.close()
+
+    def _pause(self, seconds: float) -> None:
+        if self.stop.wait(seconds):
+            raise Stopped
 
     def _look(self, step: int) -> bool:
         """Whether run-api's registration is ours; registers where it is nobody's."""
@@ -200,8 +202,7 @@ class RunApi:
             self._look(step)
         elif answer.get("status") == FAILED:
             # It fails without its state as well as with a batch that it cannot write down; and closes the connection.
-            if self.stop.wait(POLL_MAX_S):
-                raise Stopped
+            self._pause(POLL_MAX_S)
             known = self._call("GET", "/info").get("batch_size") == self.registration["batch_size"]
             if not known:
                 self._look(step)
@@ -265,8 +266,7 @@ class RunApi:
             if not last_word or away - last_word >= COMPLAIN_AFTER_S:
                 print(f"Atropos API not reachable at {self.url} ({problem}); waiting")
                 last_word = away or 1e-9
-            if self.stop.wait(0.25):
-                raise Stopped
+            self._pause(0.25)
 
     def _ask(self, path: str) -> dict[str, Any]:
         """One answer if there is one at once, else nothing."""

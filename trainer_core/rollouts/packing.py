@@ -69,7 +69,9 @@ def pack(rollouts: Sequence[Rollout], max_tokens: int, threads: int = 1) -> list
     Args:
         threads: rows that are computed at a time: as many rows as fill all of them, of about equal size.
     """
-    needed = sorted(((_needed(r), r) for r in rollouts if r.trained.any()), key=lambda pair: pair[0], reverse=True)
+    # A sequence is read up to, and without, its last trained token.
+    needed = [(int(np.flatnonzero(r.trained)[-1]), r) for r in rollouts if r.trained.any()]
+    needed.sort(key=lambda pair: pair[0], reverse=True)
     lengths = [length for length, _ in needed]
     room = max_tokens if threads == 1 else _equal_room(lengths, max_tokens, threads)
     return [_row(needed[a:b]) for a, b in pairwise(_cuts(lengths, room))]
@@ -91,11 +93,6 @@ def _equal_room(lengths: Sequence[int], max_tokens: int, threads: int) -> int:
     fewest = len(_cuts(lengths, max_tokens)) - 1
     rows = threads * -(-fewest // threads)
     return 1 + bisect_left(range(1, max_tokens), True, key=lambda room: len(_cuts(lengths, room)) - 1 <= rows)
-
-
-def _needed(rollout: Rollout) -> int:
-    """Tokens that must be read to predict the last trained one."""
-    return int(np.flatnonzero(rollout.trained)[-1])
 
 
 def _row(members: list[tuple[int, Rollout]]) -> PackedRow:

@@ -6,15 +6,16 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from atropos_common.bridge import MOST_DIGESTS
 from atropos_common.records import MISSING, AlignmentRecord
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, MissingLogprobs
-from trainer_core.metrics.telemetry import Telemetry
 from trainer_core.rollouts.batch import Batch, Rollout, Selection, read_batch
 from trainer_core.rollouts.client import RawBatch, RunApi
+from trainer_core.telemetry import Telemetry
 
 REPEAT_S = 60.0
 """Between two lines about the same thing."""
@@ -105,33 +106,21 @@ class EmptyBatches:
             )
 
 
+@dataclass
 class BatchSource:
     """Batches for one policy."""
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        api: RunApi,
-        telemetry: Telemetry,
-        *,
-        selection: Selection,
-        advantage_std: bool,
-        servers: Sequence[Versions],
-        while_waiting: Callable[[], None],
-    ) -> None:
-        """Args:
-        selection, advantage_std: what the objective needs of a batch.
-        while_waiting: called before a batch is taken and about once a second until it comes; may raise.
-        """
-        self.config = config
-        self.api = api
-        self.telemetry = telemetry
-        self.selection = selection
-        self.advantage_std = advantage_std
-        self.lag_meter = LagMeter(servers)
-        self.while_waiting = while_waiting
-        self._greeted = False
-        self._warnings = RateLimitedWarnings()
+    config: TrainingConfig
+    api: RunApi
+    telemetry: Telemetry
+    selection: Selection
+    advantage_std: bool
+    """Both are what the objective needs of a batch."""
+    lag_meter: LagMeter
+    while_waiting: Callable[[], None]
+    """Called before a batch is taken and about once a second until it comes; may raise."""
+    _greeted: bool = False
+    _warnings: RateLimitedWarnings = field(default_factory=RateLimitedWarnings)
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, Lags]:
         """The next batch that holds something to train on, and the policy lag of each of its rollouts.

@@ -1,22 +1,36 @@
-"""What every mode does, whatever moves: attach, publish each version, close."""
+"""What every mode does, whatever moves: attach, publish each version, close.
+
+Modes whose trainer keeps weights of its own share more: servers come and go, and get the present ones again.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeVar
 
-from trainer_core.config import TrainingConfig
+from atropos_common.bridge import BridgeInfo
+from atropos_common.run_dir import RunDir
+from trainer_core.config import Mode, TrainingConfig
+from trainer_core.errors import EngineGone, Stopped
+from trainer_core.server.client import ServerClient
+from trainer_core.server.lifecycle import Lifecycle, supervised, wait_for_server
 
 if TYPE_CHECKING:
     import torch
 
-    from trainer_core.server.client import ServerClient
+LOOK_S = 1.0
+"""How often `check` asks whether it is still the same server."""
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,8 +54,10 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - began
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -52,30 +68,42 @@ class Start:
     version: int = 0
 
 
-class WeightSync(Protocol):
-    """A strategy that brings trained weights to an inference server."""
+class WeightSync(ABC):
+    """A strategy that brings trained weights to inference servers."""
 
-    mode: str
-    engine: ServerClient | None
-    """The server that the probe asks; null when nothing can be asked about it."""
+    def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
+        self.config = config
+        self.device = device
+        self.stop = stop
+        self.engines: list[ServerClient] = []
+        """The servers that generate the rollouts, from `attach` on."""
+        supervisor = supervised(config, stop)
+        self._coming = supervisor.coming if supervisor else lambda: None
 
     @property
-    def engines(self) -> Sequence[ServerClient]:
-        """The servers that generate the rollouts."""
-        ...
+    def engine(self) -> ServerClient:
+        """The server that the probe asks: the first."""
+        return self.engines[0]
 
+    @abstractmethod
     def attach(self, start: Start) -> torch.nn.Module:
         """Wait for the server and return the policy, with the weights of `start` on both sides."""
-        ...
 
     def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
         """Call `write`, which changes the policy's parameters in place, and let the server generate with `version`."""
-        ...
+        clock = Phases()
+        moved = self._publish(version, write, clock)
+        return SyncReport(self.config.mode, version, sum(clock.seconds.values()), clock.seconds, moved=moved)
 
+    @abstractmethod
+    def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
+        """Whether a server generates with `version` now."""
+
+    @abstractmethod
     def check(self) -> None:
-        """Raise `EngineGone` when the server has died; cheap."""
-        ...
+        """Raise `EngineGone` when the server has died for good; cheap."""
 
+    @abstractmethod
     def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
         """The server is gone: from here on the policy has memory of its own, with the present weights.
 
@@ -85,24 +113,169 @@ class WeightSync(Protocol):
         Returns:
             Why the present weights are lost, or nothing when they are not.
         """
-        ...
 
     def close(self) -> None:
         """Let go of what is held; the server goes on with the last version."""
-        ...
+        for engine in self.engines:
+            engine.close()
+
+    def _await_server(self, ready: Callable[[], T], meanwhile: tuple[type[Exception], ...] = (EngineGone,)) -> T:
+        """What `ready` returns once it no longer raises one of `meanwhile`; see `wait_for_server`."""
+        return wait_for_server(ready, self.config.engine_timeout, self.stop, meanwhile=meanwhile, coming=self._coming)
 
 
-_STRATEGIES = {
-    "shared_vllm": ("trainer_core.weight_sync.shared_vllm", "SingleCopy"),
-    "broadcast": ("trainer_core.weight_sync.broadcast", "Broadcast"),
-    "none": ("trainer_core.weight_sync.none_reload", "Reload"),
-    "lora_only": ("trainer_core.weight_sync.lora", "LoraSwap"),
-    "lora_restart": ("trainer_core.weight_sync.lora", "LoraRestart"),
+class Backoff:
+    """Pauses that double, between attempts that the same servers failed; a new server is tried at once."""
+
+    def __init__(self) -> None:
+        self._failed: tuple[str, ...] = ()
+        """Instances of the last attempt, if it failed."""
+        self._last_error = ""
+        self._pause_s = self._not_before = 0.0
+
+    @contextmanager
+    def attempt(self, *instances: str) -> Iterator[None]:
+        """Around one attempt.
+
+        Raises:
+            EngineGone: what the attempt said, or what the last one said, when it is too early for another.
+        """
+        again = instances == self._failed
+        if again and time.monotonic() < self._not_before:
+            raise EngineGone(self._last_error)
+        try:
+            yield
+        except EngineGone as error:
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if again else FIRST_PAUSE_S
+            self._failed, self._last_error = instances, str(error)
+            self._not_before = time.monotonic() + self._pause_s
+            raise
+        self._failed = ()
+
+
+class SeparateWeights(WeightSync):
+    """Base of the strategies whose trainer has weights of its own: each server answers with the present ones.
+
+    A server started with `ATROPOS_HOLD_GENERATION=1` serves nobody until it has them.
+    """
+
+    lifecycle: Lifecycle | None = None
+    """Who starts and restarts the server, in modes that need a restart."""
+
+    def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
+        super().__init__(config, device, stop)
+        self.version = 0
+        self.fed: set[ServerClient] = set()
+        """Servers that answer with the present weights, as far as is known."""
+        self._looked = 0.0
+        self.backoff = Backoff()
+
+    def attach(self, start: Start) -> torch.nn.Module:
+        """Load the weights of `start` and let every server answer with them.
+
+        Raises:
+            EngineGone: one did not answer with them within `engine_timeout`.
+            UsageError: a server was not started to take them, or is of another kind.
+            EngineError: it refuses them: it serves another model.
+        """
+        self.version = start.version
+        self.model = self.load(start.weights)
+        if self.lifecycle is not None:
+            self.lifecycle.ensure()  # first: an own child brings the token
+        self.engines = [ServerClient(url) for url in self.config.engine_urls]
+        for engine in self.engines:
+            if engine not in self.fed:
+                self._serve_again(engine)
+        return self.model
+
+    def load(self, weights: Path | None) -> torch.nn.Module:
+        """The model on the trainer's device and in its type, with `weights`, else the base model's."""
+        from trainer_core.policy.load import dtype_of, load_config, load_model
+
+        dtype = dtype_of(load_config(self.config.model_name), self.config.dtype)
+        return load_model(weights or self.config.model_name, dtype, self.device)
+
+    def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
+        with clock("write"):
+            write()
+        self.version = version
+        try:
+            return self._deliver(clock)
+        except Stopped:
+            print(f"Stopped before every server had version {version}; the update is complete here")
+            return False
+
+    @abstractmethod
+    def _deliver(self, clock: Phases) -> bool:
+        """Let every server answer with the present weights, if that is due now; whether it was.
+
+        Raises:
+            Stopped: a stop was asked for while a server was awaited.
+        """
+
+    @abstractmethod
+    def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
+        """Let `engine`, which said `info` of itself, answer with the trainer's present weights, as `self.version`.
+
+        Raises:
+            EngineGone: it does not answer; tried again.
+        """
+
+    def check(self) -> None:
+        """Give a server that was restarted the present weights; it serves nobody before.
+
+        Raises:
+            EngineGone: it did not come back within `engine_timeout`.
+        """
+        now = time.monotonic()
+        if now - self._looked < LOOK_S or self.stop.is_set():
+            return  # at the end nobody waits for a server: the weights are here
+        self._looked = now
+        for engine in self.engines:
+            try:
+                engine.info()
+            except EngineGone:
+                self.fed.discard(engine)
+            if engine not in self.fed:
+                self._serve_again(engine)
+
+    def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
+        """The weights were the trainer's own all along."""
+        return ""
+
+    def close(self) -> None:
+        super().close()
+        if self.lifecycle is not None:
+            self.lifecycle.close()
+
+    def _serve_again(self, engine: ServerClient) -> None:
+        if self.lifecycle is not None:
+            self.lifecycle.ensure()
+        self.fed.discard(engine)
+        self._await_server(lambda: self._give(engine, engine.meet()))
+        self.fed.add(engine)
+        print(f"✓ The server at {engine.base_url} answers with weight version {self.version}")
+
+    def _restart_is_due(self) -> bool:
+        return self.version % self.config.vllm_restart_interval == 0
+
+    def _folder_for(self, what: str) -> Path:
+        """Where servers on this machine find `what` (weights, adapters) to load."""
+        run = RunDir.from_env()
+        return ((run.bridge if run else Path(self.config.save_path)) / what).absolute()
+
+
+_STRATEGIES: dict[Mode, tuple[str, str]] = {
+    "shared_vllm": ("shared_vllm", "SingleCopy"),
+    "broadcast": ("broadcast", "Broadcast"),
+    "none": ("none_reload", "Reload"),
+    "lora_only": ("lora", "LoraSwap"),
+    "lora_restart": ("lora", "LoraRestart"),
 }
 
 
 def make_sync(config: TrainingConfig, device: torch.device, stop: threading.Event) -> WeightSync:
     """The strategy for `config.mode`."""
     module, name = _STRATEGIES[config.mode]
-    made: WeightSync = getattr(import_module(module), name)(config, device, stop)
+    made: WeightSync = getattr(import_module(f"trainer_core.weight_sync.{module}"), name)(config, device, stop)
     return made

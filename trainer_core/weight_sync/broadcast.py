@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
@@ -22,11 +23,10 @@ import torch
 from atropos_common.bridge import BridgeInfo
 from atropos_common.transfer import SentTensor, TransferInit, TransferReport, TransferUpdate, chunks, place
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
+from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.server.client import ServerClient
-from trainer_core.weight_sync.base import Phases, Start, SyncReport
+from trainer_core.weight_sync.base import Phases, SeparateWeights
 from trainer_core.weight_sync.collectives import BroadcastGroup, Rendezvous, connect, meeting_point
-from trainer_core.weight_sync.separate_weights import SeparateWeights
 
 CHUNK_BYTES = 256 << 20
 """Of one broadcast: long enough to run at the link's speed, short enough to unpack while the next one comes."""
@@ -42,8 +42,6 @@ T = TypeVar("T")
 class Broadcast(SeparateWeights):
     """Strategy of mode `broadcast`."""
 
-    mode = "broadcast"
-
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
         require_nodes(config)
@@ -51,45 +49,27 @@ class Broadcast(SeparateWeights):
         self._meeting: Rendezvous | None = None
         self._group: BroadcastGroup | None = None
 
-    def attach(self, start: Start) -> torch.nn.Module:
-        """Load the weights of `start` and give them to every server.
-
-        Raises:
-            EngineGone: a server did not come, or the group did not form, within `engine_timeout`.
-            UsageError: a server was not started to receive weights, or is of another kind of device.
-            EngineError: a server refuses: another model, or one that cannot be written in place.
-        """
-        self.model = self.load(start.weights)
-        self._stream, self._tensors = into_one_piece(self.model)
+    def load(self, weights: Path | None) -> torch.nn.Module:
+        model = super().load(weights)
+        self._stream, self._tensors = into_one_piece(model)
         self._parts = chunks(self._tensors, CHUNK_BYTES)
-        self.version = start.version
-        self.connect()
-        return self.model
+        return model
 
-    def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
-        """Write the update, broadcast it; a server that died meanwhile is waited for."""
-        clock = Phases()
-        with clock("write"):
-            write()
-        self.version = version
-        began, moved = time.perf_counter(), True
+    def _deliver(self, clock: Phases) -> bool:
+        """Broadcast the update; a server that died meanwhile is waited for."""
+        began = time.perf_counter()
         try:
             if self._group is None:
                 raise EngineGone("the group broke before")
             reports = self._send(self._group)
         except EngineGone as error:
-            print(f"[WARNING] version {version} did not reach every server: {error}")
+            print(f"[WARNING] version {self.version} did not reach every server: {error}")
             self.fed.clear()
-            try:
+            with clock("begun_anew"):
                 self._serve_again(self.engines[0])
-            except Stopped:
-                moved = False
-                print("Stopped before a new group had formed; the update is complete here")
-            phases = {"begun_anew": time.perf_counter() - began}
         else:
-            phases = _phases(reports, time.perf_counter() - began)
-        phases = clock.seconds | phases
-        return SyncReport(self.mode, version, sum(phases.values()), phases, moved=moved)
+            clock.seconds |= _phases(reports, time.perf_counter() - began)
+        return True
 
     def close(self) -> None:
         self._leave()

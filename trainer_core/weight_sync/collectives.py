@@ -8,13 +8,12 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from atropos_common import nccl
-from atropos_common.group import SECRET_BYTES, Gloo, Nccl, SealedStore
+from atropos_common.group import SECRET_BYTES, Gloo, Nccl, NcclError, SealedStore, unique_id
 from atropos_common.transfer import Chunk, is_wildcard, meeting_place
 from trainer_core.errors import UsageError
 
@@ -82,35 +81,6 @@ class Rendezvous:
         del self.store, self._server
 
 
-class BroadcastGroup(Protocol):
-    """The connected group; the trainer is rank 0."""
-
-    def send(self, stream: torch.Tensor, parts: Sequence[Chunk]) -> None:
-        """Begin to broadcast `parts` of the bytes in `stream`, in order."""
-        ...
-
-    def sent(self) -> bool:
-        """Whether all of it has left.
-
-        Raises:
-            RuntimeError: the connection broke.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave, whatever state the others are in."""
-        ...
-
-
-def connect(meeting: Rendezvous, device: torch.device, timeout_s: float) -> BroadcastGroup:
-    """Connect to everyone who reported.
-
-    Raises:
-        RuntimeError: somebody did not, or a stranger did.
-    """
-    return GlooGroup(meeting, timeout_s) if meeting.backend == "gloo" else NcclGroup(meeting, device)
-
-
 class GlooGroup:
     """Through CPU memory."""
 
@@ -119,9 +89,15 @@ class GlooGroup:
         self._works: list[Any] = []
 
     def send(self, stream: torch.Tensor, parts: Sequence[Chunk]) -> None:
+        """Begin to broadcast `parts` of the bytes in `stream`, in order."""
         self._works = [self._gloo.broadcast(stream[part.start : part.end]) for part in parts]
 
     def sent(self) -> bool:
+        """Whether all of it has left.
+
+        Raises:
+            RuntimeError: the connection broke.
+        """
         if not all(work.is_completed() for work in self._works):
             return False
         for work in self._works:
@@ -129,6 +105,7 @@ class GlooGroup:
         return True
 
     def close(self) -> None:
+        """Leave, whatever state the others are in."""
         self._gloo.close(self._works)
 
 
@@ -153,8 +130,21 @@ class NcclGroup:
         self._nccl.close()
 
 
+BroadcastGroup = GlooGroup | NcclGroup
+"""The connected group; the trainer is rank 0."""
+
+
+def connect(meeting: Rendezvous, device: torch.device, timeout_s: float) -> BroadcastGroup:
+    """Connect to everyone who reported.
+
+    Raises:
+        RuntimeError: somebody did not, or a stranger did.
+    """
+    return GlooGroup(meeting, timeout_s) if meeting.backend == "gloo" else NcclGroup(meeting, device)
+
+
 def _nccl_id() -> bytes:
     try:
-        return nccl.unique_id()
-    except nccl.NcclError as error:
+        return unique_id()
+    except NcclError as error:
         raise UsageError(f"a broadcast between GPUs needs NCCL: {error}") from None

@@ -1,29 +1,26 @@
-"""Mode `lora_only`: the trainer keeps the base model and an adapter; every publish is one adapter swapped over HTTP.
+"""Modes `lora_only` and `lora_restart`: the trainer keeps the base model and an adapter, which is all that travels.
 
-The server is never paused: a completion ends on the adapter that it began with. A server that was restarted meanwhile
-holds its generation until it has the trainer's present adapter again, which `check` sees to.
+`lora_only` swaps it over HTTP: the server is never paused, and a completion ends on the adapter that it began with. A
+server that was restarted meanwhile holds its generation until it has the trainer's present adapter again, which `check`
+sees to.
 """
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from atropos_common.bridge import LORA_RANKS, BridgeInfo, few_graph_sizes, server_rank
-from atropos_common.run_dir import RunDir
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import EngineGone, Stopped, UsageError
+from trainer_core.errors import EngineGone, UsageError
 from trainer_core.policy.lora import add_adapter, load_adapter, save_adapter
 from trainer_core.server.client import ServerClient
-from trainer_core.server.lifecycle import make_lifecycle
-from trainer_core.weight_sync.base import Phases, Start, SyncReport
-from trainer_core.weight_sync.separate_weights import SeparateWeights
+from trainer_core.server.lifecycle import Lifecycle, make_lifecycle
+from trainer_core.weight_sync.base import Phases, SeparateWeights
 
 KEPT = 4
 """Newest adapters left on disk: a request may have chosen one, and not have reached the engine yet. Older ones stay
@@ -31,65 +28,43 @@ while a server still finishes completions on them."""
 
 
 class LoraSwap(SeparateWeights):
-    """Strategy of mode `lora_only`."""
-
-    mode = "lora_only"
+    """Strategy of mode `lora_only`: each version is an adapter, saved and swapped."""
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
         if server_rank(config.lora_r) is None:
             raise UsageError(f"--lora-r {config.lora_r}: vLLM serves adapters up to rank {LORA_RANKS[-1]}")
-        run = RunDir.from_env()
-        self._folder = (run.bridge if run else Path(config.save_path)) / "adapters"
+        self._folder = self._folder_for("adapters")
         self._tag = secrets.token_hex(3)
         """Of this attempt: a server may still read an adapter of an earlier one that came as far."""
 
-    def attach(self, start: Start) -> torch.nn.Module:
-        """Load the base model, add the adapter of `start`, and let the server answer with it.
-
-        Raises:
-            EngineGone: no server within `engine_timeout`.
-            UsageError: the server cannot load adapters of this rank.
-            EngineError: it refuses the adapter, which is not of its model.
-        """
-        self.model = self.load(None)
-        self._dtype = next(self.model.parameters()).dtype
-        count = add_adapter(self.model, self.config)
-        if start.weights is not None:
-            load_adapter(self.model, start.weights)
+    def load(self, weights: Path | None) -> torch.nn.Module:
+        """The base model with the adapter in `weights`, or a new one."""
+        model = super().load(None)
+        self._dtype = next(model.parameters()).dtype
+        count = add_adapter(model, self.config)
+        if weights is not None:
+            load_adapter(model, weights)
         print(f"LoRA rank {self.config.lora_r}: {count:,} parameters are trained")
-        self.version = start.version
-        self.connect()
-        return self.model
+        return model
 
-    def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
-        """Step the adapter, save it, swap it."""
-        clock = Phases()
-        with clock("write"):
-            write()
-        self.version = version
+    def _deliver(self, clock: Phases) -> bool:
         with clock("save"):
             self._save()
         with clock("swap"):
             self._give_all()
         self._forget()
-        return SyncReport(self.mode, version, sum(clock.seconds.values()), clock.seconds)
+        return True
 
     def _give_all(self) -> None:
         """Every server answers with the present adapter; one that is away is waited for."""
         for engine in self.engines:
             try:
-                self._load(engine)
+                self._give(engine)
             except EngineGone:
-                try:
-                    self._serve_again(engine)
-                except Stopped:
-                    return  # the update is complete, and nobody waits for it any more
+                self._serve_again(engine)
 
-    def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
-        self._load(engine)
-
-    def _load(self, engine: ServerClient) -> None:
+    def _give(self, engine: ServerClient, info: BridgeInfo | None = None) -> None:
         self._require_lora(engine)
         if not self._path(self.version).is_dir():
             self._save()
@@ -127,40 +102,23 @@ class LoraSwap(SeparateWeights):
 
 
 class LoraRestart(LoraSwap):
-    """Strategy of mode `lora_restart`."""
-
-    mode = "lora_restart"
+    """Strategy of mode `lora_restart`: every few versions the server is restarted and loads the adapter."""
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
         flags = ["--enable-lora", "--max-lora-rank", str(server_rank(config.lora_r))]
         flags += ["--cudagraph-capture-sizes", *map(str, few_graph_sizes())]
-        self.lifecycle = make_lifecycle(config, stop, flags=flags)
+        self.lifecycle: Lifecycle = make_lifecycle(config, stop, flags=flags)
 
-    def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
-        """Step the adapter; when a restart is due, save it, restart the server, load it."""
-        clock = Phases()
-        with clock("write"):
-            write()
-        self.version = version
-        moved = False
-        if version % self.config.vllm_restart_interval == 0:
+    def _deliver(self, clock: Phases) -> bool:
+        due = self._restart_is_due()
+        if due:
             with clock("save"):
                 self._save()
-            with contextlib.suppress(Stopped):  # the update is complete, and nobody waits for a server any more
-                self._restart(clock)
-                moved = True
+            self._restart(clock)
             self._forget()
         self.lifecycle.prepare()
-        return SyncReport(self.mode, version, sum(clock.seconds.values()), clock.seconds, moved=moved)
-
-    def connect(self) -> None:
-        self.lifecycle.ensure()  # first: an own child brings the token
-        super().connect()
-
-    def close(self) -> None:
-        super().close()
-        self.lifecycle.close()
+        return due
 
     def _restart(self, clock: Phases) -> None:
         """A new server with the present adapter; one that cannot be restarted from here gets it as it runs."""
@@ -176,7 +134,3 @@ class LoraRestart(LoraSwap):
         with clock("load"):
             for engine in self.engines:
                 self._serve_again(engine)
-
-    def _serve_again(self, engine: ServerClient) -> None:
-        self.lifecycle.ensure()
-        super()._serve_again(engine)

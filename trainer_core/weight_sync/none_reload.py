@@ -7,12 +7,10 @@ last load, so rollouts lag up to `vllm_restart_interval` versions. A server that
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,14 +18,12 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 
 from atropos_common.bridge import BridgeInfo, LoadWeightsRequest
-from atropos_common.run_dir import RunDir
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import EngineGone, Stopped, TrainerError, UsageError
+from trainer_core.errors import EngineGone, TrainerError, UsageError
 from trainer_core.policy.load import weights
 from trainer_core.server.client import ServerClient
-from trainer_core.server.lifecycle import Lifecycle, make_lifecycle
-from trainer_core.weight_sync.base import Phases, Start, SyncReport
-from trainer_core.weight_sync.separate_weights import SeparateWeights
+from trainer_core.server.lifecycle import make_lifecycle
+from trainer_core.weight_sync.base import Phases, SeparateWeights
 
 TAKES_WEIGHTS = "ATROPOS_WEIGHT_UPDATES"
 """What the server's environment must say."""
@@ -36,58 +32,32 @@ TAKES_WEIGHTS = "ATROPOS_WEIGHT_UPDATES"
 class Reload(SeparateWeights):
     """Strategy of mode `none`."""
 
-    mode = "none"
-
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
-        run = RunDir.from_env()
-        self._folder = ((run.bridge if run else Path(config.save_path)) / "weights").absolute()
+        self._folder = self._folder_for("weights")
         self._tag = secrets.token_hex(3)
         """Of this attempt: a server may still start from what an earlier one wrote."""
-        self.lifecycle: Lifecycle | None = (
-            None if config.vllm_urls else make_lifecycle(config, stop, env={TAKES_WEIGHTS: "1"})
-        )
+        if not config.vllm_urls:
+            self.lifecycle = make_lifecycle(config, stop, env={TAKES_WEIGHTS: "1"})
         self._loaded: dict[str, float] = {}
         """Seconds by phase that servers reported of the present load."""
 
-    def attach(self, start: Start) -> torch.nn.Module:
-        """Load the weights of `start` and let the server answer with them.
+    def load(self, weights: Path | None) -> torch.nn.Module:
+        self._base = weights is None
+        return super().load(weights)
 
-        Raises:
-            EngineGone: no server within `engine_timeout`.
-            UsageError: the server takes no weights, and cannot be restarted from here.
-            EngineError: it refuses them: it serves another model.
-        """
-        self.model = self.load(start.weights)
-        self._base = start.weights is None
-        self.version = start.version
-        if self.lifecycle is not None:
-            self.lifecycle.ensure()  # first: an own child brings the token
-        self.connect()
-        return self.model
-
-    def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
-        """Step the weights; when a load is due, save them and let every server answer with them."""
-        clock = Phases()
-        with clock("write"):
-            write()
-        self.version, self._base = version, False
-        phases = clock.seconds
-        moved = False
-        if version % self.config.vllm_restart_interval == 0:
-            with clock("save"):
-                self._save()
-            # The update is complete: at the end nobody waits for a server any more.
-            with contextlib.suppress(Stopped):
-                phases |= self._give_all()
-                moved = True
-            self._forget()
-        return SyncReport(self.mode, version, sum(phases.values()), phases, moved=moved)
+    def _deliver(self, clock: Phases) -> bool:
+        self._base = False
+        if not self._restart_is_due():
+            return False
+        with clock("save"):
+            self._save()
+        clock.seconds |= self._give_all()
+        self._forget()
+        return True
 
     def close(self) -> None:
         super().close()
-        if self.lifecycle is not None:
-            self.lifecycle.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _give_all(self) -> dict[str, float]:
@@ -101,11 +71,6 @@ class Reload(SeparateWeights):
                 self._serve_again(engine)
                 restarts += time.perf_counter() - began
         return {"restart": restarts} if restarts else self._loaded
-
-    def _serve_again(self, engine: ServerClient) -> None:
-        if self.lifecycle is not None:
-            self.lifecycle.ensure()
-        super()._serve_again(engine)
 
     def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
         with self.backoff.attempt(info.instance_id):

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -23,8 +24,7 @@ from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.load import attach_views, copy_weights, differences, empty_model, load_config, load_model
 from trainer_core.policy.logprobs import sequence_logprobs
 from trainer_core.server.client import ServerClient
-from trainer_core.server.lifecycle import supervised, wait_for_server
-from trainer_core.weight_sync.base import Phases, Start, SyncReport
+from trainer_core.weight_sync.base import Phases, Start, WeightSync
 
 PROOF = 64.0
 """By so much, and as many times its size, one value is changed to see the server follow."""
@@ -33,26 +33,16 @@ LEASE_S = 120.0
 """Without a resume in this time the server helps itself."""
 
 
-class SingleCopy:
+class SingleCopy(WeightSync):
     """Strategy of mode `shared_vllm`."""
 
-    mode = "shared_vllm"
-
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
-        self.config = config
-        self.device = device
-        self.stop = stop
+        super().__init__(config, device, stop)
         self.path = manifest_path(config)
-        self.engine: ServerClient | None = None
         self._process: psutil.Process | None = None
-        self._model: torch.nn.Module | None = None
         self._start = Start()
         self._lost: str | None = None
         """What `let_go` answered."""
-
-    @property
-    def engines(self) -> list[ServerClient]:
-        return [self.engine] if self.engine else []
 
     def attach(self, start: Start) -> torch.nn.Module:
         """Wait for the manifest, check it, map the tensors and see to it that they hold the weights of `start`.
@@ -61,8 +51,8 @@ class SingleCopy:
             ManifestError: no usable manifest within `engine_timeout`.
             UsageError: another model or dtype, or tensors that cannot be mapped.
         """
-        manifest = self._await_manifest()
-        self.engine = ServerClient(manifest.base_url, _token(self.path))
+        manifest = self._await_server(self._usable_manifest, (ManifestError, EngineGone))
+        self.engines = [ServerClient(manifest.base_url, _token(self.path))]
         info = self.engine.meet()
         if info.instance_id != manifest.instance_id:
             raise ManifestError(
@@ -84,10 +74,8 @@ class SingleCopy:
         self.engine.resume(start.version)
         return model
 
-    def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
+    def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
         """Pause, write in place, synchronise the device, resume as `version`."""
-        assert self.engine is not None, "attach first"
-        clock = Phases()
         with clock("pause"):
             self.engine.pause(
                 dirty=True, lease_s=LEASE_S, in_flight=self.config.in_flight, wait_s=self.config.in_flight_timeout
@@ -98,7 +86,7 @@ class SingleCopy:
             self._synchronise()
         with clock("resume"):
             self.engine.resume(version)
-        return SyncReport(self.mode, version, sum(clock.seconds.values()), clock.seconds)
+        return True
 
     def check(self) -> None:
         """Raise `EngineGone` when the server's process has ended."""
@@ -113,7 +101,6 @@ class SingleCopy:
         a GPU is not read again: there the float32 copies are the weights, and what is frozen comes from disk.
         """
         if self._lost is None:
-            assert self._model is not None, "attach first"
             try:
                 self._lost = self._move_out(self._model, copies)
             except RuntimeError as error:  # one read of a dead process's memory makes every later use of the GPU fail
@@ -137,29 +124,15 @@ class SingleCopy:
             param.data = copies[param].to(param.dtype) if param in copies else frozen[name].detach()
         return ""
 
-    def close(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-
-    def _await_manifest(self) -> Manifest:
-        """The manifest of a live server that answers."""
-        supervisor = supervised(self.config, self.stop)
-        return wait_for_server(
-            self._usable_manifest, self.config.engine_timeout, self.stop, meanwhile=(ManifestError, EngineGone),
-            coming=supervisor.coming if supervisor else lambda: None,
-        )  # fmt: skip
-
     def _usable_manifest(self) -> Manifest:
+        """The manifest of a live server that answers."""
         manifest = read_manifest(self.path)
         self._process = _live_server(manifest, self.path)
         port = f":{self.config.vllm_port}"
         if "vllm_port" in self.config.model_fields_set and not manifest.base_url.endswith(port):
             raise UsageError(f"{self.path} is of the server at {manifest.base_url}, not of --vllm-port {port[1:]}")
-        probe = ServerClient(manifest.base_url, _token(self.path), timeout_s=5.0)
-        try:
-            probe.info()
-        finally:
-            probe.close()
+        with closing(ServerClient(manifest.base_url, _token(self.path), timeout_s=5.0)) as engine:
+            engine.info()
         return manifest
 
     def _map(self, manifest: Manifest) -> torch.nn.Module:
@@ -180,7 +153,6 @@ class SingleCopy:
 
     def _place(self, model: torch.nn.Module, start: Start, *, clean: bool) -> None:
         """Put the weights of `start` into the shared tensors; base weights of a fresh server lie there already."""
-        assert self.engine is not None
         if start.weights is None and clean:
             return
         source = start.weights or self.config.model_name
@@ -199,7 +171,6 @@ class SingleCopy:
         Raises:
             EngineError: the server generates with other memory than the manifest names.
         """
-        assert self.engine is not None
         value = _proof_value(model)
         before = value.clone()
         prompt = [min(2, model.config.vocab_size - 1)] * 4

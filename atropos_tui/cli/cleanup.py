@@ -1,0 +1,290 @@
+"""`clean`: end and remove what runs left behind whose supervisor is gone, after saying what and asking.
+
+    atropos-tui clean [--dry-run] [--yes] [--run-dir DIR]
+
+Live runs are never touched, nothing is chosen by name or port, and run directories stay. Processes that were kept on
+purpose (`survive = true`) are ended only when their run is named or each is confirmed.
+
+A run counts as dead only when nobody listens on its socket, nobody holds the lock of its journal (a guard that is
+still sweeping does) and the supervisor that its journal names is not alive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID, RunDir
+from atropos_tui.cli import runs, show
+from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.monitor.format import counted, one_line
+from atropos_tui.monitor.run_files import read_json
+from atropos_tui.supervisor import client, procfs, tracker
+from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor.tracker import Leftover
+
+COMMAND_COLUMNS = 80
+SHARED_MEMORY = Path("/dev/shm")
+SETTLED_S = 10.0
+"""A younger socket may belong to a supervisor that does not listen yet."""
+
+
+def clean(options: argparse.Namespace) -> int:
+    """0: nothing is left; 2: not confirmed, or the run lives; 4: a process outlived SIGKILL; 5: no such run."""
+    named = options.run_dir is not None
+    found = [_named(options.run_dir)] if named else all_dead()
+    kept = [] if named else [run for run in found if run.is_adoptable]
+    chosen = [run for run in found if run not in kept and not run.is_clean]
+    of_runs = {path for run in found for path in run.files}
+    sockets = [] if named else [path for path in stale_sockets() if path not in of_runs]
+    print(_report(chosen, kept, sockets), flush=True)
+    if not named and (unknown := strangers()):
+        print("processes of runs that are not in the list of runs; name one to end them:")
+        for run in unknown:
+            print(f"  atropos-tui clean --run-dir {run.run_id}   ({run.count_text}; {run.root})", flush=True)
+    if options.dry_run:
+        return Exit.DONE
+    if (chosen or sockets) and not options.yes and not _confirmed("end and remove these?"):
+        chosen, sockets = [], []
+    if kept and not options.yes and sys.stdin.isatty():
+        chosen += [run for run in kept if _confirmed(f"end the processes that {run.run_id} keeps for adoption, too?")]
+    codes = [_clean_run(run) for run in chosen]
+    for path in sockets:
+        path.unlink(missing_ok=True)
+        print(f"removed  {path}")
+    return max(codes, default=Exit.DONE)
+
+
+def _named(run_dir: Path) -> DeadRun:
+    """The run that --run-dir means; its folder may be gone as long as its processes tell of it."""
+    try:
+        entry = runs.pick(run_dir)
+    except UserError:
+        for run in strangers():
+            if run_dir.resolve() == run.root or str(run_dir) == run.run_id:
+                return run
+        raise
+    found = find_dead(entry.dir.root, entry.info)
+    if found is None:
+        problem = Problem("its supervisor runs", f"atropos-tui down --run-dir {run_dir}")
+        raise UserError(f"{entry.info.get('run_id')} is live", [problem])
+    return found
+
+
+def _report(chosen: list[DeadRun], kept: list[DeadRun], sockets: list[Path]) -> str:
+    lines = []
+    for run in chosen:
+        lines += [f"{run.run_id}  {run.root}", *_contents(run)]
+    if sockets:
+        lines += ["sockets that nobody listens on", *(f"  file     {path}" for path in sockets)]
+    for run in kept:
+        lines.append(f"{run.run_id} keeps {run.count_text} for adoption: atropos-tui up --resume {run.root}")
+        lines += _contents(run)
+    return "\n".join(lines) or "no run left anything behind"
+
+
+def _contents(run: DeadRun) -> list[str]:
+    rows = [
+        ("  process ", str(p.pid), p.component or "?", one_line(p.command)[:COMMAND_COLUMNS]) for p in run.processes
+    ]
+    lines = show.table(rows, right=(1,)).split("\n") if rows else []
+    lines += [f"  file     {path}" for path in run.files]
+    return [*lines, f"  cgroup   {run.group}"] if run.group else lines
+
+
+def _confirmed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        problem = Problem("there is no terminal to ask", "look with --dry-run, then say --yes")
+        raise UserError("not confirmed", [problem])
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _clean_run(run: DeadRun) -> int:
+    """End and remove what is left of one run; says what it does."""
+    if mine := ancestors() & {process.pid for process in run.processes}:
+        fix = "run it from another terminal"
+        raise UserError(f"this shell is a process of {run.run_id}", [Problem(f"pid {min(mine)}", fix)])
+    with holding(RunDir(run.root)) as free:
+        if not free:
+            print(f"{run.run_id}: a supervisor has begun there meanwhile; not touched")
+            return Exit.DONE
+        shared = {path for process in run.processes for path in tracker.mapped_by(process.pid)}
+        shared |= {str(path) for path in run.files if path.parent == SHARED_MEMORY}
+        if run.processes or run.group:
+            tracker.reap_leftovers(run.run_id, run.table)
+        tracker.remove_unused(shared)
+        for path in run.files:
+            if path.parent != SHARED_MEMORY:
+                path.unlink(missing_ok=True)
+    left = {process.pid: process for process in tracker.find_leftovers(run.run_id, run.table)}
+    for process in run.processes:
+        if process.pid not in left:
+            print(f"ended    {process.pid} {process.component}".rstrip())
+    for name in sorted({*map(str, run.files), *shared, run.group} - {""}):
+        print(f"{'kept, in use' if os.path.lexists(name) else 'removed '} {name}")
+    for process in left.values():
+        print(f"pid {process.pid} ({process.component or '?'}) outlived SIGKILL: only its driver or disk can let it go")
+    return Exit.TIMEOUT if left else Exit.DONE
+
+
+@dataclass
+class DeadRun:
+    """One run without a supervisor, and what is left of it."""
+
+    run_id: str
+    root: Path
+    table: ProcessTable | None
+    processes: list[Leftover] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    """Manifests, weights in shared memory, the socket and the link to it."""
+    group: str = ""
+    """Its control group, if that still exists."""
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.processes or self.files or self.group)
+
+    @property
+    def count_text(self) -> str:
+        return counted(len(self.processes), "process")
+
+    @property
+    def is_adoptable(self) -> bool:
+        """Whether it keeps components for the next supervisor (`survive = true`)."""
+        return any(process.adoptable for process in self.processes)
+
+
+def find_dead(root: Path, info: dict[str, Any]) -> DeadRun | None:
+    """What the run in `root` left; None when it lives. `info` is its run.json."""
+    run = RunDir(root)
+    table = ProcessTable.load(run.journal_json)
+    if runs.RunEntry(run, info).is_live or _is_held(run) or (table and tracker.supervisor_alive(table)):
+        return None
+    run_id = table.run_id if table else str(info.get("run_id", ""))
+    found = DeadRun(run_id, root, table, tracker.find_leftovers(run_id, table) if run_id else [])
+    found.files = [*_clearable_files(run, table), *_socket_files(run)]
+    found.group = table.group if table and procfs.is_group_of(table.group, run_id) else ""
+    return found
+
+
+def all_dead() -> list[DeadRun]:
+    """Every known run that left something behind, newest first."""
+    found = (find_dead(entry.dir.root, entry.info) for entry in runs.all_runs())
+    return [run for run in found if run is not None and not run.is_clean]
+
+
+def strangers() -> list[DeadRun]:
+    """Processes of this user that carry a run's marker, but whose run is not in the list of runs (its folder was
+    deleted, or it was started with another state folder) and has no supervisor."""
+    return with_processes({str(entry.info.get("run_id")) for entry in runs.all_runs()})
+
+
+def with_processes(but: Collection[str] = ()) -> list[DeadRun]:
+    """Dead runs, other than those with an id in `but`, that left processes of this user; one look at the process table,
+    so its cost does not grow with the number of runs."""
+    found: dict[str, dict[str, str]] = {}
+    for pid in procfs.scan():
+        env = procfs.environ(pid) if _owner(pid) == os.getuid() else {}
+        if env.get(ENV_RUN_ID, "") not in {"", *but} and env.get(ENV_RUN_DIR):
+            found[env[ENV_RUN_ID]] = env
+    unsupervised = {id_: env for id_, env in found.items() if not runs.listens(env.get(ENV_CONTROL_SOCKET, ""))}
+    dead = (find_dead(Path(env[ENV_RUN_DIR]), {"run_id": id_}) for id_, env in unsupervised.items())
+    return [run for run in dead if run is not None and run.processes]
+
+
+def left_text(found: list[DeadRun]) -> str:
+    """One line about the processes of dead runs; empty when there are none."""
+    count = sum(len(run.processes) for run in found)
+    if not count:
+        return ""
+    left = f"{counted(count, 'process')} of {counted(len(found), 'dead run')}"
+    return f"note: {left} still here: atropos-tui clean shows and ends what is left"
+
+
+def stale_sockets() -> list[Path]:
+    """Sockets of this user's supervisors on which nobody listens."""
+    try:
+        candidates = sorted(client.socket_folder().glob("*.sock"))
+    except (OSError, client.SocketError):
+        return []
+    return [path for path in candidates if _is_stale(path)]
+
+
+@contextlib.contextmanager
+def holding(run: RunDir) -> Iterator[bool]:
+    """Keep every supervisor out of this run directory meanwhile; False when one is there."""
+    try:
+        descriptor = os.open(run.supervisor_jsonl, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield True  # no journal, or no folder any more: nobody can hold it
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def ancestors() -> set[int]:
+    """This process and those it comes from: a shell inside a component carries the marker, too."""
+    found, pid = set(), os.getpid()
+    while pid and pid not in found:
+        found.add(pid)
+        row = procfs.read(pid)
+        pid = row.ppid if row else 0
+    return found
+
+
+def _is_held(run: RunDir) -> bool:
+    with holding(run) as free:
+        return not free
+
+
+def _clearable_files(run: RunDir, table: ProcessTable | None) -> list[Path]:
+    """What must not outlive its component, by plan and journal, as far as it lies in the run or in shared memory."""
+    parts = read_json(run.plan_json).get("components")
+    planned = [part.get("clears") or [] for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    noted = [entry.clears for entry in table.components.values()] if table else []
+    named = [path for paths in (*planned, *noted) for path in paths]
+    found = []
+    for path in (Path(name) for name in dict.fromkeys(named) if isinstance(name, str)):
+        ours = path.is_relative_to(run.root) or path.parent == SHARED_MEMORY
+        if path.is_absolute() and ".." not in path.parts and ours and path.is_file() and not path.is_symlink():
+            found.append(path)
+    return found
+
+
+def _socket_files(run: RunDir) -> list[Path]:
+    """The link to a socket that nobody listens on, and the socket."""
+    if not run.control_sock.is_symlink():
+        return []
+    target = run.control_sock.readlink()
+    with contextlib.suppress(OSError, client.SocketError):
+        if target == client.socket_path(run) and target.is_socket():
+            return [run.control_sock, target]
+    return [run.control_sock]
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        return time.time() - path.lstat().st_ctime > SETTLED_S and path.is_socket() and not runs.listens(str(path))
+    except OSError:
+        return False
+
+
+def _owner(pid: int) -> int:
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return -1

@@ -1,0 +1,514 @@
+"""What looks while a run goes: about once a second, at what components printed and what the trainer recorded.
+
+`Watcher` belongs to the supervisor's event loop; everything that takes time (`_work`: finding lines, parsing records,
+asking run-api) happens in a thread. `LogScanner` reads what one attempt of a component prints, at a bounded cost:
+`feed` keeps bytes and does nothing else, so that draining the pipe costs no more than before. Of what comes between two
+looks it keeps the first `HEAD` and the last `REST` bytes and drops what is between, which only a flood of more than
+192 KB a second makes it do. `scan` finds each pattern by its anchor with `bytes.find`, over all bytes at once, and
+looks at a line only where an anchor was found. Anchors whose rule has spoken are skipped after their first hit, and at
+most `LINES` lines are looked at for a pattern in one look, so that a program that prints nothing but telling lines
+costs no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+
+from atropos_common.control import Role
+from atropos_common.record_tail import RecordTail
+from atropos_common.records import (
+    AlignmentRecord,
+    EvalRecord,
+    Record,
+    RolloutRecord,
+    StepRecord,
+    TimingRecord,
+    TrainerRecord,
+)
+from atropos_common.run_dir import RunDir
+from atropos_tui.diagnoses.log_rules import LOG_RULES
+from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule
+from atropos_tui.diagnoses.model import (
+    LONGEST_LINE,
+    QUIET_S,
+    WATCHER_FAULT,
+    Diagnosis,
+    LogMatch,
+    LogPattern,
+    LogRule,
+    Names,
+    RateLimit,
+    Rule,
+    plain,
+    shortened,
+)
+from atropos_tui.diagnoses.stall_rules import (
+    STALL_RULES,
+    ApiView,
+    Part,
+    RefusalWatch,
+    RunSnapshot,
+    stalled_s,
+    starting_roles,
+)
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
+
+LOOK_S = 1.0
+ASK_S = 30.0
+"""run-api is asked no more often than this, and only while nothing trains."""
+ANSWER_S = 3.0
+DISK_S = 10.0
+HEAD = 160 * 1024
+REST = 32 * 1024
+LINES = 20
+RECENT = 64 * 1024
+"""Of what was printed last, for rules that look for a cause around their pattern."""
+MUCH = 16 * 1024
+"""With more bytes than this at hand the event loop is let through between two patterns: it has a flood to drain."""
+COUNTED: dict[Role, dict[str, bytes]] = {
+    Role.ENV: {
+        "dropped groups": b"Scores are the same in a group, skipping",
+        "timed-out rollouts": b"has timed out after",
+        "registrations": b"registered as environment ",
+        "stock registrations": b"Initialized env with id ",
+        "refusals": b"/generate: 4",
+        "stock refusals": b"ClientResponseError",
+        "openai refusals": b"BadRequestError",
+    },
+    Role.API: {"disconnections": b'"POST /disconnect-env HTTP/1.1" 200'},
+}
+"""Lines whose number tells why no batch comes; in a flood they are counted only as far as they are kept."""
+CAME = ("registrations", "stock registrations")
+HEARD = ("refusals", "stock refusals", "openai refusals")
+NOTED: dict[Role, bytes] = {Role.ENGINE: b"[vllm_server] refused "}
+"""Lines that are kept as they are, for rules about other components."""
+PACE_STEPS = 20
+MARKS_A_STEP = (StepRecord, AlignmentRecord, TimingRecord, RolloutRecord)
+"""Kinds that are judged. Others may carry the step that an attempt resumed from."""
+
+
+@dataclass
+class _Open:
+    """A match that needs patience: since when, and the line."""
+
+    since: float
+    match: LogMatch
+
+
+class LogScanner:
+    """Finds patterns in what one attempt prints. `feed` and `take` belong to the event loop, the rest to one thread."""
+
+    def __init__(self, spec: ComponentSpec, names: Names) -> None:
+        self.spec = spec
+        self.names = names
+        self.counts: Counter[str] = Counter()
+        self.noted: list[str] = []
+        """Newest lines with the role's needle in `NOTED`; whoever takes them clears the list."""
+        self._head: list[bytes] = []
+        self._room = HEAD
+        self._rest = bytearray()
+        self._carry = b""
+        self._patterns = [
+            (rule, pattern) for rule in LOG_RULES if rule.concerns(spec.role) for pattern in rule.patterns
+        ]
+        self._counted = COUNTED.get(spec.role, {})
+        self._limits: dict[str, RateLimit] = {}
+        self._open: dict[LogPattern, _Open] = {}
+        self._settling: dict[str, tuple[LogRule, _Open]] = {}
+        self._recent: bytearray | None = bytearray() if any(rule.settle_s for rule, _ in self._patterns) else None
+
+    def feed(self, data: bytes) -> None:
+        """Keep `data` for the next look, or its two ends."""
+        if self._room > 0:
+            self._head.append(data[: self._room])
+            data = data[self._room :]
+            self._room -= len(self._head[-1])
+        if data:
+            self._rest += data[-REST:]
+            if len(self._rest) > 2 * REST:
+                del self._rest[:-REST]
+
+    def take(self) -> list[bytes]:
+        """What was kept since the last call: one run of bytes, or two with a gap between."""
+        if not self._head:
+            return []
+        head, rest = b"".join(self._head), bytes(self._rest[-REST:])
+        whole = len(self._rest) <= REST
+        self._head, self._room, self._rest = [], HEAD, bytearray()
+        return [head + rest] if whole else [head, rest]
+
+    def scan(self, pieces: list[bytes], now: float, starting: Collection[Role] = ()) -> list[Diagnosis]:
+        """What is to be said about `pieces` and about what was seen before.
+
+        Args:
+            now: seconds of any one clock.
+            starting: roles of which a component is starting; who waits for them is right to wait.
+        """
+        said: list[Diagnosis] = []
+        for piece in pieces[:-1]:  # a gap follows, so nothing that comes completes its last line
+            said += self._look(self._carry + piece, now)
+            self._carry = b""
+        if pieces:
+            text = self._carry + pieces[-1]
+            cut = text.rfind(b"\n") + 1
+            if len(text) - cut > LONGEST_LINE:
+                cut = len(text)
+            said += self._look(text[:cut], now)
+            self._carry = text[cut:]
+        return said + self._settled(now) + self._impatient(now, starting)
+
+    def close(self, now: float) -> list[Diagnosis]:
+        """The attempt is over: its last line may lack its newline, and it waits for nothing any more."""
+        text, self._carry = self._carry, b""
+        said = self._look(text, now)
+        self._open.clear()
+        return said + self._settled(float("inf"))
+
+    def _look(self, text: bytes, now: float) -> list[Diagnosis]:
+        said: list[Diagnosis] = []
+        if self._recent is not None:
+            self._recent += text
+            del self._recent[:-RECENT]
+        for rule, pattern in self._patterns:
+            if len(text) > MUCH:
+                time.sleep(0)
+            if pattern.patience_s > 0:
+                self._wait(rule, pattern, text, now)
+            elif (found := self._find(pattern, text, 0, self._most(rule))) is not None:
+                if rule.settle_s:
+                    self._settling.setdefault(rule.name, (rule, _Open(now, found)))
+                else:
+                    said += self._say(rule, found, now)
+        for name, needle in self._counted.items():
+            self.counts[name] += text.count(needle)
+        if (wanted := NOTED.get(self.spec.role)) is not None:
+            self.noted = [*self.noted, *_lines_with(text, wanted, 0, LINES)][-LINES:]
+        return said
+
+    def _wait(self, rule: LogRule, pattern: LogPattern, text: bytes, now: float) -> None:
+        cleared = max((text.rfind(end) for end in pattern.ends), default=-1)
+        if cleared >= 0:
+            self._open.pop(pattern, None)
+            if (limit := self._limits.get(rule.name)) is not None:
+                limit.lowered()
+        if pattern not in self._open and (found := self._find(pattern, text, cleared + 1, LINES)) is not None:
+            self._open[pattern] = _Open(now, found)
+
+    def _find(self, pattern: LogPattern, text: bytes, begin: int, most: int) -> LogMatch | None:
+        """The first line of `text` from `begin` on that is such a pattern, of at most `most` that hold its anchor."""
+        for line in _lines_with(text, pattern.needle, begin, most):
+            if (match := pattern.match(line)) is not None:
+                return LogMatch(self.spec, self.names, line, tuple(group or "" for group in match.groups()))
+        return None
+
+    def _most(self, rule: LogRule) -> int:
+        limit = self._limits.get(rule.name)
+        return 1 if limit is not None and limit.active else LINES
+
+    def _settled(self, now: float) -> list[Diagnosis]:
+        """What is to be said of patterns after which the program has told all that it had to tell."""
+        said: list[Diagnosis] = []
+        for name, (rule, seen) in list(self._settling.items()):
+            if now - seen.since >= rule.settle_s:
+                del self._settling[name]
+                around = tuple(bytes(self._recent or b"").decode(errors="replace").splitlines())
+                said += self._say(rule, replace(seen.match, around=around), seen.since)
+        return said
+
+    def _impatient(self, now: float, starting: Collection[Role]) -> list[Diagnosis]:
+        said: list[Diagnosis] = []
+        for rule, pattern in self._patterns:
+            waited = self._open.get(pattern)
+            if waited is None:
+                continue
+            if any(role in starting for role in pattern.waits_for):
+                waited.since = now
+            elif now - waited.since >= pattern.patience_s:
+                del self._open[pattern]
+                said += self._say(rule, waited.match, now)
+        return said
+
+    def _say(self, rule: LogRule, found: LogMatch, now: float) -> list[Diagnosis]:
+        if any(self._limits[name].active for name in rule.unless if name in self._limits):
+            return []
+        limit = self._limits.setdefault(rule.name, RateLimit())
+        if limit.active and now - limit.seen_at > QUIET_S:
+            limit.lowered()
+        return [rule.explain(found, limit.episodes - 1)] if limit.raised(now) else []
+
+
+def _lines_with(text: bytes, needle: bytes, begin: int, most: int) -> Iterator[str]:
+    """At most `most` lines of `text` from `begin` on that hold `needle`. A carriage return ends a line, too."""
+    position = text.find(needle, begin)
+    while position >= 0 and most > 0:
+        first, last = max(0, position - LONGEST_LINE // 2), position + LONGEST_LINE // 2
+        start = max(text.rfind(b"\n", first, position), text.rfind(b"\r", first, position), first - 1) + 1
+        ends = (text.find(b"\n", position, last), text.find(b"\r", position, last))
+        end = min((end for end in ends if end >= 0), default=min(last, len(text)))
+        yield plain(text[start:end])
+        position = text.find(needle, end)
+        most -= 1
+
+
+class _Track:
+    """One rule over one series: its window, its limit, and how long all has been well."""
+
+    def __init__(self, rule: MetricRule) -> None:
+        self.rule = rule
+        self.records: deque[Record] = deque(maxlen=rule.window)
+        self.limit = RateLimit()
+        self._good = 0
+
+    def put(self, record: Record) -> Diagnosis | None:
+        self.records.append(record)
+        evidence = self.rule.judge(list(self.records))
+        if evidence is None:
+            self._good += 1
+            if self._good >= self.rule.good:
+                self.limit.lowered()
+            return None
+        self._good = 0
+        if not self.limit.raised(record.time):
+            return None
+        rule = self.rule
+        return Diagnosis(rule.title, shortened(evidence), rule.fix, rule.name, self.limit.episodes - 1)
+
+
+class MetricWatch:
+    """What the numbers say. Each rule speaks once while its trouble lasts, in each attempt of the trainer."""
+
+    def __init__(self, since: float) -> None:
+        """`since`: Unix seconds; older records (of a run that is resumed) are known, but not spoken of."""
+        self.attempt = 0
+        self.step = 0
+        """Newest optimizer step, 0 before the first."""
+        self.step_at: float | None = None
+        """When it was written."""
+        self._since = since
+        self._pace: deque[float] = deque(maxlen=PACE_STEPS)
+        self._tracks: dict[Hashable, _Track] = {}
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds between the newest steps, the longest of them; 0 where there is none."""
+        return max(self._pace, default=0.0)
+
+    def feed(self, record: Record) -> list[Diagnosis]:
+        """What is to be said now that `record` has come."""
+        if isinstance(record, TrainerRecord):
+            return self._feed_trainer(record)
+        if isinstance(record, EvalRecord):
+            return self._judge(record, (record.env, record.split))
+        return []
+
+    def _feed_trainer(self, record: TrainerRecord) -> list[Diagnosis]:
+        if record.rank != 0 or not isinstance(record, MARKS_A_STEP):
+            return []
+        if record.attempt < self.attempt:
+            return []  # a late line of an attempt that is over
+        if record.attempt > self.attempt:
+            self._begin_attempt(record)
+        if isinstance(record, StepRecord):
+            self.step, self.step_at = record.step, record.time
+        elif isinstance(record, TimingRecord):
+            self._pace.append(record.step_s)
+        return self._judge(record, None)
+
+    def _begin_attempt(self, record: TrainerRecord) -> None:
+        """From a later attempt's first step on, what earlier ones did does not count; every rule may speak again."""
+        self.attempt = record.attempt
+        for track in self._tracks.values():
+            kept = [old for old in track.records if not isinstance(old, TrainerRecord) or old.step < record.step]
+            track.records = deque(kept, maxlen=track.rule.window)
+            track.limit = RateLimit()
+
+    def _judge(self, record: Record, series: Hashable) -> list[Diagnosis]:
+        said = []
+        for rule in METRIC_RULES:
+            if isinstance(record, rule.kinds):
+                key = (rule.name, rule.title, rule.kinds, series)
+                found = self._tracks.setdefault(key, _Track(rule)).put(record)
+                if found is not None and record.time >= self._since:
+                    said.append(found)
+        return said
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What the present attempt of a component printed since the last look."""
+
+    scanner: LogScanner
+    pieces: list[bytes]
+    over: bool
+    """It prints no more."""
+    asked_to_go: bool
+    """It was stopped or killed on purpose: what it cries out while it dies is no trouble."""
+
+
+class Watched(Protocol):
+    """What the watcher needs of a component."""
+
+    def observe(self) -> tuple[Part, Printed | None]:
+        """What is seen of it now, and what it printed since the last call; None before its first attempt."""
+
+    def diagnose(self, found: Diagnosis, attempt: int | None = None) -> None:
+        """Publish what is known about a failure."""
+
+
+class Watcher:
+    """Runs every rule that speaks while the run goes. `look` belongs to the event loop; one at a time."""
+
+    def __init__(self, stack: StackSpec, components: Mapping[str, Watched]) -> None:
+        self._stack, self._components = stack, components
+        self._run = RunDir(Path(stack.run_dir))
+        self._names = Names.of(stack)
+        self._metrics = MetricWatch(time.time())
+        self._tails: dict[Path, RecordTail] = {}
+        self._looking = asyncio.Lock()
+        self._limits: dict[tuple[str, str, str, int], RateLimit] = {}
+        """By rule, component, title (what has another is another cause) and attempt, where each is told anew."""
+        self._episodes: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._since_step: Counter[str] = Counter()
+        self._refusals = RefusalWatch(stack)
+        self._api_attempt = 0
+        self._api: ApiView | None = None
+        self._asked_at = self._disk_at = float("-inf")
+        self._disk: tuple[int, int] | tuple[None, None] = (None, None)
+
+    async def watch(self) -> None:
+        """Look again and again, until cancelled. A fault in here is told, and never ends the run."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                # Shielded: what a look has read is not read again, so its end must come even when we are cancelled.
+                await asyncio.shield(asyncio.ensure_future(self.look()))
+            except Exception as error:
+                fix = "the run goes on, its diagnoses may be missing; please report it with the run's supervisor.jsonl"
+                next(iter(self._components.values())).diagnose(WATCHER_FAULT.diagnosis(repr(error), fix), 0)
+
+    async def look(self) -> None:
+        """One look at everything; what is found is told."""
+        async with self._looking:
+            seen = [component.observe() for component in self._components.values()]
+            attempts = {part.name: part.attempt for part, _ in seen}
+            for name, found in await asyncio.to_thread(self._work, time.time(), seen):
+                self._components[name].diagnose(found, attempts[name])
+
+    # In the thread.
+
+    def _work(self, now: float, seen: list[tuple[Part, Printed | None]]) -> list[tuple[str, Diagnosis]]:
+        run = RunSnapshot(now, tuple(part for part, _ in seen), self._names)
+        starting = starting_roles(run)
+        said = [(run.trainer, found) for found in self._read_records()]
+        for part, printed in seen:
+            if printed is not None:
+                scanner = printed.scanner
+                found_here = scanner.scan(printed.pieces, now, starting)
+                found_here += scanner.close(now) if printed.over else []
+                said += [(part.name, found) for found in found_here if not printed.asked_to_go]
+                self._count(part, scanner, now)
+        run = self._completed(run)
+        for rule in STALL_RULES:
+            stalls = rule.look(run)
+            for part in run.parts:
+                said += self._speak(rule, part.name, stalls.get(part.name), now, rule.each_attempt * part.attempt)
+        return said
+
+    def _read_records(self) -> list[Diagnosis]:
+        said: list[Diagnosis] = []
+        step = self._metrics.step_at
+        for path in (self._run.telemetry_jsonl, *sorted(self._run.root.glob("eval.*.jsonl"))):
+            tail = self._tails.setdefault(path, RecordTail(path))
+            while True:
+                for record in tail.read():
+                    said += self._metrics.feed(record)
+                if not tail.behind:
+                    break
+        if self._metrics.step_at != step:
+            self._since_step.clear()
+        return said
+
+    def _count(self, part: Part, scanner: LogScanner, now: float) -> None:
+        counts = scanner.counts
+        if part.role is Role.ENV:
+            self._refusals.hear(part.name, part.attempt, sum(counts[name] for name in HEARD))
+        if part.role is Role.ENGINE:
+            self._refusals.feed(part.name, part.attempt, scanner.noted, now)
+            scanner.noted.clear()
+        if part.role is Role.API and part.attempt != self._api_attempt:
+            self._api_attempt = part.attempt
+            self._counts.clear()  # a new run-api knows nobody
+        self._counts.update(counts)
+        self._since_step.update(counts)
+        counts.clear()
+
+    def _completed(self, bare: RunSnapshot) -> RunSnapshot:
+        """`bare` with what is known of steps, logs, the disk and, once nothing trains, run-api."""
+        metrics = self._metrics
+        live = sum(not part.state.is_resting for part in bare.of(Role.ENV))
+        came = sum(self._counts[name] for name in CAME)
+        free, size = self._free(bare.now)
+        run = replace(
+            bare,
+            step=metrics.step,
+            step_at=metrics.step_at,
+            pace_s=metrics.pace_s,
+            counts=dict(self._since_step),
+            ghosts=max(0, came - self._counts["disconnections"] - live),
+            free_bytes=free,
+            disk_bytes=size,
+            refused=self._refusals.judge(bare.parts, bare.now),
+        )
+        if stalled_s(run) is None:
+            self._api = None
+        elif bare.now - self._asked_at >= ASK_S:
+            self._asked_at = bare.now
+            spec = next((spec for spec in self._stack.components if spec.role is Role.API and spec.port), None)
+            self._api = ask_api(f"http://127.0.0.1:{spec.port}") if spec else None
+        return replace(run, api=self._api)
+
+    def _free(self, now: float) -> tuple[int, int] | tuple[None, None]:
+        if now - self._disk_at >= DISK_S:
+            self._disk_at = now
+            try:
+                disk = os.statvfs(self._run.root)
+                self._disk = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+            except OSError:
+                self._disk = (None, None)
+        return self._disk
+
+    def _speak(
+        self, rule: Rule, name: str, found: Diagnosis | None, now: float, attempt: int
+    ) -> list[tuple[str, Diagnosis]]:
+        """`found`, if it is new; with `attempt` it is new in each."""
+        cause = found.title if found else "", attempt
+        for key, limit in self._limits.items():
+            if key[:2] == (rule.name, name) and key[2:] != cause:
+                limit.lowered()
+        if found is None or not self._limits.setdefault((rule.name, name, *cause), RateLimit()).raised(now):
+            return []
+        episode = self._episodes[rule.name]
+        self._episodes[rule.name] += 1
+        return [(name, replace(found, episode=episode))]
+
+
+def ask_api(url: str) -> ApiView:
+    """What the run-api at `url` says of itself; its newest group only when groups wait, since it may be large."""
+    try:
+        with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False) as http:
+            status, info = http.get("/status").json(), http.get("/info").json()
+            queue = int(status.get("queue_size") or 0)
+            group = len(http.get("/latest_example").json().get("tokens") or []) if queue else 0
+            return ApiView(int(info.get("batch_size", -1)), queue, group, int(status.get("current_step") or 0))
+    except (httpx.HTTPError, ValueError, AttributeError, TypeError) as error:
+        return ApiView(problem=f"{url}: {str(error) or type(error).__name__}")

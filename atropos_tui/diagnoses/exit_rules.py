@@ -1,0 +1,190 @@
+"""Why did it die? Exit code and last log lines give a title, the evidence and the fix.
+
+Log rules come first, in their order; then what the exit code itself says; then lines that only tell what was being
+waited for; last, any Python exception. `diagnose` may look at the machine (who holds a port) and is called in a thread.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from atropos_tui.diagnoses.log_rules import LOG_RULES
+from atropos_tui.diagnoses.model import ANSI, USUAL, Diagnosis, LogMatch, LogPattern, Names, Rule, shortened
+from atropos_tui.diagnoses.roots import is_passing, root_error
+from atropos_tui.profile.spec import ComponentSpec
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known about an end: `exit_code` is negative for a signal, `lines` are the last of the log."""
+
+    spec: ComponentSpec
+    exit_code: int
+    lines: list[str]
+    names: Names = USUAL
+    above: tuple[str, ...] = ()
+    """Lines before those: no rule recognises anything in them, but the cause of what one recognised may lie there."""
+
+    def last(self, pattern: str) -> tuple[re.Match[str], str] | None:
+        """The last line that matches, with its match."""
+        for line in reversed(self.lines):
+            if match := re.search(pattern, line, re.IGNORECASE):
+                return match, line.strip()
+        return None
+
+
+@dataclass(frozen=True)
+class ExitRule(Rule):
+    """A rule over how a component ended. `title` and `fix` may name `{name}` and groups of the match (`{0}`)."""
+
+    fix: str = ""
+    pattern: str = ""
+    """On the log's lines; the last that matches, whatever its case, is the evidence."""
+    codes: tuple[int, ...] = ()
+    """Exit codes that it is about; none: all."""
+    judge: Callable[[Evidence], tuple[str, str, str] | None] | None = None
+    """Title, evidence and fix where it recognises the case; replaces all of that."""
+
+    def explain(self, found: Evidence) -> Diagnosis | None:
+        """The diagnosis of an end, where this rule recognises it."""
+        if self.judge is not None:
+            said = self.judge(found)
+            return Diagnosis(*said, self.name) if said else None
+        hit = found.last(self.pattern)
+        if hit is None or (self.codes and found.exit_code not in self.codes):
+            return None
+        title, fix = (found.names.fill(text, *hit[0].groups(), name=found.spec.name) for text in (self.title, self.fix))
+        return Diagnosis(title, hit[1], fix, self.name)
+
+
+def not_executable(found: Evidence) -> tuple[str, str, str] | None:
+    if found.exit_code not in (126, 127):
+        return None
+    hit = found.last(r"not found|cannot execute|permission denied")
+    evidence = hit[1] if hit else f"exit code {found.exit_code}: {found.spec.command[0]}"
+    fix = "install the program, or correct the command in the profile"
+    return f"the command of {found.spec.name} cannot be run", evidence, fix
+
+
+def killed_by_signal(found: Evidence) -> tuple[str, str, str] | None:
+    if found.exit_code >= 0:
+        return None
+    if found.exit_code == -signal.SIGKILL:
+        fix = "if nobody killed it, the kernel's out-of-memory killer did: see dmesg, and use less memory"
+    elif found.exit_code == -signal.SIGBUS:
+        fix = "a full /dev/shm shows as SIGBUS: df -h /dev/shm; atropos-tui clean removes what earlier runs left there"
+    elif found.exit_code in (-signal.SIGSEGV, -signal.SIGILL, -signal.SIGABRT):
+        fix = "a crash in native code: see the last log lines"
+    else:
+        fix = "someone sent that signal: atropos-tui stop is the way that keeps it stopped"
+    return f"killed by {describe_exit(found.exit_code)}", _last_words(found), fix
+
+
+def exited(found: Evidence) -> tuple[str, str, str]:
+    fix = f"atropos-tui logs {found.spec.name} shows the whole log"
+    return f"{found.spec.name} exited with code {found.exit_code}", _last_words(found), fix
+
+
+BY_EXIT = (
+    ExitRule(
+        "missing_module",
+        "Python module {0} is missing",
+        "install {1} into the environment that runs {name}, or correct its module or cwd",
+        r"No module named '?((\w+)[\w.]*)'?",
+    ),
+    ExitRule(
+        "import_failed",
+        "a Python import failed",
+        "installed versions do not fit each other: run `make install` in a fresh .venv",
+        r"ImportError: .+",
+    ),
+    ExitRule(
+        "model_missing",
+        "the model was not found",
+        "correct `model` in the profile: a folder with config.json, or a hub id",
+        r"is not a local folder and is not a valid model identifier|Repository Not Found|RepositoryNotFoundError"
+        r"|(?:model|config\.json|safetensors|tokenizer).*(?:No such file or directory|does not exist|not found)"
+        r"|No such file or directory.*(?:config\.json|safetensors|tokenizer)|Repo id must be in the form"
+        r"|Incorrect path_or_model_id|HFValidationError|does not appear to have a file named"
+        r"|--model\S* .*(?:no such directory|no model there|no config\.json)",
+    ),
+    ExitRule(
+        "bad_usage",
+        "{name} refused its arguments",
+        "correct its section of the profile",
+        r"error: .+|usage: .+|unrecognized arguments.+|ValidationError.*",
+        codes=(2,),
+    ),
+    ExitRule("not_executable", "a command cannot be run", judge=not_executable),
+    ExitRule("killed", "killed by a signal", judge=killed_by_signal, passing=True),
+)
+AT_LAST = (
+    ExitRule(
+        "python_error",
+        "{name} raised {0}",
+        "atropos-tui logs {name} shows it all",
+        r"^\s*(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit))(?::|$)",
+    ),
+    ExitRule("exited", "a component exited", judge=exited),
+)
+"""Where nothing else explains the end; the last one always does."""
+EXIT_RULES = BY_EXIT + AT_LAST
+PASSING_RULES = frozenset(rule.name for rule in (*LOG_RULES, *EXIT_RULES) if rule.passing)
+
+
+def diagnose(found: Evidence) -> Diagnosis:
+    """The first rule that recognises the case, else the plain exit code with the last log line."""
+    found = replace(found, lines=[ANSI.sub("", line) for line in found.lines])
+    said = _from_lines(found, waits=False) or _first(BY_EXIT, found)
+    said = said or _from_lines(found, waits=True) or _first(AT_LAST, found)
+    assert said is not None
+    return said
+
+
+def lasting_error(rule: str, lines: list[str]) -> str:
+    """The error line of a log whose end `rule` explains; empty where there is none, or where another try can help."""
+    line = root_error(lines)
+    return "" if line is None or rule in PASSING_RULES or is_passing(line) else line
+
+
+def _first(rules: tuple[ExitRule, ...], found: Evidence) -> Diagnosis | None:
+    return next((said for rule in rules if (said := rule.explain(found)) is not None), None)
+
+
+def _from_lines(found: Evidence, *, waits: bool) -> Diagnosis | None:
+    """What a log rule says; with `waits` from patterns that need patience and were not cleared."""
+    for rule in LOG_RULES:
+        if rule.at_exit and rule.concerns(found.spec.role):
+            for pattern in rule.patterns:
+                if (pattern.patience_s > 0) is waits and (hit := _last_match(pattern, found.lines)) is not None:
+                    line, match = hit
+                    groups = tuple(group or "" for group in match.groups())
+                    around = (*found.above, *found.lines)
+                    return rule.explain(LogMatch(found.spec, found.names, line.strip(), groups, around))
+    return None
+
+
+def _last_match(pattern: LogPattern, lines: list[str]) -> tuple[str, re.Match[str]] | None:
+    for line in reversed(lines):
+        if (match := pattern.match(line)) is not None:
+            return line, match
+        if any(text in line for text in pattern.cleared_by):
+            return None
+    return None
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 1` or `SIGKILL`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _last_words(found: Evidence) -> str:
+    return shortened(next((line for line in reversed(found.lines) if line.strip()), "it printed nothing"))

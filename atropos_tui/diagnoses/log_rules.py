@@ -1,0 +1,630 @@
+"""Rules over what a component prints. To add one: an entry in `LOG_RULES`, where order matters, and its test.
+
+An entry is data: the stable name, the title, the way out, and the patterns of its lines. One list, since at an exit the
+first rule that recognises its line explains it: the more telling stand first.
+"""
+
+from __future__ import annotations
+
+import re
+
+from atropos_common.control import Role
+from atropos_tui.diagnoses.model import Diagnosis, LogMatch, LogPattern, LogRule
+from atropos_tui.diagnoses.roots import VANISHED, root_error
+from atropos_tui.profile import ports
+
+FEWER_BYTES: dict[Role | None, str] = {
+    Role.ENGINE: (
+        "lower [vllm] gpu_memory_utilization (0.4); lower [vllm] max_model_len; end what else is on the GPU "
+        "(nvidia-smi); give {engine} and {trainer} a GPU each ([vllm] gpus, [trainer] gpus); or spread it: [vllm] "
+        "tensor_parallel = 2"
+    ),
+    Role.TRAINER: (
+        "five ways out, cheapest first: lower [vllm] gpu_memory_utilization (0.4); lower [trainer] batch_size and "
+        "raise gradient_accumulation_steps as much (the gradient stays the same); lower [trainer] seq_len; "
+        '[trainer] optimizer = "adafactor"; give {trainer} a GPU of its own ([trainer] gpus)'
+    ),
+    None: "free GPU memory: nvidia-smi shows who holds it; atropos-tui clean ends what an earlier run left",
+}
+ASKS = (Role.TRAINER, Role.ENV)
+ALIGNMENT_FIX = (
+    "a `cause` in the evidence names it. Else: was {engine} restarted behind the trainer's back? atropos-tui "
+    "restart {engine} brings both to the same weights. Other sampling than plain temperature (top-p, top-k, min-p)? "
+    "An architecture that rebinds its weights? Try enforce-eager = true under [vllm.args] once, to tell CUDA graphs "
+    "from the rest"
+)
+GRADIENT_FIX = (
+    "frozen layers below and reentrant checkpointing cut the graph: use_reentrant=False "
+    "(gradient_checkpointing_kwargs), or model.enable_input_require_grads(); and check that train_layer_indices "
+    "([trainer]) names layers the model has"
+)
+NO_LOGPROBS_FIX = (
+    'openai.server_type = "vllm" under [env.args] (a profile derives it), and an engine with POST /generate: python -m '
+    "vllm_server, the default when `command` is left out under [vllm]"
+)
+
+
+def port_taken(name: str, port: int | None, evidence: str) -> Diagnosis:
+    """The diagnosis for a port that someone else holds, naming them where the system tells."""
+    holder = ports.holder(port) if port else None
+    held = f"; held by {holder}" if holder else ""
+    return Diagnosis(
+        f"port {port or '?'} is in use",
+        evidence + held,
+        f"{holder.way_out if holder else 'stop the process that holds it'}; or give {name} another port in the profile",
+        "port_in_use",
+    )
+
+
+def _port_in_use(match: LogMatch) -> Diagnosis:
+    number = re.search(r"(?:[Pp]ort |:|', )(\d{2,5})\b", match.line)
+    port = match.spec.port or (int(number.group(1)) if number else None)
+    return port_taken(match.spec.name, port, match.line)
+
+
+def _engine_dead(match: LogMatch) -> Diagnosis:
+    """The evidence is what the dying process said, not what others say of its death."""
+    root = root_error(match.around) or match.line
+    fix = "its traceback, and what led to it: atropos-tui logs {engine} --grep 'Error|ERROR' -n 40"
+    if VANISHED.search(root):
+        fix = (
+            "it said nothing before, so a signal ended it. If nobody killed it, the kernel's out-of-memory killer did: "
+            "see dmesg, and use less memory (atropos-tui ps shows it)"
+        )
+    return Diagnosis("vLLM's engine process died", root, match.fill(fix))
+
+
+LOG_RULES: tuple[LogRule, ...] = (
+    LogRule(
+        "port_in_use",
+        "a port is in use",
+        "",
+        (
+            LogPattern("ddress already in use"),
+            LogPattern("rrno 98", r"\[[Ee]rrno 98\]"),
+            LogPattern("EADDRINUSE"),
+            LogPattern("cannot be bound", r":\d+ cannot be bound"),
+            LogPattern("is already in use!", r"Port (\d+) is already in use!"),
+        ),
+        tell=_port_in_use,
+        passing=True,
+    ),
+    LogRule(
+        "kv_cache_too_small",
+        "no room for {engine}'s KV cache: GPU memory is exhausted",
+        "raise [vllm] gpu_memory_utilization, or lower [vllm] max_model_len (on a CPU: kv-cache-memory-bytes under "
+        "[vllm.args])",
+        (
+            LogPattern("No available memory for the cache blocks"),
+            LogPattern("cache is needed, which is larger than the available"),
+        ),
+        roles=(Role.ENGINE,),
+    ),
+    LogRule(
+        "out_of_memory",
+        "GPU memory is exhausted",
+        FEWER_BYTES,
+        (
+            LogPattern("CUDA out of memory"),
+            LogPattern("CUDA error: out of memory"),
+            LogPattern("OutOfMemoryError"),
+            LogPattern("Free memory on device", r"Free memory on device.*is less than"),
+        ),
+        passing=True,
+    ),
+    LogRule(
+        "forked_cuda",
+        "a forked process cannot use the GPU that its parent has opened",
+        'start workers by spawn: VLLM_WORKER_MULTIPROC_METHOD = "spawn" under [vllm.env], or keep CUDA out of '
+        "the parent (VLLM_USE_V1=0, the older advice, is gone from vLLM)",
+        (LogPattern("Cannot re-initialize CUDA in forked subprocess"),),
+    ),
+    LogRule(
+        "daemonic_processes",
+        "a daemonic process tried to start children",
+        "python -m vllm_server does not do that: leave out `command` under [vllm]; in a program of your own, start "
+        "workers with daemon=False, or as threads",
+        (LogPattern("daemonic processes are not allowed to have children"),),
+    ),
+    LogRule(
+        "flexible_argument_parser",
+        "this program was written for another version of vLLM",
+        "python -m vllm_server knows each version's names: leave out `command` under [vllm]; or install the vLLM that "
+        "the program was written for",
+        (
+            LogPattern("FlexibleArgumentParser", r"cannot import name 'FlexibleArgumentParser'"),
+            LogPattern("No module named 'vllm.", r"No module named '(vllm\.[\w.]+)'"),
+        ),
+    ),
+    LogRule(
+        "triton_blackwell",
+        "Triton cannot compile for this GPU",
+        "with adapters set VLLM_LORA_DISABLE_PDL=1 under [vllm.env]; where its ptxas is older than the GPU, set "
+        "TRITON_PTXAS_PATH (from Triton 3.6 on TRITON_PTXAS_BLACKWELL_PATH) to that of a CUDA 12.8+ toolkit there; or "
+        "go without compiled kernels: enforce-eager = true under [vllm.args]",
+        (
+            LogPattern("is not defined for option 'gpu-name'", r"Value '(sm_\w+)' is not defined"),
+            LogPattern("PTXASError"),
+            LogPattern("--gpu-name=sm_1", r"ptxas.*--gpu-name=(sm_1\d\d\w?).*returned non-zero"),
+            LogPattern("is not compatible with the current PyTorch installation", r"with CUDA capability (sm_1\d\d)"),
+            LogPattern("Triton compilation", r"Triton compilation (?:error|failed)"),
+        ),
+    ),
+    LogRule(
+        "eager_fallback",
+        "{0}: no CUDA graphs, since they would compute from a copy of weights",
+        "nothing is wrong, but decoding is slower than with graphs: a mode in which the engine has its own weights "
+        "(broadcast, lora_only) keeps them; enforce-eager = true under [vllm.args] spares the first start",
+        (
+            LogPattern(
+                "starting again with --enforce-eager", r"vllm_server: (\S+?):? .*starting again with --enforce-eager"
+            ),
+        ),
+        roles=(Role.ENGINE,),
+        at_exit=False,
+    ),
+    LogRule(
+        "gpu_unusable",
+        "torch cannot use the GPU",
+        "run atropos-tui doctor: driver, CUDA and torch must fit each other; on a machine without a GPU set [trainer] "
+        'device = "cpu"',
+        (
+            LogPattern("NVIDIA driver on your system is too old"),
+            LogPattern("no kernel image is available for execution on the device"),
+            LogPattern("CUDA driver version is insufficient for CUDA runtime version"),
+            LogPattern("Found no NVIDIA driver on your system"),
+            LogPattern("torch sees no GPU here"),
+            LogPattern("Torch not compiled with CUDA enabled"),
+        ),
+    ),
+    LogRule(
+        "shm_full",
+        "/dev/shm is full",
+        "see what lies there: ls -l /dev/shm; atropos-tui clean removes what earlier runs left; enlarge it: mount -o "
+        "remount,size=16G /dev/shm, or --shm-size=16g (--ipc=host) for a container",
+        (
+            LogPattern("insufficient shared memory (shm)"),
+            LogPattern("unable to write to file </torch_"),
+            LogPattern("unable to allocate shared memory"),
+            LogPattern("out of shared memory. Please try to raise", r"out of shared memory"),
+            LogPattern("/dev/shm", r"/dev/shm.*(?:cannot reserve|No space left|creating shared memory segment)"),
+            LogPattern("creating shared memory segment", r"Error while creating shared memory segment /dev/shm"),
+        ),
+        passing=True,
+    ),
+    LogRule(
+        "disk_full",
+        "a disk is full",
+        "free space (df -h; du -sh RUN/checkpoints), or put the run elsewhere: --run-dir DIR; the run itself goes on "
+        "as far as its parts do",
+        (
+            LogPattern("No space left on device", r"^(?!.*(?:/dev/shm|</torch_)).*No space left on device"),
+            LogPattern("Disk quota exceeded"),
+        ),
+        unless=("shm_full",),
+        passing=True,
+    ),
+    LogRule(
+        "too_many_files",
+        "too many open files",
+        "raise the limit before atropos-tui up: ulimit -n 65536; or fewer rollouts at once: "
+        "env.max_num_workers_per_node under [env.args]",
+        # vLLM warns at every start that a low limit "can cause" this error, and quotes it.
+        (LogPattern("Too many open files", r"^(?!.*can cause).*Too many open files"),),
+        passing=True,
+    ),
+    LogRule(
+        "gloo_stuck",
+        "the process group of trainer and engine is not complete: stuck at Gloo",
+        "{engine} must have been started with ATROPOS_WEIGHT_UPDATES=1 (a profile's mode sets it) and reach {trainer} "
+        "at MASTER_ADDR and MASTER_PORT; atropos-tui logs {engine} --grep 'broadcast|ERROR' shows whether its side "
+        "started",
+        (
+            LogPattern("the broadcast broke (phase rendezvous)", r"the broadcast broke \(phase rendezvous\): (.*)"),
+            LogPattern("waiting for clients", r"Timed out after \d+ seconds waiting for clients"),
+            LogPattern(
+                "reating Gloo process group",
+                patience_s=120,
+                cleared_by=("Gloo group created",),
+                waits_for=(Role.ENGINE,),
+            ),
+        ),
+        roles=(Role.ENGINE, Role.TRAINER),
+        passing=True,
+    ),
+    LogRule(
+        "broadcast_broke",
+        "a broadcast of weights broke off",
+        "the trainer forms the group again with every server and sends the weights anew; if that does not end, restart "
+        "the server that is named: atropos-tui restart {engine}. On a slow link raise trainer.broadcast_timeout",
+        (LogPattern("the broadcast broke", r"the broadcast broke \(phase (?!rendezvous)\w+\): (.*)"),),
+        roles=(Role.TRAINER,),
+        passing=True,
+    ),
+    LogRule(
+        "nccl_failed",
+        "the NCCL connection between trainer and engine was not made",
+        "GPUs must differ: [vllm] gpus and [trainer] gpus; NCCL_DEBUG=INFO under [trainer.env] and [vllm.env] says "
+        "more; with several network cards set NCCL_SOCKET_IFNAME. A good start prints `NCCL group created`",
+        (
+            LogPattern("NCCL error", r"NCCL error"),
+            LogPattern("NCCL Error"),
+            LogPattern("ncclSystemError"),
+            LogPattern("ncclUnhandledCudaError"),
+            LogPattern("Duplicate GPU detected"),
+            LogPattern("Watchdog caught collective operation timeout"),
+            LogPattern(
+                "Gloo group created", patience_s=120, cleared_by=("NCCL group created",), waits_for=(Role.ENGINE,)
+            ),
+        ),
+        roles=(Role.ENGINE, Role.TRAINER),
+        passing=True,
+    ),
+    LogRule(
+        "no_logprobs",
+        "the rollouts come without logprobs: wrong server_type",
+        NO_LOGPROBS_FIX,
+        (
+            LogPattern("GRPO requires inference_logprobs"),
+            LogPattern("returns no logprobs"),
+            LogPattern("answers without logprobs"),
+            LogPattern("Tokens and logprobs not supported by base OpenAI API"),
+            LogPattern("OpenAI endpoints do not support token IDs or logprobs"),
+            LogPattern("response missing 'prompt_logprobs'"),
+        ),
+        roles=(Role.ENV, Role.TRAINER),
+    ),
+    LogRule(
+        "generate_404",
+        "404 on /generate: this server has no such route",
+        "stock vLLM has only /v1: leave out `command` under [vllm] (python -m vllm_server has /generate with "
+        "logprobs), and let openai.base_url be derived",
+        (
+            LogPattern('"POST /generate HTTP/1.1" 404'),
+            LogPattern("/generate has no such route"),
+            LogPattern("/generate: HTTP 404"),
+            LogPattern("404, message=", r"404, message=.*/generate"),
+        ),
+        roles=(Role.ENGINE, Role.ENV, Role.TRAINER),
+    ),
+    LogRule(
+        "logprobs_positive",
+        "the rollouts' logprobs are positive: they are placeholders",
+        "1.0 marks masked tokens and leaked into the generated ones. " + NO_LOGPROBS_FIX,
+        (
+            LogPattern("should be negative", r"ref_logprobs.*should be negative"),
+            LogPattern("inference_logprobs alignment is wrong"),
+        ),
+        roles=(Role.TRAINER,),
+    ),
+    LogRule(
+        "registration_refused",
+        "run-api refused a registration (422): a field is None that must be text",
+        'Weights & Biases fields must be "" and not None when they are not used: wandb_project and wandb_group of the '
+        "trainer, env.wandb_name under [env.args] of the environment (mandatory even with env.use_wandb = false)",
+        (
+            LogPattern('" 422 ', r'"POST /register(?:-env)? HTTP/[\d.]+" 422'),
+            LogPattern("422 Client Error", r"422 Client Error: .*/register"),
+            LogPattern("refused the registration (422"),
+        ),
+        roles=(Role.API, *ASKS),
+    ),
+    LogRule(
+        "lora_not_enabled",
+        "vLLM runs without --enable-lora",
+        'mode = "lora_only" sets it; for a server of your own: enable-lora = true and max-lora-rank under [vllm.args], '
+        'VLLM_ALLOW_RUNTIME_LORA_UPDATING = "True" under [vllm.env], then atropos-tui restart {engine}',
+        (
+            LogPattern("LoRA is not enabled"),
+            LogPattern("without --enable-lora", r"started without --enable-lora"),
+            LogPattern('"POST /v1/load_lora_adapter HTTP/1.1" 404'),
+            LogPattern("/v1/load_lora_adapter: HTTP 404"),
+            LogPattern('"POST /lora/load HTTP/1.1" 404'),
+            LogPattern("Hot-swap failed", r"Hot-swap failed.*(?:Not Found|not enabled)"),
+        ),
+        roles=(Role.ENGINE, Role.TRAINER),
+    ),
+    LogRule(
+        "manifest_missing",
+        "the engine's manifest vllm_bridge_config.json is not there",
+        'it is written only with VLLM_ENABLE_SHARED_WEIGHTS=1 and LOGDIR: mode = "shared_vllm" sets both for `python '
+        "-m vllm_server`; with a `command` of your own under [vllm] set them in [vllm.env]. Then: atropos-tui restart "
+        "{engine}",
+        (
+            LogPattern("Could not find vllm_bridge_config.json"),
+            LogPattern("no manifest. Start the server with", r"no manifest\. .*\(waited \d+ s\)"),
+            LogPattern(
+                "no manifest. Start the server with",
+                r"^Waiting for",
+                patience_s=60,
+                waits_for=(Role.ENGINE,),
+                cleared_by=("Attached to", "does not answer"),
+            ),
+        ),
+        roles=(Role.TRAINER,),
+        passing=True,
+    ),
+    LogRule(
+        "manifest_empty",
+        "the engine's manifest holds no weights that fit",
+        "the server exported nothing, or another model: atropos-tui logs {engine} --grep Exported. "
+        "VLLM_ENABLE_SHARED_WEIGHTS=1 must be set before it starts (python -m vllm_server and the profile's mode see "
+        "to it); then atropos-tui restart {engine}",
+        (
+            LogPattern("No IPC handles found in bridge config"),
+            LogPattern("Single-copy mode not available", r"single_copy_enabled=False"),
+            LogPattern("Exported 0 param"),
+            LogPattern("Mapped 0/"),
+            LogPattern("the server's tensors do not fit the model"),
+            LogPattern("vllm_bridge_config", r"not a manifest \("),
+        ),
+        roles=(Role.ENGINE, Role.TRAINER),
+    ),
+    LogRule(
+        "manifest_stale",
+        "the manifest speaks of a server that is gone",
+        "atropos-tui restart {engine}: it writes a new one, and the trainer comes along where it must",
+        (
+            LogPattern("is gone; start vLLM again"),
+            LogPattern("the server's weights are gone"),
+            LogPattern("the manifest says", r"\d+ bytes, the manifest says"),
+        ),
+        roles=(Role.TRAINER,),
+        passing=True,
+    ),
+    LogRule(
+        "served_in_part",
+        "vLLM has no place for a part of the model's weights, and would answer without them",
+        "two different models? `model` at the top of a profile names one for both sides. One and the same: this "
+        "release of vLLM does not serve it whole (a Qwen3 with attention_bias is such a model): train another, or "
+        "try another vLLM",
+        (LogPattern("of the tensors, such as", r"vLLM's (\S+) has no place for \d+ of the tensors"),),
+        roles=(Role.ENGINE, Role.TRAINER),
+    ),
+    LogRule(
+        "tokenizer_missing",
+        "the tokenizer was not found",
+        "a model folder needs its tokenizer files, too. Name a whole folder or a hub id: `model` in the profile (it "
+        "becomes env.tokenizer_name and openai.model_name)",
+        (
+            LogPattern("Can't load tokenizer for"),
+            LogPattern("no tokenizer at"),
+            LogPattern("Couldn't instantiate the backend tokenizer"),
+            LogPattern("has no chat template", r"has no chat template"),
+        ),
+    ),
+    LogRule(
+        "dataset_unreachable",
+        "a data set or model hub cannot be reached",
+        "check the network or HF_ENDPOINT; with a filled cache set HF_HUB_OFFLINE=1 under [env.env]; or use local "
+        "files (env.dataset_path under [env.args])",
+        (
+            LogPattern("Couldn't reach", r"Couldn't reach '?\S+'? on the Hub"),
+            LogPattern("cannot be loaded", r"the data set \S+ cannot be loaded"),
+            LogPattern("We couldn't connect to", r"couldn't connect to '?https://\S+"),
+            LogPattern("thrown while requesting"),
+            LogPattern("Max retries exceeded", r"Max retries exceeded.*(?:huggingface|/datasets/|/resolve/)"),
+            LogPattern("LocalEntryNotFoundError", r"LocalEntryNotFoundError: "),
+            LogPattern("Cannot access gated repo"),
+        ),
+        passing=True,
+    ),
+    LogRule(
+        "wandb_failed",
+        "Weights & Biases cannot be used",
+        'log in (wandb login, or WANDB_API_KEY), keep it on this machine (WANDB_MODE = "offline" under [trainer.env]), '
+        "or leave it out: [trainer] use_wandb = false and env.use_wandb = false",
+        (
+            LogPattern("No API key configured"),
+            LogPattern("api_key not configured"),
+            LogPattern("Weights & Biases failed"),
+            LogPattern("Error initializing wandb"),
+            LogPattern("wandb: ERROR"),
+        ),
+    ),
+    LogRule(
+        "lost_gradients",
+        "gradients are lost on the way to the trained layers",
+        GRADIENT_FIX,
+        (
+            LogPattern("Gradients will be None", r"None of the inputs have requires_grad=True"),
+            LogPattern("does not require grad", r"element 0 of tensors does not require grad"),
+        ),
+        roles=(Role.TRAINER,),
+    ),
+    LogRule(
+        "non_finite",
+        "NaN in the model's answers: its weights are broken",
+        "go back to the last good checkpoint: atropos-tui up PROFILE --resume RUN; lower [trainer] lr and keep "
+        "clip_eps at 0.2",
+        (LogPattern("the model answers with NaN"), LogPattern("UPDATE SKIPPED (gradient not finite)", patience_s=5)),
+        roles=(Role.ENGINE, Role.TRAINER),
+    ),
+    LogRule(
+        "trainer_not_registered",
+        "run-api has forgotten the trainer",
+        "run-api keeps its state in memory: restart it with its partners (atropos-tui restart {api})",
+        # Our trainer registers again by itself, and says so in the same line.
+        (LogPattern("Trainer not registered", r"Trainer not registered(?!.*Registering again)"),),
+        passing=True,
+    ),
+    LogRule(
+        "other_trainer_registered",
+        "run-api belongs to another trainer, and takes no second one",
+        "atropos-tui restart {api}: it forgets everybody, and {name} registers as the first. It comes back? Two "
+        "trainers ask one run-api: give each stack a port of its own ([api] port)",
+        (LogPattern("holds another trainer's registration"),),
+        roles=(Role.TRAINER,),
+        at_exit=False,
+    ),
+    LogRule(
+        "api_unreachable",
+        "{name} does not reach run-api",
+        "is it up? atropos-tui ps. If not: atropos-tui restart {api} (it takes what depends on it along). If it is: "
+        "{name} asks at another address; leave out [trainer] atropos_url and env.rollout_server_url, they are derived",
+        (
+            LogPattern("Atropos API not reachable at", r"not reachable at \S+ for \d+ s|RuntimeError: Atropos API not"),
+            LogPattern(
+                "Atropos API not reachable at",
+                r"\); waiting$",
+                patience_s=20,
+                cleared_by=("run-api is back after",),
+                waits_for=(Role.API,),
+            ),
+            LogPattern("Atropos API server not reachable at"),
+            LogPattern(
+                "waiting for run-api at",
+                patience_s=20,
+                cleared_by=("registered as environment", "says: "),
+                waits_for=(Role.API,),
+            ),
+            LogPattern("run-api at ", r"run-api at \S+ is gone"),
+            LogPattern("Error registering env:"),
+            LogPattern("Max retries exceeded with url", r"with url: /(?:batch|register|info|status)\b"),
+        ),
+        roles=ASKS,
+        passing=True,
+    ),
+    LogRule(
+        "engine_unreachable",
+        "{name} does not reach the inference server",
+        "is it up? atropos-tui ps, atropos-tui why {engine}. If not: atropos-tui start {engine}. If it is: {name} asks "
+        "at another port; leave out openai.base_url under [env.args] and [trainer] vllm_port, they are derived",
+        (
+            LogPattern("vLLM server not running on port"),
+            LogPattern("External vLLM server required on port"),
+            LogPattern(
+                "waiting for the inference server at",
+                patience_s=60,
+                cleared_by=("answers after",),
+                waits_for=(Role.ENGINE,),
+            ),
+            LogPattern(
+                "Waiting for the inference server: the",
+                r"does not answer",
+                patience_s=60,
+                cleared_by=("Attached to", "answers with weight version"),
+                waits_for=(Role.ENGINE,),
+            ),
+            LogPattern(
+                "Error in collect_trajectories", r"collect_trajectories: (?:Connection error|Cannot connect to host)"
+            ),
+        ),
+        roles=ASKS,
+        passing=True,
+    ),
+    LogRule(
+        "env_not_registered",
+        "run-api does not take {name} in",
+        "run-api takes environments only after the trainer's first GET /batch: atropos-tui why {trainer}. If {trainer} "
+        "trains: both must use one run-api; leave out env.rollout_server_url and [trainer] atropos_url",
+        tuple(
+            LogPattern(
+                anchor,
+                patience_s=60,
+                waits_for=(Role.TRAINER, Role.ENGINE),
+                cleared_by=("registered as environment", "Initialized env with id"),
+            )
+            for anchor in ("says: wait for trainer to start", "Waiting to register the env due to status")
+        ),
+        roles=(Role.ENV,),
+        passing=True,
+    ),
+    LogRule(
+        "health_timeout",
+        "vLLM did not become healthy in time",
+        "its own log tells why: atropos-tui logs {engine} -n 100. A large model or cold compile caches need longer: "
+        "raise start_timeout_s under [vllm]",
+        (
+            LogPattern("vLLM server failed to start within"),
+            LogPattern("vLLM not ready after"),
+            LogPattern("vLLM failed to start after"),
+        ),
+        passing=True,
+    ),
+    LogRule(
+        "api_reloaded",
+        "run-api is restarted by its file watcher",
+        "each file that is saved in its folder makes it forget trainer, environments and queue: leave out --reload "
+        "from `command` under [api] (the derived command has none), then atropos-tui restart {api}",
+        (
+            LogPattern("detected changes in", r"(?:WatchFiles|StatReload|WatchGodReload) detected changes in"),
+            LogPattern("Started reloader process"),
+        ),
+        roles=(Role.API,),
+    ),
+    LogRule(
+        "rollouts_left_out",
+        "rollouts are left out that cannot be trained on",
+        "the evidence names the reason, an example and its environment, and left_out of each step counts: mend that "
+        "environment or stop it (atropos-tui logs {env} -n 50). Token ids outside of the vocabulary are from another "
+        "model's tokenizer; lengths and lags from seq_len, max_completion_tokens and max_policy_lag under [trainer]",
+        (
+            LogPattern("nothing to train on in the last"),
+            LogPattern("sequences left out: malformed"),
+            LogPattern("sequences left out: token ids"),
+            LogPattern("sequences left out: lost in run-api"),
+        ),
+        roles=(Role.TRAINER,),
+        at_exit=False,
+    ),
+    LogRule(
+        "worker_timeout",
+        "rollouts are cancelled after their time limit ({0} s)",
+        "the engine cannot keep up: lower env.max_num_workers_per_node under [env.args], shorten env.max_token_length, "
+        "or raise env.worker_timeout (600 s by default)",
+        (LogPattern("has timed out after", r"Worker \S+ has timed out after (\d+)"),),
+        roles=(Role.ENV,),
+        at_exit=False,
+    ),
+    LogRule(
+        "use_cache_with_checkpointing",
+        "use_cache and gradient checkpointing exclude each other",
+        "set model.config.use_cache = False before training; transformers does so for this call and warns. Nothing is "
+        "wrong with the gradients",
+        (
+            LogPattern(
+                "is incompatible with gradient checkpointing",
+                r"use_cache=True` is incompatible|Caching is incompatible",
+            ),
+        ),
+        roles=(Role.TRAINER,),
+        at_exit=False,
+    ),
+    LogRule(
+        "alignment_mismatch",
+        "trainer and engine disagree about the same tokens: alignment MISMATCH",
+        ALIGNMENT_FIX,
+        # The alignment record of the same step says it with numbers; the line alone speaks where there is none.
+        (LogPattern("MISMATCH", r"LogProb Alignment: \[?MISMATCH|\[MISMATCH!\]", patience_s=5),),
+        roles=(Role.TRAINER,),
+        at_exit=False,
+    ),
+    LogRule(
+        "out_of_host_memory",
+        "the machine's memory is exhausted",
+        "run fewer things beside it (atropos-tui ps shows memory), use a smaller model or context, or add memory or "
+        "swap",
+        (
+            LogPattern("DefaultCPUAllocator: can't allocate memory"),
+            LogPattern("Cannot allocate memory", r"\[?[Ee]rr(?:no|or) 12\]?|Cannot allocate memory"),
+            LogPattern("MemoryError", r"^(?:numpy\.\S*)?MemoryError\b"),
+        ),
+        passing=True,
+    ),
+    LogRule(
+        "engine_dead",
+        "vLLM's engine process died",
+        "",
+        (
+            LogPattern("EngineCore encountered a fatal error"),
+            LogPattern("EngineDeadError"),
+            LogPattern("EngineCore failed to start"),
+            LogPattern("the engine died; its own log lines"),
+        ),
+        roles=(Role.ENGINE,),
+        unless=("kv_cache_too_small", "out_of_memory", "out_of_host_memory", "shm_full", "gpu_unusable"),
+        tell=_engine_dead,
+        settle_s=2.0,
+    ),
+)

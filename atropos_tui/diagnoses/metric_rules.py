@@ -1,0 +1,437 @@
+"""Rules over the trainer's records: each is a pure function on the last records of its kinds, oldest first.
+
+A judge gives the evidence (numbers with their steps) while something is wrong, None while all is well. Thresholds are
+the guides' health numbers, or stand with the reason for their value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median_low
+from typing import Any
+
+from atropos_common.records import (
+    BROKEN_WEIGHTS,
+    HEAD_DTYPE,
+    HEALTHY_CLIP_FRACTION,
+    HEALTHY_LOGPROB_DIFF,
+    HEALTHY_RATIO,
+    MISSING,
+    OTHER_WEIGHTS,
+    OUTLIER,
+    SAMPLING,
+    SHIFTED,
+    STALE_PREFIX,
+    STALE_WEIGHTS,
+    TEMPERATURE,
+    AlignmentRecord,
+    EvalRecord,
+    Record,
+    RolloutRecord,
+    StepRecord,
+    TimingRecord,
+)
+from atropos_tui.diagnoses.log_rules import ALIGNMENT_FIX, GRADIENT_FIX, NO_LOGPROBS_FIX
+from atropos_tui.diagnoses.model import Rule
+
+LOSS = -10.0
+IN_A_ROW = 3
+"""One odd step is noise; the guides' numbers speak of a state."""
+BLOCK = 10
+"""Steps that are averaged: one batch alone says little."""
+REMEMBERED = 200
+SMALL_DROP = 0.05
+LAG = 3.0
+"""A mean lag below this is what an environment's bound of 1 to 3 batches gives."""
+SLOWER = 3.0
+"""Steps that take so many times the usual are slow."""
+WAIT_SHARE = 0.8
+WORTH_SAYING_S = 5.0
+LONG_WAIT_S = 30.0
+LOOKED_AT = 12
+SHARE = 0.5
+"""Of the rollouts looked at."""
+LONG = 120
+"""Characters of the end of a completion that must be one and the same piece over and over."""
+LONGEST_PIECE = 40
+SHOWN = 60
+
+Judge = Callable[[Sequence[Any]], str | None]
+
+
+@dataclass(frozen=True)
+class MetricRule(Rule):
+    """A rule over the newest `window` records of `kinds`; over after `good` records in a row without evidence."""
+
+    fix: str
+    kinds: tuple[type[Record], ...]
+    judge: Judge
+    window: int = IN_A_ROW
+    good: int = 5
+
+
+def reward_collapsed(steps: Sequence[StepRecord]) -> str | None:
+    """The mean reward of the last block lies more than a standard deviation of single rewards below the best block.
+
+    The deviation within batches is the scale, so it does not matter whether rewards are 0/1 or -1/+1; 59 % to 7 %, the
+    guides' case, is such a fall, and 99 % to 85 % is not.
+    """
+    blocks = _blocks(steps)
+    if len(blocks) < 2:
+        return None
+    now = blocks[-1]
+    best = max(blocks[:-1], key=lambda block: fmean(step.reward_mean for step in block))
+    high, low = (fmean(step.reward_mean for step in block) for block in (best, now))
+    scale = max(median_low(step.reward_std for step in block) for block in (best, now))
+    if not math.isfinite(high - low) or high - low <= max(scale, SMALL_DROP):
+        return None
+    return (
+        f"mean reward {high:.3g} over steps {best[0].step}-{best[-1].step}, "
+        f"{low:.3g} over steps {now[0].step}-{now[-1].step}"
+    )
+
+
+def held_out_collapsed(evals: Sequence[EvalRecord]) -> str | None:
+    """The last two accuracies of a split are below half of its best, by more than chance on so few questions."""
+    if len(evals) < 3:
+        return None
+    best, last = max(evals[:-2], key=lambda record: record.accuracy), evals[-2:]
+    chance = 2 * math.sqrt(0.25 / max(best.questions or 1, 1)) + SMALL_DROP
+    if any(record.accuracy > best.accuracy / 2 or best.accuracy - record.accuracy < chance for record in last):
+        return None
+    said = " then ".join(f"{record.accuracy:.1%}{_at(record)}" for record in last)
+    return f"{best.env}, {best.split}: {best.accuracy:.1%}{_at(best)}, {said}"
+
+
+def _at(record: EvalRecord) -> str:
+    return "" if record.weight_version is None else f" at weight version {record.weight_version}"
+
+
+def lag_grows(steps: Sequence[StepRecord]) -> str | None:
+    """The mean policy lag of the last block is high, and well above that of the block before."""
+    if len(steps) < 2 * BLOCK:
+        return None
+    before, now = (
+        [step.policy_lag_mean for step in part if step.policy_lag_mean is not None]
+        for part in (steps[-2 * BLOCK : -BLOCK], steps[-BLOCK:])
+    )
+    if not before or not now or fmean(now) < LAG or fmean(now) < 1.5 * fmean(before):
+        return None
+    return (
+        f"mean policy lag {fmean(before):.1f} over steps {steps[-2 * BLOCK].step}-{steps[-BLOCK - 1].step}, "
+        f"{fmean(now):.1f} over steps {steps[-BLOCK].step}-{steps[-1].step}"
+    )
+
+
+def slow(timings: Sequence[TimingRecord]) -> str | None:
+    """Steps take much longer than before, or nearly all of a long step is waiting for data. Names the bottleneck."""
+    if len(timings) < BLOCK:
+        return None
+    now, before = timings[-BLOCK:], timings[:-BLOCK]
+    step_s = median_low(timing.step_s for timing in now)
+    parts = _parts(now)
+    steps = f"steps {now[0].step}-{now[-1].step}"
+    if parts["waiting for data"] > max(WAIT_SHARE * step_s, LONG_WAIT_S):
+        return f"{steps}: {step_s:.1f} s each, {parts['waiting for data']:.1f} s of it waiting for data"
+    if len(before) < BLOCK:
+        return None
+    usual, earlier = median_low(timing.step_s for timing in before), _parts(before)
+    if step_s < SLOWER * usual or step_s - usual < WORTH_SAYING_S:
+        return None
+    part = max(parts, key=lambda name: parts[name] - earlier[name])
+    return (
+        f"{steps}: {step_s:.1f} s each, {usual:.1f} s before; most of it is {part}: "
+        f"{parts[part]:.1f} s, {earlier[part]:.1f} s before"
+    )
+
+
+def _parts(timings: Sequence[TimingRecord]) -> dict[str, float]:
+    return {
+        "waiting for data": median_low(timing.data_wait_s for timing in timings),
+        "training": median_low(timing.train_s for timing in timings),
+        "publishing weights": median_low(timing.sync_s for timing in timings),
+        "checkpoints": median_low(timing.checkpoint_s for timing in timings),
+    }
+
+
+def _blocks(steps: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
+    """Blocks of `BLOCK` steps, the last one ending with the newest step."""
+    first = len(steps) % BLOCK
+    return [steps[at : at + BLOCK] for at in range(first, len(steps), BLOCK)]
+
+
+def repeated_piece(text: str) -> str | None:
+    """The piece that the last `LONG` characters repeat, at least three times; None where they do not.
+
+    A row of dots or spaces, as tables have them, counts: a completion that ends in 120 of them is no answer.
+    """
+    end = text.rstrip("\n")[-LONG:]
+    if len(end) < LONG:
+        return None
+    for size in range(1, LONGEST_PIECE + 1):
+        if end[size:] == end[:-size]:
+            return end[-size:]
+    return None
+
+
+def repeating(rollouts: Sequence[RolloutRecord]) -> str | None:
+    """Half of the last rollouts or more end in a repetition."""
+    found = [(rollout, piece) for rollout in rollouts if (piece := repeated_piece(rollout.completion)) is not None]
+    if len(rollouts) < LOOKED_AT or len(found) < SHARE * len(rollouts):
+        return None
+    rollout, piece = found[-1]
+    shown = " ".join(piece.split())[:SHOWN] or repr(piece[:SHOWN])
+    many = f"{len(found)} of the last {len(rollouts)} rollouts end in a repetition"
+    return f"{many}; step {rollout.step}: {shown!r} again and again"
+
+
+def in_a_row(bad: Callable[[Any], str | None], count: int = IN_A_ROW) -> Judge:
+    """A judge that speaks when each of the last `count` records is bad; `bad` gives the evidence of one."""
+
+    def judge(records: Sequence[Any]) -> str | None:
+        found = [bad(record) for record in records[-count:]]
+        return "; ".join(map(str, found)) if len(found) == count and all(found) else None
+
+    return judge
+
+
+def ratio_out_of_range(record: StepRecord) -> str | None:
+    low, high = HEALTHY_RATIO
+    bad = not low <= record.ratio_mean <= high and math.isfinite(record.ratio_mean)
+    return f"step {record.step}: ratio_mean {record.ratio_mean:.3g}" if bad else None
+
+
+def clipped_too_often(record: StepRecord) -> str | None:
+    return (
+        f"step {record.step}: clip_fraction {record.clip_fraction:.1%}"
+        if record.clip_fraction >= HEALTHY_CLIP_FRACTION
+        else None
+    )
+
+
+def loss_too_low(record: StepRecord) -> str | None:
+    low = record.loss < LOSS and math.isfinite(record.loss)
+    return f"step {record.step}: loss {record.loss:.3g}" if low else None
+
+
+def mismatch(record: AlignmentRecord) -> str | None:
+    return _alignment(record) if record.verdict == "mismatch" else None
+
+
+def drift(record: AlignmentRecord) -> str | None:
+    mean = record.logprob_diff_abs_mean
+    far = mean is not None and mean >= HEALTHY_LOGPROB_DIFF
+    drifts = record.verdict == "drift" and not record.cause.startswith(OUTLIER)
+    return _alignment(record) if drifts or (far and record.verdict == "ok") else None
+
+
+def _alignment(record: AlignmentRecord) -> str:
+    parts = [f"step {record.step}: verdict {record.verdict}"]
+    means = {"rollouts": record.logprob_diff_abs_mean, "probe at the same weights": record.probe_diff_abs_mean}
+    for label, value in means.items():
+        if value is not None:
+            parts.append(f"mean |trainer - engine| {value:.3g} ({label})")
+    if record.cause:
+        parts.append(f"cause: {record.cause}")
+    return ", ".join(parts)
+
+
+def not_finite(record: Record) -> str | None:
+    """Names of fields that are NaN or infinite."""
+    step = getattr(record, "step", 0)
+    bad = [f"{name} is {value}" for name, value in record if isinstance(value, float) and not math.isfinite(value)]
+    return f"step {step} ({record.kind}): {', '.join(bad)}" if bad else None
+
+
+def gradients_lost(record: StepRecord) -> str | None:
+    """A gradient of exactly nothing although the groups differ in reward."""
+    teaches = record.reward_std > 0 and not _all_flat(record)
+    gone = record.grad_norm == 0 and teaches
+    return f"step {record.step}: grad_norm 0 with reward_std {record.reward_std:.3g}" if gone else None
+
+
+def reward_constant(record: StepRecord) -> str | None:
+    if not (record.reward_std == 0 or _all_flat(record)):
+        return None
+    return f"step {record.step}: reward_mean {record.reward_mean:.3g}, reward_std {record.reward_std:.3g}"
+
+
+def _all_flat(record: StepRecord) -> bool:
+    """Every group of the batch has equal scores, by the trainer's own count where it gives one."""
+    extra = record.model_extra or {}
+    groups, flat = extra.get("groups"), extra.get("flat_groups")
+    return bool(groups) and groups == flat
+
+
+def _mismatch_by(cause: str) -> Judge:
+    """A judge of mismatches with this cause alone; without one, of those with none that is known."""
+
+    def bad(record: AlignmentRecord) -> str | None:
+        known = next((known for known in CAUSE_FIXES if record.cause.startswith(f"{known}:")), "")
+        return mismatch(record) if known == cause else None
+
+    return in_a_row(bad, 1)
+
+
+STEPS, ALIGNMENTS, TIMINGS = (StepRecord,), (AlignmentRecord,), (TimingRecord,)
+CAUSE_FIXES = {
+    STALE_WEIGHTS: (
+        "the engine generates with weights that the trainer has left behind: atropos-tui restart {engine} brings both "
+        "to the same ones. If it comes back, a layer computes with a copy of its weights: enforce-eager = true under "
+        "[vllm.args], or another mode (broadcast, lora_only)"
+    ),
+    STALE_PREFIX: (
+        "keys and values of older weights are used again: atropos-tui restart {engine}. If it comes back, "
+        "enable-prefix-caching = false under [vllm.args] until it is found"
+    ),
+    TEMPERATURE: (
+        "let the environment say its sampling temperature (generation_params or group_overrides), or set [trainer] "
+        "temperature to it; and leave logprobs-mode = processed_logprobs under [vllm.args], the default here"
+    ),
+    SHIFTED: (
+        "the environment puts logprobs on the wrong tokens: inference_logprobs[i] belongs to tokens[i], prompt tokens "
+        "have 1.0. atroposlib's ManagedServer does it right"
+    ),
+    MISSING: NO_LOGPROBS_FIX,
+    HEAD_DTYPE: (
+        "give both sides the same types: dtype under [trainer] and [vllm], and no head_dtype under [vllm.args] "
+        "hf-overrides"
+    ),
+    BROKEN_WEIGHTS: (
+        "NaN or infinity in the weights: atropos-tui up PROFILE --resume RUN goes back to the last checkpoint; lower "
+        "[trainer] lr and keep clip_eps at 0.2"
+    ),
+    OTHER_WEIGHTS: (
+        "trainer and engine began with different weights or types: is `model` the same for both, and dtype? "
+        "atropos-tui restart {engine} writes the trainer's weights into it"
+    ),
+    SAMPLING: (
+        "the rollouts were not sampled by plain temperature: no top_p, top_k, min_p or penalties in the environment's "
+        "requests, no generation-config under [vllm.args], and its temperature in generation_params"
+    ),
+}
+"""Cause of an alignment record -> what to do: one rule for each, all under one name."""
+
+METRIC_RULES: tuple[MetricRule, ...] = (
+    MetricRule(
+        "non_finite",
+        "a number of the training is NaN or infinite",
+        "the update was skipped or the weights are broken. If it goes on: lower [trainer] lr, keep clip_eps at "
+        "0.2, raise warmup_steps, and go back: atropos-tui up PROFILE --resume RUN starts from the last checkpoint",
+        (StepRecord, AlignmentRecord, TimingRecord),
+        in_a_row(not_finite, 1),
+        good=15,
+    ),
+    *(
+        MetricRule("alignment_mismatch", f"alignment MISMATCH: {cause}", fix, ALIGNMENTS, _mismatch_by(cause))
+        for cause, fix in CAUSE_FIXES.items()
+    ),
+    MetricRule(
+        "alignment_mismatch",
+        "trainer and engine disagree about the same tokens: alignment MISMATCH",
+        ALIGNMENT_FIX,
+        ALIGNMENTS,
+        _mismatch_by(""),
+    ),
+    MetricRule(
+        "alignment_drift",
+        "trainer and engine drift apart",
+        "policy lag is the usual cause: env.max_batches_offpolicy = 1 under [env.args] (atroposlib's default of 3 "
+        "gives a lag of up to 6). At a lag of 1 or less: sampling that changes the distribution (top-p, top-k, "
+        "min-p, penalties), or a temperature that generation_params does not tell",
+        ALIGNMENTS,
+        in_a_row(drift),
+    ),
+    MetricRule(
+        "ratio_out_of_range",
+        "the importance ratio has left 0.8-1.2",
+        "the policy moves away from the rollouts: lower [trainer] lr, raise warmup_steps (20), keep clip_eps at "
+        "0.2, and bound the lag: env.max_batches_offpolicy = 1 under [env.args]. A ratio that is off from step 1 "
+        "on is an alignment problem",
+        STEPS,
+        in_a_row(ratio_out_of_range),
+    ),
+    MetricRule(
+        "clip_fraction_high",
+        "30 % of the tokens or more are clipped",
+        "steps are too large for such old rollouts: lower [trainer] lr, raise warmup_steps (20), and bound the lag: "
+        "env.max_batches_offpolicy = 1 under [env.args]",
+        STEPS,
+        in_a_row(clipped_too_often),
+    ),
+    MetricRule(
+        "loss_too_low",
+        "the loss is below -10: the policy is running away",
+        "keep [trainer] clip_eps at 0.2, lower lr, and go back to the last good checkpoint: atropos-tui up PROFILE "
+        "--resume RUN",
+        STEPS,
+        in_a_row(loss_too_low, 1),
+    ),
+    MetricRule(
+        "lost_gradients",
+        "gradients are lost on the way to the trained layers",
+        GRADIENT_FIX,
+        STEPS,
+        in_a_row(gradients_lost),
+    ),
+    MetricRule(
+        "reward_constant",
+        "all rewards of a group are the same: nothing is learnt",
+        "all right: the task is solved, take harder questions. All wrong: read the rollouts (the screen, or "
+        "rollout records of RUN/telemetry.jsonl); is the answer cut off (env.max_token_length), does the scoring "
+        "find it, is the model too weak?",
+        STEPS,
+        in_a_row(reward_constant, 5),
+        window=5,
+    ),
+    MetricRule(
+        "accuracy_collapse",
+        "the accuracy has collapsed",
+        "go back to the last good checkpoint (atropos-tui up PROFILE --resume RUN), lower [trainer] lr, keep "
+        "clip_eps at 0.2; see what alignment and ratio did just before",
+        STEPS,
+        reward_collapsed,
+        window=REMEMBERED,
+    ),
+    MetricRule(
+        "accuracy_collapse",
+        "the held-out accuracy has collapsed",
+        "go back to the last good checkpoint (atropos-tui up PROFILE --resume RUN), lower [trainer] lr, keep "
+        "clip_eps at 0.2; see what alignment and ratio did just before",
+        (EvalRecord,),
+        held_out_collapsed,
+        window=REMEMBERED,
+        good=2,
+    ),
+    MetricRule(
+        "repetition",
+        "the model repeats itself",
+        "the policy is degenerating: lower [trainer] lr, keep clip_eps at 0.2, go back to the last good "
+        "checkpoint. In a base model's first steps it may be the model: see whether it goes away",
+        (RolloutRecord,),
+        repeating,
+        window=LOOKED_AT,
+        good=LOOKED_AT,
+    ),
+    MetricRule(
+        "policy_lag_growing",
+        "the policy lag grows: rollouts get older and older",
+        "run-api hands out all full batches at once, so the bound is the environment's: env.max_batches_offpolicy "
+        "= 1 under [env.args]; and fewer rollouts at once: env.max_num_workers_per_node",
+        STEPS,
+        lag_grows,
+        window=2 * BLOCK,
+    ),
+    MetricRule(
+        "slow_progress",
+        "optimizer steps have become slow",
+        "waiting for data: more rollouts at once (env.max_num_workers_per_node under [env.args]), CUDA graphs "
+        "(leave out enforce-eager under [vllm.args]), shorter env.max_token_length. Training: shorter seq_len, "
+        "fewer sequences. Publishing or checkpoints: their interval. atropos-tui bench shows the split",
+        TIMINGS,
+        slow,
+        window=REMEMBERED,
+    ),
+)

@@ -1,0 +1,421 @@
+"""Rules about time that passes: nothing trains, rollouts are refused, a start is slow, a disk fills up.
+
+Each looks at one `RunSnapshot` and says what it finds, by component. `RefusalWatch` feeds the one about refusals with
+the engine's own lines; `vllm_server/refusals.py` writes one at the first refusal of a reason, then less and less often:
+
+    refused 331 requests to /generate (400): top_p=0.95: changes ... Send top_p=1 [of 332 since 10:04:51]
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from atropos_common.control import Role, State
+from atropos_tui.diagnoses.model import USUAL, Diagnosis, Names, Rule, shortened
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
+
+STALL_S = 180.0
+"""No optimizer step for so long, or for `STALL_STEPS` times the slowest of the last ones, is a stall."""
+STALL_STEPS = 10.0
+SLOW_START_S = {Role.API: 20.0, Role.ENGINE: 240.0, Role.TRAINER: 300.0}
+"""A start that takes longer is worth a word; a quarter of the time-out where that is longer."""
+SLOW_START_ANY_S = 60.0
+LOW_BYTES = 200_000_000
+NEVER_LOW_SHARE = 0.02
+"""A disk that is small as a whole is low only below this share."""
+DROPPED_MANY = 3
+
+
+ENOUGH = 5
+"""Refusals; fewer may be an accident."""
+SHARE = 0.5
+"""Of the requests since the first refusal: below it rollouts come."""
+LASTS_S = 320.0
+"""An engine that goes on refusing says so at least every 300 s."""
+KEPT = 40
+"""Lines of one reason."""
+SAID = re.compile(r"(refused (\d+) requests? to (\S+) \((\d+)\): (.*) \[of (\d+) since [\d:]+\])$")
+RUNS = (State.HEALTHY, State.UNHEALTHY)
+
+FIXES = (
+    (
+        re.compile(r"\. ((?:Send|Leave out) .+?)(?:, or\b|$)"),
+        "{env} asks for what cannot be trained on: {0}. That is in its program, or under [env.args] where it has such "
+        "an option; then atropos-tui restart {env}",
+    ),
+    (
+        re.compile(r"does not exist|is not served here"),
+        "leave out openai.model_name under [env.args], it is derived; then atropos-tui restart {env}",
+    ),
+    (
+        re.compile(r"maximum (?:model|context) length|max_model_len"),
+        "raise [vllm] max_model_len, or shorten what {env} asks for: env.max_token_length under [env.args]",
+    ),
+    (
+        re.compile(""),
+        "change what {env} sends; atropos-tui logs {engine} --grep refused shows every reason; then atropos-tui "
+        "restart {env}",
+    ),
+)
+"""Words of a reason, and the way out; the first that fits."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One component as the supervisor sees it. Times are Unix seconds."""
+
+    name: str
+    role: Role
+    state: State
+    since: float
+    start_timeout_s: float = 600.0
+    started_at: float = 0.0
+    attempt: int = 0
+    gated: bool = False
+    """It has a probe that says when it is ready."""
+    waiting_for: str = ""
+    last_line: str = ""
+
+
+@dataclass(frozen=True)
+class ApiView:
+    """What run-api says of itself. `problem` is set when it does not answer."""
+
+    batch_size: int = -1
+    """Sequences of a batch; -1 before a trainer has registered."""
+    queue: int = 0
+    """Groups that wait."""
+    group: int = 0
+    """Sequences of the newest group, 0 when there is none."""
+    step: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """The run at one moment."""
+
+    now: float
+    parts: tuple[Part, ...]
+    names: Names = USUAL
+    step: int = 0
+    step_at: float | None = None
+    pace_s: float = 0.0
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Counted log lines since the newest step, see `scanner.COUNTED`."""
+    ghosts: int = 0
+    """Environments that run-api still counts although they are gone."""
+    refused: Mapping[str, Diagnosis] = field(default_factory=dict)
+    """Environments whose requests the engine refuses, which is said of them."""
+    api: ApiView | None = None
+    """Asked for only when a run stands still."""
+    free_bytes: int | None = None
+    disk_bytes: int | None = None
+
+    @property
+    def trainer(self) -> str:
+        """Of whom it is said what concerns the run as a whole."""
+        return next((part.name for part in self.of(Role.TRAINER)), self.parts[0].name)
+
+    def of(self, role: Role) -> list[Part]:
+        return [part for part in self.parts if part.role is role]
+
+
+@dataclass(frozen=True)
+class StallRule(Rule):
+    """A rule over a whole run at one moment; `look` says what it finds, by component."""
+
+    look: Callable[[RunSnapshot], Mapping[str, Diagnosis | None]]
+    each_attempt: bool = False
+    """It is said anew in each attempt."""
+
+
+def starting_roles(run: RunSnapshot) -> frozenset[Role]:
+    """Roles of which a component is on its way up: who waits for them is right to wait."""
+    coming = (State.PENDING, State.STARTING, State.BACKOFF, State.STOPPING)
+    return frozenset(part.role for part in run.parts if part.state in coming)
+
+
+def stalled_s(run: RunSnapshot) -> float | None:
+    """Seconds without an optimizer step, once that is too long while everything should be running."""
+    trainer = next((part for part in run.of(Role.TRAINER) if part.state is State.HEALTHY), None)
+    if trainer is None or starting_roles(run):
+        return None
+    last = max([part.since for part in run.parts if part.state is State.HEALTHY] + [run.step_at or 0.0])
+    silent = run.now - last
+    return silent if silent > max(STALL_S, STALL_STEPS * run.pace_s) else None
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why no batch comes, in words, and the way out."""
+
+    title: str
+    evidence: str
+    fix: str
+
+
+def no_batches(run: RunSnapshot) -> Diagnosis | None:
+    """The trainer stands still: which of the usual causes fits what is seen, and is not said elsewhere."""
+    silent = stalled_s(run)
+    cause = next((found for look in CAUSES if (found := look(run)) is not None), None)
+    if silent is None or cause is None:
+        return None
+    after = f"no optimizer step for {silent:.0f} s" + (f" after step {run.step}" if run.step else "")
+    fix = run.names.fill(cause.fix)
+    return NO_BATCHES.diagnosis(f"{after}; {cause.evidence}", fix, f"no batches: {cause.title}")
+
+
+def _api_away(run: RunSnapshot) -> Cause | None:
+    if run.api is None or not run.api.problem:
+        return None
+    return Cause("run-api does not answer", run.api.problem, "atropos-tui restart {api}")
+
+
+def _nobody_registered(run: RunSnapshot) -> Cause | None:
+    if run.api is None or run.api.batch_size != -1:
+        return None
+    fix = "run-api was restarted behind the trainer's back, or the trainer asks another one: atropos-tui restart {api}"
+    return Cause("no trainer is registered", "run-api's /info says batch_size -1", fix)
+
+
+def _sizes(run: RunSnapshot) -> Cause | None:
+    api = run.api
+    if api is None or api.group < 1 or api.queue < 1 or api.batch_size % api.group == 0:
+        return None
+    evidence = f"groups of {api.group} never add up to a batch of {api.batch_size} ({api.queue} groups wait)"
+    fix = (
+        f"[trainer] batch_size * gradient_accumulation_steps must be a multiple of {api.group} (env.group_size under "
+        "[env.args]); then atropos-tui restart {api}"
+    )
+    return Cause("group size and batch size do not fit", evidence, fix)
+
+
+def _trainer_hangs(run: RunSnapshot) -> Cause | None:
+    api = run.api
+    if api is None or api.group < 1 or api.queue * api.group < api.batch_size:
+        return None
+    evidence = f"run-api holds {api.queue} groups of {api.group}, a batch is {api.batch_size}"
+    fix = (
+        "the batch is there, the trainer does not fetch it: atropos-tui logs {trainer} -n 50 shows what it does; "
+        "atropos-tui restart {trainer} goes on from its checkpoint"
+    )
+    return Cause("the trainer hangs", evidence, fix)
+
+
+def _no_environment(run: RunSnapshot) -> Cause | None:
+    envs = run.of(Role.ENV)
+    if any(part.state in (State.HEALTHY, State.UNHEALTHY) for part in envs):
+        return None
+    states = ", ".join(f"{part.name} is {part.state.value}" for part in envs) or "the stack has none"
+    fix = "an environment ends when env.total_steps batches were drained (-1 is read as 1): atropos-tui start {env}"
+    return Cause("no environment runs", states, fix)
+
+
+def _engine_unwell(run: RunSnapshot) -> Cause | None:
+    ill = [part for part in run.of(Role.ENGINE) if part.state is not State.HEALTHY]
+    if not ill:
+        return None
+    evidence = ", ".join(f"{part.name} is {part.state.value}" for part in ill)
+    return Cause("the engine is not healthy", evidence, "atropos-tui why {engine}; atropos-tui restart {engine}")
+
+
+def _dropped(run: RunSnapshot) -> Cause | None:
+    count = run.counts.get("dropped groups", 0)
+    if count < DROPPED_MANY:
+        return None
+    fix = (
+        "env.ensure_scores_are_not_same = false under [env.args] keeps groups of equal scores; then look at the "
+        "rollouts: all right or all wrong teaches nothing"
+    )
+    return Cause("every group is dropped, its scores are all equal", f"{count} groups dropped since then", fix)
+
+
+def _timed_out(run: RunSnapshot) -> Cause | None:
+    count = run.counts.get("timed-out rollouts", 0)
+    if not count:
+        return None
+    fix = (
+        "lower env.max_num_workers_per_node or env.max_token_length under [env.args], or raise env.worker_timeout "
+        "(600 s by default)"
+    )
+    return Cause("rollouts are cancelled before they are done", f"{count} workers timed out since then", fix)
+
+
+def _ghosts(run: RunSnapshot) -> Cause | None:
+    if run.ghosts < 1:
+        return None
+    evidence = f"{run.ghosts} more registrations than environments that run"
+    fix = (
+        "run-api does not notice that an environment died, and keeps its share of every batch for it: "
+        "atropos-tui restart {api} (it takes the environments along)"
+    )
+    return Cause("run-api waits for an environment that is gone", evidence, fix)
+
+
+def _slow_rollouts(run: RunSnapshot) -> Cause | None:
+    if run.refused:
+        return None
+    queue = f"{run.api.queue} groups wait at run-api" if run.api else "run-api was not asked"
+    fix = (
+        "rollouts are slow, or none is begun: atropos-tui logs {env} -n 50, and does {engine} generate? Shorter "
+        "env.max_token_length, fewer env.max_num_workers_per_node; a program of your own must send to run-api"
+    )
+    return Cause("rollouts are slow", queue, fix)
+
+
+CAUSES: tuple[Callable[[RunSnapshot], Cause | None], ...] = (
+    _api_away, _nobody_registered, _sizes, _trainer_hangs, _no_environment, _engine_unwell, _dropped, _timed_out,
+    _ghosts, _slow_rollouts,
+)  # fmt: skip
+"""The more certain first; the last one fits wherever it is not known why no rollouts come."""
+
+
+def slow_start(part: Part, now: float) -> Diagnosis | None:
+    """A component has been starting for longer than its role usually takes."""
+    if part.state is not State.STARTING or not part.gated:
+        return None
+    usual = max(SLOW_START_S.get(part.role, SLOW_START_ANY_S), part.start_timeout_s / 4)
+    took = now - part.since
+    if took <= min(usual, part.start_timeout_s * 0.8):
+        return None
+    evidence = f"starting for {took:.0f} s (given up after {part.start_timeout_s:g} s)"
+    for label, text in (("waits for", part.waiting_for), ("last line", part.last_line)):
+        evidence += f"; {label}: {text}" if text else ""
+    fix = (
+        f"atropos-tui logs {part.name} -f shows what it does; a first start downloads and compiles. If it only "
+        "needs longer, raise start_timeout_s in its section"
+    )
+    return SLOW_START.diagnosis(evidence, fix, f"{part.name} takes unusually long to start")
+
+
+def disk_low(run: RunSnapshot) -> Diagnosis | None:
+    """The disk of the run directory is nearly full."""
+    if run.free_bytes is None or run.disk_bytes is None:
+        return None
+    if run.free_bytes >= min(LOW_BYTES, run.disk_bytes * NEVER_LOW_SHARE):
+        return None
+    fix = "free space (df -h; du -sh RUN/checkpoints), or raise checkpoint_interval under [trainer]"
+    evidence = f"{run.free_bytes / 1e6:,.0f} MB of {run.disk_bytes / 1e6:,.0f} MB are free in the run directory"
+    return DISK_LOW.diagnosis(evidence, fix)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line of the engine."""
+
+    at: float
+    """When it was read, in Unix seconds."""
+    text: str
+    status: str
+    reason: str
+    count: int
+    """Refusals for this reason."""
+    seen: int
+    """Requests since the first of them, those under way included."""
+
+
+class RefusalWatch:
+    """What each engine refuses, and which environment that stops."""
+
+    def __init__(self, stack: StackSpec) -> None:
+        self._asks = asked_engines(stack.components)
+        self._attempts: dict[str, int] = {}
+        self._rows: dict[str, dict[tuple[str, ...], list[_Row]]] = {}
+        self._heard: Counter[tuple[str, int]] = Counter()
+
+    def feed(self, engine: str, attempt: int, lines: Iterable[str], now: float) -> None:
+        """What `engine` has said since the last call."""
+        if self._attempts.get(engine) != attempt:
+            self._attempts[engine], self._rows[engine] = attempt, {}
+        for line in lines:
+            if (said := SAID.search(line)) is None:
+                continue
+            text, count, path, status, reason, seen = said.groups()
+            rows = self._rows[engine].setdefault((path, status, reason), [])
+            if rows and rows[-1].count >= int(count):
+                rows.clear()  # it was forgotten, and begins anew
+            rows.append(_Row(now, text, status, reason, int(count), int(seen)))
+            del rows[:-KEPT]
+
+    def hear(self, env: str, attempt: int, count: int) -> None:
+        """The log of `env` tells of `count` more refusals."""
+        self._heard[env, attempt] += count
+
+    def judge(self, parts: Sequence[Part], now: float) -> dict[str, Diagnosis]:
+        """By environment: its engine refuses what it asks.
+
+        Where several ask one engine, those are meant whose own log tells of refusals, and all where none does.
+        """
+        running = [part for part in parts if part.role is Role.ENV and part.state in RUNS]
+        engines = {part.name for part in parts if part.role is Role.ENGINE and part.state in RUNS}
+        found: dict[str, Diagnosis] = {}
+        for env in running:
+            engine = self._asks.get(env.name, "")
+            beside = [part for part in running if self._asks.get(part.name) == engine]
+            heard = self._heard[env.name, env.attempt]
+            if engine not in engines or (not heard and any(self._heard[part.name, part.attempt] for part in beside)):
+                continue
+            worst = self._worst(engine, env.started_at, heard >= ENOUGH, now)
+            if worst is not None:
+                found[env.name] = _diagnosis(env.name, engine, worst)
+        return found
+
+    def _worst(self, engine: str, started_at: float, heard: bool, now: float) -> _Row | None:
+        """The most frequent reason, if `engine` refuses most of what came since the environment was started."""
+        standing = []
+        for rows in self._rows.get(engine, {}).values():
+            if now - rows[-1].at <= LASTS_S:
+                standing.append((rows[-1], *_since(rows, started_at, heard)))
+        refused, seen = sum(count for _, count, _ in standing), max((seen for *_, seen in standing), default=0)
+        if refused < ENOUGH or refused < SHARE * seen:
+            return None
+        return max(standing, key=lambda row: row[1])[0]
+
+
+def _since(rows: Sequence[_Row], started_at: float, heard: bool) -> tuple[int, int]:
+    """Refused and seen requests that an environment started at `started_at` may have sent.
+
+    What was refused before may be told only after that, so the first line then does not count, unless the environment
+    itself has heard of refusals.
+    """
+    newest, after = rows[-1], [row for row in rows if row.at >= started_at]
+    if heard or len(after) == len(rows):
+        return newest.count, newest.seen
+    return (newest.count - after[0].count, newest.seen - after[0].seen) if after else (0, 0)
+
+
+def asked_engines(components: Iterable[ComponentSpec]) -> dict[str, str]:
+    """The engine of each environment: the one whose port its command names, else the first."""
+    components = list(components)
+    engines = [spec for spec in components if spec.role is Role.ENGINE]
+    return {
+        spec.name: next(
+            (each.name for each in engines if re.search(rf":{each.port}\b", " ".join(spec.command))), engines[0].name
+        )
+        for spec in components
+        if spec.role is Role.ENV and engines
+    }
+
+
+def _diagnosis(env: str, engine: str, row: _Row) -> Diagnosis:
+    said, fix = next((match, fix) for pattern, fix in FIXES if (match := pattern.search(row.reason)))
+    words = [f"{group[0].lower()}{group[1:]}" for group in said.groups()]
+    title = f"{engine} refuses the requests of {env} ({row.status})"
+    return Diagnosis(title, shortened(row.text), fix.format(*words, env=env, engine=engine), REFUSED.name)
+
+
+REFUSED = StallRule(
+    "rollouts_refused", "an engine refuses the requests of an environment", lambda run: run.refused, each_attempt=True
+)
+NO_BATCHES = StallRule("no_batches", "no batches: the trainer stands still", lambda run: {run.trainer: no_batches(run)})
+DISK_LOW = StallRule("disk_low", "the run's disk is nearly full", lambda run: {run.trainer: disk_low(run)})
+SLOW_START = StallRule(
+    "slow_start",
+    "a component takes unusually long to start",
+    lambda run: {part.name: slow_start(part, run.now) for part in run.parts},
+)
+STALL_RULES = (REFUSED, NO_BATCHES, DISK_LOW, SLOW_START)

@@ -1,0 +1,153 @@
+"""Text that is safe and short enough to show: foreign output made plain, and figures in a few characters.
+
+Programs and models may print anything. `plain_text` keeps what can be read and drops what a terminal would obey:
+escape sequences (CSI, OSC with clipboard writes, DCS and the like), control characters, bidirectional overrides.
+Half a surrogate pair, which neither a terminal nor a file can be given, becomes a question mark.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+from atropos_common.control import State
+from atropos_tui.profile.redact import mask
+
+MAX_COLUMNS = 4096
+"""A longer line is cut for display; its file has the rest."""
+
+_ESCAPES = re.compile(
+    r"""
+    (?:\x1b\[|\x9b) [0-?]* [ -/]* [@-~]?                     # CSI: colours, cursor
+  | (?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])                     # OSC, DCS, SOS, PM, APC ...
+        [^\x07\x1b\x9c]* (?:\x07|\x1b\\|\x9c)?               # ... to their end, or to the end of the line
+  | \x1b [ -/]* [0-~]?                                       # two-character sequences
+    """,
+    re.VERBOSE,
+)
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+_HALVES = re.compile("[\ud800-\udfff]")
+
+
+GLYPHS = {
+    State.PENDING: "○",
+    State.STARTING: "◔",
+    State.HEALTHY: "●",
+    State.UNHEALTHY: "▲",
+    State.STOPPING: "◕",
+    State.STOPPED: "■",
+    State.BACKOFF: "↻",
+    State.FAILED: "✖",
+    State.COMPLETED: "✔",
+}
+
+
+Tone = Literal["good", "busy", "warn", "bad", "dim"]
+TONES: dict[str, Tone] = {
+    State.PENDING: "dim",
+    State.STARTING: "busy",
+    State.HEALTHY: "good",
+    State.UNHEALTHY: "warn",
+    State.STOPPING: "busy",
+    State.STOPPED: "dim",
+    State.BACKOFF: "warn",
+    State.FAILED: "bad",
+    State.COMPLETED: "good",
+}
+"""How a state is to be taken, by its name; what is shown in a colour has a glyph and a word, too."""
+
+
+def glyph_and_word(state: State) -> str:
+    """A state as people see it everywhere; never by colour alone."""
+    return f"{GLYPHS[state]} {state.value}"
+
+
+def real(value: float) -> float:
+    """`value` as a float; a whole number beyond any float, in a foreign record, is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def plain_text(line: str) -> str:
+    """One line of foreign output as text to show: after its last carriage return, tabs expanded, controls gone."""
+    if len(line) > 4 * MAX_COLUMNS:
+        line = line[: 4 * MAX_COLUMNS]
+    if not line.isprintable():
+        line = _ESCAPES.sub("", line)
+        line = line.rstrip("\r").rpartition("\r")[2]
+        line = _HALVES.sub("?", _CONTROL.sub("", line.expandtabs(8)))
+    return line if len(line) <= MAX_COLUMNS else line[: MAX_COLUMNS - 1] + "…"
+
+
+def one_line(text: str) -> str:
+    """Text of several lines as one: line breaks are shown as `⏎`, the rest is made plain."""
+    return plain_text(text[: 4 * MAX_COLUMNS].replace("\r\n", "\n").replace("\n", "⏎"))
+
+
+def plain_lines(text: str) -> str:
+    """Text of several lines, each made plain by itself: what one of them does not end never hides the next."""
+    return "\n".join(map(plain_text, text.split("\n")))
+
+
+def masked_line(text: str) -> str:
+    """`one_line` for what is passed on to others: tokens of known services are left out."""
+    return mask(one_line(text))
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 process`, `2 processes`, `0 attempts`."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{count:,} {noun}{ending}"
+
+
+def duration(seconds: float | None) -> str:
+    """`9.3 s`, `2:05`, `1:02:05` or `3 d 04 h`; `–` where there is none."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–" if seconds is None else str(seconds)
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24:02d} h"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def seconds_text(value: float | None) -> str:
+    """A measured time: `0.31 s`, `4.2 ms`, `12.0 s`."""
+    if value is None or not math.isfinite(value):
+        return "–" if value is None else number(value)
+    if 0 < abs(value) < 0.1:
+        return f"{value * 1000:.1f} ms"
+    return f"{value:.2f} s"
+
+
+def bytes_text(value: float | None) -> str:
+    """`512 MB`, `1.5 GB`; powers of ten."""
+    if value is None:
+        return "–"
+    value = real(value)
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.{1 if unit == 'GB' else 0}f} {unit}"
+    return f"{value:.0f} B"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Few characters for any magnitude: `0.912`, `4.1e-07`, `12,300`, `NaN`; `–` where there is none."""
+    if value is None:
+        return "–"
+    value = real(value)
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    size = abs(value)
+    if value and not 10**-digits <= size < 1e6:
+        return f"{value:.1e}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}f}" if size < 10 else f"{value:.1f}"

@@ -1,0 +1,393 @@
+"""What the files of a run say: what it is, how it stands or ended, its records as one feed, and the runs beside it.
+
+Every file may be missing, half-written or of another version: what cannot be read is left out, nothing raises. That
+goes for figures that no run can have, too. Reading takes time: call `RunFeed.read` off the event loop.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
+from atropos_common.files import read_regular
+from atropos_common.record_tail import RecordTail, nth_from_end
+from atropos_common.records import Record, StateRecord
+from atropos_common.run_dir import LATEST_TIME, RunDir
+from atropos_tui.monitor.charts import MOST_STEPS
+from atropos_tui.monitor.format import counted, one_line, real
+from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
+from atropos_tui.supervisor import tracker
+from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor.tracker import Leftover
+
+GONE = "its supervisor is gone and left no result"
+_ROLLOUT = b'"kind":"rollout"'
+"""As the trainer writes it; inside a text its quotation marks would be escaped."""
+MOST_OTHERS = 100
+"""Runs that are offered to be compared with, the newest."""
+E = TypeVar("E", bound=StrEnum)
+
+
+@dataclass(frozen=True)
+class PlannedComponent:
+    """A component as the plan names it."""
+
+    name: str
+    role: Role
+    port: int | None = None
+    gpus: tuple[int, ...] = ()
+    """As NVML counts them."""
+    command: tuple[str, ...] = ()
+    depends_on: dict[str, str] = field(default_factory=dict)
+    """What each component that it waits for has to be: started, healthy or completed."""
+    start_timeout_s: float | None = None
+    max_restarts: int | None = None
+    window_s: float | None = None
+    stages: dict[str, str] = field(default_factory=dict)
+    """What usually keeps each of its stages from being reached."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a run is. Empty or None where no file tells."""
+
+    run_id: str = ""
+    name: str = ""
+    mode: str = ""
+    model: str = ""
+    training_steps: int | None = None
+    """Optimizer steps the trainer was asked for."""
+    components: list[PlannedComponent] = field(default_factory=list)
+
+    @property
+    def short_model(self) -> str:
+        """The model without the folders of a path; a name of the hub as it is."""
+        return PurePath(self.model).name if self.model.startswith(("/", ".", "${")) else self.model
+
+
+def read_info(run: RunDir) -> RunInfo:
+    """Read run.json, plan.json and profile.toml of `run`."""
+    meta, plan, profile = read_json(run.run_json), read_json(run.plan_json), _read(run.profile_toml, tomllib.loads)
+    trainer = next((c for c in _dicts(plan.get("components")) if c.get("role") == Role.TRAINER), {})
+    words = trainer.get("command")
+    command = words if isinstance(words, list) else []
+    steps = flag(command, "--training-steps") or str(_dict(profile.get("trainer")).get("training_steps") or "")
+    return RunInfo(
+        run_id=_text(plan.get("run_id")) or _text(meta.get("run_id")),
+        name=_text(plan.get("name")) or _text(profile.get("name")) or run.root.name,
+        mode=_text(plan.get("mode")) or _text(profile.get("mode")),
+        model=flag(command, "--model-name") or _text(profile.get("model")),
+        training_steps=_step_count(steps),
+        components=[_planned(item) for item in _dicts(plan.get("components")) if _text(item.get("name"))],
+    )
+
+
+def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
+    """The run as its files tell it: components at their last journaled state, end from result.json.
+
+    Without result.json the process table tells whether the supervisor lives (then it only does not answer) or is gone,
+    and what is left of the components.
+    """
+    result = read_json(run.result_json)
+    started = moment(read_json(run.run_json).get("started_at"))
+    code = exit_code(run)
+    first = state.transitions[0].time if state.transitions else 0.0
+    status = RunStatus(
+        run_id=info.run_id,
+        name=info.name,
+        mode=info.mode,
+        run_dir=str(run.root),
+        phase=Phase.ENDED,
+        started_at=first if started is None else started,
+        seq=state.supervisor_seq,
+        exit_code=code,
+        reason=_text(result.get("reason")),
+        components=component_rows(info, state),
+    )
+    return status if code is not None else without_result(run, status)
+
+
+def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
+    """Every component at its last transition in `state`, those that had none yet as pending."""
+    rows = {
+        item.name: ComponentStatus(
+            name=item.name, role=item.role, state=State.PENDING, port=item.port, stages=_stages(item, state)
+        )
+        for item in info.components
+    }
+    for record in state.transitions:
+        if record.component and _member(State, record.new) is not None:
+            rows[record.component] = _moved(rows.get(record.component), record)
+    for diagnosis in state.diagnoses:
+        if diagnosis.component in rows:
+            rows[diagnosis.component] = rows[diagnosis.component].model_copy(update={"diagnosis": diagnosis.title})
+    return list(rows.values())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`, empty when there is none."""
+    return _read(path, json.loads)
+
+
+def exit_code(run: RunDir) -> int | None:
+    """How `run` ended; None while it runs, and where nothing tells."""
+    return _whole(read_json(run.result_json).get("exit_code"))
+
+
+def moment(value: object) -> float | None:
+    """A time in Unix seconds, or None where `value` is none."""
+    seconds = _number(value)
+    return seconds if seconds is not None and 0 <= seconds <= LATEST_TIME else None
+
+
+def flag(command: list[Any], name: str) -> str:
+    """The value behind `name` in a command line, in either spelling; empty where it is not given."""
+    for at, part in enumerate(command):
+        if part == name and at + 1 < len(command):
+            return str(command[at + 1])
+        if isinstance(part, str) and part.startswith(f"{name}="):
+            return part.partition("=")[2]
+    return ""
+
+
+def _moved(row: ComponentStatus | None, record: StateRecord) -> ComponentStatus:
+    role = _member(Role, record.role) or (row.role if row else Role.OTHER)
+    before = row or ComponentStatus(name=one_line(record.component or ""), role=role, state=State.PENDING)
+    new = State(record.new)
+    return before.model_copy(
+        update={
+            "role": role,
+            "state": new,
+            "attempt": record.attempt or before.attempt,
+            "restarts": before.restarts + (new is State.BACKOFF),
+            "since": record.time,
+            "started_at": record.time if new is State.STARTING else before.started_at,
+            "exit_code": record.exit_code if record.exit_code is not None else before.exit_code,
+            "reason": record.reason,
+            "healthy": None,
+        }
+    )
+
+
+def _planned(item: dict[str, Any]) -> PlannedComponent:
+    restart = _dict(item.get("restart"))
+    return PlannedComponent(
+        name=_text(item.get("name")),
+        role=_member(Role, item.get("role")) or Role.OTHER,
+        port=_whole(item.get("port")),
+        gpus=tuple(gpu for gpu in _list(item.get("gpus")) if isinstance(gpu, int)),
+        command=tuple(map(str, _list(item.get("command")))),
+        depends_on={name: _text(condition) for name, condition in _dict(item.get("depends_on")).items()},
+        start_timeout_s=_number(item.get("start_timeout_s")),
+        max_restarts=_whole(restart.get("max_restarts")),
+        window_s=_number(restart.get("window_s")),
+        stages={_text(stage.get("name")): _text(stage.get("usually")) for stage in _dicts(item.get("stages"))},
+    )
+
+
+def _stages(item: PlannedComponent, state: RunState) -> list[StageStatus]:
+    """The stages of a component, as far as its newest attempt got."""
+    attempts = [record.attempt for record in state.transitions if record.component == item.name]
+    newest = max(attempts, default=0)
+    reached = {record.stage: record.time for record in state.stages.get(item.name, []) if record.attempt == newest}
+    return [StageStatus(name=name, reached_at=reached.get(name), usually=usually)
+            for name, usually in item.stages.items()]  # fmt: skip
+
+
+def _member(kind: type[E], value: object) -> E | None:
+    """The member of `kind` with this value, or None: a newer writer may know more than this version."""
+    return next((member for member in kind if member.value == value), None)
+
+
+def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    try:
+        return _dict(parse(read_regular(path)))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: object) -> str:
+    """Plain: a name of a foreign file must not reach a terminal as it is."""
+    return one_line(value) if isinstance(value, str) else ""
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and abs(value) <= MOST_STEPS else None
+
+
+def _number(value: object) -> float | None:
+    return real(value) if isinstance(value, int | float) else None
+
+
+def _step_count(words: str) -> int | None:
+    """Python itself refuses to read numbers of more than some thousand digits."""
+    short = words.isdecimal() and len(words) <= len(str(MOST_STEPS))
+    return _whole(int(words)) if short else None
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def supervisor_gone(run: RunDir) -> bool:
+    """Whether a run has neither a result nor the supervisor that its journal names."""
+    table = ProcessTable.load(run.journal_json)
+    return not run.result_json.exists() and not (table and tracker.supervisor_alive(table))
+
+
+def is_crashed(status: RunStatus) -> bool:
+    """Whether `status` is that of a run which ended without a result."""
+    return status.phase is Phase.ENDED and status.exit_code is None
+
+
+def without_result(run: RunDir, status: RunStatus) -> RunStatus:
+    """`status`, last heard of in the journal, set right by the process table."""
+    table = ProcessTable.load(run.journal_json)
+    if table and table.supervisor and tracker.supervisor_alive(table):
+        pid = table.supervisor.pid
+        reason = f"its supervisor (pid {pid}) does not answer"
+        return status.model_copy(update={"phase": Phase.RUNNING, "supervisor_pid": pid, "reason": reason})
+    run_id = table.run_id if table else status.run_id
+    found = tracker.find_leftovers(run_id, table) if run_id else []
+    mains = {name: entry.pid for name, entry in table.components.items()} if table else {}
+    keepers = {entry.keeper_pid for entry in table.components.values()} if table else set()
+    rows = [
+        _present(row, mains.get(row.name), [one for one in found if one.component == row.name], keepers)
+        for row in status.components
+    ]
+    reason = GONE
+    if kept := [row.name for row in rows if any(one.adoptable and one.component == row.name for one in found)]:
+        reason += f"; {', '.join(kept)} kept: atropos-tui up --resume {run.root} adopts them"
+    elif found:
+        reason += f"; {counted(len(found), 'process')} left: atropos-tui clean ends what its guard does not"
+    return status.model_copy(update={"reason": reason, "components": rows})
+
+
+def _present(row: ComponentStatus, main: int | None, found: list[Leftover], keepers: set[int]) -> ComponentStatus:
+    pids = sorted(one.pid for one in found if one.pid not in keepers)
+    if pids:
+        kept = any(one.adoptable for one in found)
+        reason = "kept for the next supervisor: up --resume" if kept else "left without a supervisor"
+        living = {"pid": main if main in pids else pids[0], "pids": pids, "reason": reason}
+        return row.model_copy(update=living if kept else living | {"state": State.UNHEALTHY})
+    if row.state.is_resting:
+        return row
+    if found:  # its keeper alone
+        reason = "ended without a supervisor: up --resume reads how"
+    else:
+        reason = "was never started" if row.started_at is None else "gone with the supervisor"
+    return row.model_copy(update={"state": State.STOPPED, "reason": reason, "pid": None, "pids": []})
+
+
+@dataclass
+class RecordBatch:
+    """What one `read` brought."""
+
+    records: list[Record]
+    behind: bool
+    """More is known to wait: read again at once."""
+    anew: bool
+    """A file was cut or replaced and comes again from its start: begin with a new `RunState`."""
+
+
+@dataclass
+class RunFeed:
+    """Tails of every stream of `run`."""
+
+    run: RunDir
+    _tails: dict[Path, RecordTail] = field(default_factory=dict)
+    _restarts: int = 0
+
+    @property
+    def bad_lines(self) -> int:
+        """Lines that were no records, over all streams."""
+        return sum(tail.bad_lines for tail in self._tails.values())
+
+    def read(self) -> RecordBatch:
+        """One bounded chunk of every stream."""
+        for path in (self.run.supervisor_jsonl, self.run.telemetry_jsonl, *self.run.root.glob("eval.*.jsonl")):
+            if path not in self._tails:
+                self._tails[path] = self._tail(path)
+        records = [record for tail in self._tails.values() for record in tail.read()]
+        restarts = sum(tail.restarts for tail in self._tails.values())
+        if restarts != self._restarts:
+            return self._start_over()
+        return RecordBatch(records, any(tail.behind for tail in self._tails.values()), False)
+
+    def catch_up(self, state: RunState) -> RunState:
+        """`state` with all that the files hold by now; another one where they came again from their start."""
+        while True:
+            batch = self.read()
+            if batch.anew:
+                state = RunState()
+            for record in batch.records:
+                state.apply(record)
+            if not batch.behind:
+                return state
+
+    def _tail(self, path: Path) -> RecordTail:
+        """From the file's start, without the rollouts that a state would have forgotten again at its end."""
+        return RecordTail(path, unread=_ROLLOUT, unread_before=nth_from_end(path, _ROLLOUT, ROLLOUTS_KEPT))
+
+    def _start_over(self) -> RecordBatch:
+        """Read every stream from its start, so that one fresh state holds all of them."""
+        self._tails = {path: RecordTail(path) for path in self._tails}
+        self._restarts = 0
+        return RecordBatch([], True, True)
+
+
+def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:
+    """Everything the files of a run hold at this moment."""
+    feed = RunFeed(RunDir(root))
+    state = feed.catch_up(RunState())
+    return read_info(feed.run), state, feed
+
+
+@dataclass(frozen=True)
+class OtherRun:
+    """A run directory in the same folder."""
+
+    root: Path
+    name: str
+    mode: str
+    started_at: float
+    exit_code: int | None
+    """None while it runs, and where nothing tells."""
+
+
+def other_runs(root: Path) -> list[OtherRun]:
+    """The newest runs beside `root` that have records of a trainer, newest first."""
+    found = []
+    for path in _beside(root):
+        try:
+            if path.name != root.name and (run := RunDir(path)).telemetry_jsonl.is_file():
+                started = moment(read_json(run.run_json).get("started_at"))
+                found.append((path.stat().st_mtime if started is None else started, run))
+        except OSError:  # another user's, or gone by now
+            continue
+    found.sort(key=lambda item: item[0], reverse=True)
+    return [
+        OtherRun(run.root, run.root.name, read_info(run).mode, started_at, exit_code(run))
+        for started_at, run in found[:MOST_OTHERS]
+    ]
+
+
+def _beside(root: Path) -> list[Path]:
+    try:
+        return list(root.parent.iterdir())
+    except OSError:
+        return []

@@ -1,0 +1,253 @@
+"""Which processes belong to which component, and which a run has left: never told by name or port.
+
+Told by control group, session, process group, marker and descent. What `Tracker` has once seen as a member stays one
+(by pid and start time), even if it cleans its environment, starts a session and loses its parent afterwards.
+
+Leftovers are found by the same means and by the run's `journal.json`: the runner looks for them before a start (what
+did a crashed supervisor leave?) and after every end (is nothing left?), `clean` and `doctor` for people. Files in
+/dev/shm that killed processes leave are ours because our own processes had them mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.store import ProcessTable
+
+FOLDER = "/dev/shm/"
+REAP_S = 10.0
+
+
+@dataclass
+class _Tracked:
+    """One component: the session of its leader, its control group or "", and what was seen of it at the last look."""
+
+    leader: int
+    group: str
+    known: set[tuple[int, int]]
+    """Members, by pid and start ticks."""
+    led: dict[int, int]
+    """Sessions that members lead: session id -> start ticks of its leader."""
+    shared: set[str] = field(default_factory=set)
+    """Files in /dev/shm that they have mapped."""
+
+
+class Tracker:
+    """Members of each component of one run. Methods may be called from any thread."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._run = f"{ENV_RUN_ID}={run_id}".encode()
+        self._tracked: dict[str, _Tracked] = {}
+        self._aside: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, leader: int, group: str = "", sessions: Mapping[int, int] | None = None) -> None:
+        """Component `name` was spawned as session `leader`, in control group `group` if that is not "".
+
+        Args:
+            sessions: further sessions of it, as an earlier supervisor knew them, with their leaders' start ticks.
+        """
+        if self._aside.get(name) == leader:
+            del self._aside[name]
+        led = dict(sessions or {})
+        self._tracked[name] = _Tracked(leader, group, set(led.items()), led)
+
+    def set_aside(self, name: str, session: int) -> None:
+        """Processes of `session` bear the marker of `name`, but are none of its members until they are added."""
+        self._aside[name] = session
+
+    def remove(self, name: str) -> None:
+        """Nothing of `name` is left."""
+        self._tracked.pop(name, None)
+
+    def note_shared_memory(self, found: dict[str, list[procfs.Proc]]) -> None:
+        """Remember which files in /dev/shm these members have mapped: nobody can tell once they were killed."""
+        for name, rows in found.items():
+            files = {path for row in rows for path in mapped_by(row.pid)}
+            with self._lock:
+                if name in self._tracked:
+                    self._tracked[name].shared |= files
+
+    def shared_files(self, name: str) -> set[str]:
+        """Files in /dev/shm that members of `name` had mapped when they were looked at."""
+        with self._lock:
+            return set(self._tracked[name].shared)
+
+    def sessions(self, name: str) -> dict[int, int]:
+        """Sessions that members of `name` lead, as of the last look: session id -> start ticks of its leader."""
+        with self._lock:
+            return dict(self._tracked[name].led)
+
+    def members(self, name: str) -> list[procfs.Proc]:
+        """Live processes of one component."""
+        return self.survey([name])[name]
+
+    def survey(self, names: Iterable[str] | None = None) -> dict[str, list[procfs.Proc]]:
+        """Live processes of each component (all that run, if `names` is None), with one look at the table."""
+        table = procfs.scan()
+        procfs.reap_adopted(table)
+        with self._lock:
+            return {name: self._of(name, table) for name in list(self._tracked if names is None else names)}
+
+    def _of(self, name: str, table: dict[int, procfs.Proc]) -> list[procfs.Proc]:
+        one = self._tracked.get(name)
+        if one is None:
+            return []
+        marker = f"{ENV_COMPONENT}={name}".encode()
+        seeds = procfs.grouped(table, one.group) | {
+            row.pid
+            for row in table.values()
+            if one.leader in (row.session, row.pgrp)
+            or row.key in one.known
+            or procfs.marked(row.pid, self._run, marker)
+        }
+        pids = procfs.with_descendants(table, seeds) - {os.getpid()}
+        aside = self._aside.get(name)
+        alive = [table[pid] for pid in pids if table[pid].alive and table[pid].session != aside]
+        one.known = {row.key for row in alive}
+        one.led = {row.pid: row.ticks for row in alive if row.pid == row.session}
+        return alive
+
+    def strays(self, since_ticks: int) -> list[procfs.Proc]:
+        """Adopted processes started since then that no component claims: they left session and environment behind."""
+        table = procfs.scan()
+        mine, session = os.getpid(), os.getsid(0)
+        adopted = {
+            row.pid
+            for row in table.values()
+            if row.ppid == mine
+            and row.session != session
+            and row.pid not in procfs.SPAWNED
+            and row.ticks >= since_ticks
+            and procfs.environ(row.pid).get(ENV_RUN_ID, self._run_id) == self._run_id
+        }
+        return [table[pid] for pid in procfs.with_descendants(table, adopted) if table[pid].alive]
+
+
+def mapped_by(pid: int) -> set[str]:
+    """Files in /dev/shm that process `pid` has mapped; those already unlinked are left out."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    found = {line[line.index(FOLDER) :] for line in lines if FOLDER in line}
+    return {path for path in found if not path.endswith(" (deleted)")}
+
+
+def remove_unused(paths: Iterable[str]) -> list[str]:
+    """Remove those of `paths` that are this user's and that no process maps any more; what was removed."""
+    left = {path for path in paths if _is_ours(path)}
+    if not left:
+        return []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            left -= mapped_by(int(entry.name))
+    for path in left:
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
+    return sorted(left)
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        return Path(path).lstat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One live process of a run."""
+
+    pid: int
+    ticks: int
+    """Start time in clock ticks after boot: with the pid, its name."""
+    component: str
+    """Also for its keeper; empty when it cleaned its environment."""
+    command: str
+    adoptable: bool = False
+    """Its component has a keeper: `up --resume` goes on with it."""
+
+
+def find_leftovers(run_id: str, table: ProcessTable | None = None) -> list[Leftover]:
+    """Live processes of run `run_id`, but for the caller.
+
+    Args:
+        table: the run's `journal.json`, which finds those that cleaned their environment but not their session or
+            control group.
+    """
+    boot = procfs.boot_id()
+    entries = {name: entry for name, entry in (table.components if table else {}).items() if entry.boot_id == boot}
+    sessions: dict[int, int] = {}
+    keepers: dict[int, str] = {}
+    for name, entry in entries.items():
+        sessions |= entry.sessions | {entry.pgid: entry.ticks}
+        if entry.keeper and procfs.lives(entry.keeper_pid, entry.keeper_ticks):
+            keepers[entry.keeper_pid] = name
+    found = []
+    for row in procfs.run_members(run_id, sessions, {os.getpid()}, _group(run_id, table)):
+        name = keepers.get(row.pid) or procfs.environ(row.pid).get(ENV_COMPONENT, "")
+        command = f"keeper of {name}" if row.pid in keepers else _command(row.pid)
+        found.append(Leftover(row.pid, row.ticks, name, command, name in keepers.values()))
+    return found
+
+
+def supervisor_alive(table: ProcessTable) -> bool:
+    """Whether the supervisor that wrote `table` still runs."""
+    entry = table.supervisor
+    return entry is not None and entry.boot_id == procfs.boot_id() and procfs.lives(entry.pid, entry.ticks)
+
+
+def reap_leftovers(
+    run_id: str, table: ProcessTable | None = None, *, spared: Callable[[], set[int]] | None = None
+) -> list[Leftover]:
+    """Kill what `find_leftovers` finds until nothing is found, and remove the control groups; blocks up to `REAP_S`.
+
+    Args:
+        spared: asked after every look: pids that shall live.
+
+    Returns:
+        What was found first.
+    """
+
+    def look() -> list[Leftover]:
+        found = find_leftovers(run_id, table)
+        spare = spared() if spared and found else set()
+        return [one for one in found if one.pid not in spare]
+
+    group = "" if spared else _group(run_id, table)
+    first = found = look()
+    deadline = time.monotonic() + REAP_S
+    while found and time.monotonic() < deadline:
+        for leftover in found:
+            row = procfs.read(leftover.pid)
+            if row is not None and row.ticks == leftover.ticks:
+                procfs.send(row, signal.SIGKILL)
+        if group:
+            procfs.kill_group(group)  # and what they have forked since the look
+        time.sleep(0.01)
+        found = look()
+    procfs.remove_group(group)
+    return first
+
+
+def _group(run_id: str, table: ProcessTable | None) -> str:
+    """The run's control group; a name in a file is believed only if it is the one that this run must have."""
+    return table.group if table is not None and procfs.is_group_of(table.group, run_id) else ""
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""

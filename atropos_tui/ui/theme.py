@@ -1,0 +1,81 @@
+"""The look: the theme, and one glyph, word and style per state. State is never colour alone."""
+
+from __future__ import annotations
+
+from textual.color import Color
+from textual.content import Content
+from textual.theme import Theme
+
+from atropos_common.control import State
+from atropos_tui.monitor.format import TONES, glyph_and_word
+
+THEME = Theme(
+    name="atropos",
+    dark=True,
+    primary="#7aa7d9",
+    secondary="#7f8b9b",
+    accent="#c9a3e0",
+    success="#84c9a0",
+    warning="#e3b96f",
+    error="#e98089",
+    foreground="#ccd4de",
+    background="#10141a",
+    surface="#141920",
+    panel="#1c232c",
+    variables={
+        "quiet": "#7f8b9b",
+        "track": "#2b3541",
+        "grid": "#2b3541",
+        "frame": "#2b3541",
+        "text-warning": "#e3b96f",
+        "border": "#2b3541",
+        "border-blurred": "#2b3541",
+        "block-cursor-background": "#26384c",
+        "block-cursor-foreground": "#eef3f8",
+        "block-cursor-text-style": "none",
+        "block-cursor-blurred-background": "#1e2935",
+        "block-cursor-blurred-foreground": "#ccd4de",
+        "block-cursor-blurred-text-style": "none",
+        "footer-background": "#141920",
+        "footer-key-foreground": "#7aa7d9",
+        "footer-description-foreground": "#8a96a5",
+        "scrollbar": "#2b3541",
+        "scrollbar-background": "#141920",
+        "scrollbar-hover": "#3b4857",
+        "scrollbar-active": "#7aa7d9",
+    },
+)
+
+
+def own_colours(theme: Theme) -> dict[str, str]:
+    """What `theme` has no names for, made from its text and its background, so that it can be seen in any of them.
+
+    quiet: labels; track: the rest of a bar; grid and frame: lines; healthy: the ground behind a curve's good range.
+    """
+    if theme.ansi:  # sixteen colours of the terminal, which cannot be mixed
+        grey = "ansi_bright_black"
+        return {"quiet": "ansi_default", "track": grey, "grid": grey, "frame": grey, "healthy": "ansi_default"}
+    system = theme.to_color_system().generate()
+    background, text = Color.parse(system["background"]), Color.parse(system["foreground"])
+    shares = {"quiet": 0.75, "track": 0.25, "grid": 0.2, "frame": 0.25}
+    mixed = {name: background.blend(text, share).hex for name, share in shares.items()}
+    return mixed | {"healthy": background.blend(Color.parse(system["success"]), 0.08).hex}
+
+
+COLOURS = {"good": "success", "busy": "primary", "warn": "warning", "bad": "error", "dim": "quiet"}
+"""Theme colour of each tone."""
+
+
+def state_text(state: State) -> tuple[str, str]:
+    """Glyph and word of a state, and its tone."""
+    return glyph_and_word(state), TONES[state]
+
+
+def title(name: str, *parts: tuple[str, str], gap: int = 2) -> Content:
+    """A panel's title: its name, then `(text, theme colour)` parts. Nothing in it is read as markup."""
+    pieces: list[tuple[str, str]] = [(name, "bold $foreground")]
+    for text, colour in parts:
+        if not text:
+            continue
+        pieces += [(" " * gap, ""), (text, f"${colour}" if colour else "")]
+    return Content.assemble(*pieces)

@@ -1,0 +1,128 @@
+"""Where the panels are: the tree of the main screen, and the table of views, one for each number key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from textual.app import ComposeResult
+from textual.containers import Horizontal
+from textual.widget import Widget
+from textual.widgets import Footer, Static
+
+from atropos_tui.ui.widgets.alignment import AlignmentPanel
+from atropos_tui.ui.widgets.bars import CommandBar, SearchBar
+from atropos_tui.ui.widgets.benchmark import Benchmark, Summary
+from atropos_tui.ui.widgets.components import Components
+from atropos_tui.ui.widgets.curves import Chart, ChartGrid
+from atropos_tui.ui.widgets.details import Details
+from atropos_tui.ui.widgets.events import Events
+from atropos_tui.ui.widgets.header import Header, Notices
+from atropos_tui.ui.widgets.log_view import LogView
+from atropos_tui.ui.widgets.machine import MachinePanel
+from atropos_tui.ui.widgets.panel import Panel
+from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
+
+
+class ViewSpec(NamedTuple):
+    """What a number key shows below the table of components."""
+
+    title: str
+    about: str
+    focus: type[Widget] = Components
+    """The panel that gets the keys."""
+    panels: Callable[[], Sequence[Widget]] = tuple
+    """Makes the panels that stand side by side in this view alone."""
+    bottom: tuple[type[Widget], ...] = ()
+    """Panels of the overview's bottom row that fill the place instead: what was read in them stays as it was."""
+
+
+TRAINING = ("reward", "loss", "ratio", "clip", "grad", "lag", "queue", "time", "tokens")
+ALIGNMENT = ("diff", "diff-max", "logprobs", "kl")
+
+VIEWS = {
+    "overview": ViewSpec("Overview", "Everything"),
+    "training": ViewSpec(
+        "Training",
+        "Reward, loss, ratio, clipping, gradient, lag, queue",
+        panels=lambda: [ChartGrid(*TRAINING, columns="three")],
+    ),
+    "logs": ViewSpec("Logs", "The log of the selected component, or of all", LogView, bottom=(LogView,)),
+    "rollouts": ViewSpec("Rollouts", "The newest rollouts by group", Rollouts, bottom=(Rollouts, RolloutDetail)),
+    "benchmark": ViewSpec(
+        "Benchmark",
+        "Where the time goes; the summary, beside another run",
+        panels=lambda: [Benchmark(), Summary()],
+    ),
+    "machine": ViewSpec("Machine", "GPUs, or the host's memory and CPU", panels=lambda: [MachinePanel()]),
+    "alignment": ViewSpec(
+        "Alignment",
+        "Trainer against engine: logprobs, KL, verdict",
+        panels=lambda: [AlignmentPanel(), ChartGrid(*ALIGNMENT, columns="two")],
+    ),
+    "events": ViewSpec("Events", "Transitions, diagnoses, commands", Events, bottom=(Events,)),
+    "component": ViewSpec("Component", "Everything known of the selected component", panels=lambda: [Details()]),
+}
+"""The views by name, in the order of the number keys. A new panel is its file and a row here."""
+
+
+def compose_screen() -> ComposeResult:
+    """Every widget of the main screen."""
+    yield Header()
+    yield Notices()
+    with Horizontal(id="top"):
+        yield Components()
+        yield MachinePanel(id="machine")
+    with Horizontal(id="middle", classes="overview"):
+        yield Chart("reward")
+        yield Chart("diff")
+        yield Benchmark(id="benchmark")
+    with Horizontal(id="more", classes="overview"):
+        yield Chart("loss")
+        yield Chart("ratio")
+        yield Chart("lag")
+        yield AlignmentPanel()
+    with Horizontal(id="bottom", classes="overview"):
+        yield LogView()
+        yield Rollouts()
+        yield RolloutDetail()
+        yield Events()
+    for name, view in VIEWS.items():
+        if panels := view.panels():
+            yield Horizontal(*panels, id=f"view-{name}", classes="view")
+    yield SearchBar()
+    yield CommandBar()
+    yield Footer()
+    yield Static("the terminal is too small:\n40 × 12 shows something, 80 × 24 all", id="too-small")
+
+
+def arrange(root: Widget, name: str) -> None:
+    """Show the panels of a view, and no others; those of the overview are the style sheet's, by the terminal's size.
+
+    Widgets are shown and hidden one by one, for restyling all of them would take a quarter of a second.
+    """
+    view, overview = VIEWS[name], name == "overview"
+    for row in root.query(".overview"):
+        _display(row, None if overview else bool(view.bottom) and row.id == "bottom")
+    for panel in root.query("#bottom > *"):
+        _display(panel, None if overview else isinstance(panel, view.bottom))
+    for own in root.query(".view"):
+        _display(own, True if own.id == f"view-{name}" else None)
+    _display(root.query_one("#machine"), False if name == "machine" else None)
+
+
+def _display(widget: Widget, shown: bool | None) -> None:
+    """Show or hide; None leaves it to the style sheet."""
+    if shown is not None:
+        widget.styles.display = "block" if shown else "none"
+    elif widget.styles.inline.has_rule("display"):
+        widget.styles.clear_rule("display")
+        widget.styles.refresh(layout=True, parent=True)
+
+
+def visible(root: Widget) -> Iterator[Widget]:
+    """Every widget below `root` that the present view shows, and panels that hide themselves."""
+    for child in root.children:
+        if child.display or (isinstance(child, Panel) and child.hides_itself):
+            yield child
+            yield from visible(child)

@@ -1,0 +1,100 @@
+"""The alignment panel: do trainer and engine agree on the tokens' probabilities? Figures, verdict, cause, fix."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+
+from atropos_common.records import AlignmentRecord
+from atropos_tui.monitor.format import duration, number, one_line
+from atropos_tui.monitor.why import silent_s
+from atropos_tui.ui.theme import title
+from atropos_tui.ui.widgets.panel import TextPanel, View, inks
+
+VERDICTS = {"ok": ("✔", "good"), "drift": ("▲", "warn"), "mismatch": ("✖", "bad")}
+_LABEL = 10
+_VALUE = 9
+
+
+def verdict_text(alignment: AlignmentRecord) -> tuple[str, str]:
+    """Glyph and word, and tone."""
+    glyph, tone = VERDICTS[alignment.verdict]
+    return f"{glyph} {alignment.verdict}", tone
+
+
+class AlignmentPanel(TextPanel):
+    """The newest alignment record in words; its history is in the charts beside it."""
+
+    INK = "alignment"
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, "label", "good", "warn", "bad")
+    SCOPED_CSS = False
+    DEFAULT_CSS = """
+    AlignmentPanel {
+        width: 46;
+        height: 1fr;
+
+        .alignment--label { color: $quiet; }
+        .alignment--good { color: $success; }
+        .alignment--warn { color: $warning; }
+        .alignment--bad { color: $error; text-style: bold; }
+    }
+    .-narrow .view AlignmentPanel { width: 40; }
+    """
+
+    def show(self, view: View) -> None:
+        super().show(view)
+        found = view.state.alignment
+        self.border_title = title("Alignment", (f"step {found.step}" if found else "no data", "quiet"))
+
+    def lines(self, view: View, width: int, height: int) -> list[Text]:
+        return self._lines(view, view.state.alignment, width) if view.state.alignment else []
+
+    def _lines(self, view: View, found: AlignmentRecord, width: int) -> list[Text]:
+        words, tone = verdict_text(found)
+        head = Text(words, self.ink(tone), no_wrap=True, end="")
+        head.append_text(self._age(view, found))
+        lines = [head]
+        if found.verdict != "ok":
+            lines += self._wrapped("cause", found.cause, width) + self._wrapped("fix", fix_of(view), width)
+        return [
+            *lines,
+            self._pair("", "mean", "max"),
+            self._pair("rollouts", number(found.logprob_diff_abs_mean), number(found.logprob_diff_abs_max)),
+            self._pair("probe", number(found.probe_diff_abs_mean), number(found.probe_diff_abs_max)),
+            self._pair("", "inference", "training"),
+            self._pair("logprob", number(found.inference_mean), number(found.train_mean)),
+            self._pair("KL (k3)", number(found.kl_k3), ""),
+            self._pair("tokens", f"{found.tokens:,}", f"{found.probe_tokens} probed"),
+        ]
+
+    def _age(self, view: View, found: AlignmentRecord) -> Text:
+        """How old the figures are; a silent trainer is said loudly, unless it is done."""
+        age, silent = view.now - found.time, silent_s(view.state, view.now)
+        over = bool(view.gone) or view.state.benchmark is not None
+        if over or age < 0:
+            return Text(f"  step {found.step}", self.ink("label"))
+        if silent is not None:
+            return Text(f"  trainer silent for {duration(silent)}", self.ink("warn"))
+        return Text(f"  {duration(age)} ago", self.ink("label"))
+
+    def _pair(self, label: str, first: str, second: str) -> Text:
+        line = self.labelled(label, _LABEL)
+        quiet = self.ink("label") if not label else None
+        return line.append(f"{first:>{_VALUE}}", quiet).append(f"  {second:>{_VALUE}}", quiet)
+
+    def _wrapped(self, label: str, words: str, width: int) -> list[Text]:
+        """`label` and `words` below each other, in at most three lines."""
+        if not words:
+            return []
+        room = max(8, width - 7)
+        parts = Text(one_line(words)).wrap(self.app.console, room)[:3]
+        heads = [f"{label:<7}", *[" " * 7] * (len(parts) - 1)]
+        return [Text.assemble((head, self.ink("label")), part, end="", no_wrap=True)
+                for head, part in zip(heads, parts, strict=True)]  # fmt: skip
+
+
+def fix_of(view: View) -> str:
+    """What the newest diagnosis about alignment advises; empty where there is none."""
+    found = [item for item in view.state.diagnoses if item.rule.startswith("alignment") and item.fix]
+    return found[-1].fix if found else ""

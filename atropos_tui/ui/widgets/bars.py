@@ -1,0 +1,164 @@
+"""The lines below the panels: a search or a filter that is typed, and the commands that are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult, RenderResult
+from textual.binding import Binding
+from textual.containers import Horizontal
+from textual.widgets import Input, Label
+
+from atropos_common.control import Recipe
+from atropos_common.records import CommandRecord
+from atropos_tui.monitor.format import duration, one_line
+from atropos_tui.monitor.patterns import Pattern, PatternError, compiled
+from atropos_tui.ui.theme import COLOURS, state_text
+from atropos_tui.ui.widgets.panel import TextPanel, View, inks
+
+Apply = Callable[[Pattern | None], str]
+"""Takes what is looked for, or None; says in words how much matches."""
+
+
+class SearchBar(Horizontal):
+    """The line in which a search or a filter is typed: it takes effect at once; Enter keeps it, Esc drops it."""
+
+    DEFAULT_CSS = """
+    SearchBar {
+        display: none;
+        height: 1;
+        background: $panel;
+        padding: 0 1;
+
+        #search-what { color: $primary; text-style: bold; width: 2; }
+        Input { border: none; height: 1; padding: 0; width: 1fr; background: $panel; &:focus { border: none; } }
+        #search-found { color: $quiet; width: auto; padding: 0 1; }
+    }
+    """
+
+    BINDINGS = [Binding("escape", "drop", "Drop the search", show=False)]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__(id="search")
+        self._apply: Apply | None = None
+        self._done: Callable[[], object] = lambda: None
+
+    def compose(self) -> ComposeResult:
+        yield Label("/", id="search-what")
+        yield Input(id="search-text", placeholder="a regular expression; capitals make it case-sensitive")
+        yield Label("", id="search-found", markup=False)
+
+    def ask(self, what: str, apply: Apply, done: Callable[[], object]) -> None:
+        """Open the line.
+
+        Args:
+            apply: called at every change.
+            done: called when the line closes; gives the focus back.
+        """
+        self._apply, self._done = apply, done
+        self.query_one("#search-what", Label).update(what)
+        self.query_one("#search-found", Label).update("")
+        field = self.query_one(Input)
+        field.value = ""
+        self.display = True
+        field.focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        event.stop()
+        if self._apply is not None and self.display:
+            self.query_one("#search-found", Label).update(self._applied(self._apply, event.value))
+
+    @staticmethod
+    def _applied(apply: Apply, text: str) -> str:
+        """Look for `text`; the words that are shown beside it: what matches, or why it is no pattern."""
+        try:
+            result = apply(compiled(text) if text else None)
+        except PatternError as error:
+            apply(None)
+            return str(error)
+        return result if text else ""
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        self._close()
+
+    def action_drop(self) -> None:
+        if self._apply is not None:
+            self._apply(None)
+        self._close()
+
+    def _close(self) -> None:
+        self._apply, self.display = None, False
+        self._done()
+
+
+class CommandBar(TextPanel):
+    """A line per command: what was asked, how long ago, where its components stand. Hidden while there is none."""
+
+    DEFAULT_CLASSES = ""
+    INK = "command"
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS)
+    DEFAULT_CSS = """
+    CommandBar {
+        height: auto;
+        max-height: 3;
+        padding: 0 1;
+        background: $panel;
+        display: none;
+
+        .command--good { color: $success; }
+        .command--busy { color: $primary; }
+        .command--warn { color: $warning; }
+        .command--bad { color: $error; }
+        .command--dim { color: $quiet; }
+    }
+    """
+    hides_itself = True
+
+    def __init__(self) -> None:
+        super().__init__(id="commands")
+        self._recipes: dict[str, Recipe] = {}
+        self._since: dict[str, float] = {}
+        """When each command was given."""
+        self._count = 0
+
+    def note(self, command_id: str, recipe: Recipe) -> None:
+        """Remember what a command of this screen touches."""
+        self._recipes[command_id] = recipe
+
+    def show(self, view: View) -> None:
+        commands = self._open(view)
+        for command in commands:
+            self._since.setdefault(command.command_id, command.time)
+        count = len(commands)
+        if count != self._count:
+            self._count, self.display = count, count > 0
+            self.refresh(layout=True)
+        if count:
+            self.view = view
+
+    def render(self) -> RenderResult:
+        lines = [self._line(self.view, command) for command in self._open(self.view)] if self.view else []
+        return Text("\n").join(lines)
+
+    def _open(self, view: View) -> list[CommandRecord]:
+        """What the present supervisor was told; one that is dead left its own open for ever."""
+        since = view.status.started_at or 0.0 if view.status else 0.0
+        return [] if view.gone else [command for command in view.state.open_commands() if command.time >= since]
+
+    def _line(self, view: View, command: CommandRecord) -> Text:
+        by = "" if command.initiator == "user" else f" (asked by the {command.initiator})"
+        line = Text(f"◔ {command.action} {command.component or 'the stack'}{by}", self.ink("busy"), no_wrap=True)
+        line.append(f"  {duration(view.now - self._since[command.command_id])}", self.ink("dim"))
+        recipe = self._recipes.get(command.command_id)
+        rows = {row.name: row for row in view.status.components} if view.status else {}
+        names = dict.fromkeys([*recipe.stop, *recipe.start]) if recipe else [command.component]
+        for name in names:
+            if name in rows:
+                words, tone = state_text(rows[name].state)
+                line.append(f"   {name} ", self.ink("dim")).append(words, self.ink(tone))
+        if command.detail:
+            line.append(f"   {one_line(command.detail)}", self.ink("dim"))
+        return line

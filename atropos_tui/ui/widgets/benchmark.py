@@ -1,0 +1,154 @@
+"""The benchmark panels: where a step's time goes, throughput, memory, lag, the verdict; and the guides' summary."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.widgets import Static
+
+from atropos_common.control import Role
+from atropos_tui.monitor.bench import Pace, benchmark_state, pace, render_benchmarks
+from atropos_tui.monitor.charts import mean
+from atropos_tui.monitor.format import bytes_text, duration, number, one_line, seconds_text
+from atropos_tui.ui.plot import progress_bar
+from atropos_tui.ui.theme import title
+from atropos_tui.ui.widgets.alignment import verdict_text
+from atropos_tui.ui.widgets.panel import Panel, TextPanel, View, inks
+
+_LABEL = 12
+_VALUE = 9
+
+
+class Benchmark(TextPanel):
+    """Live figures over the newest steps."""
+
+    INK = "benchmark"
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, "label", "bar", "track", "good", "warn", "bad")
+    SCOPED_CSS = False
+    DEFAULT_CSS = """
+    Benchmark {
+        width: 46;
+        height: 1fr;
+
+        .benchmark--label { color: $quiet; }
+        .benchmark--bar { color: $primary; }
+        .benchmark--track { color: $track; }
+        .benchmark--good { color: $success; }
+        .benchmark--warn { color: $warning; }
+        .benchmark--bad { color: $error; text-style: bold; }
+    }
+    .view Benchmark { width: 56; }
+    .-narrow .view Benchmark { width: 1fr; }
+    .-narrow #view-benchmark { layout: vertical; }
+    """
+
+    def show(self, view: View) -> None:
+        super().show(view)
+        window = pace(view.state, None).window
+        note = (f"last {window} steps", "quiet") if window else ("no data", "quiet")
+        if view.state.benchmark:
+            note = (f"final, all {window} steps", "success")
+        self.border_title = title("Benchmark", note)
+
+    def lines(self, view: View, width: int, height: int) -> list[Text]:
+        speed = pace(view.state, view.info.training_steps)
+        return [*self._split(speed, width), *self._figures(view, speed)]
+
+    def _line(self, label: str, value: str, rest: Text | str = "", tone: str = "") -> Text:
+        line = self.labelled(label, _LABEL)
+        line.append(f"{value:>{_VALUE}}", self.ink(tone) if tone else None)
+        return line.append("  ").append_text(rest if isinstance(rest, Text) else Text(rest, self.ink("label")))
+
+    def _split(self, speed: Pace, width: int) -> list[Text]:
+        """The mean step and a bar per part of it."""
+        lines = [self._line("step", seconds_text(speed.step_s))]
+        room = max(0, width - _LABEL - _VALUE - 2 - 6)
+        for name, value in speed.parts.items():
+            bar = Text(no_wrap=True, end="")
+            if value is not None and speed.step_s and math.isfinite(value) and math.isfinite(speed.step_s):
+                share = min(1.0, value / speed.step_s)
+                bar = progress_bar(share, room, self.ink("bar"), self.ink("track"))
+                bar.append(f" {share:4.0%}", self.ink("label"))
+            lines.append(self._line(f"  {name}", seconds_text(value), bar))
+        return lines
+
+    def _figures(self, view: View, speed: Pace) -> list[Text]:
+        """The most telling first: what does not fit is cut at the end."""
+        state = view.state
+        mfu = state.metric("mfu").last
+        lag, most = state.metric("policy_lag_mean").last, state.metric("policy_lag_max").last
+        used = f"MFU {mfu:.1%}" if mfu is not None and math.isfinite(mfu) else "trained"
+        lines = [
+            self._line("tokens/s", number(speed.tokens_per_s, 0), used),
+            *(line for row in view.rows if row.role is Role.ENGINE for line in self._engine(view, row.name)),
+            self._line("steps/h", number(speed.steps_per_hour, 0)),
+            self._line("lag", number(lag, 1), f"max {number(most, 0)}" if most is not None else ""),
+            *self._memory(view),
+        ]
+        if state.alignment:
+            words, tone = verdict_text(state.alignment)
+            lines.insert(1, self._line("alignment", words, one_line(state.alignment.cause), tone))
+        if state.benchmark:
+            lines.append(self._line("total", duration(state.benchmark.total_s), f"{state.benchmark.steps} steps"))
+        return lines
+
+    def _engine(self, view: View, name: str) -> list[Text]:
+        """Tokens a second of one engine, its batch and its caches, from its own counters."""
+        rates = view.gauges.rates(name)
+        label = one_line(name)[: _LABEL - 1]
+        if rates is None:
+            return [self._line(label, "–", "no metrics")]
+        running, waiting = (("–" if value is None else f"{value:.0f}") for value in (rates.running, rates.waiting))
+        hits = "" if rates.prefix_hit_rate is None else f"prefix hits {rates.prefix_hit_rate:.0%}"
+        used = "–" if rates.kv_use is None else f"{rates.kv_use:.0%}"
+        return [
+            self._line(label, number(rates.generated_per_s, 0), f"{running} run, {waiting} wait"),
+            self._line("  KV cache", used, hits),
+        ]
+
+    def _memory(self, view: View) -> list[Text]:
+        state = view.state
+        gpu, rss = state.metric("peak_bytes").values, state.metric("rss_bytes").values
+        held = state.metric("allocated_bytes").values
+        total = [row.memory_bytes for row in view.rows if row.memory_bytes]
+        queue = view.gauges.last.queue if view.gauges.last else None
+        lines = [self._line("queue", "–" if queue is None else str(queue), "groups in run-api")]
+        if gpu:
+            words = f"peak, mean {bytes_text(mean(held))}" if held else "peak"
+            lines.append(self._line("GPU memory", bytes_text(max(gpu)), words))
+        words = f"peak, mean {bytes_text(mean(rss))}" if rss else ""
+        lines.append(self._line("trainer", bytes_text(max(rss, default=None)), words))
+        return [*lines, self._line("stack", bytes_text(sum(total)) if total else "–", "memory" if total else "")]
+
+
+class Summary(VerticalScroll, Panel):
+    """The guides' summary, beside the run that was chosen with `c`; scrolls where it is larger than its room."""
+
+    DEFAULT_CSS = """
+    Summary { width: 1fr; height: 1fr; }
+    Summary > #summary-text { width: auto; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="summary")
+        self._text = ""
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="summary-text")
+
+    def on_mount(self) -> None:
+        self.border_title = title("Summary")
+
+    def show(self, view: View) -> None:
+        """Measure again: sums over all steps."""
+        mine = benchmark_state(view.state, run=view.info.name or "this run", mode=view.info.mode)
+        text = render_benchmarks([mine, view.other] if view.other else [mine])
+        about = f"beside {view.other.run}, x is the ratio to this run" if view.other else "c compares with another run"
+        self.border_title = title("Summary", (about, "quiet"))
+        if text != self._text:
+            self._text = text
+            self.query_one("#summary-text", Static).update(Text(text, no_wrap=True))

@@ -1,0 +1,236 @@
+"""The components table: state, health, process, memory, and the last word about each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rich.text import Text
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.widgets import DataTable
+
+from atropos_common.control import ComponentStatus, State
+from atropos_tui.monitor.format import bytes_text, duration, one_line, seconds_text
+from atropos_tui.monitor.why import open_diagnoses
+from atropos_tui.ui.theme import COLOURS, state_text, title
+from atropos_tui.ui.widgets.panel import Panel, View
+
+_WIDE = 90
+"""From this width on there is room for ports, and for GPU memory where a component has some."""
+
+Column = tuple[str, int, bool]
+_COLUMNS: tuple[Column, ...] = (
+    ("component", 9, False),
+    ("state", 11, False),
+    ("probe", 7, True),
+    ("pid", 7, True),
+    ("up", 7, True),
+    ("rst", 3, True),
+    ("cpu", 5, True),
+    ("memory", 7, True),
+    ("gpu", 7, True),
+    ("port", 5, True),
+    ("", 0, False),
+)
+"""Title, width in cells without the gap behind it, right-aligned. The last takes what is left."""
+_GIVES_WAY = {"port": 24, "pid": 24, "probe": 24, "rst": 24, "up": 10, "memory": 10, "cpu": 10}
+"""Columns in the order in which they make room for the last, each while its words have fewer cells than this."""
+
+
+class Components(DataTable[Text], Panel):
+    """One row per component, in start order; the cursor row is what the action keys act on."""
+
+    DEFAULT_CSS = """
+    Components {
+        width: 1fr;
+        height: auto;
+        max-height: 100%;
+        overflow-x: hidden;
+        scrollbar-size: 0 0;
+        background-tint: transparent;
+        &:focus { background-tint: transparent; }
+
+        & > .datatable--header { background: $background; color: $quiet; text-style: none; }
+        & > .datatable--cursor, &:focus > .datatable--cursor {
+            background: $block-cursor-background;
+            color: $block-cursor-foreground;
+            text-style: none;
+        }
+        & > .datatable--hover { background: $panel; }
+    }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("k", "cursor_up", "Up", show=False),
+        Binding("j", "cursor_down", "Down", show=False),
+    ]
+
+    @dataclass(eq=False)
+    class Selected(Message):
+        """The cursor moved to another component; `by_user` unless the table did it."""
+
+        component: str
+        by_user: bool
+
+    def __init__(self) -> None:
+        super().__init__(id="components", cursor_type="row", zebra_stripes=False, cell_padding=0)
+        self.statuses: list[ComponentStatus] = []
+        """What the rows show, top to bottom."""
+        self._now = 0.0
+        self._news: dict[str | None, str] = {}
+        """Diagnoses that still hold, by component."""
+        self._stale = False
+        """Nobody vouches for these states any more."""
+        self._built: tuple[list[str], list[Column]] = [], []
+        """Rows and columns that the table was built of."""
+        self._touched = False
+        """A key or a click came since the cursor last moved."""
+        self.is_users = False
+        """The user has moved the cursor."""
+        self.border_title = title("Components")
+
+    @property
+    def selected(self) -> ComponentStatus | None:
+        """The component under the cursor."""
+        return self.statuses[self.cursor_row] if 0 <= self.cursor_row < len(self.statuses) else None
+
+    def show(self, view: View) -> None:
+        """Take the newest; the title says what is not well, and how many rows there is no room for."""
+        if view.status is None:
+            return
+        self.statuses, self._now = list(view.status.components), view.now
+        self._news = {item.component: item.title for item in open_diagnoses(view.state, view.status)}
+        self._stale = bool(view.gone)
+        self._retitle()
+        if self._built == ([row.name for row in self.statuses], self._columns()):
+            self._fill()
+        else:
+            self._rebuild()
+
+    def select(self, component: str) -> None:
+        """Move the cursor on the screen's own account."""
+        names = [row.name for row in self.statuses]
+        if component in names and names.index(component) != self.cursor_row:
+            self.move_cursor(row=names.index(component))
+
+    def step(self, by: int) -> None:
+        """Move the cursor as the user's keys do."""
+        self._touched = self.is_users = True
+        self.move_cursor(row=min(max(self.cursor_row + by, 0), max(len(self.statuses) - 1, 0)))
+
+    def _retitle(self) -> None:
+        dead = sum(row.state is State.FAILED for row in self.statuses)
+        hidden = len(self.statuses) + self.header_height - self.content_size.height if self.content_size else 0
+        failed = (f"{dead} failed" if dead else "", "error")
+        self.border_title = title("Components", failed, (f"{hidden} more: ↑ ↓" if hidden > 0 else "", "warning"))
+
+    def on_resize(self, event: events.Resize) -> None:
+        if self.statuses:
+            self._rebuild()
+            self._retitle()
+
+    def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
+        event.stop()
+        if row := self.selected:
+            self.post_message(self.Selected(row.name, by_user=self._touched))
+        self._touched = False
+
+    def on_key(self, event: events.Key) -> None:
+        self._touched = event.key in ("up", "down", "k", "j", "pageup", "pagedown", "home", "end")
+        self.is_users = self.is_users or self._touched
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        self._touched = self.is_users = True
+
+    def _columns(self) -> list[Column]:
+        wide = self.size.width >= _WIDE
+        hidden = set() if wide else {"gpu", "port"}
+        if not any(row.gpu_bytes for row in self.statuses):
+            hidden.add("gpu")
+        columns = [column for column in _COLUMNS if column[0] not in hidden]
+        names = max((len(row.name) for row in self.statuses), default=0)
+        columns[0] = (columns[0][0], min(max(columns[0][1], names), 24 if wide else 12), False)
+        words = max((len(self._words(row)[0]) for row in self.statuses), default=0)
+        for name, enough in _GIVES_WAY.items():
+            if self._left(columns) < min(enough, words):
+                columns = [column for column in columns if column[0] != name]
+        columns[-1] = ("", max(1, self._left(columns)), False)
+        return columns
+
+    def _left(self, columns: Sequence[Column]) -> int:
+        """Cells for the last of `columns`."""
+        return self.content_size.width - sum(width + self._gap for _, width, _ in columns[:-1]) - self._gap
+
+    @property
+    def _gap(self) -> int:
+        return 3 if self.size.width >= 140 else 2 if self.size.width >= 100 else 1
+
+    def _fit(self, text: str, width: int, right: bool, style: str) -> Text:
+        """`text` in exactly `width` cells and the gap behind it."""
+        cell = Text(text, style=style, no_wrap=True, end="")
+        cell.truncate(width, overflow="ellipsis")
+        space = " " * max(0, width - cell.cell_len)
+        return Text.assemble(space if right else "", cell, "" if right else space, " " * self._gap)
+
+    def _rebuild(self) -> None:
+        row, columns = self.cursor_row, self._columns()
+        self._built = [item.name for item in self.statuses], columns
+        self.clear(columns=True)
+        for name, width, right in columns:
+            self.add_column(self._fit(name, width, right, ""), key=name or "last", width=width + self._gap)
+        for item in self.statuses:
+            self.add_row(*self._cells(item, columns), key=item.name)
+        self.move_cursor(row=min(max(row, 0), max(len(self.statuses) - 1, 0)))
+
+    def _fill(self) -> None:
+        _, columns = self._built
+        for item in self.statuses:
+            for (name, _, _), cell in zip(columns, self._cells(item, columns), strict=True):
+                if self.get_cell(item.name, name or "last") != cell:
+                    self.update_cell(item.name, name or "last", cell)
+
+    def _cells(self, row: ComponentStatus, columns: Sequence[Column]) -> list[Text]:
+        words, tone = state_text(row.state)
+        if self._stale and row.state is not State.PENDING and not row.state.is_resting:
+            words, tone = f"? {row.state.value}", "dim"
+        colours = self.app.theme_variables
+        health = "–" if row.healthy is None else ("ok" if row.healthy else "fails")
+        if row.healthy and row.probe_latency_s is not None:
+            health = seconds_text(row.probe_latency_s)
+        texts = {
+            "component": (row.name, "bold"),
+            "state": (words, colours[COLOURS[tone]]),
+            "probe": (health, colours["error"] if row.healthy is False else ""),
+            "pid": (str(row.pid) if row.pid else "–", ""),
+            "up": (duration(self._now - row.started_at) if row.pid and row.started_at else "–", ""),
+            "rst": (str(row.restarts), colours["warning"] if row.restarts else "dim"),
+            "cpu": ("–" if row.cpu_percent is None else f"{row.cpu_percent:.0f}%", ""),
+            "memory": (bytes_text(row.memory_bytes), ""),
+            "gpu": (bytes_text(row.gpu_bytes), ""),
+            "port": (str(row.port) if row.port else "–", "dim"),
+            "": self._words(row),
+        }
+        return [self._fit(texts[name][0], width, right, texts[name][1]) for name, width, right in columns]
+
+    def _words(self, row: ComponentStatus) -> tuple[str, str]:
+        """The last column, and its style."""
+        if row.name in self._news and row.state is State.HEALTHY:
+            return f"▲ {one_line(self._news[row.name])}", self.app.theme_variables["warning"]
+        return last_word(row), self.app.theme_variables["error"] if row.state is State.FAILED else "dim"
+
+
+def last_word(row: ComponentStatus) -> str:
+    """What to know about a component now: a diagnosis, what it waits for, or why it is where it is."""
+    if row.state in (State.HEALTHY, State.COMPLETED):
+        return ""  # calm: what is well needs no words
+    if row.diagnosis:
+        return one_line(row.diagnosis)
+    if row.waiting_for and row.state in (State.PENDING, State.STARTING, State.BACKOFF):
+        return one_line(f"waits for {row.waiting_for}" if "wait" not in row.waiting_for else row.waiting_for)
+    words = one_line(row.reason)
+    if not words and row.exit_code and not row.state.has_process:
+        words = f"exit code {row.exit_code}"
+    return words or one_line(row.probe_detail)

@@ -1,0 +1,103 @@
+"""The component view: everything known of the one under the cursor. What it is, how it stands, what was said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.widgets import Static
+
+from atropos_common.control import ComponentStatus
+from atropos_tui.monitor.format import bytes_text, duration, one_line, seconds_text
+from atropos_tui.monitor.run_files import PlannedComponent
+from atropos_tui.monitor.timeline import clock
+from atropos_tui.ui.theme import COLOURS, state_text, title
+from atropos_tui.ui.widgets.panel import Panel, View, inks
+
+_LABEL = 12
+_DIAGNOSES = 5
+
+
+class Details(VerticalScroll, Panel):
+    """Scrolls where there is more than fits."""
+
+    INK = "details"
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS, "label")
+    DEFAULT_CSS = """
+    Details {
+        .details--label { color: $quiet; }
+        .details--good { color: $success; }
+        .details--busy { color: $primary; }
+        .details--warn { color: $warning; }
+        .details--bad { color: $error; }
+        .details--dim { color: $quiet; }
+    }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="details")
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="details-text")
+
+    def on_mount(self) -> None:
+        self.border_title = title("Component")
+
+    def show(self, view: View) -> None:
+        row = next((row for row in view.rows if row.name == view.selected), None)
+        self.border_title = title("Component", (view.selected, "primary"))
+        lines = list(self._lines(view, row)) if row else [Text("no component is selected")]
+        self.query_one("#details-text", Static).update(Text("\n").join(lines))
+
+    def _line(self, label: str, words: str, tone: str = "") -> Text:
+        line = Text(f"{label:<{_LABEL}}", self.ink("label"))
+        return line.append(words, self.ink(tone) if tone else None)
+
+    def _lines(self, view: View, row: ComponentStatus) -> Iterator[Text]:
+        words, tone = state_text(row.state)
+        since = f" for {duration(view.now - row.since)}" if row.since else ""
+        yield self._line("state", words, tone).append(since).append(f"   {one_line(row.reason)}", self.ink("label"))
+        if row.waiting_for:
+            yield self._line("waits for", one_line(row.waiting_for))
+        yield self._line("health", _health(row))
+        yield self._line("attempt", f"{row.attempt}, {row.restarts} restarts after a crash")
+        yield self._line("processes", ", ".join(map(str, row.pids or ([row.pid] if row.pid else []))) or "none")
+        cpu = "–" if row.cpu_percent is None else f"{row.cpu_percent:.0f}%"
+        yield self._line("uses", f"CPU {cpu}, memory {bytes_text(row.memory_bytes)}, GPU {bytes_text(row.gpu_bytes)}")
+        if row.port:
+            yield self._line("port", str(row.port))
+        yield from self._planned(next((item for item in view.info.components if item.name == row.name), None))
+        for stage in row.stages:
+            at = f"after {duration(stage.reached_at - (row.started_at or 0))}" if stage.reached_at else "not yet"
+            usually = f" · {one_line(stage.usually)}" if stage.usually and not stage.reached_at else ""
+            yield self._line("stage", f"{one_line(stage.name)}: {at}{usually}")
+        yield from self._diagnoses(view, row)
+
+    def _planned(self, plan: PlannedComponent | None) -> Iterator[Text]:
+        if plan is None:
+            return
+        if plan.gpus:
+            yield self._line("GPUs", ", ".join(map(str, plan.gpus)))
+        if plan.depends_on:
+            yield self._line("depends on", ", ".join(f"{name} {what}" for name, what in plan.depends_on.items()))
+        yield self._line("command", one_line(" ".join(plan.command)))
+
+    def _diagnoses(self, view: View, row: ComponentStatus) -> Iterator[Text]:
+        """The newest first, each with evidence and fix."""
+        own = [item for item in view.state.diagnoses if item.component == row.name]
+        for item in own[: -_DIAGNOSES - 1 : -1]:
+            yield Text()
+            yield self._line(clock(item.time), f"▲ {one_line(item.title)}", "warn")
+            for label, words in (("evidence", item.evidence), ("fix", item.fix)):
+                if words:
+                    yield self._line(label, one_line(words))
+
+
+def _health(row: ComponentStatus) -> str:
+    if row.healthy is None:
+        return "not probed now"
+    words = f"{row.probe or 'probe'} {'passes' if row.healthy else 'fails'} in {seconds_text(row.probe_latency_s)}"
+    return words + (f": {one_line(row.probe_detail)}" if row.probe_detail else "")

@@ -1,0 +1,94 @@
+"""The events panel: transitions, diagnoses, commands and checkpoints as a timeline, newest first."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import ClassVar
+
+from rich.text import Text
+from textual.binding import Binding, BindingType
+
+from atropos_common.records import DiagnosisRecord
+from atropos_tui.monitor.patterns import Pattern
+from atropos_tui.monitor.timeline import Event, clock, diagnosed, timeline
+from atropos_tui.ui.theme import COLOURS, title
+from atropos_tui.ui.widgets.listing import Listing
+from atropos_tui.ui.widgets.panel import View, inks
+
+NAME_CELLS = 12
+"""A longer name of a component is cut."""
+
+
+class Events(Listing[Event]):
+    """One line per event; Enter shows evidence and fix."""
+
+    INK = "events"
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS)
+    DEFAULT_CSS = """
+    Events {
+        .events--good { color: $success; }
+        .events--busy { color: $primary; }
+        .events--warn { color: $warning; }
+        .events--bad { color: $error; }
+        .events--dim { color: $quiet; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "choose", "Open", show=False, tooltip="Events: show evidence and fix of the one at the cursor")
+    ]
+
+    def __init__(self) -> None:
+        super().__init__(id="events")
+        self._seen: tuple[int, int] = (-2, -1)
+        self._all: list[Event] = []
+        self._pattern: Pattern | None = None
+        self._names = 0
+        """Width of the components' names."""
+
+    def on_mount(self) -> None:
+        self._retitle()
+
+    def key_of(self, item: Event) -> Hashable:
+        return item
+
+    def show(self, view: View) -> None:
+        last = view.state.checkpoints[-1].step if view.state.checkpoints else -1
+        seen = (view.state.supervisor_seq, last)
+        if seen != self._seen:
+            self._seen, self._all = seen, timeline(view.state)[::-1]
+            self._filter()
+
+    def point(self, diagnosis: DiagnosisRecord) -> None:
+        """Put the cursor on a diagnosis, unless it was moved already."""
+        wanted = diagnosed(diagnosis)
+        if self.cursor == 0 and wanted in self.items:
+            self.cursor = self.items.index(wanted)
+
+    def search(self, pattern: Pattern | None) -> str:
+        """Show only events that match; how many do."""
+        self._pattern = pattern
+        self._filter()
+        return f"{len(self.items)} events"
+
+    def _filter(self) -> None:
+        self._names = min(max((len(event.component) for event in self._all), default=0), NAME_CELLS)
+        pattern = self._pattern
+        self.put([event for event in self._all if pattern is None or pattern.search(_words(event))])
+        self._retitle()
+
+    def _retitle(self) -> None:
+        note = str(len(self._all)) if self._all else "none yet"
+        if self._pattern:
+            note = f"{len(self.items)} of {len(self._all)}"
+        self.border_title = title("Events", (note, "quiet"))
+
+    def draw(self, item: Event, width: int) -> Text:
+        quiet = self.ink("dim")
+        line = Text(f"{clock(item.time)} ", quiet, no_wrap=True, end="")
+        line.append(f"{item.component:<{self._names}.{NAME_CELLS}} ", "bold")
+        line.append(f"{item.mark:<12} ", self.ink(item.tone))
+        return line.append(item.text, None if item.tone in ("warn", "bad") else quiet)
+
+
+def _words(event: Event) -> str:
+    return f"{event.component} {event.mark} {event.text} {event.detail}"

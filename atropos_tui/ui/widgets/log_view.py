@@ -1,0 +1,314 @@
+"""The log of one component, or of all merged: a window over a bounded buffer, repainted at most ten times a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.geometry import Size
+from textual.reactive import reactive
+from textual.scroll_view import ScrollView
+from textual.scrollbar import ScrollTo
+from textual.strip import Strip
+
+from atropos_tui.monitor.log_buffer import LEVELS, Kind, Level, LogBuffer, LogEntry
+from atropos_tui.monitor.patterns import Pattern
+from atropos_tui.ui.theme import title
+
+LINES_KEPT = 20_000
+REPAINT_S = 0.1
+BENEATH_S = 1.0
+"""Under a dialog, which is drawn over the whole screen anew at every change of what is beneath it."""
+ALL = "all components"
+_LEVEL_WORDS = {"all": "", "warning": "warnings and errors", "error": "errors only"}
+
+
+class LogView(ScrollView, can_focus=True):
+    """Lines of what is followed. Follows the end until scrolled away from it; `f` or End follows again."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        f"log--{name}" for name in ("plain", "error", "warning", "note", "found", "name", "marked")
+    }
+    DEFAULT_CLASSES = "panel"
+    DEFAULT_CSS = """
+    LogView {
+        width: 2fr;
+        height: 1fr;
+        scrollbar-size: 0 1;
+
+        .log--plain { color: $foreground 85%; }
+        .log--error { color: $error; }
+        .log--warning { color: $warning; }
+        .log--note { color: $quiet; text-style: italic; }
+        .log--name { color: $primary 70%; }
+        .log--found { background: $warning 40%; text-style: bold underline; }
+        .log--marked { background: $block-cursor-background; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("k", "scroll_up", "Scroll Up", show=False),
+        Binding("j", "scroll_down", "Scroll Down", show=False),
+        Binding("end,G", "follow_end", "End", show=False, tooltip="Log: jump to the newest line and follow"),
+        Binding("home,g", "top", "Top", show=False, tooltip="Log: jump to the oldest line kept"),
+        Binding("n", "find(1)", "Next match", show=False, tooltip="Log: next match of the search"),
+        Binding("N", "find(-1)", "Previous match", show=False, tooltip="Log: previous match of the search"),
+        Binding("e", "error(1)", "Next error", show=False, tooltip="Log: jump to the next error"),
+        Binding("E", "error(-1)", "Previous error", show=False, tooltip="Log: jump to the previous error"),
+        Binding("l", "level", "Level", show=False, tooltip="Log: all lines, warnings and errors, errors only"),
+        Binding("ampersand", "app.filter_log", "Filter", show=False, tooltip="Log: show only lines that match"),
+        Binding("w", "wrap", "Wrap", show=False, tooltip="Log: wrap long lines"),
+        Binding("y", "copy", "Copy", show=False, tooltip="Log: copy the marked line, or what is on the screen"),
+        Binding("x", "clear", "Clear", show=False, tooltip="Log: clear the screen's copy; the file keeps all"),
+        Binding("o", "app.open_log", "Open", show=False, tooltip="Log: open the file in $EDITOR"),
+    ]
+
+    following: reactive[bool] = reactive(True)
+    """Whether new lines scroll into view by themselves."""
+
+    def __init__(self, capacity: int = LINES_KEPT) -> None:
+        super().__init__(id="log")
+        self.buffer = LogBuffer(capacity)
+        self.component = ""
+        """What is followed; empty for all components."""
+        self.path: Path | None = None
+        self.pattern: Pattern | None = None
+        """What is searched for, highlighted."""
+        self._filter: Pattern | None = None
+        self._level: Level = "all"
+        self._wraps = False
+        self._marked: int | None = None
+        """Number of the entry that was jumped to."""
+        self._names = 0
+        """Width of component names, where several are shown."""
+        self.is_begun = self._stale = False
+        """Whether it was told what to show; whether that is not drawn yet."""
+        self._painted = 0.0
+
+    @property
+    def text_lines(self) -> list[str]:
+        """The lines kept, oldest first."""
+        return [entry.text for entry in self.buffer.entries]
+
+    def on_mount(self) -> None:
+        self._retitle()
+        self.set_interval(REPAINT_S, self._repaint)
+
+    def switch(self, component: str) -> None:
+        """Show another component, or all, from the latest lines on."""
+        self.component, self.path, self._names = component, None, 0
+        self.buffer.clear()
+        self._marked = None
+        self.following = self.is_begun = self._stale = True
+        self._retitle()
+
+    def extend(self, entries: Sequence[LogEntry], path: Path | None) -> None:
+        """Append lines; `path` is the log that they are from, None for several."""
+        self.path = path
+        if not self.component:
+            self._names = max([self._names, *(len(entry.component) for entry in entries)])
+        gone = self.buffer.extend(entries)
+        if gone and not self.following:
+            self.scroll_target_y = max(0, self.scroll_target_y - gone)
+            self.scroll_y = max(0, self.scroll_y - gone)
+        self._stale = True
+
+    # Drawing.
+
+    def _repaint(self) -> None:
+        if not self._stale or not self.is_on_screen:
+            return
+        now = time.monotonic()
+        if not self.screen.is_active and now - self._painted < BENEATH_S:
+            return
+        self._stale, self._painted = False, now
+        self._arrange()
+        if self.following:
+            self.scroll_end(animate=False, immediate=True, x_axis=False, force=True)
+        self._retitle()
+        self.refresh()
+
+    def _arrange(self) -> None:
+        """Fit rows and sizes to what is shown now."""
+        room = self.scrollable_content_region.width - self._margin
+        wrap = room if self._wraps and room > 8 else None
+        self.buffer.show(level=self._level, pattern=self._filter, wrap=wrap)
+        width = 0 if self._wraps else self.buffer.width + self._margin
+        self.virtual_size = Size(width, self.buffer.height)
+
+    @property
+    def _margin(self) -> int:
+        return self._names + 1 if self._names else 0
+
+    def watch_show_vertical_scrollbar(self) -> None:
+        """A scrollbar that appears only now takes its place after the layout."""
+        self.call_after_refresh(self._place_scrollbar)
+
+    def _place_scrollbar(self) -> None:
+        if self.show_vertical_scrollbar:
+            self.vertical_scrollbar.position = self.scroll_y
+
+    def on_resize(self) -> None:
+        self._stale = True
+
+    def _retitle(self) -> None:
+        mode = ("following", "success") if self.following else ("scrolled back · f follows", "warning")
+        parts = [(self.component or ALL, "primary")]
+        parts.append((f"attempt {self.path.stem}" if self.path else "", "quiet"))
+        parts.append((_LEVEL_WORDS[self._level], "warning"))
+        parts.append((f"& {self._filter.text}" if self._filter else "", "accent"))
+        parts.append((f"/ {self.pattern.text}" if self.pattern else "", "accent"))
+        dropped = self.buffer.dropped
+        parts.append((f"{dropped:,} older lines in the file" if dropped else "", "quiet"))
+        self.border_title = title("Log", *parts, mode)
+
+    def render_line(self, y: int) -> Strip:
+        offset_x, offset_y = self.scroll_offset
+        width = self.scrollable_content_region.width
+        background = self.rich_style
+        row = self.buffer.row(y + offset_y)
+        if row is None:
+            return Strip.blank(width, background)
+        number, part, entry, text = row
+        style = self.get_component_rich_style(f"log--{entry.kind}")
+        if number == self._marked:
+            style += self.get_component_rich_style("log--marked", partial=True)
+        segments = self._segments(text, style)
+        if self._names:
+            name = entry.component if part == 0 else ""
+            segments.insert(0, Segment(f"{name:<{self._names}} ", self.get_component_rich_style("log--name")))
+        strip = Strip(segments).crop_extend(offset_x, offset_x + width, background)
+        return strip.apply_style(background)
+
+    def _segments(self, text: str, style: Style) -> list[Segment]:
+        """The line, with what is searched for highlighted."""
+        if self.pattern is None:
+            return [Segment(text, style)]
+        marked = style + self.get_component_rich_style("log--found", partial=True)
+        segments, at = [], 0
+        for start, end in self.pattern.spans(text):
+            if start > at:
+                segments.append(Segment(text[at:start], style))
+            segments.append(Segment(text[start:end], marked))
+            at = end
+        return [*segments, Segment(text[at:], style)]
+
+    # Following.
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        if old_value < new_value >= self.max_scroll_y:
+            self.following = True
+
+    def watch_following(self) -> None:
+        self._retitle()
+
+    def _hold(self) -> None:
+        """Stop following before the scroll begins, so that the next repaint does not pull it back."""
+        if self.max_scroll_y > 0:
+            self.following = False
+
+    def action_scroll_up(self) -> None:
+        self._hold()
+        super().action_scroll_up()
+
+    def action_page_up(self) -> None:
+        self._hold()
+        super().action_page_up()
+
+    def on_mouse_scroll_up(self, _: events.MouseScrollUp) -> None:
+        self._hold()
+
+    def on_scroll_to(self, message: ScrollTo) -> None:
+        """The scrollbar is dragged."""
+        if message.y is not None and message.y < self.max_scroll_y:
+            self._hold()
+
+    def action_follow_end(self) -> None:
+        self.following = True
+        self._marked = None
+        self.scroll_end(animate=False, x_axis=False, force=True)
+
+    def action_top(self) -> None:
+        self._hold()
+        self.scroll_home(animate=False)
+
+    def toggle_follow(self) -> None:
+        """Stop following where it stands, or jump to the end and follow."""
+        if self.following:
+            self.following = False
+        else:
+            self.action_follow_end()
+
+    # Searching, filtering, and what else is done to lines.
+
+    def search(self, pattern: Pattern | None) -> str:
+        """Highlight what matches; how many lines do."""
+        self.pattern, self._stale = pattern, True
+        self.refresh()
+        self._retitle()
+        return self._counted(pattern)
+
+    def narrow(self, pattern: Pattern | None) -> str:
+        """Show only lines that match; how many do."""
+        self._filter, self._marked, self._stale = pattern, None, True
+        self._arrange()
+        return self._counted(pattern)
+
+    def _counted(self, pattern: Pattern | None) -> str:
+        return f"{self.buffer.count(pattern) if pattern else 0} lines"
+
+    def action_find(self, step: int) -> None:
+        if self.pattern is not None:
+            self._find(self.pattern, step, "no match")
+
+    def action_error(self, step: int) -> None:
+        self._find("error", step, "no error in the lines kept")
+
+    def _find(self, wanted: Pattern | Kind, step: int, otherwise: str) -> None:
+        self._jump(self.buffer.find(wanted, self._start(step), step), otherwise)
+
+    def _start(self, step: int) -> int:
+        """The row next to the marked entry's; else the first or last one on the screen."""
+        self._arrange()
+        row = self.buffer.next_row(self._marked, step) if self._marked is not None else None
+        if row is not None:
+            return row
+        return round(self.scroll_y) if step > 0 else round(self.scroll_y) + self.scrollable_content_region.height - 1
+
+    def _jump(self, number: int | None, otherwise: str) -> None:
+        row = self.buffer.row_of(number) if number is not None else None
+        if row is None:
+            self.app.notify(otherwise, timeout=2)
+            return
+        self._hold()
+        self._marked = number
+        self.scroll_to(y=max(0, row - self.scrollable_content_region.height // 2), animate=False, force=True)
+        self.refresh()
+
+    def action_level(self) -> None:
+        self._level = LEVELS[(LEVELS.index(self._level) + 1) % len(LEVELS)]
+        self._marked, self._stale = None, True
+        self._arrange()
+        self._retitle()
+
+    def action_wrap(self) -> None:
+        self._wraps, self._stale = not self._wraps, True
+        self._arrange()
+
+    def action_clear(self) -> None:
+        self.buffer.clear()
+        self._marked, self.following, self._stale = None, True, True
+
+    def action_copy(self) -> None:
+        marked = self.buffer.row_of(self._marked) if self._marked is not None else None
+        top, height = round(self.scroll_y), self.scrollable_content_region.height
+        rows = range(top, top + height) if marked is None else range(marked, marked + 1)
+        lines = {row[0]: row[2].text for y in rows if (row := self.buffer.row(y))}
+        self.app.copy_to_clipboard("\n".join(lines.values()))
+        self.app.notify(f"copied {len(lines)} lines", timeout=2)

@@ -1,0 +1,100 @@
+"""What every panel is: a widget that is given a `View` to draw, in styles of its own by name.
+
+A panel is two places: its file here, with its CSS, and one row of `ui.views.VIEWS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from rich.style import Style
+from rich.text import Text
+from textual.app import RenderResult
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from atropos_common.control import ComponentStatus, RunStatus
+from atropos_tui.monitor.bench import RunBenchmark
+from atropos_tui.monitor.gauges import GaugeHistory
+from atropos_tui.monitor.run_files import RunInfo
+from atropos_tui.monitor.state import RunState
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """The run as the screen knows it now. Each is a new one to draw, though it holds the same growing state."""
+
+    info: RunInfo
+    state: RunState
+    status: RunStatus | None
+    """None until the supervisor or the files have told."""
+    gone: str
+    """Why no supervisor answers; empty while one does."""
+    now: float
+    """Unix seconds."""
+    bad_lines: int = 0
+    """Lines in the run's streams that were no records."""
+    gauges: GaugeHistory = field(default_factory=GaugeHistory)
+    other: RunBenchmark | None = None
+    """The run that this one is compared with."""
+    selected: str = ""
+    """The component under the cursor."""
+    loaded: bool = True
+    """Whether the files were read to their end once."""
+
+    @property
+    def rows(self) -> list[ComponentStatus]:
+        """Components in start order; empty until something has told."""
+        return self.status.components if self.status else []
+
+
+class Panel(Widget):
+    """A widget that draws a `View`. Framed panels have the class `panel`, whose look is in `app.tcss`."""
+
+    DEFAULT_CLASSES = "panel"
+    INK: ClassVar[str] = ""
+    """What the names of this panel's styles (its component classes) begin with."""
+    hides_itself: ClassVar[bool] = False
+    """Shown only while it has something to say, which it has to be asked."""
+    follows_records: bool = False
+    """Only the run's records change it: it is drawn less often than what moves with the clock."""
+
+    def show(self, view: View) -> None:
+        """Take the newest."""
+        raise NotImplementedError
+
+    def ink(self, name: str) -> Style:
+        """One of the panel's styles, without the ground beneath it."""
+        return self.get_component_rich_style(f"{self.INK}--{name}", partial=True)
+
+    def labelled(self, label: str, width: int) -> Text:
+        """The beginning of a line: `label` in `width` cells."""
+        return Text(f"{label:<{width}}", self.ink("label"), no_wrap=True, end="")
+
+
+class TextPanel(Panel):
+    """A panel of lines that are cut where there is no room."""
+
+    view: reactive[View | None] = reactive(None)
+
+    def show(self, view: View) -> None:
+        self.view = view
+
+    def lines(self, view: View, width: int, height: int) -> list[Text]:
+        """What there is to say, the most important first."""
+        raise NotImplementedError
+
+    def render(self) -> RenderResult:
+        if self.view is None:
+            return Text("")
+        width, height = self.content_size
+        lines = self.lines(self.view, width, height)[:height]
+        for line in lines:
+            line.truncate(width, overflow="ellipsis")
+        return Text("\n", end="").join(lines)
+
+
+def inks(name: str, *inks: str) -> set[str]:
+    """Component classes of a panel whose `INK` is `name`."""
+    return {f"{name}--{ink}" for ink in inks}

@@ -1,0 +1,103 @@
+"""Why a server ended: it was told to, or its engine died. vLLM serves and takes signals; the engine is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from atropos_common.http import allowed_hosts
+from vllm_server import app
+from vllm_server.auth import Access, AuthMiddleware, GenerationHold
+from vllm_server.config import ServerConfig
+
+
+class Engine:
+    """One whose core process still runs, as that of a worker that was killed does for a while."""
+
+    errored = True
+    is_running = False
+    vllm_config = SimpleNamespace(shutdown_timeout=0)
+    engine_core = SimpleNamespace(
+        resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[SimpleNamespace(exitcode=None)]))
+    )
+
+    def shutdown(self, timeout: float) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """A server takes the signals of its process, and this one is the tests'."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@contextlib.asynccontextmanager
+async def as_vllm(served: FastAPI) -> AsyncIterator[None]:
+    """At its end vLLM's app has no state any more."""
+    yield
+    del served.state
+
+
+def told_by(number: int) -> Callable[[FastAPI], None]:
+    return lambda served: os.kill(os.getpid(), number)
+
+
+def engine_dies(served: FastAPI) -> None:
+    """What vLLM does when it sees that."""
+    served.state.server.should_exit = True
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        (engine_dies, 1, "the engine died; its own log lines are above"),
+        (told_by(signal.SIGTERM), 0, "stopped"),
+        (told_by(signal.SIGINT), 0, "stopped"),
+    ],
+    ids=["the engine died", "SIGTERM", "SIGINT"],
+)
+async def test_only_a_server_that_was_told_to_end_ends_well(
+    end: Callable[[FastAPI], None], code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Nobody has sent a request before."""
+    engine, served = Engine(), FastAPI(lifespan=as_vllm)
+    served.add_middleware(AuthMiddleware)
+    served.state.engine_client = engine
+    served.state.atropos_door = Access(
+        "token", allowed_hosts(None), GenerationHold(held=False), signals=(signal.SIGTERM, signal.SIGINT)
+    )
+
+    @contextlib.asynccontextmanager
+    async def start_engine(*_: Any) -> AsyncIterator[Engine]:
+        yield engine
+
+    async def build(*_: Any) -> FastAPI:
+        return served
+
+    async def end_when_it_serves() -> None:
+        while not getattr(getattr(served.state, "server", None), "started", False):
+            await asyncio.sleep(0.01)
+        end(served)
+
+    monkeypatch.setattr(app, "start_engine", start_engine)
+    monkeypatch.setattr(app, "build", build)
+    args = app.parse_arguments(["--model", "any", "--port", "0", "--distributed-executor-backend", "mp"])
+    config = ServerConfig.from_env({"LOGDIR": str(tmp_path)})
+    ending = asyncio.create_task(end_when_it_serves())
+    with caplog.at_level("INFO", logger="vllm_server.app"):
+        assert await asyncio.wait_for(app.serve(config, args), timeout=30) == code
+    await ending
+    assert caplog.messages[-1] == words

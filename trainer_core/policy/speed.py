@@ -1,0 +1,184 @@
+"""How forward and backward passes use the machine: threads on a CPU, torch.compile and gradient checkpointing on a GPU.
+
+Rows of an optimizer step lie side by side on the cores of a CPU, for models too small to share out one product. Split
+over threads, each small operation makes them wait for one another thousands of times a step, and on cores that other
+processes use too those waits are long. So each thread takes every n-th row, alone, with a gradient of its own;
+gradients are added up in order, and results do not depend on timing.
+
+Compilation changes speed, never results beyond rounding; a compiler that does not work here costs a warning, and the
+uncompiled code runs on. Gradient checkpointing is on only where the activations of a forward pass would not fit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from atropos_common import model_math
+from trainer_core.config import TrainingConfig
+from trainer_core.policy.load import dimensions
+
+SMALL_MODEL = 50_000_000
+"""Parameters below which rows side by side are faster than threads within an operation."""
+MOST_THREADS = 8
+"""Each holds a gradient of its own."""
+LARGE_MODEL = 100_000_000
+"""Parameters from which compiling comes back within a short run."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def use_cores(model: nn.Module, config: TrainingConfig, device: torch.device) -> int:
+    """Set torch's threads for this model; returns those for `accumulate`, 1 where operations are split instead.
+
+    Without `torch_threads` a small model on a CPU gets as many as there are cores, or OMP_NUM_THREADS.
+    """
+    small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL
+    if device.type != "cpu" or not small:
+        if config.torch_threads:
+            torch.set_num_threads(config.torch_threads)
+        return 1
+    torch.set_num_threads(1)
+    return min(config.torch_threads or _cores(), MOST_THREADS)
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(wanted) if wanted.isdigit() and int(wanted) else len(os.sched_getaffinity(0))
+
+
+def in_threads(work: Callable[[Item, int], Result], items: Sequence[Item], threads: int) -> list[Result]:
+    """work(item, thread) for every item, item i in thread i % threads; results in the order of the items."""
+    if threads == 1:
+        return [work(item, 0) for item in items]
+
+    def one_thread(thread: int) -> list[Result]:
+        return [work(item, thread) for item in items[thread::threads]]
+
+    with ThreadPoolExecutor(threads) as pool:
+        done = list(pool.map(one_thread, range(threads)))
+    return [done[i % threads][i // threads] for i in range(len(items))]
+
+
+class ThreadGradients:
+    """Gradients of shared parameters, collected by every thread for itself."""
+
+    def __init__(self, params: list[torch.Tensor], threads: int) -> None:
+        self._params = params
+        self._sums: list[list[torch.Tensor | None]] = [[None] * len(params) for _ in range(threads)]
+
+    def backward(self, loss: torch.Tensor, thread: int) -> None:
+        """Add the gradient of `loss` to those of the thread, in at least float32."""
+        mine = self._sums[thread]
+        for i, gradient in enumerate(torch.autograd.grad(loss, self._params, allow_unused=True)):
+            mine[i] = _sum(mine[i], gradient)
+
+    def total(self) -> list[torch.Tensor | None]:
+        """The sum over threads, for each parameter; null where nothing depends on it."""
+        first, *others = self._sums
+        for thread in others:
+            first = [_sum(one, other) for one, other in zip(first, thread, strict=True)]
+        return first
+
+
+def _sum(total: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+    if more is None or total is None:
+        # A copy: autograd may hand the same tensor out for two parameters.
+        return total if more is None else more.to(torch.promote_types(more.dtype, torch.float32), copy=True)
+    return total.add_(more)
+
+
+def compiled_on_cuda(function: Function) -> Function:
+    """Run `function` compiled when its first argument is on CUDA, as it is otherwise."""
+
+    @functools.cache
+    def fast() -> Callable[..., Any]:
+        return torch.compile(function, dynamic=True)
+
+    @functools.wraps(function)
+    def call(first: torch.Tensor, *rest: Any) -> Any:
+        return fast()(first, *rest) if first.is_cuda else function(first, *rest)
+
+    return call  # type: ignore[return-value]
+
+
+def compile_layers(model: nn.Module, mode: str, device: torch.device) -> bool:
+    """Compile every transformer layer of `model`, in place, for `mode` (auto, on or off); returns whether it is done.
+
+    Layers are alike, so one compilation serves all of them. Row lengths change from batch to batch: they are dynamic.
+    """
+    large = sum(p.numel() for p in model.parameters()) >= LARGE_MODEL
+    if mode == "off" or (mode == "auto" and not (device.type == "cuda" and large)):
+        return False
+    torch._dynamo.config.suppress_errors = True  # a compiler that is missing costs a warning, not the run
+    for layer in model.base_model.layers:
+        layer.compile(dynamic=True)
+    return True
+
+
+def use_checkpointing(model: nn.Module, mode: str, *, tokens: int, optimizer: str, device: torch.device) -> bool:
+    """Switch gradient checkpointing for `mode` (auto, on or off); returns whether it is on, and says why.
+
+    Args:
+        tokens: of the largest forward pass.
+        optimizer: its name; its state still has to find room.
+    """
+    on = mode == "on"
+    if mode == "auto" and device.type == "cuda":
+        trained = [p.shape for p in model.parameters() if p.requires_grad]
+        wanted = activation_bytes(model, tokens)
+        # Gradients and the optimizer's state are not allocated before the first step.
+        gradients = model_math.GRADIENT_BYTES * sum(map(math.prod, trained))
+        free = _free_bytes(device) - gradients - model_math.optimizer_bytes(trained, optimizer)
+        on = wanted > free
+        print(
+            f"Gradient checkpointing {'on' if on else 'off'}: {tokens} tokens need about {wanted / 1e9:.1f} GB, "
+            f"{max(0, free) / 1e9:.1f} GB are free"
+        )
+    if on:
+        _enable(model)
+    return on
+
+
+def activation_bytes(model: nn.Module, tokens: int) -> int:
+    """What the forward pass of `tokens` tokens on a GPU keeps for the backward pass, without checkpointing."""
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    estimate = model_math.activation_bytes(
+        dimensions(model), tokens, width=next(model.parameters()).element_size(), on_gpu=True,
+        layers=_layers_kept(model), largest=max(trained, default=0),
+    )  # fmt: skip
+    return estimate.total
+
+
+def _layers_kept(model: nn.Module) -> int:
+    """Layers from the lowest with a trained parameter up."""
+    layers = model.base_model.layers
+    if any(p.requires_grad for p in model.get_input_embeddings().parameters()):
+        return len(layers)
+    trained = [i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
+    return len(layers) - min(trained) if trained else 0
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free on the device, with what torch holds and does not use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _enable(model: nn.Module) -> None:
+    """Non-reentrant, and only the layers themselves in training mode: everything in them stays free of dropout."""
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    # The hook that makes embeddings require a gradient is for reentrant checkpointing: frozen layers would pay for it.
+    model.disable_input_require_grads()
+    for layer in model.base_model.layers:
+        layer.training = True

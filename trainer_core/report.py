@@ -1,0 +1,298 @@
+"""What a step and a run leave behind: telemetry records, a console line, metrics for trackers, the guides' BENCHMARK
+SUMMARY, MFU and the memory of this process. Nothing here trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from atropos_common.benchmark_summary import summary_sections, summary_text
+from atropos_common.model_math import Dimensions, peak_flops, step_flops
+from atropos_common.records import (
+    AlignmentRecord,
+    BenchmarkRecord,
+    MemoryRecord,
+    RolloutRecord,
+    StepRecord,
+    SyncRecord,
+    TimingRecord,
+)
+from trainer_core.config import TrainingConfig
+from trainer_core.objective.alignment import Alignment, ProbeDiffs
+from trainer_core.rollouts.batch import Batch, Rollout
+from trainer_core.rollouts.source import Lags
+from trainer_core.step import StepOutcome
+from trainer_core.telemetry import Telemetry
+from trainer_core.weight_sync.base import SyncReport
+
+TEXT_LIMIT = 4000
+"""Characters of a prompt or completion that go into the stream."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Everything known about one optimizer step."""
+
+    step: int
+    weight_version: int
+    objective: str
+    batch: Batch
+    outcome: StepOutcome
+    lags: Lags
+    probe: ProbeDiffs | None
+    alignment: Alignment
+    sync: SyncReport | None
+    """Null when the step was skipped, its gradient not being finite."""
+    wait_s: float
+    train_s: float
+    checkpoint_s: float
+    step_s: float
+    mfu: float | None = None
+    """Of the training part; null on a CPU and on a GPU whose peak is not known."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Every token trained on, prompts included, by the seconds of the whole step."""
+        return self.batch.tokens / self.step_s if self.step_s else 0.0
+
+
+class TextReader:
+    """Token ids as text, by the model's tokenizer; without one the ids themselves."""
+
+    def __init__(self, model_name: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(model_name)
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            print(f"No tokenizer in {model_name} ({type(error).__name__}): rollouts are shown as token ids")
+            self._tokenizer = None
+
+    def read(self, tokens: Any) -> str:
+        ids = [int(t) for t in tokens]
+        text = self._tokenizer.decode(ids) if self._tokenizer else " ".join(map(str, ids))
+        return str(text)[:TEXT_LIMIT]
+
+
+def write_records(telemetry: Telemetry, report: StepReport, config: TrainingConfig, reader: TextReader) -> None:
+    """Append the step's records."""
+    step = report.step
+    telemetry.write(StepRecord, step, **step_fields(report))
+    telemetry.write(AlignmentRecord, step, **alignment_fields(report))
+    telemetry.write(
+        TimingRecord, step, step_s=report.step_s, data_wait_s=report.wait_s, train_s=report.train_s,
+        sync_s=report.sync.seconds if report.sync else 0.0, checkpoint_s=report.checkpoint_s,
+        tokens_per_s=report.tokens_per_s, mfu=report.mfu,
+    )  # fmt: skip
+    telemetry.write(MemoryRecord, step, **memory_fields())
+    if report.sync is not None:
+        telemetry.write(
+            SyncRecord, step, mode=report.sync.mode, weight_version=report.sync.weight_version,
+            seconds=report.sync.seconds, phases=report.sync.phases, moved=report.sync.moved,
+        )  # fmt: skip
+    for index in _spread(len(report.batch.rollouts), config.rollout_samples):
+        telemetry.write(
+            RolloutRecord, step, **_rollout_fields(report.batch.rollouts[index], report.lags[index], reader)
+        )
+
+
+def step_fields(report: StepReport) -> dict[str, Any]:
+    """The fields of a `step` record, and counts of what was left out."""
+    outcome, scores = report.outcome, report.batch.scores
+    known = [lag for lag in report.lags if lag is not None]
+    return {
+        "loss": outcome.loss,
+        "reward_mean": float(scores.mean()),
+        "reward_std": float(scores.std()),
+        "lr": outcome.lr,
+        "grad_norm": outcome.grad_norm,
+        "ratio_mean": outcome.ratio_mean,
+        "clip_fraction": outcome.clip_fraction,
+        "tokens": outcome.tokens,
+        "sequences": len(report.batch.rollouts),
+        "policy_lag_mean": float(np.mean(known)) if known else None,
+        "policy_lag_max": float(max(known)) if known else None,
+        "weight_version": report.weight_version,
+        "objective": report.objective,
+        "kl_k3": outcome.kl_k3,
+        "clip_fraction_low": outcome.clip_low,
+        "clip_fraction_high": outcome.clip_high,
+        "dual_clip_fraction": outcome.dual_clip,
+        "tis_mean": outcome.tis_mean,
+        "tis_truncated_fraction": outcome.tis_truncated,
+        "tis_masked_fraction": outcome.tis_masked,
+        "left_out": report.batch.left_out,
+        "skipped": report.batch.left_out,
+        "skipped_update": report.sync is None,
+        "skipped_sequences": sum(report.batch.left_out.values()),
+        "flat_groups": report.batch.flat_groups,
+        "groups": report.batch.groups,
+    }
+
+
+def alignment_fields(report: StepReport) -> dict[str, Any]:
+    """The fields of an `alignment` record."""
+    diffs = report.outcome.diffs
+    probe = report.probe.both if report.probe else None
+    return {
+        "logprob_diff_mean": diffs.mean(diffs.diff),
+        "logprob_diff_abs_mean": diffs.abs_mean,
+        "logprob_diff_abs_max": diffs.abs_max if diffs.tokens else None,
+        "kl_k3": report.outcome.kl_k3,
+        "train_mean": diffs.mean(diffs.train),
+        "inference_mean": diffs.mean(diffs.inference),
+        "tokens": diffs.tokens,
+        "probe_diff_abs_mean": probe.abs_mean if probe else None,
+        "probe_diff_abs_max": probe.abs_max if probe and probe.tokens else None,
+        "probe_tokens": probe.tokens if probe else 0,
+        "probe_cached_tokens": report.probe.cached_tokens if report.probe else None,
+        "verdict": report.alignment.verdict,
+        "cause": report.alignment.cause,
+    }
+
+
+def console_line(report: StepReport, total_steps: int, *, benchmark: bool) -> str:
+    """The step in one line; with `benchmark` the timing too."""
+    fields = step_fields(report)
+    lag = "-" if fields["policy_lag_mean"] is None else f"{fields['policy_lag_mean']:.1f}"
+    probe = "" if report.probe is None or report.probe.both.abs_mean is None else f" {report.probe.both.abs_mean:.1e}"
+    text = (
+        f"step {report.step}/{total_steps}  loss {fields['loss']:+.4f}  reward {fields['reward_mean']:.3f}  lag {lag}  "
+        f"ratio {fields['ratio_mean']:.3f}  clipped {fields['clip_fraction']:.1%}  "
+        f"align {report.alignment.verdict}{probe}  {report.tokens_per_s:.0f} tok/s"
+    )
+    if report.sync is None:
+        text += "  UPDATE SKIPPED (gradient not finite)"
+    if benchmark:
+        sync = report.sync.seconds if report.sync else 0.0
+        text += f"  step {report.step_s:.3f} s (data {report.wait_s:.3f}, train {report.train_s:.3f}, sync {sync:.3f})"
+    return text
+
+
+def tracker_metrics(report: StepReport) -> dict[str, Any]:
+    """The guides' metric names."""
+    step, align, memory = step_fields(report), alignment_fields(report), memory_fields()
+    gpu = memory["allocated_bytes"]
+    return {
+        "train/loss": step["loss"],
+        "train/grad_norm": step["grad_norm"],
+        "train/lr": step["lr"],
+        "train/reward_mean": step["reward_mean"],
+        "train/step_time": report.step_s,
+        "train/sync_time": report.sync.seconds if report.sync else 0.0,
+        "train/data_fetch_time": report.wait_s,
+        "train/gpu_memory_gb": None if gpu is None else gpu / 1e9,
+        "grpo/mean_ratio": step["ratio_mean"],
+        "grpo/clipped_fraction": step["clip_fraction"],
+        "grpo/clipped_fraction_low": step["clip_fraction_low"],
+        "grpo/clipped_fraction_high": step["clip_fraction_high"],
+        "grpo/kl_k3": step["kl_k3"],
+        "grpo/tis_mean": step["tis_mean"],
+        "grpo/tis_truncated_fraction": step["tis_truncated_fraction"],
+        "alignment/diff_mean": align["logprob_diff_mean"],
+        "alignment/diff_abs_mean": align["logprob_diff_abs_mean"],
+        "alignment/diff_max": align["logprob_diff_abs_max"],
+        "alignment/probe_diff_abs_mean": align["probe_diff_abs_mean"],
+        "logprobs/training_mean": align["train_mean"],
+        "logprobs/inference_mean": align["inference_mean"],
+    }
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """`wanted` indices spread evenly over `count`."""
+    wanted = min(count, wanted)
+    return [i * count // wanted for i in range(wanted)]
+
+
+def _rollout_fields(rollout: Rollout, lag: int | None, reader: TextReader) -> dict[str, Any]:
+    cut = rollout.prompt_length
+    trained = rollout.advantages[rollout.trained]
+    return {
+        "env": rollout.env,
+        "prompt": reader.read(rollout.tokens[:cut]),
+        "completion": reader.read(rollout.tokens[cut:]),
+        "reward": rollout.score,
+        "advantage": float(trained.mean(dtype=np.float64)) if len(trained) else 0.0,
+        "policy_lag": lag,
+    }
+
+
+@dataclass
+class BenchmarkTotals:
+    """Sums over the steps of one attempt; seconds and bytes."""
+
+    mode: str
+    began: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    step_s: float = 0.0
+    sync_s: float = 0.0
+    syncs: int = 0
+    wait_s: float = 0.0
+    tokens: int = 0
+    byte_sum: int = 0
+
+    def add(self, report: StepReport) -> None:
+        """Count one step; its sync only where weights moved to a server."""
+        self.steps += 1
+        self.step_s += report.step_s
+        self.wait_s += report.wait_s
+        self.tokens += report.batch.tokens
+        self.byte_sum += memory_fields()["allocated_bytes"] or 0
+        if report.sync is not None and report.sync.moved:
+            self.syncs += 1
+            self.sync_s += report.sync.seconds
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a `benchmark` record. `tokens_per_s` counts every token trained on, prompts included, by the
+        seconds of all steps."""
+        steps, syncs = max(1, self.steps), max(1, self.syncs)
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return {
+            "mode": self.mode,
+            "total_s": time.perf_counter() - self.began,
+            "steps": self.steps,
+            "avg_step_s": self.step_s / steps,
+            "total_step_s": self.step_s,
+            "avg_sync_s": self.sync_s / syncs,
+            "syncs": self.syncs,
+            "total_sync_s": self.sync_s,
+            "avg_data_wait_s": self.wait_s / steps,
+            "total_data_wait_s": self.wait_s,
+            "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+            "avg_bytes": self.byte_sum // steps if cuda else None,
+            "tokens_per_s": self.tokens / self.step_s if self.step_s else 0.0,
+        }
+
+    def summary(self) -> str:
+        """The guides' block of text."""
+        figures = BenchmarkRecord(**self.fields())
+        return summary_text(f"({self.mode})", summary_sections(figures, no_memory="n/a (CPU)"))
+
+
+class MfuMeter:
+    """MFU of the training part of a step, on a GPU whose peak is known."""
+
+    def __init__(self, model: Dimensions, device: torch.device) -> None:
+        self._model = model
+        self._peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+    def measure(self, lengths: Sequence[int], seconds: float) -> float | None:
+        """Share of the peak, from 0 to 1; null where there is no peak to compare with."""
+        return step_flops(self._model, lengths) / seconds / self._peak if self._peak and seconds > 0 else None
+
+
+def memory_fields() -> dict[str, int | None]:
+    """The fields of a `memory` record; GPU fields are null without a GPU in use."""
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "allocated_bytes": torch.cuda.memory_allocated() if cuda else None,
+        "reserved_bytes": torch.cuda.memory_reserved() if cuda else None,
+        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "rss_bytes": psutil.Process().memory_info().rss,
+    }

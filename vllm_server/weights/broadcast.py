@@ -1,0 +1,158 @@
+"""`/bridge/transfer/*`: the trainer's group is joined, and its broadcast becomes what this server answers with.
+
+An update is one request: generation freezes, every worker receives, the prefix cache is reset, generation goes on with
+the new version. What breaks off in between leaves the server unhealthy, with the cause, until a complete update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from fastapi import APIRouter
+
+from atropos_common.bridge import BridgeInfo
+from atropos_common.run_dir import ENV_TRAINER_HOSTS
+from atropos_common.transfer import TransferInit, TransferReport, TransferUpdate
+from vllm_server.auth import error_response
+from vllm_server.bridge import ASLEEP, WeightBridge, timed
+from vllm_server.weights.collectives import REFUSED
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 15.0
+"""A worker that has not given up this long after its own timeout is stuck."""
+
+
+class BrokenTransfer(RuntimeError):
+    """The trainer's broadcast did not arrive; the message names the phase."""
+
+
+class Transfers:
+    """Takes weights from the trainer's group into the engine's workers."""
+
+    def __init__(self, bridge: WeightBridge) -> None:
+        self.bridge = bridge
+
+    async def join(self, request: TransferInit) -> BridgeInfo:
+        """Let every worker join; what answers does not change.
+
+        Raises:
+            BrokenTransfer: the group did not form, or would form at an address that nobody has named here.
+        """
+        async with self.bridge.lock:
+            self._require_awake()
+            self._require_known(request.address)
+            await self._workers(self._join(request), request.timeout_s)
+            return self.bridge.info()
+
+    async def update(self, request: TransferUpdate) -> TransferReport:
+        """Receive and go on as `weight_version`.
+
+        Raises:
+            BrokenTransfer: it did not arrive whole. The server is unhealthy then, and serves nobody.
+        """
+        phases: dict[str, float] = {}
+        async with self.bridge.lock:
+            self._require_awake()
+            with timed(phases, "pause"):
+                await self.bridge.freeze_to_write(request, request.timeout_s + GRACE_S)
+            with timed(phases, "receive"):
+                try:
+                    await self._workers(self._receive(request), request.timeout_s)
+                except BrokenTransfer as error:
+                    self.bridge.fail(f"weights were half received and must not answer: {error}")
+                    raise
+            with timed(phases, "resume"):
+                await self.bridge.reset_prefix_cache()
+                await self.bridge.declare(request.weight_version)
+        return TransferReport(weight_version=request.weight_version, phases=phases)
+
+    def _require_awake(self) -> None:
+        if self.bridge.sleeping:
+            raise BrokenTransfer(REFUSED + ASLEEP)
+
+    def _require_known(self, address: str) -> None:
+        if not self.bridge.config.may_meet(address):
+            raise BrokenTransfer(
+                f"{REFUSED}weights would come from {address}, which is not this machine's loopback; to take them from "
+                f"there, start this server with {ENV_TRAINER_HOSTS}={address}"
+            )
+
+    async def _join(self, request: TransferInit) -> None:
+        await _init(self.bridge.engine, request.model_dump())
+        await self._raise_failure()
+
+    async def _raise_failure(self) -> None:
+        """What a rank noted of the call before; a refusal explains the others' broken connections."""
+        found = await self.bridge.engine.collective_rpc("atropos_transfer_failure")
+        if failures := [failure for failure in found if failure]:
+            raise BrokenTransfer(max(failures, key=lambda failure: REFUSED in failure))
+
+    async def _receive(self, request: TransferUpdate) -> None:
+        engine = self.bridge.engine
+        try:
+            await engine.start_weight_update()
+        except Exception:
+            # Releases differ in whether an update that failed before is over by itself.
+            with contextlib.suppress(Exception):
+                await engine.finish_weight_update()
+            await engine.start_weight_update()
+        await _update(engine, request.model_dump())
+        await engine.finish_weight_update()
+        await self._raise_failure()
+
+    async def _workers(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(work, timeout_s + GRACE_S)
+        except TimeoutError:
+            raise BrokenTransfer(
+                f"a worker is stuck: no answer for {timeout_s + GRACE_S:.0f} s, {GRACE_S:.0f} s beyond its timeout; "
+                "restart this server"
+            ) from None
+        except Exception as error:
+            raise BrokenTransfer(_said(error)) from error
+
+
+def make_router(transfers: Transfers) -> APIRouter:
+    """The two routes; both behind the token, as all of `/bridge`."""
+    router = APIRouter()
+
+    @router.post("/bridge/transfer/init")
+    async def init(request: TransferInit) -> Any:
+        return await _told(transfers.join(request))
+
+    @router.post("/bridge/transfer/update")
+    async def update(request: TransferUpdate) -> Any:
+        return await _told(transfers.update(request))
+
+    return router
+
+
+async def _told(action: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await action
+    except BrokenTransfer as error:
+        logger.error("%s", error)
+        return error_response(409 if REFUSED in str(error) else 503, str(error))
+
+
+async def _init(engine: Any, info: dict[str, Any]) -> None:
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+
+async def _update(engine: Any, info: dict[str, Any]) -> None:
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+
+def _said(error: Exception) -> str:
+    """What the worker said, without the engine's wrapping."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.removeprefix("Call to collective_rpc method failed: ")[:600]

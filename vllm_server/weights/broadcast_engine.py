@@ -1,0 +1,196 @@
+"""How a vLLM worker takes the trainer's broadcast: an engine in vLLM's own weight transfer registry.
+
+The first update runs the model's own `load_weights` over the received tensors while every copy it makes is noted. Later
+updates repeat those copies alone, chunk by chunk, while the next chunk is on its way: no name is looked up and no
+memory is allocated. Parameters are written where they lie, so CUDA graphs stay valid.
+
+Runs in vLLM's worker process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
+from atropos_common.transfer import SLOTS, Chunk, TransferInit, TransferUpdate, chunks
+from vllm_server.weights import collectives
+from vllm_server.weights.copy_recorder import Copies, CopyRecorder, addresses, named_views
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "atropos_broadcast"
+"""Its name in `--weight-transfer-config`."""
+
+_failure: str | None = None
+"""Of this rank's last part in a broadcast, until it is asked for; why nothing is raised: `AtroposWorkerExtension`."""
+
+
+def take_failure() -> str | None:
+    """Why the last call failed; null when it did not, or was asked for already."""
+    global _failure
+    failure, _failure = _failure, None
+    return failure
+
+
+def _noted(call: Callable[[BroadcastEngine, Any], None]) -> Callable[[BroadcastEngine, Any], None]:
+    """`call`, whose error is kept for `take_failure` instead of being raised."""
+
+    @wraps(call)
+    def without_raising(self: BroadcastEngine, info: Any) -> None:
+        global _failure
+        _failure = None
+        try:
+            call(self, info)
+        except (TransferRefused, collectives.LinkError) as error:
+            _failure = str(error)
+            logger.error("%s", error)
+        except Exception as error:
+            _failure = f"{type(error).__name__}: {error}"
+            logger.exception("a broadcast failed here")
+
+    return without_raising
+
+
+@cache
+def register_engine() -> None:
+    """Make the engine known to vLLM in this process; once is enough."""
+    WeightTransferEngineFactory.register_engine(BACKEND, __name__, "BroadcastEngine")
+
+
+class TransferRefused(ValueError):
+    """What the trainer sends cannot become this model's weights; trying again will not help."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(collectives.REFUSED + why)
+
+
+class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
+    """Receives all parameters from rank 0 into the model as it lies in memory."""
+
+    init_info_cls = TransferInit
+    update_info_cls = TransferUpdate
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._link: collectives.Link | None = None
+        self._chunks: list[Chunk] = []
+        self._buffers: list[torch.Tensor] = []
+        self._copies: list[Copies] | None = None
+        self._addresses: list[int] = []
+
+    @_noted
+    def init_transfer_engine(self, init_info: TransferInit) -> None:
+        """Join the trainer's group and make room for what it will send.
+
+        Noted as failures: another device, a model whose layers may not follow writes in place, no group.
+        """
+        self.shutdown()
+        self._refuse_unsafe(init_info)
+        self._chunks = chunks(init_info.tensors, init_info.chunk_bytes)
+        self._copies, self._buffers = None, []  # their memory first: there may be no room for both
+        size = max(chunk.nbytes for chunk in self._chunks)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        parallel = self.parallel_config
+        replica = int(getattr(parallel, "data_parallel_index", 0) or 0)
+        rank = init_info.first_rank + replica * parallel.world_size + parallel.rank
+        self._link = collectives.join(init_info, rank, self.device)
+        logger.info("Joined the trainer's group as rank %d of %d", rank, init_info.world_size)
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare: parameters are written where they lie."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing to finish; `update_weights` returns when the device has all of it."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    @_noted
+    @torch.no_grad()
+    def receive_weights(self, update_info: TransferUpdate) -> None:
+        """Fill the model's parameters with what the trainer broadcasts now.
+
+        Noted as failures: it broke off, there is no group, the tensors do not fill the model.
+        """
+        if self._link is None:
+            raise collectives.LinkError("this server is in no group: /bridge/transfer/init comes first")
+        now = addresses(self.model.parameters())
+        try:
+            if self._copies is None or now != self._addresses:
+                self._copies, self._addresses = self._load(self._link), now
+            else:
+                self._repeat(self._link, self._copies)
+            self._link.finish()
+        except Exception:
+            self.shutdown()
+            raise
+
+    def shutdown(self) -> None:
+        """Leave the group; the next one starts anew."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """The trainer's side in releases before 0.28; ours is `trainer_core.weight_sync.broadcast`."""
+        raise NotImplementedError("the trainer sends by itself: --weight-bridge-mode shared_vllm --use-shared-memory")
+
+    def _load(self, link: collectives.Link) -> list[Copies] | None:
+        """Receive through the model's own loader; returns its copies, or None where they are not the whole story."""
+        recorder = CopyRecorder(self.model)
+        copies: list[Copies] = []
+        for index, chunk in enumerate(self._chunks):
+            slot = index % SLOTS
+            buffer = self._buffers[slot][: chunk.nbytes]
+            link.receive(buffer, slot)
+            try:
+                with recorder:
+                    self.model.load_weights(recorder.give(named_views(chunk, buffer)))
+            except torch.OutOfMemoryError:
+                raise  # which another try may not meet
+            except Exception as error:
+                raise TransferRefused(
+                    f"is it the same model on both sides? This one's loader does not take what the trainer sends "
+                    f"({type(error).__name__} {error})"
+                ) from error
+            copies.append(recorder.take())
+            link.emptied(slot)
+        if gaps := recorder.gaps():
+            raise TransferRefused(
+                f"is it the same model on both sides? What the trainer sends does not fill {len(gaps)} parameters: "
+                f"{'; '.join(gaps[:5])}"
+            )
+        if reason := recorder.without_place():
+            raise TransferRefused(reason)
+        if not recorder.whole:
+            logger.info("This model's loader does more than copy: every update runs through it")
+            return None
+        return copies
+
+    def _repeat(self, link: collectives.Link, copies: list[Copies]) -> None:
+        for index, (chunk, (targets, sources)) in enumerate(zip(self._chunks, copies, strict=True)):
+            slot = index % SLOTS
+            link.receive(self._buffers[slot][: chunk.nbytes], slot)
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            link.emptied(slot)
+
+    def _refuse_unsafe(self, init: TransferInit) -> None:
+        device = self.device.type
+        if (init.backend == "nccl") != (device == "cuda"):
+            raise TransferRefused(f"the trainer broadcasts over {init.backend}, and the weights here are on {device}")
+        architectures = self.model_config.hf_config.architectures or []
+        if not set(architectures) & set(SINGLE_COPY_ARCHITECTURES) or self.model_config.quantization:
+            raise TransferRefused(
+                f"writing weights in place is not known to be safe for {', '.join(architectures) or 'this model'}"
+                f"{' with ' + self.model_config.quantization if self.model_config.quantization else ''}; known are "
+                f"{', '.join(SINGLE_COPY_ARCHITECTURES)} without quantization"
+            )

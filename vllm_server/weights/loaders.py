@@ -1,0 +1,295 @@
+"""How a server's weights come into memory, where they lie there, and how a trainer finds them (single copy).
+
+`atropos_folder` is vLLM's default loader, which takes the weights from the folder in `ATROPOS_START_WEIGHTS` where that
+is set: a restarted server begins with what the trainer had, and everything else about the model stays as it was named.
+`atropos_plain` does the same on a CPU, and the layers there compute from the parameters themselves. vLLM otherwise
+repacks linear weights into a private copy and drops the original, so that nothing written later would reach it.
+
+In single copy the weights that vLLM serves are those that the trainer steps. On the CPU `atropos_shared_memory` moves
+every parameter into one file under /dev/shm; on a GPU the worker hands out CUDA IPC handles. Both end in the same
+manifest, which describes parameters under vLLM's own names, a tied one once.
+
+Runs in vLLM's worker process, except `write_manifest_for`, which runs in the API process.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from atropos_common.manifest import (
+    SINGLE_COPY_ARCHITECTURES,
+    CudaIpc,
+    Manifest,
+    Shard,
+    TensorEntry,
+    write_manifest,
+)
+from vllm_server.config import ENV_SHM_PATH, ENV_START_WEIGHTS, ServerConfig
+from vllm_server.weights.copy_recorder import CopyRecorder, Named
+
+logger = logging.getLogger(__name__)
+
+FOLDER_FORMAT = "atropos_folder"
+PLAIN_FORMAT = "atropos_plain"
+SHARED_FORMAT = "atropos_shared_memory"
+ALIGNMENT = 64
+"""Bytes; a cache line, and a multiple of every dtype's size."""
+
+_mapping: torch.UntypedStorage | None = None
+"""The mapped file of this process, kept for `describe_shared_file`."""
+
+
+class SharedWeightsError(RuntimeError):
+    """The weights cannot be shared with a trainer as they lie in memory."""
+
+
+@cache
+def register_loaders() -> None:
+    """Make our load formats known to vLLM in this process; once is enough."""
+    register_model_loader(FOLDER_FORMAT)(FolderLoader)
+    register_model_loader(PLAIN_FORMAT)(PlainLoader)
+    register_model_loader(SHARED_FORMAT)(SharedMemoryLoader)
+
+
+class FolderLoader(DefaultModelLoader):
+    """vLLM's default loader, with the weights of another folder."""
+
+    def __init__(self, load_config: Any) -> None:
+        load_config = copy.copy(load_config)
+        load_config.load_format = "auto"
+        super().__init__(load_config)
+        self._recorder: CopyRecorder | None = None
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Load, and say which tensors the model has no place for.
+
+        Raises:
+            ValueError: so it is for a trainer's weights: what it trains would not be what answers.
+        """
+        is_draft = model_config.runner_type == "draft"  # a speculative one beside the model; nobody trains it
+        if folder := "" if is_draft else os.environ.get(ENV_START_WEIGHTS):
+            model_config = copy.copy(model_config)
+            model_config.model = folder
+            model_config.revision = None
+        if model_config.quantization is not None or type(model).__name__ not in SINGLE_COPY_ARCHITECTURES:
+            super().load_weights(model, model_config)  # how others take their weights is theirs
+            return
+        self._recorder = CopyRecorder(model)
+        with self._recorder:
+            super().load_weights(model, model_config)
+        reason, self._recorder = self._recorder.without_place(), None
+        if reason and folder:
+            raise ValueError(reason)
+        if reason:
+            logger.warning("%s", reason)
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[Named]:
+        weights = super().get_all_weights(model_config, model)
+        return self._recorder.one_by_one(weights) if self._recorder else weights
+
+
+class PlainLoader(FolderLoader):
+    """After it no layer on the CPU holds a repacked copy of its weight."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        self._weights: dict[torch.nn.Module, torch.nn.Parameter] = {}
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        super().load_weights(model, model_config)
+        if model_config.quantization is not None:
+            return  # such layers need what vLLM makes of them
+        for module in model.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None:
+                self._weights[module] = weight
+                # vLLM's own switch (0.28 and later) for layers whose weight is read elsewhere: no repacking.
+                module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+
+    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        model = super().load_model(*args, **kwargs)
+        for module, weight in self._weights.items():
+            if module._parameters["weight"] is not weight:
+                module.weight = weight  # releases without the switch replaced it by an empty one
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = torch.nn.functional.linear
+        self._weights.clear()
+        return model
+
+
+class SharedMemoryLoader(PlainLoader):
+    """The loader of plain weights, after which every parameter lies in the file named by `ATROPOS_SHM_PATH`."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        model = super().load_model(*args, **kwargs)
+        move_parameters(model, Path(os.environ[ENV_SHM_PATH]))
+        return model
+
+
+def move_parameters(model: torch.nn.Module, path: Path) -> int:
+    """Copy every parameter into a new file `path` (mode 0600) and let the model use the copy.
+
+    Returns:
+        Bytes of the file.
+
+    Raises:
+        SharedWeightsError: no room, a foreign file in the way, or a parameter that is not dense.
+    """
+    global _mapping
+    parameters = dict(model.named_parameters())
+    offsets, total = _layout(parameters)
+    _create(path, total)
+    storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=total)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            view = torch.empty(0, dtype=parameter.dtype)
+            view.set_(storage, offsets[name] // parameter.element_size(), parameter.size(), parameter.stride())
+            view.copy_(parameter.data)
+            parameter.data = view
+    _mapping = storage
+    logger.info("Moved %d params, %.1f MB, into %s", len(parameters), total / 1e6, path)
+    return total
+
+
+def _layout(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], int]:
+    """Byte offset of each parameter, and the bytes of all."""
+    offsets, end = {}, 0
+    for name, parameter in parameters.items():
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.size(), parameter.stride(), strict=True))
+        if parameter.device.type != "cpu" or parameter.numel() == 0 or extent != parameter.numel():
+            raise SharedWeightsError(
+                f"{name} ({parameter.device}, shape {tuple(parameter.shape)}, stride {parameter.stride()}) is not a "
+                "plain dense CPU tensor; this model cannot run in single copy, use another weight bridge mode"
+            )
+        offsets[name] = end
+        end += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def _create(path: Path, size: int) -> None:
+    """Make `path` with `size` bytes reserved, replacing one that an earlier server of this user left."""
+    if path.is_symlink() or (path.exists() and path.stat().st_uid != os.getuid()):
+        raise SharedWeightsError(f"{path} is in the way and not ours; set ATROPOS_SHM_NAME to another name")
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        # Reserving now turns a full /dev/shm into an error here rather than a SIGBUS at the first write.
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise SharedWeightsError(
+            f"{path}: cannot reserve {size / 1e6:.0f} MB ({error.strerror}); enlarge /dev/shm or use a smaller model"
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def describe_shared_file(model: torch.nn.Module) -> Shard:
+    """The shard of a model whose parameters `move_parameters` moved.
+
+    Raises:
+        SharedWeightsError: something rebound a parameter after that.
+    """
+    assert _mapping is not None, "the shared memory loader has not run in this process"
+    entries = {}
+    for name, parameter in model.named_parameters():
+        if parameter.untyped_storage().data_ptr() != _mapping.data_ptr():
+            raise SharedWeightsError(f"{name} left the shared file after loading; this model cannot run in single copy")
+        entries[name] = _entry(parameter, parameter.storage_offset())
+    return Shard(
+        kind="shm",
+        shm_path=os.environ[ENV_SHM_PATH],
+        shm_bytes=_mapping.nbytes(),
+        param_mappings=entries,
+        aliases=_aliases(model),
+    )
+
+
+def describe_cuda(model: torch.nn.Module) -> Shard:
+    """The shard of a model on a GPU: one CUDA IPC handle for each parameter, as plain fields.
+
+    Call it once: each call pins the storages anew for a receiver.
+    """
+    entries = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_cuda:
+            raise SharedWeightsError(f"{name} lies on {parameter.device}; single copy needs every parameter on the GPU")
+        entry = _entry(parameter, parameter.storage_offset())
+        entry.ipc_handle = _cuda_handle(parameter.untyped_storage())
+        entries[name] = entry
+    return Shard(kind="cuda_ipc", param_mappings=entries, aliases=_aliases(model))
+
+
+def _cuda_handle(storage: torch.UntypedStorage) -> CudaIpc:
+    try:
+        device, handle, size, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+    except RuntimeError as error:
+        raise SharedWeightsError(
+            f"CUDA IPC refused a parameter ({error}); unset PYTORCH_CUDA_ALLOC_CONF and do not use --enable-sleep-mode"
+        ) from error
+    return CudaIpc(
+        device=device,
+        handle=base64.b64encode(handle).decode(),
+        storage_bytes=size,
+        storage_offset_bytes=offset,
+        ref_counter_handle=base64.b64encode(counter).decode(),
+        ref_counter_offset=counter_offset,
+        event_handle=base64.b64encode(event).decode(),
+        event_sync_required=event_sync,
+    )
+
+
+def _entry(parameter: torch.nn.Parameter, offset: int) -> TensorEntry:
+    return TensorEntry(
+        shape=list(parameter.shape),
+        stride=list(parameter.stride()),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        offset=offset,
+    )
+
+
+def _aliases(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of parameters already listed, such as a tied `lm_head.weight`."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        name: first[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first[parameter] != name
+    }
+
+
+def write_manifest_for(
+    shard: Shard, *, config: ServerConfig, args: Namespace, model_config: Any, base_url: str, vllm_version: str
+) -> Manifest:
+    """Complete the manifest of this server, write it, and say so."""
+    hf_config = model_config.hf_config
+    local = Path(str(model_config.model)) / "config.json"
+    description = json.loads(local.read_text()) if local.is_file() else json.loads(hf_config.to_json_string())
+    manifest = Manifest(
+        model=str(args.model),
+        architecture=str((hf_config.architectures or ["unknown"])[0]),
+        config=description,
+        instance_id=config.instance_id,
+        server_pid=os.getpid(),
+        server_create_time=psutil.Process().create_time(),
+        base_url=base_url,
+        vllm_version=vllm_version,
+        ranks={0: shard},
+    )
+    write_manifest(manifest, config.manifest_path)
+    logger.info("Exported %d params to %s", len(shard.param_mappings), config.manifest_path)
+    return manifest

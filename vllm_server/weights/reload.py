@@ -1,0 +1,340 @@
+"""`POST /bridge/load`: a folder of safetensors becomes what this server answers with, in place or at its next start.
+
+In place, vLLM's own `load_weights` of the model writes over the parameters as they lie in memory: it splits for tensor
+parallelism, a tied head is one parameter, and CUDA graphs stay valid. That is right for dense models whose layers
+compute from the parameter itself; others are told apart (`obstacle`), and begin with the new weights at a restart.
+
+vLLM's `reload_weights` is not used: it lets every layer process its weights anew, which on a CPU repacks them again and
+leaves a tied head behind, and renames the served model to the folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError, safe_open
+
+from atropos_common.bridge import LoadWeightsRequest, WeightsLoaded
+from atropos_common.files import write_private
+from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
+from vllm_server.auth import error_response
+from vllm_server.bridge import ASLEEP, WeightBridge, timed
+from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
+from vllm_server.weights.copy_recorder import NO_WEIGHT, TIED_HEAD, CopyRecorder
+from vllm_server.weights.loaders import FOLDER_FORMAT, PLAIN_FORMAT, register_loaders
+
+logger = logging.getLogger(__name__)
+
+Shapes = dict[str, tuple[int, ...]]
+"""Tensor name -> shape, of a whole checkpoint."""
+
+SAFETENSORS_FORMATS = ("auto", "hf", "safetensors")
+"""Values of --load-format that read what a trainer writes."""
+
+
+class RefusedWeights(ValueError):
+    """Weights that this server does not take; the old ones go on serving."""
+
+
+class BrokenLoad(RuntimeError):
+    """A load that broke off: the weights are mixed, and nobody is answered."""
+
+
+class StartWeights(BaseModel):
+    """What `/bridge/load` with `at_restart` notes for the next start."""
+
+    path: str
+    weight_version: int
+
+
+def note_of(config: ServerConfig) -> StartWeights | None:
+    """The weights that an earlier server was told to start again with, where they are still there."""
+    try:
+        note = StartWeights.model_validate_json(config.start_weights_path.read_bytes())
+        checked_folder(note.path, config.run_dir)
+        shapes_in(Path(note.path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError, RefusedWeights) as error:
+        logger.warning("the weights noted in %s are not used: %s", config.start_weights_path, error)
+        return None
+    return note
+
+
+def prepare_start(config: ServerConfig, args: Namespace, *, plain: bool) -> None:
+    """Choose the loader: one that keeps weights writable (`plain`), and begins with those that were noted."""
+    os.environ.pop(ENV_START_WEIGHTS, None)
+    if plain:
+        args.load_format = PLAIN_FORMAT
+    if note := note_of(config):
+        os.environ[ENV_START_WEIGHTS] = note.path
+        args.load_format = PLAIN_FORMAT if plain else FOLDER_FORMAT
+        logger.info("starting with the weights of version %d: %s", note.weight_version, note.path)
+    register_loaders()
+
+
+def checked_folder(path: str, root: Path | None) -> Path:
+    """`path`, resolved.
+
+    Raises:
+        RefusedWeights: not a folder, or outside the run's directory.
+    """
+    folder = Path(path).resolve()
+    if root is not None and not folder.is_relative_to(root.resolve()):
+        raise RefusedWeights(f"{path} lies outside {root}: weights are loaded from the run's directory only")
+    if not folder.is_dir():
+        raise RefusedWeights(f"{path} is not a folder")
+    return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a checkpoint; `consolidated*` is Mistral's second copy under other names."""
+    return sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+
+
+def shapes_in(folder: Path) -> Shapes:
+    """Every tensor of a checkpoint, by the files' headers alone.
+
+    Raises:
+        RefusedWeights: no safetensors, or a file that is not whole.
+    """
+    shapes: Shapes = {}
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  (not a dict)
+                    shapes[name] = tuple(opened.get_slice(name).get_shape())
+        except (OSError, SafetensorError) as error:
+            raise RefusedWeights(f"{file} is not a whole safetensors file: {error}") from None
+    if not shapes:
+        raise RefusedWeights(f"{folder} holds no safetensors")
+    return shapes
+
+
+def require_same(new: Shapes, own: Shapes, *, tied: bool) -> None:
+    """Refuse a checkpoint that is not of this model.
+
+    Raises:
+        RefusedWeights: names the first tensors that differ.
+    """
+    passed = {TIED_HEAD} if tied else set()
+    own, new = ({name: of[name] for name in of if not name.endswith(NO_WEIGHT)} for of in (own, new))
+    odd = [f"{name} is missing" for name in sorted(own.keys() - new.keys() - passed)]
+    odd += [f"{name} is not of this model" for name in sorted(new.keys() - own.keys() - passed)]
+    odd += [
+        f"{name} is {list(new[name])}, not {list(own[name])}"
+        for name in sorted(own.keys() & new.keys())
+        if new[name] != own[name]
+    ]
+    if odd:
+        more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
+        raise RefusedWeights(f"these are the weights of another model: {'; '.join(odd[:4])}{more}")
+
+
+class Reloader:
+    """Loads checkpoints for one server."""
+
+    def __init__(self, bridge: WeightBridge, args: Namespace) -> None:
+        self.bridge = bridge
+        self.started_from = os.environ.get(ENV_START_WEIGHTS)
+        self._args = args
+        self._own: Shapes | None = None
+        bridge.load_obstacle, bridge.started_from = self.obstacle(), self.started_from
+
+    def obstacle(self) -> str | None:
+        """Why weights cannot be written over those in memory; null when they can."""
+        engine, args = self.bridge.engine, self._args
+        architectures = engine.model_config.hf_config.architectures or ["this model"]
+        found = {
+            "it was started without ATROPOS_WEIGHT_UPDATES=1": not self.bridge.config.weight_updates,
+            f"layers of {', '.join(architectures)} may not compute from their parameters": not (
+                set(architectures) & set(SINGLE_COPY_ARCHITECTURES)
+            ),
+            f"its weights are quantized ({engine.model_config.quantization})": engine.model_config.quantization,
+            "it serves adapters (--enable-lora)": args.enable_lora,
+            "a part of its weights is offloaded (--cpu-offload-gb)": getattr(args, "cpu_offload_gb", 0),
+            "it has several replicas (--data-parallel-size)": int(args.data_parallel_size) > 1,
+        }
+        return next((reason for reason, holds in found.items() if holds), None)
+
+    async def load(self, request: LoadWeightsRequest) -> WeightsLoaded:
+        """Answer with the weights in `path`, as `weight_version`.
+
+        Raises:
+            RefusedWeights: nothing was touched; or it was, the model has no place for a part of them, and nobody is
+                served.
+            BrokenLoad: the server is unhealthy now, and serves nobody.
+        """
+        folder = checked_folder(request.path, self.bridge.config.run_dir)
+        shapes = await asyncio.to_thread(shapes_in, folder)
+        if request.at_restart:
+            return self._note(folder, request)
+        state = self.bridge.state
+        if self.started_from == str(folder) and state.weight_version is None and not state.dirty:
+            return await self._as_started(request)
+        if reason := self.obstacle():
+            raise RefusedWeights(f"weights cannot be loaded into this server while it runs: {reason}. Restart it")
+        own = await asyncio.to_thread(self._own_shapes)
+        require_same(shapes, own, tied=bool(self.bridge.engine.model_config.hf_config.tie_word_embeddings))
+        async with self.bridge.lock:
+            if self.bridge.sleeping:
+                raise RefusedWeights(ASLEEP)
+            return await self._in_place(folder, request)
+
+    async def _in_place(self, folder: Path, request: LoadWeightsRequest) -> WeightsLoaded:
+        phases: dict[str, float] = {}
+        with timed(phases, "pause"):
+            await self.bridge.freeze_to_write(request, request.lease_s)
+        try:
+            found = await asyncio.wait_for(
+                self.bridge.engine.collective_rpc("atropos_load_weights", args=(str(folder),)), request.lease_s
+            )
+            if failed := next((rank["failed"] for rank in found if "failed" in rank), None):
+                raise RuntimeError(failed)
+        except Exception as error:
+            what = f"no end after {request.lease_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            fault = f"the load of {folder} broke off, so weights are mixed: {' '.join(what.split())[:300]}"
+            self.bridge.fail(fault)
+            raise BrokenLoad(fault) from error
+        if reason := next((rank["without_place"] for rank in found if rank["without_place"]), None):
+            self.bridge.fail(reason)
+            raise RefusedWeights(reason)
+        # The slowest rank is what the engine waited for.
+        phases |= {name: max(rank[name] for rank in found) for name in ("load", "device_sync")}
+        with timed(phases, "resume"):
+            await self.bridge.reset_prefix_cache()
+            await self.bridge.declare(request.weight_version)
+        logger.info(
+            "weights of version %d serve after %.3f s: %s", request.weight_version, sum(phases.values()), folder
+        )
+        return self._answer(phases, tensors=int(found[0]["tensors"]), size=int(found[0]["bytes"]))
+
+    async def _as_started(self, request: LoadWeightsRequest) -> WeightsLoaded:
+        """The weights in memory are these: name their version."""
+        phases: dict[str, float] = {}
+        async with self.bridge.lock:
+            with timed(phases, "resume"):
+                await self.bridge.declare(request.weight_version)
+        logger.info("the weights of the start serve as version %d", request.weight_version)
+        return self._answer(phases)
+
+    def _note(self, folder: Path, request: LoadWeightsRequest) -> WeightsLoaded:
+        """For the next start of this server.
+
+        Raises:
+            RefusedWeights: the next start would not find it.
+        """
+        config = self.bridge.config
+        if not config.weight_updates:
+            raise RefusedWeights(f"{self.obstacle()}")
+        if config.private_dir:
+            raise RefusedWeights("a restarted server would not find these weights: start this one with LOGDIR=DIR")
+        if self._args.load_format not in (*SAFETENSORS_FORMATS, FOLDER_FORMAT, PLAIN_FORMAT):
+            raise RefusedWeights(f"--load-format {self._args.load_format} does not read safetensors: leave it out")
+        note = StartWeights(path=str(folder), weight_version=request.weight_version)
+        write_private(config.start_weights_path, note.model_dump_json())
+        return self._answer({})
+
+    def _answer(self, phases: dict[str, float], *, tensors: int = 0, size: int = 0) -> WeightsLoaded:
+        return WeightsLoaded(
+            instance_id=self.bridge.config.instance_id, weight_version=self.bridge.state.weight_version,
+            tensors=tensors, bytes=size, phases=phases,
+        )  # fmt: skip
+
+    def _own_shapes(self) -> Shapes:
+        """What a checkpoint of this model holds, by the files that it was loaded from.
+
+        Raises:
+            RefusedWeights: those are not safetensors, so that nothing can be compared.
+        """
+        if self._own is None:
+            known = [Path(path).expanduser() for path in (self.started_from, self._args.model) if path]
+            folder = next((path for path in known if path.is_dir()), None)  # a trainer may have removed the first
+            self._own = shapes_in(folder or _downloaded(self._args))
+        return self._own
+
+
+def _downloaded(args: Namespace) -> Path:
+    """Where the files of a model of the hub lie on this machine.
+
+    Raises:
+        RefusedWeights: not there.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                args.model, revision=args.revision, cache_dir=args.download_dir, local_files_only=True,
+                allow_patterns=["*.safetensors"],
+            )
+        )  # fmt: skip
+    except (LocalEntryNotFoundError, ValueError) as error:
+        raise RefusedWeights(f"the files of {args.model} are not in the cache, to compare with: {error}") from None
+
+
+def load_in_worker(worker: Any, path: str) -> dict[str, Any]:
+    """Write the safetensors of `path` over the parameters of this worker's model.
+
+    Returns what was read, seconds by phase, and under `without_place` what to say of tensors that were passed over.
+
+    Raises:
+        RuntimeError: a parameter was left out.
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+
+    model = worker.get_model()
+    first = next(model.parameters())
+    sizes = {"tensors": 0.0, "bytes": 0.0}
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for file in weight_files(Path(path)):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  (not a dict)
+                    tensor = opened.get_tensor(name)
+                    sizes["tensors"] += 1
+                    sizes["bytes"] += tensor.nbytes
+                    yield name, tensor
+
+    began = time.perf_counter()
+    recorder = CopyRecorder(model)
+    with recorder, set_current_vllm_config(worker.vllm_config):
+        written = model.load_weights(recorder.one_by_one(tensors()))
+    left = {name for name, _ in model.named_parameters()} - written
+    if left:
+        raise RuntimeError(f"{len(left)} parameters were not written, such as {', '.join(sorted(left)[:3])}")
+    loaded = time.perf_counter()
+    if first.is_cuda:
+        torch.cuda.synchronize(first.device)
+    phases = {"load": loaded - began, "device_sync": time.perf_counter() - loaded}
+    return {**sizes, **phases, "without_place": recorder.without_place()}
+
+
+def make_router(reloader: Reloader) -> APIRouter:
+    """The route; behind the token, as all of `/bridge`."""
+    router = APIRouter()
+
+    @router.post("/bridge/load")
+    async def load(request: LoadWeightsRequest) -> Any:
+        try:
+            return await reloader.load(request)
+        except RefusedWeights as error:
+            return error_response(409, str(error))
+        except Exception as error:
+            logger.exception("the weights in %s were not loaded", request.path)
+            return error_response(
+                503, f"{error}" if isinstance(error, BrokenLoad) else f"{type(error).__name__}: {error}"
+            )
+
+    return router
