@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from atropos_tui.errors import Problem
@@ -55,7 +57,7 @@ def test_a_taken_port_names_its_process(changes: Any, key: str, flag: str) -> No
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         problem = one(found(profile(**changes(taken.getsockname()[1]))), key)
-    assert "python" in problem.reason and "pid" in problem.reason and flag in problem.fix
+    assert psutil.Process().name() in problem.reason and f"pid {os.getpid()}" in problem.reason and flag in problem.fix
 
 
 @pytest.mark.parametrize(
