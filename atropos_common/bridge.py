@@ -23,6 +23,14 @@ from pydantic import BaseModel, ConfigDict, Field
 TOKEN_HEADER = "X-Atropos-Token"
 INSTANCE_HEADER = "X-Atropos-Instance"
 """Of a request: the `instance_id` of the one server that may answer it."""
+SPLIT_HEADER = "X-Atropos-Split"
+"""Of a request for completions: `train` for rollouts, `eval` for evaluations, which sample as they ask."""
+SAMPLING_HEADER = "X-Atropos-Sampling"
+"""Of an answer: names of the sampling options that were left out of the request."""
+ENV_SAMPLING = "ATROPOS_SAMPLING"
+SamplingPolicy = Literal["plain", "as_asked", "refuse"]
+"""What a server does with sampling options of rollouts that would leak into the importance ratio. plain: it leaves them
+out. as_asked: it takes them, and returns the logprobs of the whole distribution. refuse: 400."""
 GONE_STATUS = 503
 """How a server answers that cannot do what it is asked now, and perhaps never: wait for it, or for the next one."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

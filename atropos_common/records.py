@@ -327,6 +327,8 @@ class EnvCountsRecord(Record):
     """Groups that were made and not sent, by reason."""
     failures: dict[str, int] = {}
     """Groups that were not made, by reason."""
+    adjusted: dict[str, int] = {}
+    """Requests of which the engine left a sampling option out, by the option."""
 
 
 class EnvMetricsRecord(Record):

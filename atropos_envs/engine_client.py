@@ -10,13 +10,17 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import httpx
 import openai
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
+
+from atropos_common.bridge import SAMPLING_HEADER, SPLIT_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +100,11 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         self._session: aiohttp.ClientSession | None = None
         self._lost_at: float | None = None
         self._context: int | None = None
+        self.adjusted: Counter[str] = Counter()
+        """Requests of which the server left sampling options out, by their names."""
+        self.openai: openai.AsyncClient = self.openai.with_options(
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [self._hear_adjusted]})
+        )
         self._said_shorter = False
 
     @property
@@ -142,7 +151,7 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
                 request["max_tokens"] = request.pop(name)
         started = time.time()
         async with self.sem if split == "train" else self.eval_sem:
-            done = await self.generate(prompt_ids, wait=wait, **request)
+            done = await self.generate(prompt_ids, wait=wait, for_training=split == "train", **request)
         timings = self.request_timings if split == "train" else self.eval_request_timings
         timings.append(time.time() - started)
         del timings[: -self.config.rolling_buffer_length]
@@ -174,6 +183,7 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             EngineRefused: the request is wrong.
         """
         request["model"] = self.config.model_name
+        request["extra_headers"] = {**(request.get("extra_headers") or {}), SPLIT_HEADER: split}
         started = time.time()
         async with self.sem if split == "train" else self.eval_sem:
             while True:
@@ -250,8 +260,16 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             if 400 <= response.status < 500 and response.status not in (408, 425, 429):
                 raise await self._refusal(response)
             response.raise_for_status()
+            self._count_adjusted(response.headers)
             answer: dict[str, Any] = await response.json()
             return answer
+
+    async def _hear_adjusted(self, response: httpx.Response) -> None:
+        self._count_adjusted(response.headers)
+
+    def _count_adjusted(self, headers: Mapping[str, str]) -> None:
+        if SAMPLING_HEADER in headers:
+            self.adjusted.update(headers[SAMPLING_HEADER].split(", "))
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> EngineRefused:
         text = (await response.text())[:300]

@@ -15,6 +15,7 @@ import numpy as np
 from atropos_common.files import cut_torn_line
 from atropos_common.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord, Record
 from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir
+from atropos_envs.tally import Tally
 
 RecordT = TypeVar("RecordT", bound=Record)
 _SHARE = re.compile(r"correct|accuracy|(^|[_/])acc([_/]|$)|pass@|success|solve", re.IGNORECASE)
@@ -84,10 +85,14 @@ class EvalLog:
         if numbers:
             self._write(EnvMetricsRecord(env=self._env, metrics=numbers, policy_step=policy_step))
 
-    def counted(self, sent: int, left_out: Mapping[str, int], failures: Mapping[str, int], step: int | None) -> None:
-        """What became of the groups since the start."""
-        counts = {"left_out": dict(left_out), "failures": dict(failures)}
-        self._write(EnvCountsRecord(env=self._env, policy_step=step, sent=sent, **counts))
+    def counted(self, tally: Tally, adjusted: Mapping[str, int], step: int | None) -> None:
+        """What became of the groups since the start, and of the requests."""
+        self._write(
+            EnvCountsRecord(
+                env=self._env, policy_step=step, sent=tally.sent, left_out=dict(tally.left_out),
+                failures=dict(tally.failures), adjusted=dict(adjusted),
+            )
+        )  # fmt: skip
 
     def _write(self, record: RecordT) -> RecordT:
         """Stamp and append; return what was written."""

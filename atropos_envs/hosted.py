@@ -12,6 +12,7 @@ import inspect
 import logging
 import signal
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -132,8 +133,14 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         await super().env_step_checks()
         if time.monotonic() - self._summary_at > SUMMARY_S and self.tally.news():
             log.info("step %d: %s", self.curr_step, self.tally.line())
-            self.eval_log.counted(self.tally.sent, self.tally.left_out, self.tally.failures, self.curr_step)
+            self.eval_log.counted(self.tally, self._adjusted(), self.curr_step)
             self._summary_at = time.monotonic()
+
+    def _adjusted(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for server in self.server.servers:
+            total.update(getattr(server, "adjusted", {}))
+        return total
 
     # What is measured
 

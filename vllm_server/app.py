@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import uvloop
 
 from atropos_common import ports
+from atropos_common.bridge import ENV_SAMPLING
 from atropos_common.files import write_private
 from atropos_common.http import allowed_hosts
 from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES, Shard
@@ -129,7 +130,9 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
     Raises:
         ConfigError: with the flag to change.
     """
-    if args.logprobs_mode != LOGPROBS_MODE:
+    if config.sampling == "as_asked":
+        args.logprobs_mode = "raw_logprobs"  # `atropos_whole_distribution` brings them to each request's temperature
+    elif args.logprobs_mode != LOGPROBS_MODE:
         raise ConfigError(
             f"--logprobs-mode {args.logprobs_mode}: leave it at {LOGPROBS_MODE}. The trainer compares these logprobs "
             "with its own at the sampling temperature; raw ones are off as soon as the temperature is not 1"
@@ -145,6 +148,12 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
         _prepare_single_copy(args)
     elif config.weight_updates:
         _prepare_weight_updates(args, config)
+    if config.sampling == "as_asked":
+        if args.worker_extension_cls not in ("", WORKER_EXTENSION):
+            raise ConfigError(
+                f"--worker-extension-cls {args.worker_extension_cls}: {ENV_SAMPLING}=as_asked needs its own"
+            )
+        args.worker_extension_cls = WORKER_EXTENSION
     if compat.is_cpu() and ranks(args) == 1:
         plugin.merge_worker_into_engine(args, os.environ)
 
@@ -324,6 +333,8 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     generator = Generator(engine, history=bridge.history, spans=spans, model_names=names, adapters=adapters)
     if config.shared_weights:
         await export_weights(bridge, args, address)
+    if config.sampling == "as_asked":
+        await engine.collective_rpc("atropos_whole_distribution")
     # The first request with logprobs compiles or loads kernels; better now than in the first rollout.
     await generator.probe(tokens=2, logprobs=1)
     if config.shared_weights:
@@ -331,7 +342,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     bridge.stamp()
 
     sleep_mode = bool(args.enable_sleep_mode) and not compat.is_cpu()
-    app.include_router(generate.make_router(generator))
+    app.include_router(generate.make_router(generator, config.sampling))
     app.include_router(bridge_routes.make_router(bridge, generator, app, sleep_mode=sleep_mode))
     app.include_router(lora.make_router(adapters))
     app.include_router(reload.make_router(reload.Reloader(bridge, args)))
@@ -339,6 +350,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         bridge.workers = compat.worker_count(engine)
         bridge.receives = "gloo" if compat.is_cpu() else "nccl"
         app.include_router(broadcast.make_router(broadcast.Transfers(bridge)))
+    app.state.atropos_sampling_policy = config.sampling
     app.state.atropos_sampling = refusals.served_defaults(engine.model_config)
     app.state.atropos_door = Access(
         config.token, allowed_hosts(args.host, config.allowed_hosts), gate, instance_id=config.instance_id,

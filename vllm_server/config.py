@@ -14,7 +14,9 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
+from atropos_common.bridge import ENV_SAMPLING, SamplingPolicy
 from atropos_common.http import hosts_in
 from atropos_common.run_dir import (
     ENV_ALLOWED_HOSTS,
@@ -87,6 +89,7 @@ class ServerConfig:
     """Host names accepted in the Host header besides the loopback's and the bound one."""
     trainer_hosts: frozenset[str] = field(default_factory=frozenset)
     """Where a trainer that broadcasts weights may be met, besides the loopback."""
+    sampling: SamplingPolicy = "plain"
     eager_because: str | None = None
     """Why an earlier start in this process gave up CUDA graphs."""
 
@@ -153,8 +156,17 @@ class ServerConfig:
             run_dir=Path(env[ENV_RUN_DIR]) if env.get(ENV_RUN_DIR) else None,
             allowed_hosts=hosts_in(env, ENV_ALLOWED_HOSTS),
             trainer_hosts=hosts_in(env, ENV_TRAINER_HOSTS) | hosts_in(env, "MASTER_ADDR"),
+            sampling=_sampling(env),
             eager_because=env.get(ENV_EAGER_BECAUSE) or None,
         )
+
+
+def _sampling(env: Mapping[str, str]) -> SamplingPolicy:
+    named = env.get(ENV_SAMPLING) or "plain"
+    for policy in get_args(SamplingPolicy):
+        if named == policy:
+            return policy  # type: ignore[no-any-return]
+    raise ConfigError(f"{ENV_SAMPLING}={named!r}: it is one of {', '.join(get_args(SamplingPolicy))}")
 
 
 def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) -> list[str]:

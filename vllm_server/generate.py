@@ -23,7 +23,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from atropos_common.bridge import completion_digest
+from atropos_common.bridge import SAMPLING_HEADER, SamplingPolicy, completion_digest
 from vllm_server import compat, refusals
 from vllm_server.auth import error_response
 from vllm_server.versions import Span, SpanFile, SpanStore, VersionHistory
@@ -102,8 +102,11 @@ class GenerateRequest(BaseModel):
     include_stop_str_in_output: bool = False
 
 
-def parse_body(raw: bytes) -> GenerateRequest:
+def parse_body(raw: bytes, sampling: SamplingPolicy = "plain") -> tuple[GenerateRequest, list[str]]:
     """Check the body.
+
+    Returns:
+        what to answer, and the options, as `name=value`, that were left out of it.
 
     Raises:
         RequestError: not JSON, or a field that is wrong, named.
@@ -116,12 +119,16 @@ def parse_body(raw: bytes) -> GenerateRequest:
         raise RequestError(f"{where}: {first['msg']}") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
-    if request.for_training and (leaking := refusals.leaks(request.model_dump(exclude_unset=True))):
+    leaking = refusals.leaks(request.model_dump(exclude_unset=True)) if request.for_training else []
+    if not leaking or sampling == "as_asked":
+        return request, []
+    if sampling == "refuse":
         raise RequestError(
             f"{', '.join(leaking)}: {refusals.WHY}. {refusals.instead(leaking)}, or, for an answer that is not "
             'trained on, send "for_training": false'
         )
-    return request
+    fields = GenerateRequest.model_fields
+    return request.model_copy(update={name: fields[name].default for name in refusals.names_of(leaking)}), leaking
 
 
 def sampling_options(body: GenerateRequest, index: int) -> dict[str, Any]:
@@ -361,7 +368,7 @@ class Generator:
         return "" if tokenizer is None else str(tokenizer.decode(ids))
 
 
-def make_router(generator: Generator) -> APIRouter:
+def make_router(generator: Generator, sampling: SamplingPolicy = "plain") -> APIRouter:
     """The route. A client that goes away cancels its request in the engine."""
     router = APIRouter()
     bad_request = compat.request_errors()
@@ -381,10 +388,14 @@ def make_router(generator: Generator) -> APIRouter:
     @router.post("/generate")
     async def generate(raw_request: Request) -> Any:
         try:
-            body = parse_body(await raw_request.body())
+            body, left_out = parse_body(await raw_request.body(), sampling)
         except RequestError as error:
             return error_response(400, str(error))
-        return await run(body, raw_request)
+        answer = await run(body, raw_request)
+        if left_out and isinstance(answer, Response):
+            refusals.note_adjusted(raw_request.scope, left_out)
+            answer.headers[SAMPLING_HEADER] = ", ".join(refusals.names_of(left_out))
+        return answer
 
     # FastAPI resolves annotations in the module, where `Request` is.
     return router

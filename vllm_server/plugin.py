@@ -232,6 +232,13 @@ class AtroposWorkerExtension:
         shard = loaders.describe_shared_file(model) if on_cpu else loaders.describe_cuda(model)
         return shard.model_dump()
 
+    def atropos_whole_distribution(self) -> None:
+        """Raw logprobs are from now on those of the whole distribution at each request's temperature, whatever top-p,
+        penalties and the like make of the sampling; greedy requests have the model's own."""
+        from vllm_server import sampling
+
+        sampling.scale_raw_logprobs(self.model_runner.sampler)  # type: ignore[attr-defined]
+
     def atropos_parameter_kinds(self) -> list[str]:
         """One parameter of each kind of layer, by name."""
         from vllm_server.weights import graph_check

@@ -1,13 +1,14 @@
-"""Which requests for completions are refused, and what is said of refused ones in the log.
+"""Which requests for completions are refused or sampled otherwise than they ask, and what the log says of it.
 
-The trainer computes log softmax(logits / temperature). Sampling options that cut, mask or shift the distribution
-renormalise what vLLM returns, so they leak into every importance ratio. Refused are requests that ask for logprobs with
-such an option; whatever asks for none (evaluation over `/v1`) samples as it likes, and greedy requests may name filters
-that do nothing to them.
+The trainer computes log softmax(logits / temperature). Sampling options that cut, mask or shift the distribution leak
+into every importance ratio: they renormalise what vLLM returns. Rollouts are requests that ask for logprobs, and those
+whose header says so; what becomes of such an option is `SamplingPolicy`. Whatever else asks for no logprobs (evaluation
+over `/v1`) samples as it likes, and greedy requests may name filters that do nothing to them.
 
-Whoever refuses, the log says why: each reason once, then how often, so that no client's error is a riddle.
+The log says each reason once, then how often, so that no client's error is a riddle.
 
     refused 331 requests to /generate (400): top_p=0.95: changes ... Send top_p=1 [of 332 since 10:04:51]
+    adjusted 331 requests to /generate: top_p=0.95 was left out: it changes ... [of 332 since 10:04:51]
 
 The cockpit's `diagnoses/stall_rules.py` reads these lines. Reasons that differ in values only are one; clients
 choose the words, so lines are cut, control characters are escaped, and few reasons are kept apart.
@@ -27,6 +28,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from atropos_common.bridge import SAMPLING_HEADER, SPLIT_HEADER
 from vllm_server.auth import error_response, path_kind, replayed
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,10 @@ WHY = (
     "changes the distribution in a way that the trainer, which knows only the temperature, cannot follow, so the "
     "returned logprobs would leak into the importance ratio"
 )
+
+AS_ASKED = '`sampling = "as_asked"` under [vllm] takes such options, "refuse" refuses them'
+ADJUSTED = "atropos.adjusted"
+"""Where in the scope of a request the log lies."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1),
@@ -70,12 +76,22 @@ def leaks(options: Mapping[str, Any]) -> list[str]:
 
 def instead(leaking: Iterable[str]) -> str:
     """What to send in the place of such options: `Send top_p=1`, `Leave out logit_bias`."""
-    names = [item.partition("=")[0] for item in leaking]
+    names = names_of(leaking)
     neutral = {name: value for name in names for value in _NEUTRAL[name] if type(value) is int}
     send = [f"{name}={value}" for name, value in neutral.items()]
     leave = [name for name in names if name not in neutral]
     said = [f"{verb} {', '.join(names)}" for verb, names in (("send", send), ("leave out", leave)) if names]
     return " and ".join(said).capitalize()
+
+
+def without(names: Iterable[str]) -> dict[str, Any]:
+    """Values with which options of these names do nothing."""
+    return {name: next((value for value in _NEUTRAL[name] if type(value) is int), None) for name in names}
+
+
+def names_of(leaking: Iterable[str]) -> list[str]:
+    """Names in what `leaks` returns."""
+    return [item.partition("=")[0] for item in leaking]
 
 
 def served_defaults(model_config: Any) -> dict[str, Any]:
@@ -98,39 +114,77 @@ def served_defaults(model_config: Any) -> dict[str, Any]:
 
 
 class PlainSampling:
-    """ASGI middleware, named to vLLM by its own `--middleware`: refuses requests for logprobs that would leak.
+    """ASGI middleware, named to vLLM by its own `--middleware`: rollouts over `/v1` sample as the policy has it.
 
-    The defaults of the served model lie in the app as `app.state.atropos_sampling`.
+    The defaults of the served model lie in the app as `app.state.atropos_sampling`, the policy as
+    `app.state.atropos_sampling_policy`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(_ROUTES):
+        policy = getattr(scope["app"].state, "atropos_sampling_policy", "plain") if "app" in scope else "as_asked"
+        ours = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(_ROUTES)
+        if not ours or policy == "as_asked":
             await self.app(scope, receive, send)
             return
         messages = await _whole_body(receive)
-        leaking = _leaking(b"".join(message.get("body", b"") for message in messages), _defaults(scope))
-        if leaking:
+        body = _parsed(b"".join(message.get("body", b"") for message in messages))
+        leaking = _leaking(body, _defaults(scope), _header(scope, SPLIT_HEADER) == "train")
+        if not leaking:
+            await self.app(scope, replayed(messages, receive), send)
+        elif policy == "refuse":
             reason = f"{', '.join(leaking)}: {WHY}. {instead(leaking)}, or ask for no logprobs"
             await error_response(400, reason)(scope, receive, send)
-            return
-        await self.app(scope, replayed(messages, receive), send)
+        else:
+            note_adjusted(scope, leaking)
+            raw = json.dumps(body | without(names_of(leaking))).encode()
+            message = {"type": "http.request", "body": raw, "more_body": False}
+            scope = {**scope, "headers": [*_other_headers(scope), (b"content-length", str(len(raw)).encode())]}
+            await self.app(scope, replayed([message], receive), _with_header(send, leaking))
+
+
+def _header(scope: Scope, name: str) -> str:
+    wanted = name.lower().encode()
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == wanted), "")
+
+
+def _other_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    lengths = (b"content-length", b"transfer-encoding")
+    return [(key, value) for key, value in scope["headers"] if key.lower() not in lengths]
+
+
+def _with_header(send: Send, leaking: Iterable[str]) -> Send:
+    """`send`, with the names of what was left out in the answer's header."""
+    named = (SAMPLING_HEADER.lower().encode(), ", ".join(names_of(leaking)).encode())
+
+    async def add(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", []), named]}
+        await send(message)
+
+    return add
 
 
 def _defaults(scope: Scope) -> dict[str, Any]:
     return getattr(scope["app"].state, "atropos_sampling", {})
 
 
-def _leaking(raw: bytes, defaults: Mapping[str, Any]) -> list[str]:
-    """Nothing for a body that is not JSON: vLLM says that better."""
+def _parsed(raw: bytes) -> dict[str, Any]:
+    """Empty for a body that is not a JSON object: vLLM says that better."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
-        return []
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _leaking(body: dict[str, Any], defaults: Mapping[str, Any], rollout: bool) -> list[str]:
+    """Options that would leak, if the request is a rollout: it says so, or asks for logprobs."""
     # 0 asks for the sampled token's; only null and false ask for none.
-    if not isinstance(body, dict) or body.get("logprobs") is None or body["logprobs"] is False:
+    asks = body.get("logprobs") is not None and body["logprobs"] is not False
+    if not body or not (rollout or asks):
         return []
     named = {name: value for name, value in body.items() if value is not None}
     return leaks({**defaults, **named})
@@ -189,10 +243,10 @@ class RefusalLog:
         self.ended = 0
         self._reasons: dict[tuple[int, str, str], _Reason] = {}
 
-    def note(self, path: str, status: int, body: bytes) -> None:
-        """A request that has not ended yet was answered with `status` and `body`."""
+    def note(self, path: str, status: int, words: str) -> None:
+        """A request that has not ended yet was refused with `status`, or sampled otherwise than it asks (0)."""
         now = asyncio.get_running_loop().time()
-        text = shown(reason_of(body), REASON_CHARACTERS)
+        text = shown(words, REASON_CHARACTERS)
         reason = self._reason(path, status, text, now)
         reason.count += 1
         reason.heard_at = now
@@ -239,11 +293,20 @@ class RefusalLog:
         if reason.said and reason.count > FEW:
             reason.gap_s = min(3 * reason.gap_s, LAST_GAP_S)
         reason.said, reason.said_at = reason.count, asyncio.get_running_loop().time()
+        requests = f"{reason.count} request{'' if reason.count == 1 else 's'}"
+        path = shown(quote(reason.path), PATH_CHARACTERS)
         logger.warning(
-            "refused %d request%s to %s (%d): %s [of %d since %s]",
-            reason.count, "" if reason.count == 1 else "s", shown(quote(reason.path), PATH_CHARACTERS), reason.status,
+            "%s: %s [of %d since %s]",
+            f"refused {requests} to {path} ({reason.status})" if reason.status else f"adjusted {requests} to {path}",
             reason.text, self.begun - reason.ended_before, time.strftime("%H:%M:%S", time.localtime(reason.since)),
         )  # fmt: skip
+
+
+def note_adjusted(scope: Scope, leaking: Iterable[str]) -> None:
+    """For the log: these options were left out of a request."""
+    log: RefusalLog | None = scope.get(ADJUSTED)
+    if log is not None:
+        log.note(_path(scope), 0, f"{', '.join(leaking)} left out: {WHY}. {AS_ASKED}")
 
 
 class Refusals:
@@ -277,10 +340,10 @@ class Refusals:
 
         self.log.begun += 1
         try:
-            await self.app(scope, receive, listen)
+            await self.app({**scope, ADJUSTED: self.log}, receive, listen)
         finally:
             if status:
-                self.log.note(_path(scope), status, bytes(body))
+                self.log.note(_path(scope), status, reason_of(bytes(body)))
             self.log.ended += 1
 
 

@@ -627,4 +627,22 @@ LOG_RULES: tuple[LogRule, ...] = (
         tell=_engine_dead,
         settle_s=2.0,
     ),
+    LogRule(
+        "sampling_adjusted",
+        "{engine} leaves {0} out of rollouts: they sample plainly",
+        'nothing, if plain sampling is right; else sampling = "as_asked" under [vllm] (logprobs are then those of the '
+        'whole distribution), or sampling = "refuse"',
+        (LogPattern("left out: changes the distribution", r"adjusted \d+ requests? to \S+: (.+?) left out: changes"),),
+        roles=(Role.ENGINE,),
+        at_exit=False,
+    ),
+    LogRule(
+        "logprobs_recomputed",
+        "rollouts come without the engine's logprobs: the trainer puts its own",
+        "let the environment pass inference_logprobs on (atroposlib's ManagedServer has them); missing_logprobs = "
+        '"refuse" under [trainer] ends the run instead',
+        (LogPattern("sequences came without inference_logprobs"),),
+        roles=(Role.TRAINER,),
+        at_exit=False,
+    ),
 )

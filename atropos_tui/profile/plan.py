@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from atropos_common.bridge import few_graph_sizes, server_rank
+from atropos_common.bridge import ENV_SAMPLING, few_graph_sizes, server_rank
 from atropos_common.control import Role
 from atropos_common.run_dir import ENV_HOLD_GENERATION, ENV_TRAINER_HOSTS, RunDir
 from atropos_common.transfer import is_loopback, meeting_place
@@ -347,6 +347,8 @@ def engine_model(site: Site, section: EngineSection) -> str:
 def _engine(site: Site, section: EngineSection, after: list[str], settings: TrainingConfig) -> ComponentSpec:
     fed = is_fed(site, section)
     environment = {"LOGDIR": str(site.run.engine_bridge(section.name))} | _gpus(section.gpus)
+    if section.sampling != "plain":
+        environment[ENV_SAMPLING] = section.sampling
     checks: list[Any] = [HttpCheck(url=f"{site.url(section.port)}/health_generate")]
     clears: list[str] = []
     if fed:

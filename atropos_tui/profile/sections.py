@@ -26,6 +26,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from atropos_common.bridge import SamplingPolicy
 from atropos_common.control import Role
 from atropos_common.run_dir import is_safe_name
 from atropos_tui.errors import Problem
@@ -253,6 +254,9 @@ class EngineSection(ComponentOptions):
     """Only for an engine that the trainer does not feed, such as a judge; default: the stack's."""
     dtype: str | None = None
     """Type of the weights; default: the trainer's."""
+    sampling: SamplingPolicy = "plain"
+    """Options of rollouts that the ratio cannot follow (top-p, top-k, min-p, penalties). plain: left out, said and
+    counted. as_asked: taken, with logprobs of the whole distribution. refuse: such requests fail."""
     args: dict[str, Scalar] = Field(default_factory=dict)
     """Any flag of vLLM, without the dashes; `true` is a bare flag."""
 
