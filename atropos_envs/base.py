@@ -106,11 +106,12 @@ class EvalLog:
 
 
 def _count_lines(path: Path) -> int:
-    """Whole lines of `path`, which is made if it is missing; a torn one is cut off."""
+    """Whole lines of `path`, 0 where there is none yet; a torn one is cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
         cut_torn_line(file.fileno())
-        file.seek(0)
         return file.read().count(b"\n")
 
 
