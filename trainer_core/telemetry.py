@@ -79,8 +79,9 @@ def _next_seq(path: Path) -> int:
         return 0
     with path.open("r+b") as file:
         cut_torn_line(file.fileno())
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-        lines = file.read().splitlines()
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL))
+        lines = file.read(min(size, _TAIL)).splitlines()  # a device such as /dev/full has no end to be read to
     for line in reversed(lines):
         with contextlib.suppress(RecordError):
             return parse_line(line).seq + 1
