@@ -102,23 +102,28 @@ class GenerateRequest(BaseModel):
     include_stop_str_in_output: bool = False
 
 
-def parse_body(raw: bytes, sampling: SamplingPolicy = "plain") -> tuple[GenerateRequest, list[str]]:
+def parse_body(raw: bytes) -> GenerateRequest:
     """Check the body.
-
-    Returns:
-        what to answer, and the options, as `name=value`, that were left out of it.
 
     Raises:
         RequestError: not JSON, or a field that is wrong, named.
     """
     try:
-        request = GenerateRequest.model_validate(json.loads(raw))
+        return GenerateRequest.model_validate(json.loads(raw))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "body"
         raise RequestError(f"{where}: {first['msg']}") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
+
+
+def under_policy(request: GenerateRequest, sampling: SamplingPolicy) -> tuple[GenerateRequest, list[str]]:
+    """The request as it is answered, and the options, as `name=value`, that were left out of it.
+
+    Raises:
+        RequestError: the policy refuses one of them.
+    """
     leaking = refusals.leaks(request.model_dump(exclude_unset=True)) if request.for_training else []
     if not leaking or sampling == "as_asked":
         return request, []
@@ -388,7 +393,7 @@ def make_router(generator: Generator, sampling: SamplingPolicy = "plain") -> API
     @router.post("/generate")
     async def generate(raw_request: Request) -> Any:
         try:
-            body, left_out = parse_body(await raw_request.body(), sampling)
+            body, left_out = under_policy(parse_body(await raw_request.body()), sampling)
         except RequestError as error:
             return error_response(400, str(error))
         answer = await run(body, raw_request)

@@ -64,7 +64,9 @@ def _kill(run: LiveStack, component: str, again: int) -> None:
 @pytest.mark.slow
 def test_an_environment_whose_requests_are_refused_is_told_so(stack: Start) -> None:
     """Before, its log held the refusals, the engine's did not, and after three minutes rollouts were "slow"."""
-    run = stack(env__module="tests.e2e.asks_top_p", env__env__PYTHONPATH=str(Path(__file__).parents[2]))
+    run = stack(
+        env__module="tests.e2e.asks_top_p", vllm__sampling="refuse", env__env__PYTHONPATH=str(Path(__file__).parents[2])
+    )
 
     def diagnoses() -> list[DiagnosisRecord]:
         return [r for r in read_records(run.run.supervisor_jsonl) if isinstance(r, DiagnosisRecord)]

@@ -18,23 +18,26 @@ from fastapi.responses import JSONResponse, Response
 from atropos_common.http import allowed_hosts
 from vllm_server import refusals
 from vllm_server.auth import Access, AuthMiddleware, GenerationHold, error_response
-from vllm_server.generate import RequestError, parse_body
+from vllm_server.generate import RequestError, parse_body, under_policy
 from vllm_server.refusals import REASON_CHARACTERS, REASONS, PlainSampling, Refusals, reason_of
 
 
-def app() -> FastAPI:
+def app(sampling: str = "refuse") -> FastAPI:
     """Our body check on /generate, and vLLM's form of errors on /v1, behind what the server puts around its routes."""
     served = FastAPI()
     for middleware in (PlainSampling, AuthMiddleware, Refusals):
         served.add_middleware(middleware)
+    served.state.atropos_sampling_policy = sampling
     served.state.atropos_door = Access("secret", allowed_hosts("127.0.0.1"), GenerationHold(held=False))
 
     @served.post("/generate")
     async def generate(request: Request) -> Any:
         try:
-            body = parse_body(await request.body())
+            body, left_out = under_policy(parse_body(await request.body()), served.state.atropos_sampling_policy)
         except RequestError as error:
             return error_response(400, str(error))
+        if left_out:
+            refusals.note_adjusted(request.scope, left_out)
         await asyncio.sleep((body.seed or 0) / 1000)
         return {"text": []}
 
@@ -98,6 +101,19 @@ async def test_a_refusal_is_said_at_once_then_counted_and_counted_at_the_end(
         await end(served)
     assert said(caplog)[2].startswith("refused 50 requests to /generate (400): top_p=0.95: ")
     assert "[of 51 since " in said(caplog)[2]
+
+
+async def test_options_that_are_left_out_are_said_once_then_counted(caplog: pytest.LogCaptureFixture) -> None:
+    served = app("plain")
+    async with client(served) as http:
+        for number in range(7):
+            assert (await http.post("/generate", json=rollout(top_p=0.9 + number / 100))).status_code == 200
+        assert (await http.post("/generate", json=rollout())).status_code == 200
+        await end(served)
+    first, last = said(caplog)
+    assert first.startswith("adjusted 1 request to /generate: top_p=0.9 left out: changes the distribution")
+    assert 'sampling = "as_asked"' in first
+    assert last.startswith("adjusted 7 requests to /generate: top_p=0.9 left out") and "[of 8 since " in last
 
 
 async def test_requests_under_way_count_as_let_in(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""What leaks into returned logprobs is refused where they are asked for, and left alone where they are not."""
+"""What leaks into returned logprobs is left out, taken or refused in rollouts, and left alone elsewhere."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from vllm_server.generate import RequestError, parse_body
-from vllm_server.refusals import PlainSampling, instead, leaks, served_defaults
+from atropos_common.bridge import SAMPLING_HEADER, SPLIT_HEADER
+from vllm_server.generate import RequestError, parse_body, under_policy
+from vllm_server.refusals import PlainSampling, instead, leaks, names_of, served_defaults
 
 LEAKING: list[dict[str, Any]] = [
     {"top_p": 0.9},
@@ -29,11 +30,17 @@ LEAKING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("option", LEAKING, ids=lambda option: next(iter(option)))
-def test_generate_refuses_it_with_the_reason_and_the_way_out(option: dict[str, Any]) -> None:
+def test_each_policy_on_generate(option: dict[str, Any]) -> None:
     (name,) = option
+    asked = parse_body(json.dumps({"prompt": [3], **option}).encode())
+    plain, left_out = under_policy(asked, "plain")
+    assert left_out == leaks(option) and names_of(left_out) == [name]
+    assert plain == parse_body(b'{"prompt": [3]}'), "nothing else changes"
+    assert under_policy(asked, "as_asked") == (asked, [])
     with pytest.raises(RequestError, match=f"{name}=.*importance ratio.*for_training"):
-        parse_body(json.dumps({"prompt": [3], **option}).encode())
-    assert parse_body(json.dumps({"prompt": [3], "for_training": False, **option}).encode()).for_training is False
+        under_policy(asked, "refuse")
+    free = parse_body(json.dumps({"prompt": [3], "for_training": False, **option}).encode())
+    assert under_policy(free, "refuse") == (free, [])
 
 
 def test_what_to_send_instead_can_be_sent() -> None:
@@ -43,7 +50,7 @@ def test_what_to_send_instead_can_be_sent() -> None:
         said = instead(leaks(option))
         if said != f"Leave out {name}":
             neutral = json.loads(said.removeprefix(f"Send {name}="))
-            assert parse_body(json.dumps({"prompt": [3], name: neutral}).encode())
+            assert under_policy(parse_body(json.dumps({"prompt": [3], name: neutral}).encode()), "refuse")
     assert instead(["top_p=0.9", "logit_bias={'5': 1.0}"]) == "Send top_p=1 and leave out logit_bias"
 
 
@@ -51,7 +58,7 @@ def test_what_atroposlib_sends_and_greedy_evaluation_pass() -> None:
     rollout = {"prompt": {"prompt_token_ids": [3]}, "logprobs": 0, "n": 8, "max_tokens": 4, "temperature": 1.0}
     scoring = {"prompt": [3], "prompt_logprobs": 1, "n": 1, "temperature": 0.0, "top_p": 1.0, "max_tokens": 1}
     for asked in (rollout, scoring, {"prompt": [3], "temperature": 0.0, "top_p": 0.5, "top_k": 1}):
-        parse_body(json.dumps(asked).encode())
+        under_policy(parse_body(json.dumps(asked).encode()), "refuse")
     assert leaks({"temperature": 0.0, "repetition_penalty": 1.2}) == ["repetition_penalty=1.2"]
 
 
@@ -74,18 +81,23 @@ def test_a_model_s_own_defaults_are_not_applied_and_it_is_said(caplog: pytest.Lo
         assert "refused" in caplog.text
 
 
-async def _asked(path: str, body: bytes, defaults: dict[str, Any] | None = None) -> httpx.Response:
+async def _asked(
+    path: str, body: bytes, defaults: dict[str, Any] | None = None, policy: str = "refuse", split: str = ""
+) -> httpx.Response:
     app = FastAPI()
     app.add_middleware(PlainSampling)
     app.state.atropos_sampling = defaults or {}
+    app.state.atropos_sampling_policy = policy
 
     @app.post(path)
-    async def route(request: Request) -> dict[str, int]:
-        return {"bytes": len(await request.body())}
+    async def route(request: Request) -> dict[str, Any]:
+        raw = await request.body()
+        seen = json.loads(raw) if raw.endswith(b"}") and b"prompt" in raw else {}
+        return {"bytes": len(raw), "options": {name: value for name, value in seen.items() if name != "prompt"}}
 
     transport: Any = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-        return await http.post(path, content=body)
+        return await http.post(path, content=body, headers={SPLIT_HEADER: split} if split else {})
 
 
 @pytest.mark.parametrize(
@@ -108,11 +120,38 @@ async def test_vllm_s_own_routes(body: dict[str, Any], defaults: dict[str, Any],
     answer = await _asked("/v1/completions", raw, defaults)
     assert answer.status_code == status, answer.text
     if status == 200:
-        assert answer.json() == {"bytes": len(raw)}, "the body reaches the route whole"
+        assert answer.json()["bytes"] == len(raw), "the body reaches the route whole"
     else:
         assert "importance ratio" in answer.json()["error"]
 
 
 async def test_it_leaves_the_rest_alone() -> None:
-    assert (await _asked("/v1/completions", b"{broken")).json() == {"bytes": 7}
+    assert (await _asked("/v1/completions", b"{broken")).json()["bytes"] == 7
     assert (await _asked("/v1/embeddings", b'{"logprobs": 0, "top_p": 0.9}')).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("asked", "defaults", "split", "reaches", "left_out"),
+    [
+        ({"logprobs": 0, "top_p": 0.9}, {}, "", {"logprobs": 0, "top_p": 1}, "top_p"),
+        ({"top_p": 0.9, "top_k": 20}, {}, "train", {"top_p": 1, "top_k": 0}, "top_p, top_k"),
+        ({"top_p": 0.9}, {}, "eval", {"top_p": 0.9}, None),
+        ({"top_p": 0.9}, {}, "", {"top_p": 0.9}, None),
+        ({}, {"top_p": 0.8}, "train", {"top_p": 1}, "top_p"),
+        ({"repetition_penalty": 1.1, "logit_bias": {"5": 1.0}}, {}, "train",
+         {"repetition_penalty": 1, "logit_bias": None}, "repetition_penalty, logit_bias"),
+        ({"temperature": 0.0, "top_p": 0.5}, {}, "train", {"temperature": 0.0, "top_p": 0.5}, None),
+    ],
+)  # fmt: skip
+async def test_rollouts_over_v1_sample_plainly(
+    asked: dict[str, Any], defaults: dict[str, Any], split: str, reaches: dict[str, Any], left_out: str | None
+) -> None:
+    """An environment that asks for text alone says by its header what it is for."""
+    raw = json.dumps({"prompt": "x", **asked}).encode()
+    answer = await _asked("/v1/chat/completions", raw, defaults, "plain", split)
+    assert answer.json()["options"] == reaches
+    assert answer.headers.get(SAMPLING_HEADER) == left_out
+    free = await _asked("/v1/chat/completions", raw, defaults, "as_asked", split)
+    assert free.json()["options"] == asked and SAMPLING_HEADER not in free.headers
+    refused = await _asked("/v1/chat/completions", raw, defaults, "refuse", split)
+    assert refused.status_code == (200 if left_out is None else 400)
