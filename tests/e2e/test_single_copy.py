@@ -114,9 +114,14 @@ def test_the_model_s_own_sampling_defaults_do_not_leak(server: Server) -> None:
     named = server.post("/v1/completions", {**body, "temperature": 1.0, "top_p": 1.0, "top_k": -1}, token=False)
     chosen = [choice["token_ids"] for choice in plain.json()["choices"]]
     assert chosen == [choice["token_ids"] for choice in named.json()["choices"]]
-    refused = server.post("/v1/completions", {**body, "top_p": 0.8}, token=False)
-    assert refused.status_code == 400 and "importance ratio" in refused.text
-    assert server.post("/generate", {"prompt": PROMPTS[0], "top_k": 2}, token=False).status_code == 400
+    adjusted = server.post("/v1/completions", {**body, "top_p": 0.8}, token=False)
+    assert chosen == [choice["token_ids"] for choice in adjusted.json()["choices"]]
+    assert adjusted.headers["X-Atropos-Sampling"] == "top_p"
+    asked = {"prompt": PROMPTS[0], "max_tokens": 20, "seed": 5}
+    adjusted = server.post("/generate", {**asked, "top_k": 2}, token=False)
+    assert adjusted.json() == server.post("/generate", asked, token=False).json()
+    assert adjusted.headers["X-Atropos-Sampling"] == "top_k"
+    assert "adjusted 1 request to /generate: top_k=2 left out: changes" in server.log.read_text()
     evaluated = {key: value for key, value in body.items() if key != "logprobs"} | {"top_p": 0.8}
     assert server.post("/v1/completions", evaluated, token=False).status_code == 200
     greedy = server.generate(prompt=PROMPTS[0], max_tokens=4, temperature=0.0, top_p=0.8)

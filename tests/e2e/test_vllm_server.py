@@ -13,6 +13,8 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -349,7 +351,7 @@ def test_its_port_is_nobody_else_s_before_and_after_it(tmp_path: Path, model: Pa
 def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
     """What was refused, by us or by vLLM on any generating route, is in the log: each reason at once, the rest when the
     server ends."""
-    server = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN)
+    server = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN, ATROPOS_SAMPLING="refuse")
     shm = Path(server.manifest().ranks[0].shm_path or "")
     assert shm.exists()
     chat = {"model": "another", "messages": [{"role": "user", "content": "1+2="}]}
@@ -379,6 +381,27 @@ def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path)
     assert not (server.bridge_dir / "vllm_bridge_config.json").exists()
     psutil.wait_procs(family, timeout=2)  # the kernel kills them with their parent, an instant later
     assert not still_running(family)
+
+
+@pytest.mark.slow
+def test_sampling_as_asked_has_the_logprobs_of_the_whole_distribution(
+    tmp_path: Path, model: Path, reference: Any
+) -> None:
+    """At each request's own temperature, in one batch with others; greedy ones have the model's own."""
+    server = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN, ATROPOS_SAMPLING="as_asked")
+    asked = [
+        {"temperature": 0.7, "top_k": 3}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.6, "min_p": 0.1},
+        {"temperature": 0.0}, {"temperature": 1.3},
+    ]  # fmt: skip
+    with ThreadPoolExecutor(len(asked)) as threads:
+        begin = partial(server.generate, prompt=PROMPT, max_tokens=24, ignore_eos=True)
+        answers = list(threads.map(lambda one: begin(**one), asked))
+    for one, answer in zip(asked, answers, strict=True):
+        (tokens,) = answer["token_ids"]
+        theirs = [next(iter(row[0].values())) for row in answer["logprobs"][0]]
+        ours = reference_logprobs(reference, PROMPT, tokens, temperature=one["temperature"] or 1.0)
+        assert max(abs(a - b) for a, b in zip(theirs, ours, strict=True)) < 1e-4, one
+    end_of(server.process)
 
 
 def test_hold_then_sigkill(tmp_path: Path, model: Path) -> None:

@@ -125,12 +125,12 @@ def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
     return alive
 
 
-def reference_logprobs(reference: Any, prompt: list[int], tokens: list[int]) -> list[float]:
+def reference_logprobs(reference: Any, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> list[float]:
     import torch
 
     with torch.no_grad():
         logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
+        return (logits / temperature).log_softmax(-1)[range(len(tokens)), tokens].tolist()
 
 
 def largest_gap(reference: Any, answer: dict[str, Any]) -> float:
