@@ -1,5 +1,5 @@
 """What the four programs share: stream records, run directory, control messages, tensor manifest, model arithmetic.
 
-A leaf: it imports pydantic and the standard library, nothing of ours and no torch, so that every program
+A leaf: nothing of ours is imported, and beside pydantic only httpx (`http`) and torch (`group`), so that every program
 (trainer, vLLM server, supervisor, screen) can share it.
 """

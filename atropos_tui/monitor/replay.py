@@ -211,7 +211,7 @@ class ReplayControl:
 
 
 class ReplayLogs:
-    """Lines of the followed components that are due, as `log_feed.LogFeed` gives those that were printed."""
+    """Lines of the followed components that are due, as `log_buffer.LogFeed` gives those that were printed."""
 
     def __init__(self, run: RunDir, clock: ReplayClock) -> None:
         self._run, self._clock = run, clock

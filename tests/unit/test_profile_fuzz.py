@@ -13,7 +13,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from atropos_tui.errors import Exit
@@ -39,6 +39,8 @@ def replaced(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[st
     node: Any = changed
     for part in path[:-1]:
         node = node[part]
+    if isinstance(node, dict) and isinstance(path[-1], int):
+        raise KeyError(path)  # an earlier change put a table where the list was
     node[path[-1]] = value
     return changed
 
@@ -127,6 +129,7 @@ FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=list(Heal
 
 
 @FUZZ
+@example(changes=[(("component", "extra", "command"), None), (("component", "extra", "command", 0), None)])
 @given(changes=st.lists(st.tuples(st.sampled_from(PATHS), VALUES), min_size=1, max_size=4))
 def test_fuzzed_values(folder: Path, changes: list[tuple[tuple[Any, ...], Any]]) -> None:
     data = valid(folder)
