@@ -1,0 +1,136 @@
+"""Environments that know nothing of this stack: how they are found and hosted, and what is said of bad ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.server_handling.server_baseline import ServerBaseline
+from tenacity import RetryError, retry, stop_after_attempt
+
+from atropos_common.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord, parse_line
+from atropos_envs import EnvFault, runner
+from atropos_envs.base import StackEnv
+from atropos_envs.engine_client import EngineClient
+from atropos_envs.evaluation import EvalLog
+from atropos_envs.hosted import Foreign, Hosted, hosted
+from atropos_envs.tally import Tally, reason_of
+
+ENV = """
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+class {name}(BaseEnv):
+    @classmethod
+    def config_init(cls):
+        return BaseEnvConfig(), []
+    async def get_next_item(self): ...
+    async def evaluate(self, *args, **kwargs): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "words"),
+    [
+        (None, "no.py", "there is no file no.py"),
+        ("import no_such_package_x.part", "e.py", "needs the Python package 'no_such_package_x'.*env.PYTHONPATH"),
+        ("def f(:", "e.py", "e.py, line 1: invalid syntax"),
+        ("x = 1", "e.py", "no environment class"),
+        (ENV.format(name="A") + ENV.format(name="B"), "e.py", "defines A, B; name one: e.py:ClassName"),
+        (ENV.format(name="A"), "e.py:C", "defines no environment 'C'; it has A"),
+        (None, "no_such_module_x", "cannot be imported: No module named no_such_module_x"),
+    ],
+)
+def test_what_cannot_run_is_said_in_words(
+    text: str | None, target: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["x"])
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    if text is not None:
+        (tmp_path / "e.py").write_text(text)
+    with pytest.raises(EnvFault, match=words) as caught:
+        runner.run([target, "serve"])
+    assert caught.value.exit_code == 2
+    assert "atropos_envs.runner" not in BaseEnv.cli.__func__.__module__, "nothing stays replaced"
+
+
+def test_the_class_whose_command_line_the_file_calls_is_hosted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(BaseEnv, "cli", classmethod(ran.append))
+    monkeypatch.setattr("sys.argv", ["x"])
+    (tmp_path / "e.py").write_text(ENV.format(name="A") + ENV.format(name="B") + 'if __name__ == "__main__": B.cli()')
+    runner.run([str(tmp_path / "e.py"), "serve"])
+    runner.run([f"{tmp_path / 'e.py'}:A", "serve"])
+    assert [each.__name__ for each in ran] == ["B", "A"] and all(issubclass(each, Foreign) for each in ran)
+    assert hosted(StackEnv) is StackEnv and issubclass(StackEnv, Hosted), "ours are hosted already"
+
+
+def _env(servers: Any, **members: Any) -> type[BaseEnv]:
+    config = classmethod(lambda cls: (BaseEnvConfig(), servers))
+    return hosted(type("Theirs", (BaseEnv,), {"config_init": config, **members}))
+
+
+@pytest.mark.parametrize(
+    ("servers", "asked"),
+    [
+        (APIServerConfig(base_url="http://x:1/v1", timeout=7), 1), ([APIServerConfig(timeout=7)], 1),
+        (ServerBaseline(timeout=7), 1), ([APIServerConfig(timeout=7), APIServerConfig()], 2), ([], 1),
+    ],
+)  # fmt: skip
+def test_servers_are_the_plan_s_whatever_is_asked_for(servers: Any, asked: int) -> None:
+    """One in a list, which is the only form in which atroposlib takes `--openai.*`; settings of the first stay."""
+    env = _env(servers)
+    _, given = env.config_init()
+    assert env.servers_asked == asked and env.server_cls is EngineClient
+    assert [type(each) for each in given] == [APIServerConfig]
+    assert given[0].timeout == (7 if servers != [] else APIServerConfig().timeout)
+
+
+def test_a_server_class_of_their_own_stays() -> None:
+    own = type("Own", (EngineClient,), {})
+    assert _env([], server_cls=own).server_cls is own
+
+
+def _group(scores: list[float], tokens: list[list[int]] | None = None, **more: Any) -> dict[str, Any]:
+    return {"tokens": tokens or [[1, 2]] * len(scores), "scores": scores, **more}
+
+
+def test_groups_and_failures_are_counted_by_reason(tmp_path: Path) -> None:
+    config = SimpleNamespace(group_size=2, ensure_scores_are_not_same=True)
+    tally = Tally()
+    for group in (
+        _group([1.0, 0.0]), _group([1.0, 1.0]), _group([1.0]), None, _group([1.0, 0.0], [[1] * 9, [1]]),
+        _group([0.0, 1.0, 0.5], group_overrides={"group_size": 3}),
+    ):  # fmt: skip
+        tally.group(group, config, 8)
+    assert dict(tally.left_out) == {
+        "all scores equal": 1, "another number of completions than group_size": 1, "no group": 1,
+        "a sequence of 8 tokens or more": 1,
+    }  # fmt: skip
+    for error in (KeyError("answer"), KeyError("answer"), ValueError("x" * 500)):
+        tally.failed(error)
+    assert tally.failures["KeyError: 'answer'"] == 2 and max(map(len, tally.failures)) < 200
+    assert tally.news() and "2 failed (KeyError: 'answer')" in tally.line() and not tally.news()
+    path = tmp_path / "eval.theirs.jsonl"
+    log = EvalLog(path, "theirs")
+    log.counted(tally, {"top_p": 3}, 5)
+    log.measured({"eval/percent_correct": 0.5, "train/len": 7, "table": object(), "eval/length": 0.2}, 6)
+    counts, accuracy, metrics = [parse_line(line) for line in path.read_text().splitlines()]
+    assert isinstance(counts, EnvCountsRecord) and counts.failures == dict(tally.failures) and counts.policy_step == 5
+    assert counts.adjusted == {"top_p": 3}
+    assert isinstance(accuracy, EvalRecord) and (accuracy.split, accuracy.accuracy) == ("percent_correct", 0.5)
+    assert isinstance(metrics, EnvMetricsRecord) and set(metrics.metrics) == {
+        "eval/percent_correct", "train/len", "eval/length"
+    }  # fmt: skip
+
+
+def test_the_root_of_retries_is_named() -> None:
+    @retry(stop=stop_after_attempt(1))
+    def fails() -> None:
+        raise ConnectionError("gone\nfor good")
+
+    with pytest.raises(RetryError) as caught:
+        fails()
+    assert reason_of(caught.value) == "ConnectionError: gone for good"
