@@ -22,6 +22,7 @@ from atropos_envs import EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused, EngineUnavailable, Generation
 from atropos_envs.evaluation import Graded
 from atropos_envs.hosted import Hosted
+from atropos_envs.tally import is_news
 
 log = logging.getLogger(__name__)
 
@@ -225,8 +226,9 @@ def configure_logging() -> None:
     """One line per event. BaseEnv reports its inner state ten times a second at INFO, and at DEBUG once any root
     logger call has installed a handler; here only its warnings pass."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    for name in ("atroposlib", "atroposlib.envs.base", "httpx", "openai", "datasets", "urllib3"):
+    for name in ("atroposlib", "atroposlib.envs.base", "httpx", "httpx2", "openai", "datasets", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("atroposlib.envs.base").addFilter(is_news)
 
 
 def one_off_defaults(arguments: Sequence[str]) -> list[str]:

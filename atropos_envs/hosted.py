@@ -25,7 +25,7 @@ from atropos_envs import EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused
 from atropos_envs.evaluation import EvalLog, component_name, eval_path
 from atropos_envs.registration import Registration
-from atropos_envs.tally import Tally
+from atropos_envs.tally import NOT_FINITE, Tally
 
 log = logging.getLogger(__name__)
 
@@ -103,10 +103,15 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         return await super().collect_trajectories(item)  # type: ignore[no-any-return]
 
     async def handle_send_to_api(self, scored_data: Any, item: Any = None, *args: Any, **kwargs: Any) -> None:
-        """BaseEnv leaves out groups that are flat, cut or too long; here they are counted as well."""
-        for group in scored_data if isinstance(scored_data, list) else [scored_data]:
-            self.tally.group(group, self.config, self.max_token_len)
-        await super().handle_send_to_api(scored_data, item, *args, **kwargs)
+        """BaseEnv leaves out groups that are flat, of another size or too long; here they are counted as well. A score
+        that is no finite number goes out to nobody: JSON cannot hold it, and run-api would lose the batch with it."""
+        groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        reasons = [self.tally.group(group, self.config, self.max_token_len) for group in groups]
+        sendable = [group for group, reason in zip(groups, reasons, strict=True) if reason != NOT_FINITE]
+        if isinstance(scored_data, list):
+            await super().handle_send_to_api(sendable, item, *args, **kwargs)
+        elif sendable:
+            await super().handle_send_to_api(scored_data, item, *args, **kwargs)
 
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
         await super()._send_scored_data_to_api(scored_data)
@@ -223,6 +228,15 @@ class Foreign(Hosted):
             raise EnvFault("which inference server? Give --openai.base_url http://127.0.0.1:PORT/v1", exit_code=2)
         each_of = configs if len(configs) > 1 else configs * self.servers_asked
         super().__init__(config, [one.model_copy() for one in each_of], slurm=slurm, testing=testing)
+
+    async def env_step_checks(self) -> None:
+        """Every multiple of `steps_per_eval` is evaluated; BaseEnv misses those that pass between two of its looks."""
+        every, before, now = self.config.steps_per_eval, self.curr_step, self.status_dict["current_step"]
+        await super().env_step_checks()
+        idle = self.eval_runner is None or self.eval_runner.done()
+        missed = every > 0 and before // every < now // every and before % every <= now % every
+        if missed and idle:
+            self.eval_runner = asyncio.create_task(self.evaluate())
 
     async def setup(self) -> None:
         """Theirs.

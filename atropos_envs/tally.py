@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,14 @@ from openai import APIStatusError
 log = logging.getLogger(__name__)
 
 LONGEST_REASON = 160
+NOT_FINITE = "a score that is not a finite number"
+COUNTED = ("Scores are the same in a group", "Group structure invalid", "Token length is too long in a group")
+"""How BaseEnv's warnings about such groups begin: one line each, which the counts make needless."""
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of atroposlib's says more than the counts do."""
+    return not str(record.msg).startswith(COUNTED)
 
 
 class Tally:
@@ -33,13 +42,14 @@ class Tally:
             log.warning("a rollout failed: %s", reason, exc_info=None if _is_answer(error) else error)
         self.failures[reason] += 1
 
-    def group(self, group: Any, config: Any, max_token_len: int) -> None:
-        """Count what BaseEnv is about to leave out, by its own rules."""
+    def group(self, group: Any, config: Any, max_token_len: int) -> str | None:
+        """Count a group that is made; the reason why it is not sent, None for one that goes out."""
         reason = why_left_out(group, config, max_token_len)
         if reason is None:
             self._scores += [float(score) for score in group["scores"]]
         else:
             self.left_out[reason] += 1
+        return reason
 
     def news(self) -> bool:
         """Something was counted since the last line."""
@@ -58,9 +68,11 @@ class Tally:
 
 
 def why_left_out(group: Any, config: Any, max_token_len: int) -> str | None:
-    """BaseEnv's rules for what it does not send; None for a group that goes out."""
+    """BaseEnv's rules for what it does not send, and one of ours; None for a group that goes out."""
     if not isinstance(group, dict):
         return "no group"
+    if not all(isinstance(score, (int, float)) and math.isfinite(score) for score in group.get("scores", [])):
+        return NOT_FINITE
     overrides = group.get("group_overrides") or {}
     if len(group.get("tokens", [])) != overrides.get("group_size", config.group_size):
         return "another number of completions than group_size"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.records import EnvCountsRecord, EvalRecord
+from atropos_common.records import DiagnosisRecord, EnvCountsRecord, EvalRecord
 from tests.e2e.live_stack import LiveStack, read_records
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -24,7 +24,6 @@ batch_size = 32
 [[env]]
 name = "bare"
 script = "{folder}/bare_config.py"
-args = {{ "env.max_token_length" = 512 }}
 
 [[env]]
 name = "two"
@@ -50,8 +49,13 @@ def test_they_train_and_what_is_left_out_is_named(tmp_path: Path) -> None:
         assert "another number of completions than group_size" in counts["careless"].left_out
         log = "".join(path.read_text() for path in (run.run.logs / "trainer").glob("*.log"))
         assert "missing_logprobs = recompute" in log
-        assert "sequences left out: token ids outside of the vocabulary" in log
-        assert "sequences left out: score is not a finite number" in log or "malformed masks" in log
+        assert counts["careless"].left_out["a score that is not a finite number"] > 0
+        assert "lost in run-api" not in log, "one such score would cost a whole batch, everybody's groups"
+        assert counts["bare"].adjusted["top_p"] > 0 and counts["two"].adjusted["top_k"] > 0
+        own = (run.run.logs / "bare").glob("*.log")
+        assert not any("HTTP Request" in path.read_text() or "same in a group" in path.read_text() for path in own)
+        found = {r.rule for r in read_records(run.run.supervisor_jsonl) if isinstance(r, DiagnosisRecord)}
+        assert {"sampling_adjusted", "logprobs_recomputed"} <= found, found
         accuracies = [r for r in read_records(run.root / "eval.bare.jsonl") if isinstance(r, EvalRecord)]
         assert {record.split for record in accuracies} == {"percent_correct"}
         verdicts = [record.verdict for record in run.telemetry("alignment")]

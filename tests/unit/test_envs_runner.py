@@ -102,12 +102,12 @@ def test_groups_and_failures_are_counted_by_reason(tmp_path: Path) -> None:
     tally = Tally()
     for group in (
         _group([1.0, 0.0]), _group([1.0, 1.0]), _group([1.0]), None, _group([1.0, 0.0], [[1] * 9, [1]]),
-        _group([0.0, 1.0, 0.5], group_overrides={"group_size": 3}),
+        _group([0.0, 1.0, 0.5], group_overrides={"group_size": 3}), _group([float("nan"), 1.0]),
     ):  # fmt: skip
         tally.group(group, config, 8)
     assert dict(tally.left_out) == {
         "all scores equal": 1, "another number of completions than group_size": 1, "no group": 1,
-        "a sequence of 8 tokens or more": 1,
+        "a sequence of 8 tokens or more": 1, "a score that is not a finite number": 1,
     }  # fmt: skip
     for error in (KeyError("answer"), KeyError("answer"), ValueError("x" * 500)):
         tally.failed(error)
