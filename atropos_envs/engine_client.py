@@ -151,7 +151,9 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
                 request["max_tokens"] = request.pop(name)
         started = time.time()
         async with self.sem if split == "train" else self.eval_sem:
-            done = await self.generate(prompt_ids, wait=wait, for_training=split == "train", **request)
+            if split != "train":
+                request["for_training"] = False
+            done = await self.generate(prompt_ids, wait=wait, **request)
         timings = self.request_timings if split == "train" else self.eval_request_timings
         timings.append(time.time() - started)
         del timings[: -self.config.rolling_buffer_length]
@@ -225,6 +227,8 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
     async def _served_context(self) -> int:
         """Tokens of prompt and completion together; without bound where the server does not say."""
         async with self._http().get(f"{self.root_url}/v1/models") as response:
+            if 400 <= response.status < 500:
+                return 2**31
             response.raise_for_status()
             models = (await response.json())["data"]
         return int(models[0].get("max_model_len") or 2**31)

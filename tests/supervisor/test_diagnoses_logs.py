@@ -95,6 +95,17 @@ EAGER = (
 )
 TORCH_SHM = "RuntimeError: unable to write to file </torch_739_144252761_4>: No space left on device (28)"
 WORDS = [
+    (
+        ENGINE,
+        "sampling_adjusted",
+        "WARNING 11-22 18:59:39 [vllm_server] adjusted 64 requests to /v1/completions: top_p=0.95, top_k=20 left out: "
+        'changes the distribution in a way that the trainer cannot follow. `sampling = "as_asked"` under [vllm] takes',
+    ),
+    (
+        TRAINER,
+        "logprobs_recomputed",
+        "[WARNING] 32 sequences came without inference_logprobs: the trainer's own stand in (missing_logprobs = ...)",
+    ),
     (ENGINE, "triton_blackwell", PTXAS),  # vllm-project/vllm#16336
     (ENGINE, "triton_blackwell", "ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'"),  # vllm#29469
     (ENGINE, "triton_blackwell", "triton.runtime.errors.PTXASError: PTXAS error: Internal Triton PTX codegen error"),

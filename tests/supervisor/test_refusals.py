@@ -152,7 +152,7 @@ async def main():
         number += 1
         log.begun += 1
         if number % 10 < share:
-            log.note('/generate', 400, b'{"error": "%s"}' % sys.argv[2].encode())
+            log.note('/generate', 400, sys.argv[2])
         log.ended += 1
 configure_logging()
 asyncio.run(main())"""

@@ -343,7 +343,7 @@ async def test_groups_received_while_run_api_answered_are_counted(make: Make, mo
     env = make(batch_size=32)
 
     async def status(self: Any) -> None:
-        self._sent += 2
+        self.tally.sent += 2
         self.status_dict = {"queue_size": 1, "self_queue_size": 1, "current_step": 0}
 
     monkeypatch.setattr(atropos_base.BaseEnv, "get_status", status)

@@ -100,7 +100,7 @@ def test_a_batch_that_run_api_lost_counts(tmp_path: Path, capsys: Any) -> None:
 
 def test_an_environment_without_logprobs_among_others_ends_nothing(tmp_path: Path, capsys: Any) -> None:
     """Nor does a whole batch of its groups, once others came with logprobs; the diagnosis speaks all the same."""
-    intake = _intake(tmp_path, [[GOOD, BLIND], [BLIND, BLIND], [BLIND], [GOOD]])
+    intake = _intake(tmp_path, [[GOOD, BLIND], [BLIND, BLIND], [BLIND], [GOOD]], missing_logprobs="refuse")
     assert intake.next_batch(0, 0)[0].left_out == {"without inference_logprobs": 2}
     assert "no_logprobs" in _diagnosed(capsys.readouterr().out)
     assert intake.next_batch(1, 0)[0].left_out == {"without inference_logprobs": 6}
@@ -175,6 +175,7 @@ def test_a_run_beside_a_broken_environment_records_what_it_left_out(
     try:
         config = run_config(
             engine, base, tmp_path, api.url, training_steps=12, batch_size=4, gradient_accumulation_steps=2,
+            missing_logprobs="refuse",
             api_timeout=30,
         )  # fmt: skip
         result = train(config)
