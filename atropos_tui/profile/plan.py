@@ -452,7 +452,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
     if section.command:
         command = site.texts(section.command)
     else:
-        program = _environment_program(site.text(section.module or section.script or ""))
+        program = _environment_program(section, site)
         config = ["--config", str(config_file(site.text(section.config)))] if section.config else []
         command = [*program, "serve", *config, *site.texts(_flags(flags, explicit_booleans=True))]
     return _spec(
@@ -467,11 +467,23 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
     )
 
 
-def _environment_program(target: str) -> list[str]:
-    """Environments of ours are programs of the stack; any other file or module is hosted by one."""
-    if is_ours(target) and not target.endswith(".py"):
-        return _module(target)
-    return [*_module("atropos_envs.runner"), target]
+def _environment_program(section: EnvSection, site: Site) -> list[str]:
+    """Environments of ours are programs of the stack; any other of atroposlib's is hosted by one. What does not mention
+    atroposlib at all runs as it is."""
+    if section.module:
+        module = site.text(section.module)
+        files = [Path(folder) / f"{module.replace('.', '/')}.py" for folder in ("", *sys.path)]
+        return (
+            [*_module("atropos_envs.runner"), module] if not is_ours(module) and _hostable(files) else _module(module)
+        )
+    script = site.text(section.script or "")
+    return [*_module("atropos_envs.runner"), script] if _hostable([Path(script)]) else [PYTHON, script]
+
+
+def _hostable(files: list[Path]) -> bool:
+    """Whether the first of these files that is there speaks of atroposlib."""
+    source = next((file for file in files if file.is_file()), None)
+    return source is not None and b"atroposlib" in source.read_bytes()
 
 
 def env_engine(profile: Profile, section: EnvSection) -> EngineSection:
