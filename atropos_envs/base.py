@@ -1,8 +1,8 @@
-"""What every environment of this stack adds to atroposlib's BaseEnv.
+"""What an environment of ours adds to a hosted one (`hosted.py`), and the program around it.
 
-Patience (the trainer, run-api and vLLM may come late; vLLM may go and come back), a calm log, accuracies in the run
-directory, a clean leave on SIGTERM, and a bound on how many rollouts are under way. An environment module ends with
-`run(ItsClass)`; the commands serve, process and evaluate are atroposlib's own.
+An evaluation before the first rollout and after the last, accuracies with the weight version behind them, and faults of
+its servers in words. An environment module ends with `run(ItsClass)`; the commands serve, process and evaluate are
+atroposlib's own.
 """
 
 from __future__ import annotations

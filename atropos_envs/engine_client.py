@@ -154,9 +154,7 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             if split != "train":
                 request["for_training"] = False
             done = await self.generate(prompt_ids, wait=wait, **request)
-        timings = self.request_timings if split == "train" else self.eval_request_timings
-        timings.append(time.time() - started)
-        del timings[: -self.config.rolling_buffer_length]
+        self._note_time(split, started)
         return done.prompt_ids, done.token_ids, done.logprobs, done.finish_reasons
 
     async def chat_completion(self, **request: Any) -> Any:
@@ -204,10 +202,13 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
                     text = f"{self.root_url}/v1: {error.status_code}: {error.message[:300]}"
                     raise EngineRefused(text, fatal=error.status_code in (401, 403, 405)) from None
         self._note_found()
+        self._note_time(split, started)
+        return answer
+
+    def _note_time(self, split: str, started: float) -> None:
         timings = self.request_timings if split == "train" else self.eval_request_timings
         timings.append(time.time() - started)
         del timings[: -self.config.rolling_buffer_length]
-        return answer
 
     async def _fitting(self, max_tokens: int, prompt_length: Callable[[], int]) -> int:
         """`max_tokens` within the server's context; environments are written for models with longer ones."""

@@ -1,7 +1,8 @@
 """The only file that knows how vLLM differs between releases (0.26 to 0.32): where its own server's parts lie.
 
-Nothing of vLLM is patched. Everything here is what vLLM's own API server calls, under one name each. Importing this
-module imports nothing of vLLM; asking it for one of these parts does.
+Nothing of vLLM is patched, but for a function of its sampler where `sampling.py` is asked to. Everything here is what
+vLLM's own API server calls, under one name each. Importing this module imports nothing of vLLM; asking it for one of
+these parts does.
 """
 
 from __future__ import annotations

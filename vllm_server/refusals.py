@@ -107,8 +107,8 @@ def served_defaults(model_config: Any) -> dict[str, Any]:
             )  # fmt: skip
     elif leaking := leaks(served):
         logger.warning(
-            "--generation-config %s makes %s the default of /v1: requests for logprobs are refused unless they name "
-            "neutral values", model_config.generation_config, ", ".join(leaking),
+            "--generation-config %s makes %s the default of /v1: rollouts go without, or are refused unless they name "
+            "neutral values, as the sampling policy has it", model_config.generation_config, ", ".join(leaking),
         )  # fmt: skip
     return served
 

@@ -470,14 +470,16 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
 def _environment_program(section: EnvSection, site: Site) -> list[str]:
     """Environments of ours are programs of the stack; any other of atroposlib's is hosted by one. What does not mention
     atroposlib at all runs as it is."""
-    if section.module:
-        module = site.text(section.module)
-        files = [Path(folder) / f"{module.replace('.', '/')}.py" for folder in ("", *sys.path)]
-        return (
-            [*_module("atropos_envs.runner"), module] if not is_ours(module) and _hostable(files) else _module(module)
-        )
-    script = site.text(section.script or "")
-    return [*_module("atropos_envs.runner"), script] if _hostable([Path(script)]) else [PYTHON, script]
+    target = site.text(section.module or section.script or "")
+    path = target.partition(":")[0]  # FILE.py:ClassName
+    files = (
+        [Path(folder) / f"{path.replace('.', '/')}.py" for folder in ("", *sys.path)]
+        if section.module
+        else [Path(path)]
+    )
+    if not (section.module and is_ours(target)) and _hostable(files):
+        return [*_module("atropos_envs.runner"), target]
+    return _module(target) if section.module else [PYTHON, target]
 
 
 def _hostable(files: list[Path]) -> bool:

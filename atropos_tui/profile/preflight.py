@@ -140,7 +140,7 @@ def _environment_program(site: Site, env: EnvSection, key: str) -> Iterator[Prob
     if env.module and not _module_exists(site.text(env.module), site.text(env.cwd or ".")):
         fix = "check the name, or use `script` with a path"
         yield Problem(f"no module {env.module!r}", fix, key=f"{key}.module")
-    for name, value in (("script", env.script), ("config", env.config)):
+    for name, value in (("script", (env.script or "").partition(":")[0]), ("config", env.config)):
         text = site.text(value or "")
         if not text or references(text):
             continue

@@ -379,3 +379,20 @@ def test_stopping_the_engine_says_what_is_lost() -> None:
 
 def test_demo_has_no_contradiction() -> None:
     assert check_profile(site(load_profile("demo")[0])) == []
+
+
+def test_what_speaks_of_atroposlib_is_hosted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.py").write_text("from atroposlib.envs.base import BaseEnv")
+    Path("other.py").write_text("print()")
+
+    def words(**env: str) -> list[str]:
+        stack = build_stack(profile(env={"name": "e", **env}), tmp_path / "run", run_id="r")
+        return next(part for part in stack.components if part.name == "e").command[1:5]
+
+    assert words(script="theirs.py")[:4] == ["-P", "-m", "atropos_envs.runner", "theirs.py"]
+    assert words(script="theirs.py:MyEnv")[2:4] == ["atropos_envs.runner", "theirs.py:MyEnv"]
+    assert words(module="theirs")[2:4] == ["atropos_envs.runner", "theirs"]
+    assert words(script="other.py")[:2] == ["other.py", "serve"]
+    assert words(module="other")[:3] == ["-m", "other", "serve"]
+    assert words(module="atropos_envs.gsm8k_server")[:3] == ["-P", "-m", "atropos_envs.gsm8k_server"]

@@ -168,11 +168,8 @@ def _gradient(
     return outcome, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("ratio", RATIOS, ids=["rollout", "proximal", "token-mask", "sequence-mask"])
-@pytest.mark.parametrize("name", ALL)
-def test_gradient_against_float64(base: Path, name: str, ratio: dict[str, object]) -> None:
-    rollouts = rollouts_of()
-    config = _config(objective=name, kl_coef=0.05, seq_len=32, **ratio)
+def _equals_float64(base: Path, rollouts: list[Rollout], config: TrainingConfig) -> StepOutcome:
+    """Loss and gradient of a step are those of the formulas in float64."""
     outcome, gradient = _gradient(load_model(str(base), torch.float32, CPU), pack(rollouts, 60), config)
     exact = load_model(str(base), torch.float64, CPU)
     exact.base_model.rotary_emb.double()
@@ -181,6 +178,15 @@ def test_gradient_against_float64(base: Path, name: str, ratio: dict[str, object
     reference = torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None])
     assert (gradient.double() - reference).norm() / reference.norm() < 1e-5
     assert outcome.loss == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    return outcome
+
+
+@pytest.mark.parametrize("ratio", RATIOS, ids=["rollout", "proximal", "token-mask", "sequence-mask"])
+@pytest.mark.parametrize("name", ALL)
+def test_gradient_against_float64(base: Path, name: str, ratio: dict[str, object]) -> None:
+    rollouts = rollouts_of()
+    config = _config(objective=name, kl_coef=0.05, seq_len=32, **ratio)
+    outcome = _equals_float64(base, rollouts, config)
     assert (outcome.tis_masked or 0) > 0 if "tis_mask" in ratio else not outcome.tis_masked
 
 
@@ -196,14 +202,7 @@ def test_missing_logprobs_are_the_trainers_own(base: Path, name: str, ratio: dic
         each.logprobs[missing] = np.nan
         measured += int((each.trained & ~missing).sum())
     config = _config(objective=name, kl_coef=0.05, **ratio)
-    outcome, gradient = _gradient(load_model(str(base), torch.float32, CPU), pack(rollouts, 60), config)
-    exact = load_model(str(base), torch.float64, CPU)
-    exact.base_model.rotary_emb.double()
-    loss = _reference(exact, rollouts, config)
-    loss.backward()
-    reference = torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None])
-    assert (gradient.double() - reference).norm() / reference.norm() < 1e-5
-    assert outcome.loss == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    outcome = _equals_float64(base, rollouts, config)
     assert outcome.tokens == sum(int(each.trained.sum()) for each in rollouts) > outcome.diffs.tokens == measured > 0
     assert math.isfinite(outcome.diffs.abs_diff)
 
