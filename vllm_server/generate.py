@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -235,7 +235,6 @@ class Generator:
         if body.model is not None and body.model not in self._model_names:
             raise RequestError(f"model: {body.model!r} is not served here; this server has {self._model_names}")
         prompt_ids = await self._prompt_ids(body.prompt)
-        self._require_known("stop_token_ids", body.stop_token_ids or [])  # vLLM looks at these only since 0.29
         with self.adapters.use() if self.adapters else contextlib.nullcontext() as adapter:
             outputs = await self._complete(prompt_ids, body, adapter and adapter[0])
         prompt = body.prompt if isinstance(body.prompt, str) else await self._decode(prompt_ids)
@@ -259,6 +258,21 @@ class Generator:
         ]
         self.completions += len(outputs)
         return answer
+
+    def require_valid_options(self, body: GenerateRequest) -> None:
+        """Sampling options that are wrong are refused, those that the policy leaves out as well.
+
+        Raises:
+            RequestError: a token id outside the vocabulary. vLLM's own request errors pass through.
+        """
+        from vllm.sampling_params import SamplingParams
+
+        options = sampling_options(body, 0)
+        SamplingParams(**options)
+        if body.allowed_token_ids == []:
+            raise RequestError("allowed_token_ids: it is empty; leave it out, or name at least one token")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):  # vLLM looks at some only since 0.29
+            self._require_known(name, options[name] or [])
 
     async def probe(self, *, tokens: int = 1, logprobs: int = 0) -> int:
         """Really generate a few tokens from a one-token prompt; returns how many came."""
@@ -363,10 +377,9 @@ class Generator:
         self._require_known("prompt_token_ids", prompt.prompt_token_ids)
         return prompt.prompt_token_ids
 
-    def _require_known(self, name: str, ids: list[int]) -> None:
-        largest = max(ids, default=0)
-        if largest >= self._vocabulary:
-            raise RequestError(f"{name}: {largest} is outside the vocabulary of {self._vocabulary} tokens")
+    def _require_known(self, name: str, ids: Collection[int]) -> None:
+        if unknown := [token for token in ids if not 0 <= token < self._vocabulary]:
+            raise RequestError(f"{name}: {unknown[0]} is outside the vocabulary of {self._vocabulary} tokens")
 
     async def _decode(self, ids: list[int]) -> str:
         tokenizer = await compat.tokenizer_of(self.engine)
@@ -393,8 +406,10 @@ def make_router(generator: Generator, sampling: SamplingPolicy = "plain") -> API
     @router.post("/generate")
     async def generate(raw_request: Request) -> Any:
         try:
-            body, left_out = under_policy(parse_body(await raw_request.body()), sampling)
-        except RequestError as error:
+            body = parse_body(await raw_request.body())
+            generator.require_valid_options(body)
+            body, left_out = under_policy(body, sampling)
+        except bad_request as error:
             return error_response(400, str(error))
         answer = await run(body, raw_request)
         if left_out and isinstance(answer, Response):
