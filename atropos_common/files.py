@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -53,6 +54,15 @@ def cut_torn_line(descriptor: int) -> int:
     return size - end
 
 
+def is_private(folder: Path) -> bool:
+    """Whether it is a folder, no link, of this user, and nobody else may look into it."""
+    try:
+        info = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077
+
+
 def write_private(path: Path, text: str, *, durable: bool = False) -> None:
     """Replace `path` atomically with mode 0600.
 
@@ -62,9 +72,9 @@ def write_private(path: Path, text: str, *, durable: bool = False) -> None:
     Raises:
         OSError: it cannot be written; `path` is as it was, and nothing is left beside it.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    aside = Path(name)
     try:
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             if durable:

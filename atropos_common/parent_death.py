@@ -30,6 +30,7 @@ def become(parent: int, group: str, command: list[str], env: dict[str, str]) -> 
     if not die_with_parent(parent):
         return 1
     _join(group)
+    os.umask(0o077)  # logs, sockets and checkpoints are this user's, wherever they lie
     for number in _RESET:
         signal.signal(number, signal.SIG_DFL)  # ignored signals would survive exec
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

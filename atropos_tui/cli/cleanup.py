@@ -22,12 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atropos_common.files import is_private
 from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID, RunDir
 from atropos_tui.cli import runs, show
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import counted, one_line
 from atropos_tui.monitor.run_files import read_json
 from atropos_tui.supervisor import client, procfs, tracker
+from atropos_tui.supervisor.process import remove_files
 from atropos_tui.supervisor.store import ProcessTable
 from atropos_tui.supervisor.tracker import Leftover
 
@@ -121,9 +123,7 @@ def _clean_run(run: DeadRun) -> int:
         if run.processes or run.group:
             tracker.reap_leftovers(run.run_id, run.table)
         tracker.remove_unused(shared)
-        for path in run.files:
-            if path.parent != SHARED_MEMORY:
-                path.unlink(missing_ok=True)
+        remove_files([path for path in run.files if path.parent != SHARED_MEMORY])
     left = {process.pid: process for process in tracker.find_leftovers(run.run_id, run.table)}
     for process in run.processes:
         if process.pid not in left:
@@ -259,8 +259,11 @@ def _clearable_files(run: RunDir, table: ProcessTable | None) -> list[Path]:
     named = [path for paths in (*planned, *noted) for path in paths]
     found = []
     for path in (Path(name) for name in dict.fromkeys(named) if isinstance(name, str)):
+        if not path.is_absolute() or ".." in path.parts:
+            continue
         ours = path.is_relative_to(run.root) or path.parent == SHARED_MEMORY
-        if path.is_absolute() and ".." not in path.parts and ours and path.is_file() and not path.is_symlink():
+        scratch = path.name.startswith(procfs.SCRATCH) and is_private(path)
+        if scratch or (ours and path.is_file() and not path.is_symlink()):
             found.append(path)
     return found
 

@@ -378,6 +378,7 @@ def _engine(site: Site, section: EngineSection, after: list[str], settings: Trai
         port_held=True,
         gpus=section.gpus,
         clears=clears,
+        scratch=True,  # vLLM leaves sockets and files of its groups there
         restart_with=["trainer"] if fed and site.traits.trainer_follows_engine else [],
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=15),

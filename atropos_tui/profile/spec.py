@@ -175,6 +175,8 @@ class ComponentSpec(StackPart):
     """A one-shot step that is skipped when this path exists."""
     clears: list[str] = Field(default_factory=list)
     """Files removed before every start and after every stop (stale manifest, shared memory)."""
+    scratch: bool = False
+    """Each attempt has a temporary folder of its own (TMPDIR), which is removed with its processes."""
     stages: list[Stage] = Field(default_factory=list)
     restart_with: list[str] = Field(default_factory=list)
     """Components that must go and come back with this one."""

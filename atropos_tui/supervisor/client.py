@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +32,7 @@ from atropos_common.control import (
     Snapshot,
     WaitResult,
 )
+from atropos_common.files import is_private
 from atropos_common.http import LIMITS
 from atropos_common.records import Record, parse_line
 from atropos_common.run_dir import RunDir
@@ -244,14 +244,6 @@ def socket_folder() -> Path:
     if not is_private(folder):
         raise SocketError(f"{folder} must be a folder of this user with mode 0700; remove it, or set XDG_RUNTIME_DIR")
     return folder
-
-
-def is_private(folder: Path) -> bool:
-    try:
-        info = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077
 
 
 def socket_path(run: RunDir) -> Path:

@@ -93,9 +93,14 @@ def follow(descriptor: int, keep: bool) -> Notes:
 
 
 def remove(path: bytes) -> None:
-    """Delete one file, if it is there."""
+    """Delete one file, or one folder for temporary files, if it is there."""
     try:
         os.unlink(path)  # noqa: PTH108
+    except IsADirectoryError:
+        if os.path.basename(path).startswith(procfs.SCRATCH.encode()):  # noqa: PTH119
+            import shutil
+
+            shutil.rmtree(path, ignore_errors=True)
     except OSError:
         return
 

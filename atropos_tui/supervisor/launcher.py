@@ -32,7 +32,16 @@ from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.gpu_memory import GpuMemory, Reader
 from atropos_tui.supervisor.guard import Guard
 from atropos_tui.supervisor.logs import LogDrain, LogFile
-from atropos_tui.supervisor.process import Child, Launch, LaunchError, Leader, prepare, remove_files, spawn
+from atropos_tui.supervisor.process import (
+    Child,
+    Launch,
+    LaunchError,
+    Leader,
+    make_scratch,
+    prepare,
+    remove_files,
+    spawn,
+)
 from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
 from atropos_tui.supervisor.tracker import Tracker, remove_unused
 
@@ -384,6 +393,7 @@ class Host:
         """
         try:
             remove_files(launch.clears)
+            make_scratch(launch)
             living = self.launcher.start(spec, attempt, launch, on_exit, on_problem)
         except OSError as error:
             fix = "check its command and cwd: atropos-tui plan shows them"
@@ -401,7 +411,10 @@ class Host:
         """Where the next start shall be quick, let its process wait. If that fails, the start itself will say why."""
         if spec.standby and not self._ending:
             with contextlib.suppress(LaunchError, OSError):
-                if pid := self.launcher.prepare(spec, attempt, self.launch(spec, attempt)):
+                launch = self.launch(spec, attempt)
+                make_scratch(launch)
+                self.guard.clear(launch.leaves)
+                if pid := self.launcher.prepare(spec, attempt, launch):
                     self.tracker.set_aside(spec.name, pid)
 
     def _enter(self, name: str, living: Living) -> None:
@@ -409,7 +422,7 @@ class Host:
         self.tracker.add(name, child.pid, entry.group, entry.sessions)
         for session, ticks in {**entry.sessions, child.pid: child.ticks}.items():
             self.guard.remember(session, ticks)
-        self.guard.clear(living.launch.clears)
+        self.guard.clear(living.launch.leaves)
         self.table.components[name] = entry
         self.table.write(self._journal)
 
@@ -425,13 +438,13 @@ class Host:
         child.reap()
         self.tracker.remove(spec.name)
         self.guard.forget(child.pid)
-        self.guard.cleared(launch.clears)
+        self.guard.cleared(launch.leaves)
         procfs.remove_group(self.table.components.pop(spec.name).group, GROUP_PATIENCE_S)
         if done:
             self.table.done = [*self.table.done, spec.name]
         self.table.write(self._journal)
         try:
-            remove_files(launch.clears)
+            remove_files(launch.leaves)
         finally:
             self.ports.hold(spec)
 
@@ -489,5 +502,5 @@ def entry_of(
         boot_id=procfs.boot_id(),
         attempt=attempt,
         group=group,
-        clears=[os.path.abspath(path) for path in launch.clears] if launch else [],  # noqa: PTH100
+        clears=[os.path.abspath(path) for path in launch.leaves] if launch else [],  # noqa: PTH100
     )

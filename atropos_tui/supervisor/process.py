@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import getpass
+import hashlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from atropos_common import parent_death, run_dir
+from atropos_common.files import is_private
 from atropos_tui.profile.spec import ComponentSpec, StackSpec, expand, references
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.logs import widen
@@ -54,6 +58,13 @@ class Launch:
     cwd: str | None
     clears: list[Path]
     creates: Path | None
+    scratch: Path | None = None
+    """A folder for its temporary files, which goes when the component has gone."""
+
+    @property
+    def leaves(self) -> list[Path]:
+        """What must not outlive it."""
+        return [*self.clears, *([self.scratch] if self.scratch else [])]
 
 
 def resolve(text: str, variables: dict[str, str], where: str) -> str:
@@ -102,7 +113,12 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
     base = Path(cwd or ".")
     paths = [base / resolve(path, variables, f"{spec.name}: clears") for path in spec.clears]
     creates = base / resolve(spec.creates, variables, f"{spec.name}: creates") if spec.creates else None
-    return Launch(command, env, cwd, paths, creates)
+    scratch = scratch_folder(token, spec.name, attempt) if spec.scratch else None
+    if scratch:
+        # What torch has compiled is worth keeping: it would lie in the temporary folder, too.
+        compiled = str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
+        env = {"TORCHINDUCTOR_CACHE_DIR": compiled, **env, "TMPDIR": str(scratch)}
+    return Launch(command, env, cwd, paths, creates, scratch)
 
 
 def _check_program(program: str, cwd: str | None, path: str | None, name: str) -> None:
@@ -116,11 +132,32 @@ def _check_program(program: str, cwd: str | None, path: str | None, name: str) -
         raise LaunchError(f"program {program} was not found on PATH", f"install it, or correct the command of {name}")
 
 
+def scratch_folder(token: str, name: str, attempt: int) -> Path:
+    """Where that attempt keeps its temporary files: short, for sockets in it; only the token tells the name."""
+    digest = hashlib.blake2b(f"{token} {name} {attempt}".encode(), digest_size=8).hexdigest()
+    return Path(tempfile.gettempdir()) / f"{procfs.SCRATCH}{digest}"
+
+
+def make_scratch(launch: Launch) -> None:
+    """Make the folder that `launch` has for its temporary files, if it has one.
+
+    Raises:
+        LaunchError: somebody else has made it.
+    """
+    if launch.scratch is None:
+        return
+    launch.scratch.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(launch.scratch):
+        raise LaunchError(f"{launch.scratch} is not a folder of this user with mode 0700", "remove it, or set TMPDIR")
+
+
 def remove_files(paths: list[Path]) -> None:
-    """Delete files that must not outlive a process; missing ones are fine, folders are left alone."""
+    """Delete files that must not outlive a process; missing ones are fine, folders other than ours are left alone."""
     for path in paths:
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
+        elif path.name.startswith(procfs.SCRATCH):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def become_subreaper() -> bool:

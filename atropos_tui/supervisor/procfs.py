@@ -23,6 +23,8 @@ SPAWNED: set[int] = set()
 """Children that were started here and are not reaped yet; all others in foreign sessions are adopted."""
 PREFIX = "atropos-"
 """Every group of ours is called this and the run's id; nothing else is ever killed or removed."""
+SCRATCH = "atropos-scratch-"
+"""How the names of folders for temporary files begin; no other folder is ever removed."""
 PATIENCE_S = 1.0
 """How long the kernel may take to let go of a group whose last process was killed."""
 

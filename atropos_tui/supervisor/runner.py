@@ -26,11 +26,12 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from atropos_common.control import CommandRequest, Phase, Snapshot, State, WaitResult
+from atropos_common.files import is_private
 from atropos_common.records import Record
 from atropos_common.run_dir import ENV_TOKEN, RunDir
 from atropos_tui.profile.spec import StackSpec, check_stack
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.client import is_private, socket_path
+from atropos_tui.supervisor.client import socket_path
 from atropos_tui.supervisor.guard import Guard
 from atropos_tui.supervisor.keeper_launcher import Estate, KeeperLauncher, claim
 from atropos_tui.supervisor.launcher import DirectLauncher, Host

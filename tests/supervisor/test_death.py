@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,12 @@ async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
     """Direct children, their children in the group, and daemons in sessions of their own; nothing by luck of timing."""
     files = [tmp_path / name for name in ("deaf", "marked", "stays")]
     shared = tmp_path / "weights in memory"
+    note = f"open({str(tmp_path / 'folder')!r}, 'w').write(tempfile.mkdtemp())"
     parts = (
         part("deaf", script("stubborn", files[0]), clears=[str(shared)]),
         part("marked", script("escapes", files[1], 600, "marked")),
         part("stays", script("slips_away", files[2], tmp_path / "never")),
+        part("untidy", python(f"import tempfile,time; {note}; time.sleep(600)"), scratch=True),
     )
     with background(tmp_path / "run", *parts) as supervisor:
         await supervisor.ready()
@@ -104,13 +107,15 @@ async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
         assert all(map(alive, pids))
         assert len(supervisor.left()) >= len(pids), "the detector must see them while they live"
         shared.touch()
+        scratch = Path((tmp_path / "folder").read_text()).parent
+        assert scratch.is_dir() and scratch != Path(tempfile.gettempdir())
         address = supervisor.run.control_sock.readlink()
         assert address.exists()
         supervisor.process.kill()
         took = await wait_until(lambda: not any(map(alive, pids)), 5)
         assert took < 3
         await wait_until(lambda: not supervisor.left(), 3)
-        await wait_until(lambda: not shared.exists() and not address.exists(), 3)
+        await wait_until(lambda: not (shared.exists() or address.exists() or scratch.exists()), 3)
 
 
 async def test_the_detector_sees_a_planted_orphan(tmp_path: Path) -> None:

@@ -179,6 +179,30 @@ async def test_clears_before_start_and_after_stop(launch: Any, tmp_path: Path) -
         assert not stale.exists()
 
 
+async def test_temporary_files_are_private_and_go_with_their_attempt(launch: Any) -> None:
+    """vLLM leaves three sockets in the temporary folder at each start, for everybody where the umask lets them in."""
+    code = (
+        "import socket,tempfile,time; tmp = tempfile.gettempdir(); s = socket.socket(socket.AF_UNIX)\n"
+        "s.bind(tmp + '/' + 36 * 'x'); open(tmp + '/file', 'w'); print(tmp); print('up', flush=True); time.sleep(600)"
+    )
+    before = os.umask(0)
+    try:
+        async with launch(part("engine", python(code), scratch=True, probes=ready(), restart=QUICK)) as running:
+            await running.until("engine", State.HEALTHY)
+            first = Path((await running.client.logs("engine"))[0])
+            modes = {path.name[0]: path.stat().st_mode & 0o777 for path in [first, *first.iterdir()]}
+            assert modes == {first.name[0]: 0o700, "x": 0o700, "f": 0o600}
+            await running.client.command(CommandRequest(action="kill", component="engine"))
+            await running.until("engine", State.HEALTHY, attempt=2)
+            second = Path((await running.client.logs("engine"))[0])
+            assert second.is_dir() and second != first and not first.exists()
+            await running.client.command(CommandRequest(action="stop", component="engine"))
+            await running.until("engine", State.STOPPED)
+            assert not second.exists()
+    finally:
+        os.umask(before)
+
+
 async def test_stop_during_backoff_and_start_during_backoff(launch: Any) -> None:
     slow = RestartPolicy(backoff_s=60, max_restarts=5)
     async with launch(part("crash", python("raise SystemExit(1)"), restart=slow), part("other")) as running:
