@@ -17,12 +17,13 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos_api import peer
-from atropos_api.body import ENV_MAX_BODY, BodyError, GoneError, read_body
+from atropos_common.body import BodyError, GoneError, read_body
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_common.http import allowed_hosts, host_refusal, hosts_in
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 ENV_UIDS = "ATROPOS_API_UIDS"
+ENV_MAX_BODY = "ATROPOS_API_MAX_BODY_MIB"
 MAX_BODY_MIB = 512
 """A batch of 16 groups of 16 completions of 32,768 tokens, all in one body, has 285 MB: as JSON a token takes 7 bytes,
 its mask another 7, its logprob 20."""
@@ -94,7 +95,9 @@ class Door:
         try:
             scope, receive = await read_body(scope, receive, self._settings.max_body)
         except BodyError as error:
-            await JSONResponse({"error": str(error)}, error.status)(scope, receive, send)
+            fix = f": send fewer groups at a time, or raise {ENV_MAX_BODY} (under [api.env] of the profile)"
+            reason = f"{error}{fix if error.status == 413 else ''}"
+            await JSONResponse({"error": reason}, error.status)(scope, receive, send)
         except GoneError:
             return
         else:

@@ -39,6 +39,16 @@ def hosts_in(env: Mapping[str, str], name: str) -> frozenset[str]:
     return frozenset(host.strip().lower() for host in env.get(name, "").split(",") if host.strip())
 
 
+def origin_refusal(header: str | None, hosts: frozenset[str]) -> tuple[int, str] | None:
+    """HTTP status and reason where a web page of another site asks; null for our own pages and for programs."""
+    if header is None or host_name(header.partition("://")[2]) in hosts:
+        return None
+    return (
+        403,
+        f"the page {header!r} is of another site, which may ask nothing here (further names: {ENV_ALLOWED_HOSTS})",
+    )
+
+
 def host_refusal(header: str | None, hosts: frozenset[str]) -> tuple[int, str] | None:
     """HTTP status and reason where a Host header is missing or names none of `hosts`; null where it is right."""
     if not header:

@@ -25,7 +25,14 @@ from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, plugin, refusals
 from vllm_server.auth import Access, GenerationHold
 from vllm_server.bridge import WeightBridge
-from vllm_server.config import DEFAULT_HOST, DEFAULT_PORT, ENV_EAGER_BECAUSE, ConfigError, ServerConfig
+from vllm_server.config import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    ENV_EAGER_BECAUSE,
+    ConfigError,
+    ServerConfig,
+    require_own_folder,
+)
 from vllm_server.generate import Generator
 from vllm_server.versions import SpanFile
 from vllm_server.weights import broadcast, reload
@@ -404,8 +411,13 @@ async def export_weights(bridge: WeightBridge, args: Namespace, address: str) ->
 
 
 def prepare_bridge_dir(config: ServerConfig) -> None:
-    """Make the bridge directory, drop what an earlier server left there, and write the token if it is ours."""
+    """Make the bridge directory, drop what an earlier server left there, and write the token if it is ours.
+
+    Raises:
+        ConfigError: others may write there.
+    """
     config.bridge_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    require_own_folder(config.bridge_dir)
     config.manifest_path.unlink(missing_ok=True)
     config.state_path.unlink(missing_ok=True)
     if config.token_generated:

@@ -21,8 +21,14 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from atropos_common.body import BodyError, GoneError, read_body
 from atropos_common.bridge import GONE_STATUS, INSTANCE_HEADER, TOKEN_HEADER
-from atropos_common.http import host_refusal
+from atropos_common.http import host_refusal, origin_refusal
+
+MAX_BODY = 32 * 1024 * 1024
+"""Bytes of a request: a prompt of a million tokens has 7 MB as JSON."""
+MAX_HELD = 8 * MAX_BODY
+"""Bytes of all requests together that wait for the first weights."""
 
 Kind = Literal["open", "generation", "control"]
 
@@ -93,6 +99,8 @@ class Access:
     """Whether the engine's process is gone."""
     ending: bool = False
     """Whether SIGTERM or SIGINT has come."""
+    held_bytes: int = 0
+    """Of the bodies that wait now."""
     signals: tuple[signal.Signals, ...] = ()
     """Those that tell this process to end, until they are watched."""
 
@@ -134,9 +142,11 @@ class AuthMiddleware:
             return
         headers = Headers(scope=scope)
         path = _route_path(scope)
-        misnamed = host_refusal(headers.get("host"), door.hosts)
-        refusal = error_response(*misnamed) if misnamed else None
         kind = path_kind(path)
+        misnamed = host_refusal(headers.get("host"), door.hosts)
+        if kind != "open":
+            misnamed = misnamed or origin_refusal(headers.get("origin"), door.hosts)
+        refusal = error_response(*misnamed) if misnamed else None
         trusted = _has_token(headers, door.token)
         if refusal is None and kind == "control" and not trusted:
             refusal = error_response(
@@ -146,6 +156,13 @@ class AuthMiddleware:
             refusal = _check_server(headers, door)
         if refusal is None and door.gate.refusal and (path == "/health" or (kind == "generation" and not trusted)):
             refusal = error_response(503, door.gate.refusal)
+        if refusal is None and scope["type"] == "http" and kind != "open":
+            try:
+                scope, receive = await read_body(scope, receive, MAX_BODY)
+            except GoneError:
+                return
+            except BodyError as error:
+                refusal = error_response(error.status, str(error))
         if refusal is None and kind == "generation" and door.gate.held and not trusted:
             await self._hold(door, scope, receive, send)
         elif refusal is None:
@@ -154,26 +171,31 @@ class AuthMiddleware:
             await receive()
             await send({"type": "websocket.close", "code": 1008})
         else:
+            refusal.headers["Connection"] = "close"  # what it still sends is of no interest
             await refusal(scope, receive, send)
 
     async def _hold(self, door: Access, scope: Scope, receive: Receive, send: Send) -> None:
         """Wait for the release, keeping the request's body; give up when the client does or the time is over."""
         body: list[Message] = []
         release = asyncio.ensure_future(door.gate.wait())
-        listen = asyncio.ensure_future(_collect(receive, body))
+        listen = asyncio.ensure_future(_collect(receive, body, door))
         try:
             await asyncio.wait({release, listen}, timeout=door.hold_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             released = release.done()
             gone = listen.done() and not released
+            full = gone and not listen.result()
         finally:
             release.cancel()
             listen.cancel()
             await asyncio.gather(listen, release, return_exceptions=True)
-        if gone:
+            door.held_bytes -= _size(body)
+        if gone and not full:
             return
         if not released:
             response = error_response(
-                503, "generation is held until the trainer has named a weight version (/bridge/resume)"
+                503,
+                "generation is held until the trainer has named a weight version (/bridge/resume)"
+                + (f", and more than {MAX_HELD // 2**20} MiB wait for it" if full else ""),
             )
             response.headers["Retry-After"] = "30"
             await response(scope, receive, send)
@@ -217,13 +239,19 @@ def _has_token(headers: Headers, token: str) -> bool:
     return given is not None and hmac.compare_digest(given.encode("latin-1", "replace"), token.encode())
 
 
-async def _collect(receive: Receive, into: list[Message]) -> None:
-    """Gather messages until the client leaves."""
-    while True:
+async def _collect(receive: Receive, into: list[Message], door: Access) -> bool:
+    """Gather messages until the client leaves; false if too much is held already."""
+    while door.held_bytes <= MAX_HELD:
         message = await receive()
         into.append(message)
+        door.held_bytes += _size([message])
         if message["type"] in ("http.disconnect", "websocket.disconnect"):
-            return
+            return True
+    return False
+
+
+def _size(messages: list[Message]) -> int:
+    return sum(len(message.get("body", b"")) for message in messages)
 
 
 def replayed(messages: list[Message], receive: Receive) -> Receive:

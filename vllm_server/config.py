@@ -142,6 +142,8 @@ class ServerConfig:
         if bridge_dir is None:
             bridge_dir = Path(tempfile.mkdtemp(prefix="atropos-vllm-"))
             manifest_path = bridge_dir / MANIFEST_NAME
+        elif bridge_dir.exists():
+            require_own_folder(bridge_dir)
         return cls(
             instance_id=instance_id,
             bridge_dir=bridge_dir,
@@ -158,6 +160,20 @@ class ServerConfig:
             trainer_hosts=hosts_in(env, ENV_TRAINER_HOSTS) | hosts_in(env, "MASTER_ADDR"),
             sampling=_sampling(env),
             eager_because=env.get(ENV_EAGER_BECAUSE) or None,
+        )
+
+
+def require_own_folder(folder: Path) -> None:
+    """Whoever may write into the bridge directory takes the token, and says with which weights the server starts.
+
+    Raises:
+        ConfigError: it is another user's, or others may write there.
+    """
+    info = folder.stat()
+    if info.st_uid != os.getuid() or info.st_mode & 0o022:
+        raise ConfigError(
+            f"others may write into {folder}: take a folder of this user alone ({ENV_LOGDIR}=$(mktemp -d)), or, if it "
+            f"is yours, chmod go-w {folder}"
         )
 
 

@@ -21,8 +21,8 @@ import httpx
 import pytest
 
 from atropos_api import peer
-from atropos_api.body import BodyError, Gunzip
 from atropos_api.door import Settings
+from atropos_common.body import BodyError, Gunzip
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.ports import free_port

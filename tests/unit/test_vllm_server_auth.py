@@ -5,8 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
 
 import httpx
+import psutil
 import pytest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -16,6 +22,8 @@ from starlette.routing import Route
 
 from atropos_common.bridge import INSTANCE_HEADER, TOKEN_HEADER
 from atropos_common.http import allowed_hosts, host_name
+from atropos_tui.profile.ports import free_port
+from vllm_server import auth
 from vllm_server.auth import ENDING, ENGINE_DIED, Access, AuthMiddleware, GenerationHold, path_kind
 
 TOKEN = "0123456789abcdef"
@@ -25,14 +33,22 @@ async def echo(request: Request) -> JSONResponse:
     return JSONResponse({"path": request.url.path, "body": (await request.body()).decode()})
 
 
+def app_behind_the_door(
+    gate: GenerationHold | None = None, host: str = "127.0.0.1", hold_timeout_s: float = 5.0
+) -> Starlette:
+    app = Starlette(
+        routes=[Route("/{rest:path}", echo, methods=["GET", "POST"])], middleware=[Middleware(AuthMiddleware)]
+    )
+    gate = gate or GenerationHold(held=False)
+    app.state.atropos_door = Access(TOKEN, allowed_hosts(host), gate, hold_timeout_s)
+    return app
+
+
 def client(
     *, held: bool = False, hold_timeout_s: float = 5.0, host: str = "127.0.0.1"
 ) -> tuple[httpx.AsyncClient, GenerationHold]:
     gate = GenerationHold(held=held)
-    app = Starlette(
-        routes=[Route("/{rest:path}", echo, methods=["GET", "POST"])], middleware=[Middleware(AuthMiddleware)]
-    )
-    app.state.atropos_door = Access(TOKEN, allowed_hosts(host), gate, hold_timeout_s)
+    app = app_behind_the_door(gate, host, hold_timeout_s)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1:9001"), gate
 
 
@@ -114,6 +130,76 @@ async def test_held_generation_waits_for_the_release_with_its_body() -> None:
     gate.release()
     assert len((await waiting).json()["body"]) == 100_000
     assert not gate.held
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://localhost.evil.example:9001"])
+async def test_a_web_page_of_another_site_cannot_generate(origin: str) -> None:
+    """A `text/plain` POST needs no preflight: the page cannot read the answer, but the GPU works for it."""
+    http, _ = client()
+    answer = await http.post("/generate", content="{}", headers={"Origin": origin, "Content-Type": "text/plain"})
+    assert answer.status_code == 403 and "another site" in answer.json()["error"]
+    assert (await http.post("/generate", headers={"Origin": "http://localhost:9001"})).status_code == 200
+
+
+async def test_a_body_has_a_limit_counted_where_it_does_not_say_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "MAX_BODY", 1000)
+    http, _ = client()
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 100
+            yield b" " * 100
+
+    for path in ("/generate", "/v1/chat/completions"):
+        assert (await http.post(path, content=b" " * 1000)).status_code == 200
+        refused = await http.post(path, content=b" " * 1001)
+        assert refused.status_code == 413 and refused.headers["Connection"] == "close"
+    assert (await http.post("/generate", content=endless())).status_code == 413
+    assert sent < 2000
+
+
+async def test_what_is_held_has_a_limit_over_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "MAX_HELD", 2500)
+    http, gate = client(held=True)
+    waiting = [asyncio.create_task(http.post("/generate", content=b"x" * 1000)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    full = await http.post("/generate", content=b"x" * 1000)
+    assert full.status_code == 503 and "wait for it" in full.json()["error"] and full.headers["Retry-After"]
+    gate.release()
+    assert [len((await task).json()["body"]) for task in waiting] == [1000, 1000]
+
+
+def test_half_a_gigabyte_is_refused_at_once_and_never_held() -> None:
+    """Over a real socket: 413 before the body has come, by a server that does not grow."""
+    body, port = 500 * 2**20, free_port()
+    code = (
+        "import uvicorn; from tests.unit.test_vllm_server_auth import app_behind_the_door as app\n"
+        f"uvicorn.run(app(), port={port}, log_level='error')"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as server:
+        try:
+            peer = _connected(port)
+            before = psutil.Process(server.pid).memory_info().rss
+            begun = time.monotonic()
+            peer.sendall(f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {body}\r\n\r\n".encode())
+            assert peer.recv(100).startswith(b"HTTP/1.1 413")
+            took = time.monotonic() - begun
+            assert psutil.Process(server.pid).memory_info().rss - before < 8 * 2**20
+        finally:
+            server.kill()
+    assert took < 0.5, took  # 50 ms on an idle machine
+
+
+def _connected(port: int) -> socket.socket:
+    give_up = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=10)
+        except ConnectionRefusedError:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
 
 
 async def test_a_hold_that_lasts_too_long_says_so() -> None:

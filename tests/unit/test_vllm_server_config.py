@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -47,6 +48,21 @@ def test_the_manifest_path_wins_over_logdir(tmp_path: Path) -> None:
     config = ServerConfig.from_env({"LOGDIR": "/elsewhere", "VLLM_BRIDGE_CONFIG_PATH": str(tmp_path / "m.json")})
     assert config.manifest_path == tmp_path / "m.json"
     assert config.bridge_dir == tmp_path
+
+
+def test_a_bridge_directory_where_others_may_write_is_refused(tmp_path: Path) -> None:
+    """Who makes it first would read the token, and choose the weights of the start."""
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    own.mkdir(mode=0o755)
+    shared.mkdir()
+    shared.chmod(0o777)
+    assert ServerConfig.from_env({"LOGDIR": str(own)}).bridge_dir == own
+    with pytest.raises(ConfigError, match="others may write into"):
+        ServerConfig.from_env({"LOGDIR": str(shared)})
+    if os.getuid() == 0:
+        os.chown(own, 65534, 65534)
+        with pytest.raises(ConfigError, match="mktemp -d"):
+            ServerConfig.from_env({"LOGDIR": str(own)})
 
 
 def test_two_starts_are_two_instances(tmp_path: Path) -> None:

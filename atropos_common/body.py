@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Scope
 
-ENV_MAX_BODY = "ATROPOS_API_MAX_BODY_MIB"
 _GZIP = 16 + zlib.MAX_WBITS
 _PIECE = 1024 * 1024
 """Bytes that are unpacked at a time."""
@@ -121,11 +120,7 @@ def _replayed(pieces: deque[bytes], receive: Receive) -> Receive:
 
 
 def _too_large(limit: int, how: str) -> BodyError:
-    return BodyError(
-        413,
-        f"the body is larger than {limit // 2**20} MiB {how}: send fewer groups at a time, or raise {ENV_MAX_BODY} "
-        "(under [api.env] of the profile)",
-    )
+    return BodyError(413, f"the body is larger than {limit // 2**20} MiB {how}")
 
 
 def _no_gzip() -> BodyError:
