@@ -54,6 +54,15 @@ def cut_torn_line(descriptor: int) -> int:
     return size - end
 
 
+def is_own(path: Path) -> bool:
+    """Whether `path` is this user's, no link, and nobody else may write to it: what stands there can be believed."""
+    try:
+        info = path.lstat()
+    except OSError:
+        return False
+    return info.st_uid == os.getuid() and not stat.S_ISLNK(info.st_mode) and not info.st_mode & 0o022
+
+
 def is_private(folder: Path) -> bool:
     """Whether it is a folder, no link, of this user, and nobody else may look into it."""
     try:

@@ -5,6 +5,7 @@ Every path has one writer. `RunDir` only computes paths; `create` makes the fold
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import dataclass
@@ -87,8 +88,14 @@ class RunDir:
         return cls(Path(value)) if value else None
 
     def create(self) -> None:
-        """Make the directory and its folders, private to the user."""
+        """Make the directory and its folders, private to the user.
+
+        Raises:
+            OSError: it cannot be made, or another user's folder stands there.
+        """
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self.root.stat().st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(self.root))
         self.root.chmod(0o700)
         for folder in (self.logs, self.bridge, self.checkpoints):
             folder.mkdir(exist_ok=True, mode=0o700)

@@ -68,7 +68,7 @@ def clean(options: argparse.Namespace) -> int:
 def _named(run_dir: Path) -> DeadRun:
     """The run that --run-dir means; its folder may be gone as long as its processes tell of it."""
     try:
-        entry = runs.pick(run_dir)
+        entry = runs.pick_own(run_dir)
     except UserError:
         for run in strangers():
             if run_dir.resolve() == run.root or str(run_dir) == run.run_id:

@@ -16,8 +16,8 @@ from typing import Any
 
 import platformdirs
 
-from atropos_common.files import read_regular
-from atropos_common.run_dir import LATEST_TIME, RunDir
+from atropos_common.files import is_own, read_regular
+from atropos_common.run_dir import LATEST_TIME, RunDir, is_safe_name
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.ports import listens
 
@@ -28,6 +28,11 @@ class RunEntry:
 
     dir: RunDir
     info: dict[str, Any]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether nobody else could have written what its files say."""
+        return is_own(self.dir.root)
 
     @property
     def started_at(self) -> float:
@@ -73,7 +78,7 @@ def remember(run: RunDir, run_id: str) -> None:
 
 
 def all_runs() -> list[RunEntry]:
-    """Every run that is still on disk, newest first."""
+    """Every run of this user's that is still on disk, newest first; others are there for who names them."""
     roots = [path.parent.resolve() for path in Path("runs").glob("*/run.json")]
     with contextlib.suppress(OSError):
         for link in registry().iterdir():
@@ -81,17 +86,31 @@ def all_runs() -> list[RunEntry]:
                 roots.append(link.resolve())
             elif link.is_symlink():
                 link.unlink(missing_ok=True)
-    found = [entry for root in dict.fromkeys(roots) if (entry := read_run(root)) is not None]
+    found = [entry for root in dict.fromkeys(roots) if (entry := read_run(root)) is not None and entry.is_own]
     return sorted(found, key=lambda entry: entry.used_at, reverse=True)
 
 
 def read_run(root: Path) -> RunEntry | None:
-    """The run in `root`, or None when it holds no readable run.json."""
+    """The run in `root`, or None when it holds no readable run.json, or one whose id no run of ours can have."""
     try:
         info = json.loads(read_regular(root / "run.json"))
     except (OSError, ValueError, RecursionError):
         return None
-    return RunEntry(RunDir(root), info) if isinstance(info, dict) else None
+    fits = isinstance(info, dict) and is_safe_name(str(info.get("run_id", "none")))
+    return RunEntry(RunDir(root), info) if fits else None
+
+
+def pick_own(run_dir: Path | None) -> RunEntry:
+    """The run that a command means which acts by what its files say.
+
+    Raises:
+        UserError: exit code 5, no such run; 2, others may have written there.
+    """
+    entry = pick(run_dir)
+    if not entry.is_own:
+        reason = f"{entry.dir.root} is another user's, or others may write there: what it says is not acted upon"
+        raise UserError("not a run of this user", [Problem(reason, "chmod go-w it, or work as its owner")])
+    return entry
 
 
 def pick(run_dir: Path | None) -> RunEntry:

@@ -83,7 +83,7 @@ def up(options: argparse.Namespace) -> int:
 def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, str]:
     """Directory and id of the run; a used directory is only taken to resume it."""
     if options.resume is not None:
-        entry = runs.pick(options.resume)
+        entry = runs.pick_own(options.resume)
         if entry.is_live:
             raise UserError("that run is live", [Problem(str(entry.dir.root), "atropos-tui attach")])
         return entry.dir.root, str(entry.info["run_id"])

@@ -196,8 +196,11 @@ class ControlClient:
         """A client for the socket that `control.sock` points at now; its own path may be too long to connect to."""
         try:
             target = os.readlink(self.run_dir.control_sock)  # noqa: PTH115
+            owner = Path(target).lstat().st_uid
         except OSError:
             raise self._nobody() from None
+        if owner != os.getuid():
+            raise NoSupervisor(f"the supervisor of {self.run_dir.root} is user {owner}'s: only he may speak to it")
         if self._http is None or target != self._target:
             self._target = target
             transport = httpx.AsyncHTTPTransport(uds=target, limits=LIMITS, verify=False)  # no TLS: spare its set-up

@@ -128,7 +128,9 @@ def with_descendants(table: dict[int, Proc], seeds: set[int]) -> set[int]:
     return found
 
 
-def run_members(run_id: str, sessions: dict[int, int], exclude: set[int], group: str = "") -> list[Proc]:
+def run_members(
+    run_id: str, sessions: dict[int, int], exclude: set[int], group: str = "", known_until: int | None = None
+) -> list[Proc]:
     """Live processes of the run.
 
     Args:
@@ -136,13 +138,19 @@ def run_members(run_id: str, sessions: dict[int, int], exclude: set[int], group:
         sessions: session id -> start ticks of its leader; a leader with other ticks is a stranger with a re-used pid.
         exclude: pids never to name, such as the caller's.
         group: the run's control group, if it has one.
+        known_until: when `sessions` was written down, in ticks; None: it is of now. The number of a session whose
+            leader is gone may be a stranger's since then.
     """
     table = scan()
-    ours = {sid for sid, ticks in sessions.items() if sid not in table or table[sid].ticks == ticks}
+    led = {sid for sid, ticks in sessions.items() if sid in table and table[sid].ticks == ticks}
+    leaderless = {sid for sid in sessions if sid not in table}
     marker = b"ATROPOS_RUN_ID=" + os.fsencode(run_id)
-    seeds = grouped(table, group) | {
-        row.pid for row in table.values() if row.session in ours or row.pgrp in ours or marked(row.pid, marker)
-    }
+
+    def in_session(row: Proc) -> bool:
+        ids = {row.session, row.pgrp}
+        return bool(ids & led or (ids & leaderless and (known_until is None or row.ticks <= known_until)))
+
+    seeds = grouped(table, group) | {row.pid for row in table.values() if in_session(row) or marked(row.pid, marker)}
     found = with_descendants(table, seeds - exclude) - exclude
     return [table[pid] for pid in found if pid in table and table[pid].alive]
 
@@ -177,6 +185,11 @@ def reap_adopted(table: dict[int, Proc]) -> None:
                 os.waitpid(row.pid, os.WNOHANG)
             except ChildProcessError:
                 continue
+
+
+def ticks_at(moment: float) -> int:
+    """A moment in Unix seconds as a start time."""
+    return ticks_now() - int((time.time() - moment) * TICKS_PER_SECOND)
 
 
 def ticks_now() -> int:

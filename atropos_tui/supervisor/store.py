@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from atropos_common.files import cut_torn_line, write_private
+from atropos_common.files import cut_torn_line, is_own, write_private
 from atropos_common.records import ComponentRecord, Record
 from atropos_tui.profile.spec import StackSpec
 
@@ -154,6 +154,8 @@ class ProcessTable(BaseModel):
     """The run's control group, if it has one."""
     done: list[str] = Field(default_factory=list)
     """One-shot steps that were done; they are not repeated under components that live on."""
+    written_at: float = Field(0.0, exclude=True)
+    """Of a table that was read: when its file was written, in Unix seconds."""
 
     def write(self, path: Path) -> None:
         """Replace `path` atomically. A disk that refuses leaves the old file; the marker still finds all."""
@@ -162,11 +164,16 @@ class ProcessTable(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> ProcessTable | None:
-        """The table in `path`; None when there is none or it cannot be read."""
+        """The table in `path`; None when there is none, it cannot be read, or others could have written it: processes
+        are ended by what stands there."""
+        if not (is_own(path) and is_own(path.parent)):
+            return None
         try:
-            return cls.model_validate(json.loads(path.read_bytes()))
+            table = cls.model_validate(json.loads(path.read_bytes()))
+            table.written_at = path.stat().st_mtime
         except (OSError, ValueError, ValidationError):
             return None
+        return table
 
 
 class RunResult(BaseModel):

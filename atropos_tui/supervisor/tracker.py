@@ -25,6 +25,8 @@ from atropos_tui.supervisor.store import ProcessTable
 
 FOLDER = "/dev/shm/"
 REAP_S = 10.0
+SAME_MOMENT_S = 2.0
+"""What a component started that long after its line was written may still be its own."""
 
 
 @dataclass
@@ -195,7 +197,8 @@ def find_leftovers(run_id: str, table: ProcessTable | None = None) -> list[Lefto
         if entry.keeper and procfs.lives(entry.keeper_pid, entry.keeper_ticks):
             keepers[entry.keeper_pid] = name
     found = []
-    for row in procfs.run_members(run_id, sessions, {os.getpid()}, _group(run_id, table)):
+    known_until = procfs.ticks_at(table.written_at + SAME_MOMENT_S) if table and table.written_at else None
+    for row in procfs.run_members(run_id, sessions, {os.getpid()}, _group(run_id, table), known_until):
         name = keepers.get(row.pid) or procfs.environ(row.pid).get(ENV_COMPONENT, "")
         command = f"keeper of {name}" if row.pid in keepers else _command(row.pid)
         found.append(Leftover(row.pid, row.ticks, name, command, name in keepers.values()))

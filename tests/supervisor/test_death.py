@@ -107,7 +107,9 @@ async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
         assert all(map(alive, pids))
         assert len(supervisor.left()) >= len(pids), "the detector must see them while they live"
         shared.touch()
-        scratch = Path((tmp_path / "folder").read_text()).parent
+        folder = tmp_path / "folder"
+        await wait_until(lambda: folder.exists() and folder.read_text())
+        scratch = Path(folder.read_text()).parent
         assert scratch.is_dir() and scratch != Path(tempfile.gettempdir())
         address = supervisor.run.control_sock.readlink()
         assert address.exists()
@@ -170,6 +172,25 @@ def test_leftovers_ignore_a_reused_pid_and_another_boot(tmp_path: Path) -> None:
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_a_session_without_its_leader_is_ours_only_as_long_as_the_journal_is_fresh(tmp_path: Path) -> None:
+    """The number of a dead session comes back: a daemon of this user's had it when `clean` ended it."""
+    code = "import os,sys,time\nif os.fork(): os._exit(0)\nprint(os.getpid(), flush=True); time.sleep(600)"
+    leader = subprocess.Popen(python(code), stdout=subprocess.PIPE, start_new_session=True)
+    assert leader.stdout
+    daemon = int(leader.stdout.readline())
+    leader.wait()
+    path = tmp_path / "journal.json"
+    entry = {"pid": leader.pid, "create_time": 0.0, "ticks": 123, "pgid": leader.pid, "boot_id": procfs.boot_id()}
+    try:
+        ProcessTable.model_validate({"run_id": "old", "components": {"x": entry}}).write(path)
+        assert [one.pid for one in tracker.find_leftovers("old", ProcessTable.load(path))] == [daemon]
+        then = time.time() - 60
+        os.utime(path, (then, then))
+        assert tracker.find_leftovers("old", ProcessTable.load(path)) == []
+    finally:
+        os.kill(daemon, signal.SIGKILL)
 
 
 def _with_ticks(row: procfs.Proc, ticks: int) -> procfs.Proc:

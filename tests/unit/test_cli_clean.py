@@ -23,8 +23,9 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.cli import cleanup, main, runs
 from atropos_tui.errors import Exit
 from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, StackSpec
-from atropos_tui.supervisor import procfs, tracker
+from atropos_tui.supervisor import client, procfs, tracker
 from atropos_tui.supervisor.store import ProcessTable
+from tests.strangers import needs_another_user
 from tests.unit.cli_places import own_places  # noqa: F401
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -379,3 +380,49 @@ def test_processes_of_an_unknown_run_are_named_and_ended_by_its_name_alone(
     assert main.run(["clean", "--yes", "--run-dir", run_id]) == 0
     assert orphan.wait(5) == -signal.SIGKILL
     assert main.run(["clean", "--yes", "--run-dir", run_id]) == Exit.NO_RUN
+
+
+def test_the_journal_of_a_folder_where_others_write_ends_nobody(
+    tmp_path: Path, plant: Callable[..., subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pid, start ticks and boot are known to every user: a run in a shared folder named a shell of the victim."""
+    victim, shared = plant(), tmp_path / "weights"
+    shared.touch()
+    run, run_id = make_run(tmp_path, clears=[str(shared)])
+    row = procfs.read(victim.pid)
+    assert row
+    entry = {"pid": row.pid, "create_time": 0.0, "ticks": row.ticks, "pgid": row.pid, "boot_id": procfs.boot_id()}
+    ProcessTable.model_validate({"run_id": run_id, "components": {"x": entry}}).write(run.journal_json)
+    assert [found.pid for found in tracker.find_leftovers(run_id, ProcessTable.load(run.journal_json))] == [victim.pid]
+    run.root.chmod(0o777)
+    assert ProcessTable.load(run.journal_json) is None
+    assert cleanup.all_dead() == []
+    assert main.run(["clean", "--yes", "--run-dir", str(run.root)]) == Exit.USAGE
+    assert "others may write there" in capsys.readouterr().err
+    assert main.run(["up", "--resume", str(run.root)]) == Exit.USAGE
+    assert victim.poll() is None and shared.exists()
+
+
+def test_a_run_id_that_leads_elsewhere_is_no_run(tmp_path: Path) -> None:
+    """`up --resume` left a link to the run under that name, in the place of whatever stood there."""
+    run, _ = make_run(tmp_path)
+    run.run_json.write_text(json.dumps({"run_id": "../../../precious.txt"}))
+    assert runs.read_run(run.root) is None
+
+
+@needs_another_user
+def test_a_run_of_another_user_is_neither_listed_nor_spoken_to(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(tmp_path / "his.sock"))
+    listening.listen()
+    run.control_sock.symlink_to(tmp_path / "his.sock")
+    assert [entry.dir.root for entry in runs.all_runs()] == [run.root]
+    os.chown(run.root, 65534, 65534)
+    os.chown(tmp_path / "his.sock", 65534, 65534)
+    assert runs.all_runs() == []
+    with pytest.raises(client.NoSupervisor, match="user 65534's"):
+        asyncio.run(client.ControlClient(run.root).status())
+    with pytest.raises(PermissionError, match="another user"):
+        run.create()
+    listening.close()
