@@ -12,7 +12,7 @@ import math
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 SCHEMA_VERSION = 1
 
@@ -41,6 +41,18 @@ Number = Annotated[
 """A float that survives JSON whatever its value."""
 
 
+def _as_name(text: str) -> str:
+    """A file may come from anywhere, and its names go to terminals as they are."""
+    is_name = len(text) <= MAX_NAME and text.isascii() and text.isprintable()
+    return text if is_name else _NO_NAME.sub("?", text[:MAX_NAME])
+
+
+MAX_NAME = 64
+_NO_NAME = re.compile("[^ -~]")
+Name = Annotated[str, AfterValidator(_as_name)]
+"""A word of ours, such as a component or a state: printable ASCII of at most 64 characters, whatever was written."""
+
+
 class Record(BaseModel):
     """Fields of every line. Subclasses add the fields of their kind."""
 
@@ -63,9 +75,9 @@ class Record(BaseModel):
 class ComponentRecord(Record):
     """A record of the supervisor about one component."""
 
-    component: str | None = None
-    role: str | None = None
-    node: str | None = None
+    component: Name | None = None
+    role: Name | None = None
+    node: Name | None = None
 
 
 class StateRecord(ComponentRecord):
@@ -73,8 +85,8 @@ class StateRecord(ComponentRecord):
 
     KIND: ClassVar[str] = "state"
     kind: Literal["state"] = "state"
-    old: str
-    new: str
+    old: Name
+    new: Name
     attempt: int = 0
     reason: str = ""
     command_id: str | None = None
@@ -109,7 +121,7 @@ class CommandRecord(ComponentRecord):
     KIND: ClassVar[str] = "command"
     kind: Literal["command"] = "command"
     command_id: str
-    action: str
+    action: Name
     status: Literal["accepted", "refused", "running", "done", "failed"]
     initiator: str = "user"
     detail: str = ""

@@ -55,7 +55,7 @@ def read_events(run: RunDir) -> Iterator[Record]:
 
 async def ps(options: argparse.Namespace) -> int:
     status = await status_of(runs.pick(options.run_dir))
-    print(status.model_dump_json(indent=2) if options.json else show.ps_table(status))
+    print(show.ascii_json(status.model_dump_json(indent=2)) if options.json else show.ps_table(status))
     return Exit.DONE
 
 
@@ -94,7 +94,8 @@ async def events(options: argparse.Namespace) -> int:
     wanted = _wanted_events(entry, options)
     async for record in _events(entry, follow=options.follow):
         if wanted(record):
-            print(record.to_line().rstrip("\n") if options.json else show.event_line(record), flush=True)
+            line = show.ascii_json(record.to_line().rstrip("\n")) if options.json else show.event_line(record)
+            print(line, flush=True)
     return Exit.DONE
 
 

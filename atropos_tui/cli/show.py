@@ -6,7 +6,9 @@ Printing them never holds up whoever calls it: a paused terminal or a full pipe 
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -30,6 +32,7 @@ from atropos_tui.monitor.run_files import is_crashed
 from atropos_tui.monitor.why import next_stage
 
 T = TypeVar("T")
+_BEYOND_ASCII = re.compile("[^ -~\n]")
 LOOK_S = 0.5
 """Between two looks at the telemetry of a run without a screen."""
 EVERY_S = 2.0
@@ -38,6 +41,11 @@ PATIENCE_S = 2.0
 """How long the end waits for a reader that does not read."""
 BACKLOG = 10_000
 """Lines that wait to be printed."""
+
+
+def ascii_json(text: str) -> str:
+    """JSON with everything beyond ASCII escaped: a terminal obeys some of it."""
+    return _BEYOND_ASCII.sub(lambda found: json.dumps(found.group())[1:-1], text)
 
 
 def event_line(record: Record) -> str:

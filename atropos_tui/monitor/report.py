@@ -277,6 +277,8 @@ def _fact(key: str, value: object) -> str:
 
 def _profile(run: RunDir) -> str:
     """profile.toml as it lies in the run directory: redacted when it was written."""
+    if run.profile_toml.is_symlink():  # the page is passed on, and what it leads to may not be
+        return ""
     try:
         return _block(run.profile_toml.read_text(encoding="utf-8", errors="replace"), PROFILE_CHARS)
     except OSError:

@@ -37,16 +37,22 @@ _SHAPES = re.compile(
   | \b gh[pousr]_ [A-Za-z0-9]{20,} | \b github_pat_ \w{20,} | \b glpat- [\w-]{16,}
   | \b xox[abeprs]- [\w-]{10,}                                           # Slack
   | \b (?: AKIA | ASIA ) [0-9A-Z]{16} \b | \b AIza [\w-]{35}             # AWS, Google
-  | \b eyJ [\w-]{8,} \. [\w-]{8,} \. [\w-]+                              # JSON web token
+  | (?<![\w-]) eyJ [\w-]{8,} \. [\w-]{8,} \. [\w-]+                     # JSON web token
+  | \b nvapi- [\w-]{20,} | \b npm_ [A-Za-z0-9]{20,} | \b r8_ [A-Za-z0-9]{20,} | \b [rs]k_(?:live|test)_ \w{16,}
+  | (?<=\ -u\ ) [^\s:]+:\S+ | (?<=--user[ =]) [^\s:]+:\S+               # of curl
   | -----BEGIN\ [A-Z ]*PRIVATE\ KEY----- [\s\S]*? (?: -----END\ [A-Z ]*PRIVATE\ KEY----- | \Z )
     """,
-    re.VERBOSE,
+    re.VERBOSE | re.ASCII,
 )
 _NAMED_VALUE = re.compile(
     r"""
     ( (?<![A-Za-z]) (?:proxy-)? authorization ["']? \s* [:=] \s* ["']? (?:(?:bearer|basic|token|digest)\s+)? ) [^"'\n]+
   | ( (?<![A-Za-z]) (?:set-)? cookie ["']? \s* : \s* ["']? ) (?=\S+=) [^"'\n]+
   | ( \b (?:bearer|basic) \s+ ) (?=\S{8}) (?=[\w+/.-]*[\d+/=_]) [\w+/=.-]+
+  | ( \b \w{0,32} (?:passwd | password) ["']? \s* [=:] \s* ["']? )
+      (?! \$\{ | \(redacted | (?:none|null|true|false)\b ) [^\s"',;&)}\]]{4,}
+  | ( (?<![\w-]) --? [\w-]{0,32} (?: key | token | secret | password | passwd ) \s+ )
+      (?! \$\{ | \(redacted | -- | \d+(?:\.\d+)?\b ) \S{4,}
   | ( (?: (?:api|access|private|secret|client|signing) [_-]? key | secret | passwd | password
         | (?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_) token
         | (?-i: \b [A-Z][A-Z0-9_]* _(?:KEY|PASS|AUTH|CREDENTIALS) ) )
@@ -58,7 +64,9 @@ _NAMED_VALUE = re.compile(
 )
 """A name and its value in running text: headers, `KEY=value`, `"token": "..."`."""
 _KEY_LIKE = re.compile(
-    r"(?<![0-9A-Za-z/@_-])(?:[0-9a-f]{40}|(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?=[\w-]*\d)[\w-]{43})(?![0-9A-Za-z_-])"
+    r"(?<![0-9A-Za-z/@_-])(?:[0-9a-f]{40}|(?=[\w-]{0,42}[a-z])(?=[\w-]{0,42}[A-Z])(?=[\w-]{0,42}\d)[\w-]{43})"
+    r"(?![0-9A-Za-z_-])",
+    re.ASCII,
 )
 """What W&B's keys (40 hex digits) and a run's own token (43 characters) look like without any name beside them."""
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atropos_common.records import StateRecord, parse_line
+from atropos_tui.cli import show
 from atropos_tui.monitor.format import (
     MAX_COLUMNS,
     bytes_text,
@@ -113,3 +117,26 @@ def test_counted(count: int, noun: str, words: str) -> None:
 
 def test_a_masked_line_leaves_tokens_out() -> None:
     assert masked_line("key hf_abcdefghijklmnopqrstuvwxyz\nnext") == "key (redacted)⏎next"
+
+
+def test_every_character_that_changes_how_others_are_read_is_gone() -> None:
+    harmful = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) in ("Cf", "Zl", "Zp")]
+    assert len(harmful) > 100
+    assert plain_text("a" + "".join(harmful[:1000]) + "b") == "ab"
+
+
+def test_names_of_a_foreign_file_are_words() -> None:
+    """`events` printed component names as they stood in the file: a clipboard was written through one."""
+    line = (
+        '{"kind": "state", "component": "a\\u001b]52;c;ZXZpbA==\\u0007", "old": "\\u009b2J", "new": "' + 99 * "x" + '"}'
+    )
+    record = parse_line(line)
+    assert isinstance(record, StateRecord)
+    shown = show.event_line(record)
+    assert shown.isprintable() and "\x1b" not in shown and len(shown) < 200
+    assert record.component == "a?]52;c;ZXZpbA==?"
+
+
+def test_json_on_a_terminal_is_ascii() -> None:
+    text = json.dumps({"a": "\x9b2J \u202e é", "b": 'x"\\'}, ensure_ascii=False, indent=1)
+    assert show.ascii_json(text).isascii() and json.loads(show.ascii_json(text)) == json.loads(text)
