@@ -16,7 +16,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 
 class State(StrEnum):
@@ -186,7 +186,7 @@ class CommandRequest(Message):
     component: str | None = None
     """Required but for `down`; a `restart` without it is of every component that runs."""
     initiator: Literal["user", "trainer"] = "user"
-    timeout_s: float | None = None
+    timeout_s: FiniteFloat | None = None
     """For `down`: seconds until what is left is killed."""
 
 

@@ -69,7 +69,7 @@ class TextReader:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model_name)
+            self._tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
         except (OSError, ValueError, ImportError, KeyError) as error:
             print(f"No tokenizer in {model_name} ({type(error).__name__}): rollouts are shown as token ids")
             self._tokenizer = None

@@ -211,7 +211,7 @@ def misfit(folder: Path, model: Shapes) -> str | None:
         rank = int(json.loads((folder / CONFIG_NAME).read_text())["r"])
         with safe_open(str(folder / WEIGHTS_NAME), "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError, SafetensorError) as error:
         return f"it cannot be read ({type(error).__name__}: {error})"
     matrices = 0
     for name, shape in shapes.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from atropos_common.control import CommandRequest, Phase, RunStatus, Snapshot, State
 from atropos_common.records import CommandRecord, Record, parse_line
@@ -203,6 +204,12 @@ async def test_nobody_home(tmp_path: Path, launch: Any) -> None:
             await running.client.status()
         with pytest.raises(NoSupervisor):
             await anext(running.client.events())
+
+
+def test_a_time_limit_that_is_no_number_is_no_command() -> None:
+    for wrong in ("NaN", "Infinity"):
+        with pytest.raises(ValidationError):
+            CommandRequest.model_validate_json(f'{{"action": "down", "timeout_s": {wrong}}}')
 
 
 async def test_the_socket_is_private_and_short_however_long_the_run_directory(launch: Any, tmp_path: Path) -> None:

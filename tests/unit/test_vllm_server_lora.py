@@ -19,7 +19,7 @@ from vllm_server import compat, lora
 from vllm_server.auth import GenerationHold
 from vllm_server.bridge import WeightBridge
 from vllm_server.config import ServerConfig
-from vllm_server.lora import AdapterError, Adapters, make_router
+from vllm_server.lora import AdapterError, Adapters, make_router, misfit
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (8, 4), "model.layers.0.self_attn.v_proj": (4, 4)}
 
@@ -181,6 +181,13 @@ async def test_what_cannot_be_an_adapter_is_refused_and_nothing_changes(parts: A
         await adapters.load(inside, 1)
     assert models.lora_requests == {}
     assert bridge.gate.held
+
+
+@pytest.mark.parametrize("rank", ["1e999", '"x"', "[" * 100_000])
+def test_a_hostile_adapter_is_refused_in_words(tmp_path: Path, rank: str) -> None:
+    folder = Path(adapter(tmp_path / "v1"))
+    (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+    assert "cannot be read" in (misfit(folder, {}) or "")
 
 
 async def test_the_routes_and_a_server_without_lora(parts: Any, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def load_config(model_name: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model_name)
+        config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UsageError(f"--model-name {model_name}: no model there ({first})") from None
@@ -88,7 +88,9 @@ def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype, attn_implementation=register())
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        model_name, dtype=dtype, attn_implementation=register(), trust_remote_code=False
+    )
     return model.to(device).eval()
 
 
