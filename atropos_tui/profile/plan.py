@@ -448,7 +448,10 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         "openai.server_type": "vllm",
         "openai.model_name": engine_model(site, engine),
         "openai.api_key": "local",
-    } | section.args
+    }
+    if (section.module or "").startswith("atropos_envs."):
+        flags["env.seed"] = site.profile.seed
+    flags |= section.args
     if section.command:
         command = site.texts(section.command)
     else:
