@@ -1,4 +1,4 @@
-"""Sums of two-digit numbers, asked in words: the smallest task on which a chat model of 135 M parameters learns.
+"""Sums of two-digit numbers, asked in a chat: the smallest task on which a chat model of 135 M parameters learns.
 
     python -m atropos_envs.sums_server serve --env.tokenizer_name MODEL --openai.model_name MODEL \\
         --env.rollout_server_url http://127.0.0.1:8000 --openai.base_url http://127.0.0.1:9001/v1
@@ -22,9 +22,18 @@ from atropos_envs.base import StackEnv, epochs, run
 from atropos_envs.evaluation import Graded
 
 HELD_OUT = 128
-MAX_NEW_TOKENS = 16
-"""Room for the sum repeated in full: SmolLM2 writes each digit as a token of its own."""
-NUMBER = re.compile(r"\d+")
+MAX_NEW_TOKENS = 8
+"""SmolLM2 writes each digit as a token of its own; whoever begins to explain is cut off."""
+SHOWN = [
+    {"role": "system", "content": "You are a calculator. Reply with the number only."},
+    {"role": "user", "content": "12 + 31"},
+    {"role": "assistant", "content": "43"},
+]
+"""One example: with it the untrained model answers three of four questions with a bare number, one of a hundred
+rightly; asked without it talks, and nine of twelve groups are all wrong alike."""
+NEAR = 50
+"""Distance of a wrong answer from which on it is worth no more than its form."""
+NUMBER = re.compile(r"[0-9]+")
 
 
 class Sum(NamedTuple):
@@ -35,18 +44,18 @@ class Sum(NamedTuple):
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        return [{"role": "user", "content": f"What is {self.left} + {self.right}? Reply with the number only."}]
+        return [*SHOWN, {"role": "user", "content": f"{self.left} + {self.right}"}]
 
 
 def reward(question: Sum, text: str) -> float:
-    """1 for the right number alone, 0.1 for the right number among words, 0.2 for a wrong one alone, else 0: form is
-    worth a little, so that groups without a right answer teach something too."""
-    answer, text = str(question.left + question.right), text.strip()
-    if text == answer:
+    """1 for the right number alone, 0.2 to 0.5 for a wrong one by how near it is, 0.1 for the right number among words,
+    else 0: nearness ranks the answers of a group in which none is right."""
+    answer, text = question.left + question.right, text.strip()
+    if not NUMBER.fullmatch(text):
+        return 0.1 if str(answer) in NUMBER.findall(text) else 0.0
+    if text == str(answer):
         return 1.0
-    if NUMBER.fullmatch(text):
-        return 0.2
-    return 0.1 if answer in NUMBER.findall(text) else 0.0
+    return 0.2 + 0.3 * max(0.0, 1 - abs(int(text) - answer) / NEAR)
 
 
 def split(seed: int) -> tuple[list[Sum], list[Sum]]:
