@@ -65,9 +65,14 @@ def save_smollm2(output: Path, dtype: str = "bfloat16") -> None:
     model = LlamaForCausalLM(config)
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # Releases of transformers read different ones from the same file; the model's config has the file's own.
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
+        [config.bos_token_id, config.eos_token_id, config.pad_token_id]
+    )
     with made_aside(output) as aside:
         model.to(getattr(torch, dtype)).save_pretrained(aside)
-        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -97,6 +97,8 @@ def test_smollm2_from_its_package_is_a_chat_model(tmp_path: Path) -> None:
     assert make_smollm2(["--output", str(target)]) == 0
     tokenizer, model = AutoTokenizer.from_pretrained(target), AutoModelForCausalLM.from_pretrained(target)
     assert model.dtype == torch.bfloat16
+    ends = (tokenizer.eos_token, tokenizer.eos_token_id, model.generation_config.eos_token_id)
+    assert ends == ("<|im_end|>", 2, 2)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     with torch.no_grad():
