@@ -222,6 +222,7 @@ class StackEnv(Hosted):
         return await asyncio.gather(*(one(question) for question in questions))
 
     async def _last_words(self) -> None:
+        self._note_place()
         if self._stopping and self._fault is None and self._evaluates and self.evaluates_last:
             self._evaluating = asyncio.Lock()
             with suppress(TimeoutError):

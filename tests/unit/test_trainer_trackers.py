@@ -115,7 +115,7 @@ def test_two_attempts_are_one_run_of_wandb(tmp_path: Path) -> None:
         done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0 and "failed" not in done.stdout, done.stdout + done.stderr
     runs = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert [run.name for run in runs] == ["run-run-7.wandb"] * 2, "`wandb sync` joins what has one id"
+    assert [run.name for run in runs] == ["run-run-7.wandb"] * 2, "`wandb sync` uploads those of one id as one run"
     for run in runs:
         content = run.read_bytes()
         assert all(name in content for name in (b"train/loss", b"memory/rss_bytes", b"completions", b"benchmark/steps"))
