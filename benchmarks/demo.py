@@ -52,7 +52,7 @@ GPU_LIMITS: dict[str, tuple[str, float]] = {
     "run_s": ("<", 600.0),
     "wait_fraction": ("<", 0.4),
     "held_out_right": (">=", 105),
-    "lag_max": ("<=", 2.0),
+    "lag_max": ("<=", 1.0),
     "probe_abs_mean_max": ("<", 0.1),
 }
 """What demo-gpu promises on one H200; 128 sums are held out."""
