@@ -13,7 +13,7 @@ MODEL_TESTS := $(addprefix tests/unit/test_,broadcast_*.py envs_*.py model_*.py 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check format requirements clean
+.PHONY: help install demo demo-gpu cuda-driver test test-all check format requirements clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,12 +32,20 @@ $(VENV)/.installed-cpu: $(VENV)/bin/python requirements/cpu.txt pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.installed-gpu: $(VENV)/bin/python pyproject.toml
-	$(BIN)/pip install --quiet --editable ".[gpu,dev]"
+# PyPI's torch is the CUDA build that this vLLM was built for. About 5 GB.
+$(VENV)/.installed-gpu: $(VENV)/bin/python requirements/gpu.txt pyproject.toml
+	$(BIN)/pip install --quiet --no-deps --requirement requirements/gpu.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: install  ## run the four-process stack on the CPU and watch it learn
 	$(BIN)/atropos-tui up profiles/demo.toml
+
+demo-gpu: cuda-driver $(VENV)/.installed-gpu  ## train SmolLM2-135M on one CUDA GPU; needs nothing but the driver and PyPI
+	$(BIN)/atropos-tui up profiles/demo-gpu.toml
+
+cuda-driver:
+	@[ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || { echo "No NVIDIA driver answers here. In a container: --gpus all. Without a GPU: make demo"; exit 1; }
 
 # Three processes share what waits more than it computes. Two share what starts vLLM or imports it: most of what collecting
 # costs is that import, and it is paid in each process.
@@ -58,10 +66,12 @@ format: install  ## format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-requirements:  ## resolve requirements/cpu.in into the pinned cpu.txt (needs uv)
-	uv pip compile --universal --python-version 3.11 --no-annotate --no-header --overrides requirements/cpu.overrides \
+COMPILE := uv pip compile --universal --python-version 3.11 --no-annotate --no-header
+requirements:  ## resolve requirements/*.in into the pinned *.txt (needs uv)
+	$(COMPILE) --overrides requirements/cpu.overrides \
 	  $(foreach p,torch torchaudio torchvision torchcodec triton,--no-emit-package $(p)) \
 	  requirements/cpu.in --output-file requirements/cpu.txt
+	$(COMPILE) --overrides requirements/gpu.overrides requirements/gpu.in --output-file requirements/gpu.txt
 
 clean:  ## remove caches and .venv; runs/ stays
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

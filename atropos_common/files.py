@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -93,3 +96,24 @@ def write_private(path: Path, text: str, *, durable: bool = False) -> None:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def made_aside(output: Path) -> Iterator[Path]:
+    """A folder to write into that becomes `output` at the end, so that `output` is whole once it exists.
+
+    Two that make the same at the same time may both; the first to be done is kept.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = output.with_name(f".{output.name}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        try:
+            aside.rename(output)
+        except OSError:
+            if not output.is_dir():
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -14,10 +14,14 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, ClassVar, NoReturn
 
+import wandb
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 
+from atropos_common.files import read_regular, write_private
+from atropos_common.run_dir import RunDir
 from atropos_envs import EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused, EngineUnavailable, Generation
 from atropos_envs.evaluation import Graded
@@ -79,6 +83,9 @@ class StackEnv(Hosted):
         super().__init__(config, server_configs, slurm=slurm, testing=testing)
         self._may_roll = asyncio.Event()
         self._evaluating = asyncio.Lock()
+        run = RunDir.from_env()
+        self._place = run.bridge / f"env.{self.component}.items" if run is not None else None
+        self._taken = 0
 
     # What a subclass gives
 
@@ -98,6 +105,7 @@ class StackEnv(Hosted):
 
     async def get_next_item(self) -> Any:
         """The next of `items`."""
+        self._taken += 1
         return next(self.items)
 
     async def greedy(self, prompt_ids: list[int], *, wait: bool, **sampling: Any) -> Generation:
@@ -144,6 +152,8 @@ class StackEnv(Hosted):
         """The cadence of evaluations, and one more when the trainer has drained its last batch."""
         before, now = self.curr_step, self.status_dict["current_step"]
         await super().env_step_checks()
+        if now != before:
+            self._note_place()
         idle = self.eval_runner is None or self.eval_runner.done()
         if self._evaluates and idle and self.num_steps is not None and before < self.num_steps <= now:
             self.eval_runner = asyncio.create_task(self.evaluate())
@@ -151,10 +161,22 @@ class StackEnv(Hosted):
     async def get_server_info(self) -> None:
         """After registering: learn the batch size, then evaluate while BaseEnv waits its five seconds."""
         await super().get_server_info()
+        self._go_on()
         if self._evaluates:
             self.eval_runner = asyncio.create_task(self._evaluate_first())
         if not (self._evaluates and self.evaluates_first):
             self._may_roll.set()
+
+    def _go_on(self) -> None:
+        """Leave out the items that earlier attempts of this run have rolled out."""
+        with suppress(OSError, ValueError):
+            self._taken = int(read_regular(self._place)) if self._place is not None else 0
+        next(islice(self.items, self._taken, self._taken), None)
+
+    def _note_place(self) -> None:
+        """Items in flight are lost with this process, so the next one begins with as many before."""
+        if self._place is not None:
+            write_private(self._place, str(max(0, self._taken - len(self.workers))))
 
     # Evaluation
 
@@ -183,6 +205,8 @@ class StackEnv(Hosted):
                     log.warning("no evaluation of %s: %s", split, error)
                     return
                 record = self.eval_log.append(split, graded, step)
+                if wandb.run is not None:
+                    wandb.log({f"{self.wandb_prepend}_eval/{split}": record.accuracy}, step=self.curr_step)
                 version = "" if record.weight_version is None else f" at weight version {record.weight_version}"
                 log.info(
                     "%s: %d of %d right (%.2f)%s", split, record.correct, record.questions, record.accuracy, version
@@ -198,6 +222,7 @@ class StackEnv(Hosted):
         return await asyncio.gather(*(one(question) for question in questions))
 
     async def _last_words(self) -> None:
+        self._note_place()
         if self._stopping and self._fault is None and self._evaluates and self.evaluates_last:
             self._evaluating = asyncio.Lock()
             with suppress(TimeoutError):
@@ -260,8 +285,7 @@ def run(env_class: type[StackEnv]) -> NoReturn:
 
 def leave(code: int) -> NoReturn:
     """Leave at once: taking torch apart, which transformers brings along, costs seconds on a busy machine."""
-    wandb = sys.modules.get("wandb")
-    if wandb is not None and wandb.run is not None:
+    if wandb.run is not None:
         wandb.finish()
     logging.shutdown()
     sys.stdout.flush()

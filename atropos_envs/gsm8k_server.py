@@ -4,7 +4,8 @@
         --env.rollout_server_url http://127.0.0.1:8000 --openai.base_url http://127.0.0.1:9001/v1
 
 Without the hub: `--env.dataset_path FOLDER` with `train.jsonl` and `test.jsonl`, lines of `{"question", "answer"}` as
-the data set has them. Scores are +1 and -1 (see `problems.group_scores`); groups of equal scores are dropped.
+the data set has them: `grade_school_math/data` in a checkout of GitHub's openai/grade-school-math. Scores are +1 and -1
+(see `problems.group_scores`); groups of equal scores are dropped.
 """
 
 from __future__ import annotations

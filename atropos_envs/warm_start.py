@@ -10,14 +10,13 @@ aside and renamed: when it exists, it is whole.
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from atropos_common.files import made_aside
 from atropos_envs.arithmetic import MAX_NEW_TOKENS, Sum, Task, make_task, write_task
 from atropos_envs.tiny_model import EOS_ID, PAD_ID, VOCABULARY, build_tiny_model, save_model
 
@@ -163,8 +162,6 @@ def measure(model: Qwen3ForCausalLM, task: Task) -> dict[str, float]:
 def warm_start(output: Path, *, seed: int = 0, vocab_rows: int = len(VOCABULARY)) -> dict[str, float]:
     """Make the demo's model in `output`, which must not exist yet, with embeddings of `vocab_rows` rows.
 
-    Two that make the same at the same time may both; the first to be done is kept.
-
     Returns:
         Its accuracies by name, each from 0 to 1.
 
@@ -173,24 +170,13 @@ def warm_start(output: Path, *, seed: int = 0, vocab_rows: int = len(VOCABULARY)
     """
     if output.exists():
         raise FileExistsError(_exists(output))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(f".{output.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
+    with made_aside(output) as aside:
         task = make_task(seed)
         model = build_tiny_model(seed=seed, vocab_rows=vocab_rows)
         teach(model, task)
         result = measure(model, task)
         save_model(model, aside)
         write_task(task, aside, result)
-        try:
-            aside.rename(output)
-        except OSError:
-            if not output.is_dir():
-                raise
-            # Another run has just made the same model.
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return result
 
 

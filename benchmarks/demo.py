@@ -1,11 +1,12 @@
 """The demo's numbers over several seeds: start-up, step time, learning, alignment, policy lag, memory.
 
-    python benchmarks/demo.py [--seeds 0 1 2] [--objectives [grpo dr_grpo dapo gspo cispo proximal]] [--json]
+    python -m benchmarks.demo [--seeds 0 1 2] [--objectives [grpo dr_grpo dapo gspo cispo proximal]] [--json]
+    python -m benchmarks.demo --profile demo-gpu --seeds 0 [--json]    # SmolLM2 and sums, on one CUDA GPU
 
 With `--objectives` the first seed runs once with each (proximal: grpo with `ratio_base = proximal`), and what counts is
 that it learns.
-Each seed is one real `atropos-tui up demo --headless` with its own warm-started model, prepared beforehand so that
-start-up is measured without it. Memory is the proportional set size of every process that carries the run's marker.
+Each seed is one real `atropos-tui up PROFILE --headless`, its model prepared beforehand: start-up is measured
+without it (`prepare_s`). Memory is the proportional set size of every process that carries the run's marker.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import psutil
 
 from atropos_common.records import parse_line
 from atropos_common.run_dir import ENV_RUN_ID, RunDir
-from atropos_tui.profile.load import cache_dir
+from atropos_tui.profile.plan import make_site
+from atropos_tui.profile.sections import load_profile
 from benchmarks.children import free_ports
 from benchmarks.sync_report import SIGNS
 
@@ -44,6 +46,16 @@ LIMITS: dict[str, tuple[str, float]] = {
     "pss_gib": ("<", 3.0),
 }
 """What the demo promises."""
+GPU_LIMITS: dict[str, tuple[str, float]] = {
+    "exit_code": ("<=", 0),
+    "steps": (">=", 300),
+    "run_s": ("<", 600.0),
+    "wait_fraction": ("<", 0.4),
+    "held_out_right": (">=", 105),
+    "lag_max": ("<=", 1.0),
+    "probe_abs_mean_max": ("<", 0.1),
+}
+"""What demo-gpu promises on one H200; 128 sums are held out."""
 OBJECTIVES: dict[str, dict[str, Any]] = {
     **{name: {"trainer.objective": name} for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")},
     "proximal": {"trainer.ratio_base": "proximal"},
@@ -66,18 +78,25 @@ def pss_of(run_id: str, supervisor: psutil.Process) -> int:
     return total
 
 
-def measure(seed: int, folder: Path, objective: str | None = None) -> dict[str, Any]:
-    """Prepare the seed's model, run the demo, and read its files; `objective` is one of `OBJECTIVES`."""
-    model = cache_dir() / f"arithmetic-seed{seed}"
+def prepare(profile: str, seed: int) -> None:
+    """Run the profile's `prepare` commands whose result is not there yet."""
+    loaded, _ = load_profile(profile, [f"seed={seed}"])
+    site = make_site(loaded, Path("runs"), run_id="benchmark")
+    for step in loaded.prepare:
+        if not Path(site.text(step.creates or "")).exists():
+            command = [sys.executable, *site.texts(step.command)[1:]]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def measure(seed: int, folder: Path, profile: str, objective: str | None = None) -> dict[str, Any]:
+    """Prepare the seed's model, run the profile, and read its files; `objective` is one of `OBJECTIVES`."""
     began = time.time()
-    if not model.exists():
-        command = [sys.executable, "-m", "atropos_envs.warm_start", "--output", str(model), "--seed", str(seed)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    prepare(profile, seed)
     prepared = time.time()
     root = folder / f"seed{seed}-{objective or 'demo'}"
     api, engine = free_ports(2)
     sets = {"seed": seed, "api.port": api, "vllm.port": engine, **(OBJECTIVES[objective] if objective else {})}
-    command = [sys.executable, "-m", "atropos_tui", "up", "demo", "--headless", "--run-dir", str(root)]
+    command = [sys.executable, "-m", "atropos_tui", "up", profile, "--headless", "--run-dir", str(root)]
     command += [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
     began_run = time.time()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
@@ -90,7 +109,7 @@ def measure(seed: int, folder: Path, objective: str | None = None) -> dict[str, 
     if process.returncode:
         raise SystemExit(f"seed {seed}: `{' '.join(command)}` ended with {process.returncode}")
     what = {"objective": objective} if objective else {}
-    return {"seed": seed, **what, "exit_code": process.returncode, "warm_start_s": prepared - began} | figures(
+    return {"seed": seed, **what, "exit_code": process.returncode, "prepare_s": prepared - began} | figures(
         RunDir(root), began_run, ended, peak
     )
 
@@ -111,6 +130,7 @@ def figures(run: RunDir, began: float, ended: float, peak: int) -> dict[str, Any
         "run_s": ended - began,
         "step_s": mean(r.step_s for r in timing),
         "data_wait_s": mean(r.data_wait_s for r in timing),
+        "wait_fraction": sum(r.data_wait_s for r in timing) / sum(r.step_s for r in timing),
         "train_s": mean(r.train_s for r in timing),
         "sync_s": mean(r.sync_s for r in timing),
         "reward_first5": mean(rewards[:5]),
@@ -118,6 +138,8 @@ def figures(run: RunDir, began: float, ended: float, peak: int) -> dict[str, Any
         "reward_gain": mean(rewards[-5:]) - mean(rewards[:5]),
         "held_out_first": held_out[0].accuracy,
         "held_out_last": held_out[-1].accuracy,
+        "held_out_right": held_out[-1].correct,
+        "held_out_asked": held_out[-1].questions,
         "held_out_gain": held_out[-1].accuracy - held_out[0].accuracy,
         "clip_fraction": mean(r.clip_fraction for r in steps),
         "kl_k3_max": max(r.kl_k3 for r in steps),
@@ -145,17 +167,19 @@ def print_table(rows: list[dict[str, Any]], promises: dict[str, tuple[str, float
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", choices=("demo", "demo-gpu"), default="demo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--objectives", choices=OBJECTIVES, nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    promises = LIMITS if options.objectives is None else LEARNING
+    promises = LEARNING if options.objectives is not None else GPU_LIMITS if options.profile == "demo-gpu" else LIMITS
     os.environ.setdefault("XDG_STATE_HOME", tempfile.mkdtemp(prefix="atropos-bench-"))
     with tempfile.TemporaryDirectory(prefix="atropos-demo-") as folder:
         if options.objectives is None:
-            rows = [measure(seed, Path(folder)) for seed in options.seeds]
+            rows = [measure(seed, Path(folder), options.profile) for seed in options.seeds]
         else:
-            rows = [measure(options.seeds[0], Path(folder), name) for name in options.objectives or OBJECTIVES]
+            names = options.objectives or OBJECTIVES
+            rows = [measure(options.seeds[0], Path(folder), options.profile, name) for name in names]
     if options.json:
         print(json.dumps({"runs": rows, "limits": promises}))
     else:

@@ -1,7 +1,7 @@
 """What a restart, a kill or a stopped process costs a run: time to the next step, steps lost, the trainer's attempts.
 
     python -m benchmarks.restarts [--modes lora_only ...] [--events "restart vllm" ...] [--times 20] [--seed 0]
-                                  [--profile demo-gpu --set vllm.gpus=[1] ...] [--records FILE] [--json]
+                                  [--profile arithmetic-gpu --set vllm.gpus=[1] ...] [--records FILE] [--json]
     python -m benchmarks.restarts --table FILE ...      # of what several of them recorded
 
 The demo's real stack (real vLLM) for each mode, under 16 streams of completions beside the environment's own

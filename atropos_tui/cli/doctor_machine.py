@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -43,6 +44,8 @@ TIME_ERROR = 5
 """What adjtimex(2) returns while nobody disciplines the clock."""
 BLACKWELL = (10, 0)
 AMPERE = (8, 0)
+LEAST_GPU_MEMORY = 8 * GB
+"""What profile demo-gpu takes: weights, masters and moments of 135 M parameters, two CUDA contexts, a cache."""
 BUSY_SHARE = 0.05
 """Memory in use below this share is the driver's own."""
 IMPORT_S = 60.0
@@ -330,10 +333,31 @@ def _card_memory(card: Card) -> Check:
     holders = ", ".join(f"pid {pid} ({bytes_text(held or 0)})" for pid, held in sorted((card.processes or {}).items()))
     if not card.total:
         return ok(name, "not told by the driver")
+    if card.total < LEAST_GPU_MEMORY:
+        return warn(
+            name, f"{said}: little", f"demo-gpu takes about {bytes_text(LEAST_GPU_MEMORY)}; make demo needs none"
+        )
     if card.used < card.total * BUSY_SHARE:
         return ok(name, said)
     fix = "atropos-tui runs and atropos-tui clean show whether it is a run's; nvidia-smi shows the rest"
     return warn(name, f"{said} by {holders or 'processes that the driver does not name here'}", fix)
+
+
+def compiler(found: str | None, header: Path) -> Check:
+    """Triton compiles a part of its own at the first start, against Python's headers."""
+    name = "C compiler"
+    missing = [] if found else ["no gcc, cc or clang"]
+    missing += [] if header.exists() else [f"no {header}"]
+    if missing:
+        said = f"{' and '.join(missing)}: Triton's kernels do not compile, so vLLM does not start"
+        return fail(name, said, "install them: apt-get install gcc python3-dev, or what your system calls them")
+    return ok(name, f"{found}, with Python's headers")
+
+
+def find_compiler() -> tuple[str | None, Path]:
+    """The compiler that Triton takes, and the header that it needs."""
+    named = (shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "cc", "clang") if name)
+    return next(filter(None, named), None), Path(sysconfig.get_paths()["include"]) / "Python.h"
 
 
 def torch_sees_gpus(present: int, python: str = sys.executable, timeout_s: float = IMPORT_S) -> Check:

@@ -37,7 +37,7 @@ SCRIPT = "script"
 """The kind of an environment that is a file of the user's own."""
 TEMPLATES = {"gsm8k": "gsm8k", "arithmetic": "demo", "math-zero": "math-zero", SCRIPT: "gsm8k"}
 """The shipped profile that a kind of environment begins with."""
-GPU_TEMPLATES = {"arithmetic": "demo-gpu"}
+GPU_TEMPLATES = {"arithmetic": "arithmetic-gpu"}
 """The same where the run has GPUs, if it is another one."""
 Changes = dict[str, dict[str, Any]]
 """By table ("" is the top), new values of keys; None takes a key out."""

@@ -57,6 +57,8 @@ MOST_SEQUENCES = 1024
 """vLLM's own --max-num-seqs on a large GPU."""
 LORA_SLOTS = 2
 """Adapters that an engine computes with at a time: the newest, and the one on which completions in flight end."""
+WANDB_ID_LENGTH = 64
+"""Longer ids of runs are refused there."""
 
 TRAINER_STAGES = [
     Stage(
@@ -213,6 +215,8 @@ def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
         derived["vllm_config_path"] = str(site.run.manifest(engine.name))
     if engine.max_model_len is not None:
         derived["max_model_len"] = engine.max_model_len
+    if profile.trainer.settings.get("use_wandb"):
+        derived["wandb_group"] = site.run_id
     if grouped and (group := group_size(profile)) is not None:
         derived["group_size"] = group
     try:
@@ -449,7 +453,10 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         "openai.server_type": "vllm",
         "openai.model_name": engine_model(site, engine),
         "openai.api_key": "local",
-    } | section.args
+    }
+    if (section.module or "").startswith("atropos_envs."):
+        flags["env.seed"] = site.profile.seed
+    flags |= section.args
     if section.command:
         command = site.texts(section.command)
     else:
@@ -462,6 +469,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         name=section.name,
         role=Role.ENV,
         command=command,
+        env=_tracked(site, settings, section.name),
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stages=ENV_STAGES,
         stop=StopPolicy(signal="TERM", grace_s=5),
@@ -509,7 +517,7 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> Componen
         name="trainer",
         role=Role.TRAINER,
         command=[*_module("trainer_core"), *settings.to_args()],
-        env=_gpus(trainer_gpus(site.profile)),
+        env=_gpus(trainer_gpus(site.profile)) | _tracked(site, settings),
         # It imports and registers while vLLM loads, and waits for the manifest by itself.
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         probes=Probes(
@@ -525,6 +533,18 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> Componen
         start_timeout_s=1800,
         ends_run=True,
     )
+
+
+def _tracked(site: Site, settings: TrainingConfig, environment: str = "") -> dict[str, str]:
+    """What makes all attempts of a component one run of Weights & Biases, and those of a run one group."""
+    if not settings.use_wandb:
+        return {}
+    return {
+        "WANDB_RUN_ID": "-".join(filter(None, [site.run_id, environment]))[-WANDB_ID_LENGTH:],
+        "WANDB_RESUME": "allow",
+        "WANDB_RUN_GROUP": str(settings.wandb_group),
+        "WANDB_DIR": str(site.run.root),
+    }
 
 
 def trainer_gpus(profile: Profile) -> list[int]:

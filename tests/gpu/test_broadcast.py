@@ -147,7 +147,7 @@ def test_a_server_whose_engine_hangs_is_named(tmp_path: Path) -> None:
 def test_four_processes_and_a_killed_server(stack: Start_) -> None:
     """The trainer's broadcast to a server that dies is aborted; the new server gets the present weights."""
     run = stack(
-        profile="demo-gpu", mode="broadcast", vllm__gpus="[1]", trainer__gpus="[0]", trainer__training_steps=60,
+        profile="arithmetic-gpu", mode="broadcast", vllm__gpus="[1]", trainer__gpus="[0]", trainer__training_steps=60,
         trainer__checkpoint_interval=0,
     )  # fmt: skip
     run.until_step(10, timeout=400)

@@ -18,7 +18,7 @@ Start = Callable[..., LiveStack]
 
 
 def test_single_copy_learns_on_the_gpu(stack: Start) -> None:
-    run = stack(profile="demo-gpu")
+    run = stack(profile="arithmetic-gpu")
     code, output = run.wait(timeout=500)
     assert code == 0, output[-6000:]
     assert [step.step for step in run.steps()] == list(range(1, 61))
@@ -45,7 +45,7 @@ def test_single_copy_learns_on_the_gpu(stack: Start) -> None:
 def test_the_other_modes_run_the_whole_stack(stack: Start, mode: str, interval: int | None) -> None:
     steps = 12
     sets = {"trainer__vllm_restart_interval": interval} if interval else {}
-    run = stack(profile="demo-gpu", mode=mode, trainer__training_steps=steps, **sets)
+    run = stack(profile="arithmetic-gpu", mode=mode, trainer__training_steps=steps, **sets)
     code, output = run.wait(timeout=500)
     assert code == 0, output[-6000:]
     assert [step.step for step in run.steps()] == list(range(1, steps + 1))

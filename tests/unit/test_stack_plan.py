@@ -66,6 +66,29 @@ def test_derived_values_agree() -> None:
     assert parts["api"].command[-4:] == ["--host", "127.0.0.1", "--port", "8123"]
 
 
+def test_the_seed_reaches_environments_of_ours_and_no_others() -> None:
+    assert flags(stack(load_profile("demo")[0]).component("arithmetic").command)["env.seed"] == "0"
+    ours = profile(seed=7, env={"module": "atropos_envs.sums_server", "args": {}})
+    assert flags(stack(ours).component("env").command)["env.seed"] == "7"
+    chosen = profile(seed=7, env={"module": "atropos_envs.sums_server", "args": {"env.seed": 3}})
+    assert flags(stack(chosen).component("env").command)["env.seed"] == "3"
+    assert "env.seed" not in flags(stack(profile(seed=7)).component("env").command)
+
+
+def test_all_attempts_are_one_run_of_wandb_and_all_components_one_group() -> None:
+    asked = stack(profile(trainer={"batch_size": 16, "use_wandb": True}))
+    trainer, env = asked.component("trainer"), asked.component("env")
+    assert (trainer.env["WANDB_RUN_ID"], env.env["WANDB_RUN_ID"]) == ("r", "r-env")
+    for part in (trainer, env):
+        said = {name: part.env[f"WANDB_{name}"] for name in ("RESUME", "RUN_GROUP", "DIR")}
+        assert said == {"RESUME": "allow", "RUN_GROUP": "r", "DIR": "/runs/r"}
+    assert flags(trainer.command)["wandb-group"] == "r", "run-api hands it on to environments"
+    named = stack(profile(trainer={"batch_size": 16, "use_wandb": True, "wandb_group": "g"}))
+    assert named.component("env").env["WANDB_RUN_GROUP"] == "g"
+    unasked = stack(profile())
+    assert not [name for part in unasked.components for name in part.env if name.startswith("WANDB")]
+
+
 def test_gpus_reach_the_processes() -> None:
     parts = {c.role.value: c for c in stack(profile(vllm={"gpus": [2]})).components}
     assert parts["engine"].env["CUDA_VISIBLE_DEVICES"] == parts["trainer"].env["CUDA_VISIBLE_DEVICES"] == "2"

@@ -157,11 +157,14 @@ def test_a_failing_tracker_never_stops_training(
     class Broken:
         url, dir = None, "x"
 
+        def define_metric(self, *_: Any, **__: Any) -> None:
+            pass
+
         def log(self, *_: Any, **__: Any) -> None:
             calls.append("log")
             raise ConnectionError("no route")
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: Broken()))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: Broken(), Table=list))
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     trackers = Trackers(_config(use_wandb=True, use_tensorboard=True, save_path=str(tmp_path / "out")))
     for step in (1, 2):
