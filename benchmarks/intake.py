@@ -202,7 +202,10 @@ def main() -> None:
                     api.next_batch(0)
                 found = [way.take(url, api, groups, train, sequences) for _ in range(options.times)]
             waits = [one["waited"] for one in found]
-            cells = [f"{sequences} x {options.length:,}", way.says, f"{median(waits):.2f} (most {max(waits):.2f})"]
+            waited = f"{median(waits):.2f} (most {max(waits):.2f})"
+            if max(waits) == float("inf"):
+                waited = f"{waits.count(max(waits))} of {len(waits)} lost after {OLD_TIMEOUT_S:.0f}"
+            cells = [f"{sequences} x {options.length:,}", way.says, waited]
             for part in PARTS:
                 values = [one[part] for one in found if part in one]
                 cells.append(f"{median(values):.2f}" if values else "")

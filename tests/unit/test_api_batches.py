@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ class Api:
     """A run-api with a trainer's registration of batches of 8."""
 
     def __init__(self, port: int) -> None:
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={TOKEN_HEADER: TOKEN}, timeout=60)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={TOKEN_HEADER: TOKEN}, timeout=120)
 
     def fresh(self) -> Api:
         self.http.get("/reset_data").raise_for_status()
@@ -143,3 +144,27 @@ def test_what_atroposlib_would_give_is_given(share: float | None) -> None:
         assert theirs is None or [id(group) for group in theirs] == [id(group) for group in ours or []]
         assert ours is None or sum(len(group["tokens"]) for group in ours) == 8
     assert given > 100
+
+
+def test_an_environment_that_dies_while_it_sends_leaves_nothing_half(api: Api) -> None:
+    body = json.dumps(GROUP).encode()
+    head = f"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection((api.http.base_url.host, api.http.base_url.port)) as line:
+        line.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body[:-9])
+    api.send(1, size=4)
+    assert api.batch() == ([], None) and api.status() == (0, 1)
+    api.send(2, size=4)
+    assert api.batch()[0] == [1, 2], "the next one's groups complete the batch"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_batch_of_200_mb_comes_whole(api: Api) -> None:
+    """As JSON; the door lets in half a GiB at a time."""
+    text = "x" * 25_000_000
+    api.send(1, messages=[[{"role": "user", "content": text}]] * 8)
+    answer = api.http.get("/batch", headers={AFTER_HEADER: ""})
+    assert len(answer.content) > 200_000_000
+    batch = read_batch(answer.json()["batch"], seq_len=8, recompute=True)
+    assert len(batch.rollouts) == 8 and not batch.left_out
+    assert api.batch(answer.headers[BATCH_HEADER]) == ([], None) and api.status() == (1, 0)

@@ -25,8 +25,12 @@ from tests.unit import test_envs_servers as envs
 from tests.unit.envs_support import Engine as AddingEngine
 from tests.unit.test_trainer_registration import GROUP, REGISTRATION, RunApiProcess
 from tests.unit.trainer_stand_ins import TOKEN, Engine, Recorded, group, plain_model, run_config
+from trainer_core.config import TrainingConfig
 from trainer_core.loop import train
+from trainer_core.rollouts.batch import Selection
 from trainer_core.rollouts.client import RunApi
+from trainer_core.rollouts.source import BatchSource, LagMeter
+from trainer_core.telemetry import Telemetry
 
 model, make, quick = envs.model, envs.make, envs.quick
 STEPS = 4
@@ -157,6 +161,33 @@ def test_after_a_reset_it_registers_with_the_step_of_now(api: str, monkeypatch: 
     _send(api, [[GROUP]])
     assert ahead.answer() == 1
     client.close()
+
+
+def test_an_outage_while_nobody_waits_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Longer than the trainer's patience, in the middle of a long step."""
+    monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
+    process = RunApiProcess("door")
+    client = _opened(process.url, 2)
+    config = TrainingConfig(model_name="m", save_path=str(tmp_path), batch_size=2)
+    source = BatchSource(
+        config, client, Telemetry(tmp_path / "t.jsonl"), selection=Selection(), advantage_std=True,
+        lag_meter=LagMeter([]), while_waiting=lambda: None,
+    )  # fmt: skip
+    _send(process.url, [[GROUP]])
+    assert len(source.next_batch(0, 0)[0].rollouts) == 2
+    client.timeout_s = 0.5
+    process.kill()
+    time.sleep(2)
+    process.start()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(source.next_batch, 1, 1)
+        while httpx.get(f"{process.url}/info").json()["batch_size"] != 2:
+            assert not found.done(), found.exception()
+            time.sleep(0.02)
+        _send(process.url, [[GROUP]])
+        assert len(found.result(20)[0].rollouts) == 2
+    client.close()
+    process.kill()
 
 
 class Stamping(AddingEngine):

@@ -11,13 +11,14 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from atropos_common.bridge import MOST_DIGESTS
 from atropos_common.records import MISSING, AlignmentRecord
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import EngineError, EngineGone, MissingLogprobs
+from trainer_core.errors import ApiError, EngineError, EngineGone, MissingLogprobs
 from trainer_core.rollouts.background import Background
 from trainer_core.rollouts.batch import Batch, Rollout, Selection, read_batch
 from trainer_core.rollouts.client import RawBatch, RunApi
@@ -160,10 +161,11 @@ class BatchSource:
         """The batch that is on its way, or the next of run-api."""
         ahead, self._ahead = self._ahead, None
         try:
-            if ahead is None:
-                return self._read(self.api.next_batch(step, on_idle=self.while_waiting))
-            self.api.await_from(step)
-            return ahead.answer(on_idle=self.while_waiting)
+            if ahead is not None:
+                self.api.await_from(step)
+                with suppress(ApiError):  # away while nobody waited: patience begins anew
+                    return ahead.answer(on_idle=self.while_waiting)
+            return self._read(self.api.next_batch(step, on_idle=self.while_waiting))
         except MissingLogprobs as error:
             self.telemetry.write(AlignmentRecord, step + 1, verdict="mismatch", cause=f"{MISSING}: {error}")
             raise
