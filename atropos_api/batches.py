@@ -10,10 +10,13 @@ make up a batch is decided by its own functions; every other request goes throug
 
 A trainer that names the batch it had last (`AFTER_HEADER`) is handed the next one ahead of time: it stays in the queue,
 where environments count it, until the trainer asks for the one after it. Without that header a batch is taken for good.
+Such a trainer's question is also answered when a batch comes rather than when it asks again.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -26,6 +29,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atropos_common.http import AFTER_HEADER, BATCH_HEADER
 
 PATH = "/batch"
+HOLD_S = 0.5
+"""So long an answer waits for a batch."""
+LOOK_S = 0.01
 Group = dict[str, Any]
 UNREGISTERED = b'{"status":"error","message":"Trainer not registered. Call /register first.","batch":[]}'
 """atroposlib's own words."""
@@ -51,20 +57,26 @@ class Batches:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "GET":
-            await self._answer(Headers(scope=scope).get(AFTER_HEADER))(scope, receive, send)
+            answer = await self._answer(Headers(scope=scope).get(AFTER_HEADER))
+            await answer(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _answer(self, after: str | None) -> Response:
-        # Without a trainer there is no batch size, and after /reset_data no queue.
-        if getattr(self._state, "batchsize", 0) < 1 or not hasattr(self._state, "queue"):
-            return Response(UNREGISTERED, media_type="application/json")
-        self._state.started = True  # environments may register from here on
-        batch = self._next(after)
-        if batch is None:
-            return Response(b'{"batch":null}', media_type="application/json")
-        name = {} if after is None else {BATCH_HEADER: batch.name}
-        return Response(encoded(batch.groups), media_type="application/json", headers=name)
+    async def _answer(self, after: str | None) -> Response:
+        give_up = time.monotonic() + (0.0 if after is None else HOLD_S)
+        while True:
+            # Without a trainer there is no batch size, and after /reset_data no queue.
+            if getattr(self._state, "batchsize", 0) < 1 or not hasattr(self._state, "queue"):
+                return Response(UNREGISTERED, media_type="application/json")
+            self._state.started = True  # environments may register from here on
+            if batch := self._next(after):
+                name = {} if after is None else {BATCH_HEADER: batch.name}
+                return Response(encoded(batch.groups), media_type="application/json", headers=name)
+            groups = len(self._state.queue)
+            while len(getattr(self._state, "queue", ())) == groups:
+                if time.monotonic() >= give_up:
+                    return Response(b'{"batch":null}', media_type="application/json")
+                await asyncio.sleep(LOOK_S)
 
     def _next(self, after: str | None) -> Kept | None:
         """The batch behind the one named `after`, which is let go; the same again for who did not get it."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -83,6 +85,15 @@ def test_a_batch_is_kept_until_the_one_after_it_is_asked_for(api: Api) -> None:
     api.send(3)
     assert api.batch(second)[0] == [3]
     assert api.batch()[0] == [3] and api.batch() == ([], None), "without the header it is gone for good"
+
+
+def test_a_question_waits_a_moment_for_its_answer(api: Api) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(api.batch, "")
+        time.sleep(0.2)
+        assert api.batch() == ([], None) and not asked.done(), "without the header it is answered at once"
+        Api(api.http.base_url.port or 0).send(1)
+        assert asked.result(10)[0] == [1]
 
 
 def test_a_reset_forgets_what_was_kept(api: Api) -> None:

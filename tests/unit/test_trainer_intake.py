@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -126,9 +127,7 @@ def test_the_same_weights_as_without_and_a_stop_loses_nothing(
     assert (status["current_step"], status["queue_size"]) == (STEPS, 0)
 
 
-def test_nobody_is_said_to_wait_while_the_trainer_trains(
-    api: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_nobody_is_said_to_wait_while_it_trains(api: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("trainer_core.rollouts.client.COMPLAIN_AFTER_S", 0.3)
     client = _opened(api, 2)
     _send(api, [[GROUP]])
@@ -142,7 +141,7 @@ def test_nobody_is_said_to_wait_while_the_trainer_trains(
         time.sleep(1.0)
         _send(api, [[GROUP]])
         assert found.result(10) == 1
-    assert "Waiting for rollouts for 0 s: run-api's queue is empty" in capsys.readouterr().out
+    assert re.search(r"Waiting for rollouts for \d s: run-api's queue is empty", capsys.readouterr().out)
     client.close()
 
 
@@ -190,6 +189,14 @@ def test_an_outage_while_nobody_waits_ends_nothing(monkeypatch: pytest.MonkeyPat
     process.kill()
 
 
+def _full(url: str, groups: int) -> None:
+    """A trainer that is slow: returns once run-api's queue has so many groups."""
+    end = time.monotonic() + 20
+    while httpx.get(f"{url}/status").json()["queue_size"] < groups:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 class Stamping(AddingEngine):
     """The version that begins a completion is in its logprobs: -1 - version."""
 
@@ -213,11 +220,12 @@ async def test_lag_stays_within_max_batches_offpolicy(make: envs.Make, quick: No
         serving = asyncio.create_task(env.env_manager())
         raw = await asyncio.to_thread(client.next_batch, 0)
         lags = []
-        for step in range(24):
+        for step in range(16):
             ahead = client.fetch_ahead(lambda raw: raw)
             born = [-round(row[-1]) - 1 for each in raw for row in each["inference_logprobs"]]
             lags.append(step - min(born))
-            await asyncio.sleep(0.15 if step % 8 < 4 else 0.01)
+            if step % 8 < 4:
+                await asyncio.to_thread(_full, api, 4 * most)
             engine.version = step + 1
             client.await_from(step + 1)
             raw = await asyncio.to_thread(ahead.answer)
