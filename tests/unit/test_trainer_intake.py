@@ -162,10 +162,13 @@ def test_after_a_reset_it_registers_with_the_step_of_now(api: str, monkeypatch: 
     client.close()
 
 
-def test_an_outage_while_nobody_waits_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_outage_while_nobody_waits_ends_nothing(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Longer than the trainer's patience, in the middle of a long step."""
     monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
     process = RunApiProcess("door")
+    request.addfinalizer(process.kill)
     client = _opened(process.url, 2)
     config = TrainingConfig(model_name="m", save_path=str(tmp_path), batch_size=2)
     source = BatchSource(
@@ -186,7 +189,6 @@ def test_an_outage_while_nobody_waits_ends_nothing(monkeypatch: pytest.MonkeyPat
         _send(process.url, [[GROUP]])
         assert len(found.result(20)[0].rollouts) == 2
     client.close()
-    process.kill()
 
 
 def _full(url: str, groups: int) -> None:
