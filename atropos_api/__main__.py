@@ -9,6 +9,7 @@ import sys
 
 import uvicorn
 
+from atropos_api.batches import Batches
 from atropos_api.door import ENV_MAX_BODY, ENV_UIDS, Door, Settings
 from atropos_common import ports
 from atropos_common.bridge import TOKEN_HEADER
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     print(f"run-api serves on http://{asked.host}:{asked.port}", flush=True)
     # The door goes by the caller's true address: no header may name another. No route is a WebSocket.
-    server = uvicorn.Server(uvicorn.Config(Door(app, settings), proxy_headers=False, ws="none"))
+    server = uvicorn.Server(uvicorn.Config(Door(Batches(app, app.state), settings), proxy_headers=False, ws="none"))
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
     return 0 if server.started else NOT_STARTED

@@ -16,6 +16,12 @@ LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepali
 the same, and a request sent at that very moment is lost without an answer. A client with a transport of its own takes
 no heed of its own `limits`: they are the transport's then."""
 
+AFTER_HEADER = "X-Atropos-After"
+"""Of a `GET /batch` of our trainer: the name of the batch that it had last, empty for none. Our run-api lets that one
+go, and keeps the next until it is named here in turn; others do not know the header."""
+BATCH_HEADER = "X-Atropos-Batch"
+"""Of the answer: the name of a batch that run-api keeps."""
+
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
 

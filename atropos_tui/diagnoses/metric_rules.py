@@ -418,8 +418,8 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "policy_lag_growing",
         "the policy lag grows: rollouts get older and older",
-        "run-api hands out all full batches at once, so the bound is the environment's: env.max_batches_offpolicy "
-        "= 1 under [env.args]; and fewer rollouts at once: env.max_num_workers_per_node",
+        "env.max_batches_offpolicy = 1 under [env.args] bounds what waits in run-api; fewer rollouts at once "
+        "(env.max_num_workers_per_node) end sooner; [trainer] max_policy_lag leaves out what is older all the same",
         STEPS,
         lag_grows,
         window=2 * BLOCK,

@@ -9,7 +9,11 @@ How run-api (atroposlib 0.4.0) behaves, and what follows from it:
   trainer's registration is left alone, and so are its batches.
 - `GET /batch` takes a batch out before it answers: what breaks then is lost. NaN breaks it (HTTP 500), a client that
   gives up too early, too.
-- Pulling ahead would defeat the environment's off-policy bound, so nothing is prefetched.
+- Pulling ahead would defeat the environment's off-policy bound: a batch that is taken out has left the queue.
+
+Behind our own door (`atropos_api.batches`) the last two do not hold: it hands out the oldest groups first, and keeps a
+batch in its queue until the trainer asks for the one after it. So there the next batch may be fetched while the present
+one trains, and nothing of it is lost when the trainer ends before it trains it.
 """
 
 from __future__ import annotations
@@ -18,16 +22,17 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import msgspec
 
 from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.http import LIMITS
+from atropos_common.http import AFTER_HEADER, BATCH_HEADER, LIMITS
 from atropos_common.run_dir import ENV_TOKEN
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import ApiError, Stopped
+from trainer_core.rollouts.background import Background
 
 POLL_FIRST_S = 0.02
 POLL_MAX_S = 0.2
@@ -43,6 +48,7 @@ FAILED = "failed"
 """Status of an answer that run-api could not give."""
 RESTART = "restart run-api (atropos-tui restart api)"
 
+T = TypeVar("T")
 RawBatch = list[Any]
 """Groups as run-api returns them: tokens, masks, scores, inference_logprobs, overrides, ..."""
 
@@ -68,7 +74,13 @@ class RunApi:
             # Compressing a batch costs run-api more time than sending it.
             headers={"Accept-Encoding": "identity"},
         )  # fmt: skip
+        self._step = 0
+        """Optimizer steps done, for a new registration."""
         self._ready: RawBatch | None = None
+        self._after = ""
+        """Name of the batch that came last, where run-api keeps batches."""
+        self._awaited_since: float | None = None
+        """When somebody began to wait for the batch under way; null: nobody does."""
         self._opened = False
         self._registered = False
         """The last look said so."""
@@ -82,10 +94,17 @@ class RunApi:
         Raises:
             ApiError: run-api stays away for `timeout_s`, or refuses the registration.
         """
-        while not self._look(step):
+        self._step = step
+        while not self._look():
             self._pause(LOOK_S)
         self._opened = True
-        self._ready = self._batch(step)
+        self._ready = self._batch()
+
+    @property
+    def keeps_batches(self) -> bool:
+        """Whether run-api keeps the batch that came last, and hands it out again, until the next one is asked for: to
+        fetch ahead then takes nothing from anybody."""
+        return bool(self._after)
 
     def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
         """The next batch, waiting as long as it takes; `on_idle` is called about once a second and may raise. An empty
@@ -94,6 +113,19 @@ class RunApi:
         Args:
             step: optimizer steps done, for a new registration when run-api lost its state.
         """
+        self.await_from(step)
+        return self._next(on_idle)
+
+    def fetch_ahead(self, read: Callable[[RawBatch], T]) -> Background[T]:
+        """Fetch the next batch, and `read` it, while nobody waits for it yet; `await_from` tells when somebody does."""
+        self._awaited_since = None
+        return Background(lambda: read(self._next()), self.stop)
+
+    def await_from(self, step: int) -> None:
+        """Somebody waits from now on for the batch under way, with `step` optimizer steps done."""
+        self._step, self._awaited_since = step, time.monotonic()
+
+    def _next(self, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
         if self._ready is not None:
             ready, self._ready = self._ready, None
             return ready
@@ -101,17 +133,18 @@ class RunApi:
         next_check, next_word, next_look = began + IDLE_CHECK_S, began + COMPLAIN_AFTER_S, began
         while True:
             if time.monotonic() >= next_look:
-                self._look(step)
+                self._look()
                 next_look = time.monotonic() + LOOK_S
-            batch = self._batch(step) if self._registered else None
+            batch = self._batch() if self._registered else None
             if batch is not None:
                 return batch
             now = time.monotonic()
             if now >= next_check:
                 on_idle()
                 next_check = now + IDLE_CHECK_S
-            if now >= next_word and self._registered:
-                print(f"Waiting for rollouts for {now - began:.0f} s: {self._why_empty()}")
+            waited = now - self._awaited_since if self._awaited_since is not None else 0.0
+            if waited >= COMPLAIN_AFTER_S and now >= next_word and self._registered:
+                print(f"Waiting for rollouts for {waited:.0f} s: {self._why_empty()}")
                 next_word = now + COMPLAIN_AFTER_S
             self._pause(pause)
             pause = min(pause * 1.3, POLL_MAX_S)
@@ -123,31 +156,31 @@ class RunApi:
         if self.stop.wait(seconds):
             raise Stopped
 
-    def _look(self, step: int) -> bool:
+    def _look(self) -> bool:
         """Whether run-api's registration is ours; registers where it is nobody's."""
         wanted = self.registration["batch_size"]
         info = self._call("GET", "/info")
         if info.get("batch_size") == wanted and self._registered:
             return True
         if info.get("batch_size") == NOBODY and self._registered:
-            print(f"run-api has forgotten this trainer. Registering again at step {step}.")
+            print(f"run-api has forgotten this trainer. Registering again at step {self._step}.")
         self._registered = False
         if info.get("batch_size") in (NOBODY, wanted):
-            info = self._register(step)
+            info = self._register()
             if info.get("batch_size") == NOBODY:
                 # A group came first.
                 self._make_room()
-                info = self._register(step)
+                info = self._register()
         self._registered = info.get("batch_size") == wanted
         if self._registered:
-            self._greet(info, step)
+            self._greet(info)
         else:
             self._complain(info.get("batch_size"), wanted)
         return self._registered
 
-    def _register(self, step: int) -> dict[str, Any]:
+    def _register(self) -> dict[str, Any]:
         """Ask to be registered; what run-api's `/info` says then."""
-        answer = self._call("POST", "/register", json={**self.registration, "starting_step": step})
+        answer = self._call("POST", "/register", json={**self.registration, "starting_step": self._step})
         if "uuid" not in answer:
             raise ApiError(f"run-api at {self.url} refused the trainer: {answer}")
         return self._call("GET", "/info")
@@ -165,10 +198,10 @@ class RunApi:
             if answer.status_code != httpx.codes.FORBIDDEN:
                 return
 
-    def _greet(self, info: dict[str, Any], step: int) -> None:
+    def _greet(self, info: dict[str, Any]) -> None:
         self._complained_at = -COMPLAIN_AFTER_S
         size, longest = info.get("batch_size"), info.get("max_token_len")
-        print(f"✓ Registered with run-api at {self.url}: {size} sequences a step, starting at step {step}")
+        print(f"✓ Registered with run-api at {self.url}: {size} sequences a step, starting at step {self._step}")
         wanted = self.registration.get("max_token_len")
         if longest != wanted:
             print(
@@ -193,66 +226,52 @@ class RunApi:
             "--batch-size x --gradient-accumulation-steps"
         )
 
-    def _batch(self, step: int) -> RawBatch | None:
+    def _batch(self) -> RawBatch | None:
         """One `GET /batch`: its groups; an empty list for a batch that was lost; null when there is none yet."""
-        answer = self._in_background(lambda: self._call("GET", "/batch"))
+        after = {AFTER_HEADER: self._after}
+        answer = Background(lambda: self._call("GET", "/batch", headers=after), self.stop).answer()
         if answer.get("status") == "error":
-            print(f"run-api says: {answer.get('message', answer)} Registering again at step {step}.")
+            print(f"run-api says: {answer.get('message', answer)} Registering again at step {self._step}.")
             self._registered = False
-            self._look(step)
+            self._look()
         elif answer.get("status") == FAILED:
             # It fails without its state as well as with a batch that it cannot write down; and closes the connection.
             self._pause(POLL_MAX_S)
             known = self._call("GET", "/info").get("batch_size") == self.registration["batch_size"]
             if not known:
-                self._look(step)
+                self._look()
             return [] if known else None
         batch = answer.get("batch")
-        return batch if isinstance(batch, list) and batch else None
+        if not (isinstance(batch, list) and batch):
+            return None
+        self._after = str(answer.get(BATCH_HEADER, ""))
+        return batch
 
-    def _in_background(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Its answer; a stop ends the wait for it, not the call."""
-        answers: SimpleQueue[dict[str, Any] | Exception] = SimpleQueue()
-
-        def run() -> None:
-            try:
-                answers.put(call())
-            except Exception as error:
-                answers.put(error)
-
-        threading.Thread(target=run, daemon=True, name="run-api").start()
-        while True:
-            try:
-                answer = answers.get(timeout=POLL_MAX_S)
-            except Empty:
-                if self.stop.is_set():
-                    raise Stopped from None
-                continue
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-    def _call(self, method: str, path: str, json: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One answer, through outages of up to `timeout_s`."""
+    def _call(
+        self, method: str, path: str, json: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """One answer, through outages of up to `timeout_s`; with the name of the batch that it brings, if any."""
         began = time.monotonic()
         last_word = 0.0
         patience = max(ANSWER_S, self.timeout_s) if path == "/batch" else ANSWER_S
         while True:
             try:
-                response = self._http.request(method, path, json=json, timeout=patience)
+                response = self._http.request(method, path, json=json, headers=headers, timeout=patience)
                 if response.status_code < 500:
                     if last_word:
                         print(f"run-api is back after {time.monotonic() - began:.1f} s")
                     response.raise_for_status()
-                    answer = response.json()
-                    return answer if isinstance(answer, dict) else {}
+                    answer = msgspec.json.decode(response.content)
+                    named = {name: response.headers[name] for name in (BATCH_HEADER,) if name in response.headers}
+                    return {**answer, **named} if isinstance(answer, dict) else {}
                 if path == "/batch":
                     return {"status": FAILED}
                 problem = f"HTTP {response.status_code}"
             except httpx.TransportError as error:
                 problem = str(error) or type(error).__name__
-                if path == "/batch" and isinstance(error, httpx.ReadError | httpx.ReadTimeout):
-                    problem += "; a batch that was on its way is lost"
+                broken_off = isinstance(error, httpx.ReadError | httpx.ReadTimeout | httpx.RemoteProtocolError)
+                if path == "/batch" and broken_off and not self.keeps_batches:
+                    problem += "; a batch that was on its way may be lost"
             except (httpx.HTTPStatusError, ValueError, RecursionError) as error:
                 problem = f"no answer of a run-api: {error}"
                 if not self._opened:

@@ -1,4 +1,9 @@
-"""The way in: the next batch of run-api, the policy lag of its rollouts, and what of it is left out."""
+"""The way in: the next batch of run-api, the policy lag of its rollouts, and what of it is left out.
+
+Where run-api keeps a batch until it trains (`RunApi.keeps_batches`), the next one is fetched and read in a thread while
+the present one trains. It is the batch that would have been fetched later, for run-api hands out the oldest groups
+first and environments go on counting it: no rollout gets older by that. Its lag is measured when it trains.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,15 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from atropos_common.bridge import MOST_DIGESTS
 from atropos_common.records import MISSING, AlignmentRecord
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import EngineError, EngineGone, MissingLogprobs
+from trainer_core.errors import ApiError, EngineError, EngineGone, MissingLogprobs
+from trainer_core.rollouts.background import Background
 from trainer_core.rollouts.batch import Batch, Rollout, Selection, read_batch
 from trainer_core.rollouts.client import RawBatch, RunApi
 from trainer_core.telemetry import Telemetry
@@ -119,6 +126,8 @@ class BatchSource:
     lag_meter: LagMeter
     while_waiting: Callable[[], None]
     """Called before a batch is taken and about once a second until it comes; may raise."""
+    _ahead: Background[Batch] | None = None
+    """The batch after the last one, on its way."""
     _greeted: bool = False
     _warnings: RateLimitedWarnings = field(default_factory=RateLimitedWarnings)
 
@@ -136,32 +145,43 @@ class BatchSource:
         while True:
             # Without a server a batch stays in run-api, for whoever goes on with a new one.
             self.while_waiting()
-            batch = self._read(self.api.next_batch(step, on_idle=self.while_waiting), step)
+            batch = self._take(step)
             measured = self.lag_meter.measure(batch.rollouts, version)
             lags = leave_out_by_lag(batch, measured, self.config.max_policy_lag)
             self._print_remarks(batch)
+            if getattr(self.api, "keeps_batches", False):  # an `api` of one's own need not know that
+                self._ahead = self.api.fetch_ahead(self._read)
             if batch.trained_tokens:
                 for reason, count in streak.left_out.items():
                     batch.leave_out(reason, count)
                 return batch, lags
             streak.add(batch)
 
-    def _read(self, raw: RawBatch, step: int) -> Batch:
+    def _take(self, step: int) -> Batch:
+        """The batch that is on its way, or the next of run-api."""
+        ahead, self._ahead = self._ahead, None
+        try:
+            if ahead is not None:
+                self.api.await_from(step)
+                with suppress(ApiError):  # away while nobody waited: patience begins anew
+                    return ahead.answer(on_idle=self.while_waiting)
+            return self._read(self.api.next_batch(step, on_idle=self.while_waiting))
+        except MissingLogprobs as error:
+            self.telemetry.write(AlignmentRecord, step + 1, verdict="mismatch", cause=f"{MISSING}: {error}")
+            raise
+
+    def _read(self, raw: RawBatch) -> Batch:
         if self.config.dump_last_batch:
             self._dump(raw)
         if not raw:
             lost = Batch([])
             lost.leave_out(UNSENDABLE, self.config.sequences_per_step, UNSENDABLE_WHY)
             return lost
-        try:
-            return read_batch(
-                raw, seq_len=self.config.seq_len, temperature=self.config.temperature,
-                advantage_std=self.advantage_std, selection=self.selection, logprobs_seen=self._greeted,
-                recompute=self.config.missing_logprobs == "recompute",
-            )  # fmt: skip
-        except MissingLogprobs as error:
-            self.telemetry.write(AlignmentRecord, step + 1, verdict="mismatch", cause=f"{MISSING}: {error}")
-            raise
+        return read_batch(
+            raw, seq_len=self.config.seq_len, temperature=self.config.temperature, advantage_std=self.advantage_std,
+            selection=self.selection, logprobs_seen=self._greeted,
+            recompute=self.config.missing_logprobs == "recompute",
+        )  # fmt: skip
 
     def _dump(self, raw: RawBatch) -> None:
         target = Path(self.config.save_path)

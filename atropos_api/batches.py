@@ -1,0 +1,140 @@
+"""`GET /batch` as it is answered here: the oldest groups first, one batch at a time, none lost on its way.
+
+atroposlib's own answer takes every full batch out of its queue at once, hands out the newest of them first, and
+forgets what it hands out before it is sent. So `max_batches_offpolicy` of an environment, which looks at the queue,
+does not bound the policy lag (3 gave 5 and 6), and a batch that is not received is lost. Its answer goes through
+FastAPI's encoder, the standard library's JSON and gzip: 6 s for 64 sequences of 8,192 tokens.
+
+This stands in front of that one route. State is atroposlib's (`app.state`: a list of groups, `queue`), and which groups
+make up a batch is decided by its own functions; every other request goes through to it.
+
+A trainer that names the batch it had last (`AFTER_HEADER`) is handed the next one ahead of time: it stays in the queue,
+where environments count it, until the trainer asks for the one after it. Without that header a batch is taken for good.
+Such a trainer's question is also answered when a batch comes rather than when it asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from atropos_common.http import AFTER_HEADER, BATCH_HEADER
+
+PATH = "/batch"
+HOLD_S = 0.5
+"""So long an answer waits for a batch."""
+LOOK_S = 0.01
+Group = dict[str, Any]
+UNREGISTERED = b'{"status":"error","message":"Trainer not registered. Call /register first.","batch":[]}'
+"""atroposlib's own words."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A batch that was handed out and not let go yet: its groups are still in the queue."""
+
+    name: str
+    groups: list[Group]
+
+
+class Batches:
+    """ASGI application that answers `GET /batch` itself and leaves the rest to `app`."""
+
+    def __init__(self, app: ASGIApp, state: Any) -> None:
+        """Args:
+        state: of atroposlib's application, `app.state`.
+        """
+        self._app, self._state = app, state
+        self._kept: Kept | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "GET":
+            answer = await self._answer(Headers(scope=scope).get(AFTER_HEADER))
+            await answer(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _answer(self, after: str | None) -> Response:
+        give_up = time.monotonic() + (0.0 if after is None else HOLD_S)
+        while True:
+            # Without a trainer there is no batch size, and after /reset_data no queue.
+            if getattr(self._state, "batchsize", 0) < 1 or not hasattr(self._state, "queue"):
+                return Response(UNREGISTERED, media_type="application/json")
+            self._state.started = True  # environments may register from here on
+            if batch := self._next(after):
+                name = {} if after is None else {BATCH_HEADER: batch.name}
+                return Response(encoded(batch.groups), media_type="application/json", headers=name)
+            groups = len(self._state.queue)
+            while len(getattr(self._state, "queue", ())) == groups:
+                if time.monotonic() >= give_up:
+                    return Response(b'{"batch":null}', media_type="application/json")
+                await asyncio.sleep(LOOK_S)
+
+    def _next(self, after: str | None) -> Kept | None:
+        """The batch behind the one named `after`, which is let go; the same again for who did not get it."""
+        if self._kept and not _all_in(self._kept.groups, self._state.queue):
+            self._kept = None  # /reset_data
+        if self._kept and self._kept.name == after:
+            self._let_go()
+        self._kept = self._kept or self._form()
+        found = self._kept
+        if found and after is None:
+            self._let_go()
+        return found
+
+    def _form(self) -> Kept | None:
+        groups = form_batch(self._state.queue, self._state.batchsize, getattr(self._state, "envs", []))
+        return Kept(uuid4().hex, groups) if groups else None
+
+    def _let_go(self) -> None:
+        assert self._kept
+        gone = set(map(id, self._kept.groups))
+        self._state.queue = [group for group in self._state.queue if id(group) not in gone]
+        self._state.status_dict["step"] += 1
+        self._kept = None
+
+
+def form_batch(queue: list[Group], size: int, envs: list[dict[str, Any]]) -> list[Group] | None:
+    """The oldest groups that make up `size` sequences, by atroposlib's rules; null when there are none.
+
+    Those rules put groups of unequal sizes together by powers of two, and give nothing for ever where one does not fit
+    (a group of 3 among groups of 4). There any groups that add up are taken, by atroposlib's function for its buffer.
+    """
+    from atroposlib.api.utils import (
+        find_groups_summing_to_target,
+        grab_batch_with_minimum_allocations,
+        grab_exact_from_heterogeneous_queue,
+    )
+
+    if any(env.get("min_batch_allocation") is not None for env in envs):
+        groups, _ = grab_batch_with_minimum_allocations(queue, size, envs)
+        return groups
+    groups, _ = grab_exact_from_heterogeneous_queue(queue, size)
+    if groups is None and sum(len(group["tokens"]) for group in queue) >= size:
+        groups = [queue[at] for at in find_groups_summing_to_target(queue, size)]
+    return groups or None
+
+
+def _all_in(groups: list[Group], queue: list[Group]) -> bool:
+    return set(map(id, groups)) <= set(map(id, queue))
+
+
+def encoded(groups: list[Group]) -> bytes:
+    """The answer as JSON. NaN and infinities become null; so does a group that JSON cannot hold: it alone is lost."""
+    return b'{"batch":[%b]}' % b",".join(map(_encoded, groups))
+
+
+def _encoded(group: Group) -> bytes:
+    try:
+        return msgspec.json.encode(group)
+    except (ValueError, TypeError, RecursionError) as error:
+        print(f"[WARNING] a group of environment {group.get('env_id')} cannot be sent as JSON: {error}", flush=True)
+        return b"null"
