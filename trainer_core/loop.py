@@ -30,7 +30,7 @@ from trainer_core.errors import EngineGone, MemoryFullError, MismatchError, Stop
 from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiffs, thresholds
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
-from trainer_core.policy.load import dimensions, train_only
+from trainer_core.policy.load import dimensions, end_tokens, train_only
 from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
 from trainer_core.probe import LogprobProbe, explain
 from trainer_core.report import (
@@ -185,7 +185,8 @@ class Run:
         opened.callback(self.probe.close)
         self.objective = Objective(config)
         self.batches = BatchSource(
-            config, api, self.telemetry, selection=self.objective.selection(self.model.config.vocab_size),
+            config, api, self.telemetry,
+            selection=self.objective.selection(self.model.config.vocab_size, end_tokens(self.model)),
             advantage_std=self.objective.advantage_std,
             lag_meter=LagMeter([engine.versions for engine in self.sync.engines]),
             while_waiting=self.while_waiting,

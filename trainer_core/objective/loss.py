@@ -62,7 +62,7 @@ class Correction(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """Sums over the T tokens that `correction` keeps (all, without one). `loss` carries the gradient, no other does."""
+    """Sums over the T tokens that `correction` keeps (all, without one), and a maximum. `loss` alone has a gradient."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
@@ -74,6 +74,8 @@ class LossSums(NamedTuple):
     clipped_high: torch.Tensor
     dual_clipped: torch.Tensor
     """Tokens with A < 0 whose ratio lies above `dual_clip`."""
+    ratio_max: torch.Tensor
+    """The largest ratio of them; 0 where none is kept."""
 
 
 class Common(TypedDict, total=False):
@@ -198,12 +200,13 @@ def _sums(
     bound = common.get("dual_clip")
     dual = torch.zeros_like(keep) if bound is None else (terms.ratio > bound) & (advantages < 0) & keep
 
-    def total(values: torch.Tensor) -> torch.Tensor:
-        return values.sum() if kept is None else torch.where(kept, values, 0.0).sum()
+    def of_kept(values: torch.Tensor) -> torch.Tensor:
+        return values if kept is None else torch.where(kept, values, 0.0)
 
     return LossSums(
-        loss=total(loss), ratio=total(terms.ratio), clipped=under.sum() + above.sum(), kl_k3=total(k3.detach()),
-        tokens=keep.sum(dtype=loss.dtype), clipped_low=under.sum(), clipped_high=above.sum(), dual_clipped=dual.sum(),
+        loss=of_kept(loss).sum(), ratio=of_kept(terms.ratio).sum(), clipped=under.sum() + above.sum(),
+        kl_k3=of_kept(k3.detach()).sum(), tokens=keep.sum(dtype=loss.dtype), clipped_low=under.sum(),
+        clipped_high=above.sum(), dual_clipped=dual.sum(), ratio_max=of_kept(terms.ratio).max(),
     )  # fmt: skip
 
 

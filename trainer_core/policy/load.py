@@ -203,6 +203,13 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().to("cpu", copy=True).contiguous() for name, p in model.named_parameters()}
 
 
+def end_tokens(model: nn.Module) -> frozenset[int]:
+    """Tokens with which a completion ends, by the generation settings or the configuration; none where neither says."""
+    settings = getattr(model, "generation_config", None)
+    given = getattr(settings, "eos_token_id", None) or model.config.eos_token_id
+    return frozenset([given] if isinstance(given, int) else given or [])
+
+
 def dimensions(model: nn.Module) -> Dimensions:
     """The sizes that memory and arithmetic are estimated from."""
     return Dimensions.of(model.config.to_dict(), head_norms=any("q_norm" in name for name, _ in model.named_modules()))
