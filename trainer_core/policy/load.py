@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
-from atropos_common.model_math import Dimensions
+from atropos_common.model_math import Dimensions, why_refused
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
 
@@ -37,20 +36,17 @@ def load_config(model_name: str) -> Any:
     """The model's configuration by transformers.
 
     Raises:
-        UsageError: no such model, or not one of `SINGLE_COPY_ARCHITECTURES`.
+        UsageError: no such model, or one that `why_refused` refuses.
     """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model_name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise UsageError(f"--model-name {model_name}: no model there ({first})") from None
-    names = config.architectures or ["(none)"]
-    if names[0] not in SINGLE_COPY_ARCHITECTURES:
-        raise UsageError(
-            f"--model-name {model_name}: {names[0]} is not supported; supported: {', '.join(SINGLE_COPY_ARCHITECTURES)}"
-        )
+    if refused := why_refused(config.to_dict()):
+        raise UsageError(f"--model-name {model_name}: {refused[0]}; {refused[1]}")
     return config
 
 
