@@ -82,6 +82,7 @@ def accumulate(
     ready = in_threads(lambda row, _: _on_device(model, row, objective, device), rows, threads)
     counts = count([(row.sequences, row.correction) for row in ready], device)
     denominator = objective.denominator(counts if others is None else counts + others)
+    scale = None if stepper.scale is None else stepper.scale.factor(denominator)
     sums = _Sums(device)
     stepper.zero_grad()
     gradients = ThreadGradients(stepper.params, threads) if threads > 1 else None
@@ -90,7 +91,7 @@ def accumulate(
         packed = row.packed
         scores = row_scores(model, packed)
         part = objective.sums(scores.logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction)
-        loss = part.loss / denominator
+        loss = part.loss / denominator if scale is None else part.loss * (scale / denominator)
         if gradients is None:
             loss.backward()
         else:
@@ -101,8 +102,13 @@ def accumulate(
         sums.add(part, scores, row)
     if gradients is not None:
         stepper.take_gradients(gradients.total())
+    if scale is not None:
+        stepper.unscale(scale)
     lr = stepper.set_lr(step)
-    return sums.outcome(denominator, stepper.clip(), lr)
+    outcome = sums.outcome(denominator, stepper.clip(), lr)
+    if stepper.scale is not None:
+        stepper.scale.saw(outcome.finite)
+    return outcome
 
 
 def _on_device(model: torch.nn.Module, row: PackedRow, objective: Objective, device: torch.device) -> _DeviceRow:

@@ -95,7 +95,7 @@ class Objective:
         low, high = self.clip
         return self.published.loss(
             logprobs, rollout_logprobs, advantages, clip_eps=low, clip_eps_high=high, kl_coef=self._config.kl_coef,
-            dual_clip=self._config.dual_clip, sequences=sequences, correction=correction,
+            dual_clip=self._config.dual_clip or None, sequences=sequences, correction=correction,
             per_sequence=self.per == "sequences",
         )  # fmt: skip
 
