@@ -2,7 +2,7 @@
 planner alike. Torch-free and pure.
 
 model = Dimensions.of(config, head_norms=True)
-step_flops(model, [512, 480])                     # operations of forward and backward
+step_flops(model, [512, 480], predicted=700)      # operations of forward and backward
 activation_bytes(model, 16384, width=2, on_gpu=True).total
 optimizer_bytes([(2048, 2048), (2048,)], "adamw_8bit")
 """
@@ -95,10 +95,9 @@ class Dimensions:
         return self.kv_heads * self.head_size
 
     @property
-    def multiplied(self) -> int:
-        """Weights that a token is multiplied with: all matrices of the layers and the head, not the embedding table."""
-        attention = 2 * self.hidden * (self.queries + self.keys)
-        return self.layers * (attention + 3 * self.hidden * self.inner) + self.hidden * self.vocab
+    def layer(self) -> int:
+        """Weights of a layer that a token is multiplied with: all its matrices."""
+        return 2 * self.hidden * (self.queries + self.keys) + 3 * self.hidden * self.inner
 
 
 @dataclass(frozen=True)
@@ -184,14 +183,27 @@ def effective_optimizer(optimizer: str, *, chosen: bool, on_gpu: bool) -> str:
     return "adamw" if optimizer == "adamw_8bit" and not chosen and not on_gpu else optimizer
 
 
-def step_flops(model: Dimensions, lengths: Sequence[int]) -> float:
+def step_flops(
+    model: Dimensions, lengths: Sequence[int], predicted: int, *, reached: int | None = None, trained: int | None = None
+) -> float:
     """Operations of forward and backward over sequences of these lengths, causal attention at half price.
 
-    MFU is the share of a GPU's peak that these reach (Chowdhery et al. 2022, PaLM, appendix B); operations that are
-    done twice, for gradient checkpointing or chunked logits, do not count.
+    MFU is the share of a GPU's peak that these reach (Chowdhery et al. 2022, PaLM, appendix B: six a weight and token).
+    A weight costs two of them forward, two where a gradient passes through to what lies below, and two where it has a
+    gradient itself. Operations that are done twice, for gradient checkpointing or chunked logits, do not count; nor do
+    those that adapters add.
+
+    Args:
+        predicted: tokens whose logprob is asked for: the head is multiplied with those alone.
+        reached: layers from the lowest trained one up; default: all.
+        trained: weights in the matrices of layers that have a gradient, where embedding and head have none; default:
+            everything is trained.
     """
-    attention = sum(6.0 * model.layers * model.queries * n * n for n in lengths)
-    return 6.0 * model.multiplied * sum(lengths) + attention
+    reached = model.layers if reached is None else reached
+    weights = (model.layers + reached) * model.layer + (model.layers * model.layer if trained is None else trained)
+    attention = sum(2.0 * (model.layers + 2 * reached) * model.queries * n * n for n in lengths)
+    head = 2.0 * model.hidden * model.vocab * (2 if trained is not None else 3)
+    return 2.0 * weights * sum(lengths) + attention + head * predicted
 
 
 def peak_flops(device_name: str) -> float | None:

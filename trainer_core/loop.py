@@ -38,7 +38,7 @@ from trainer_core.errors import (
 from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiffs, thresholds
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
-from trainer_core.policy.load import dimensions, end_tokens, train_only
+from trainer_core.policy.load import end_tokens, train_only
 from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
 from trainer_core.probe import LogprobProbe, explain
 from trainer_core.report import (
@@ -196,7 +196,7 @@ class Run:
         train_only(self.model, config.train_layer_indices)
         self.threads = use_cores(self.model, config, self.device)
         self.stepper = _stepper(self.model, config, self.device, start.path)
-        self.mfu = MfuMeter(dimensions(self.model), self.device)
+        self.mfu = MfuMeter(self.model, self.device)
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))
         self.probe = LogprobProbe(self.sync.engine, config)
@@ -265,7 +265,7 @@ class Run:
             StepReport(
                 step, self.version, self.config.objective, batch, outcome, lags, probe_diffs, alignment, sync,
                 wait_s=fetched - began, train_s=trained - fetched, checkpoint_s=checkpoint_s,
-                mfu=self.mfu.measure([len(r.tokens) for r in batch.rollouts], trained - fetched),
+                mfu=self.mfu.measure([len(r.tokens) for r in batch.rollouts], outcome.tokens, trained - fetched),
                 step_s=time.perf_counter() - began,
             )
         )  # fmt: skip

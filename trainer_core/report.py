@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from atropos_common.benchmark_summary import summary_sections, summary_text
-from atropos_common.model_math import Dimensions, peak_flops, step_flops
+from atropos_common.model_math import peak_flops, step_flops
 from atropos_common.records import (
     AlignmentRecord,
     BenchmarkRecord,
@@ -25,6 +25,8 @@ from atropos_common.records import (
 )
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.alignment import Alignment, ProbeDiffs
+from trainer_core.policy.load import dimensions
+from trainer_core.policy.speed import layers_reached
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.source import Lags
 from trainer_core.step import StepOutcome
@@ -287,13 +289,20 @@ class BenchmarkTotals:
 class MfuMeter:
     """MFU of the training part of a step, on a GPU whose peak is known."""
 
-    def __init__(self, model: Dimensions, device: torch.device) -> None:
-        self._model = model
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Args: `model`: with `requires_grad` where it trains."""
+        self._sizes, self._reached, self._trained = dimensions(model), layers_reached(model), None
+        if not model.get_input_embeddings().weight.requires_grad:
+            self._trained = sum(p.numel() for p in model.parameters() if p.requires_grad and p.ndim == 2)
         self._peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
-    def measure(self, lengths: Sequence[int], seconds: float) -> float | None:
+    def flops(self, lengths: Sequence[int], predicted: int) -> float:
+        """Operations of a step over sequences of these lengths, of which so many tokens train."""
+        return step_flops(self._sizes, lengths, predicted, reached=self._reached, trained=self._trained)
+
+    def measure(self, lengths: Sequence[int], predicted: int, seconds: float) -> float | None:
         """Share of the peak, from 0 to 1; null where there is no peak to compare with."""
-        return step_flops(self._model, lengths) / seconds / self._peak if self._peak and seconds > 0 else None
+        return self.flops(lengths, predicted) / seconds / self._peak if self._peak and seconds > 0 else None
 
 
 def memory_fields() -> dict[str, int | None]:
