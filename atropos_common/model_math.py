@@ -25,6 +25,8 @@ GRADIENT_BYTES = 4
 """Of one trained parameter: gradients are collected in float32."""
 PART_PARAMETERS = 1 << 26
 """Parameters that an optimizer steps at a time where no float32 copy of them stays; a larger tensor alone."""
+MASTER_BYTES = {"fp32": 4, "kahan": 2, "stochastic": 0}
+"""Of one trained parameter in half precision, between two steps: a float32 copy, or what rounding lost, or nothing."""
 BITS8_SMALLEST, BITS8_BLOCK = 4096, 256
 """bitsandbytes keeps smaller tensors in float32, and one float32 scale for each block and moment."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
