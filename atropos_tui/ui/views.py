@@ -46,7 +46,7 @@ VIEWS = {
     "overview": ViewSpec("Overview", "Everything"),
     "training": ViewSpec(
         "Training",
-        "Reward, loss, entropy, ratio, clipping, completion length, lag, queue",
+        "Reward, loss, entropy, ratio, clipping, length, lag",
         panels=lambda: [ChartGrid(*TRAINING, columns="three")],
     ),
     "logs": ViewSpec("Logs", "The log of the selected component, or of all", LogView, bottom=(LogView,)),
