@@ -1,7 +1,8 @@
-"""What a model's config.json says about arithmetic and memory, for trainer and planner alike. Torch-free and pure.
+"""What a model's config.json says about arithmetic and memory, and whether the trainer takes it: for trainer and
+planner alike. Torch-free and pure.
 
 model = Dimensions.of(config, head_norms=True)
-step_flops(model, [512, 480])                     # operations of forward and backward
+step_flops(model, [512, 480], predicted=700)      # operations of forward and backward
 activation_bytes(model, 16384, width=2, on_gpu=True).total
 optimizer_bytes([(2048, 2048), (2048,)], "adamw_8bit")
 """
@@ -13,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
+
 Shape = Sequence[int]
 
 LOGITS_AT_ONCE = {True: 1 << 29, False: 1 << 26}
@@ -20,10 +23,32 @@ LOGITS_AT_ONCE = {True: 1 << 29, False: 1 << 26}
 the head's product wants many rows."""
 GRADIENT_BYTES = 4
 """Of one trained parameter: gradients are collected in float32."""
+PART_PARAMETERS = 1 << 26
+"""Parameters that an optimizer steps at a time where no float32 copy of them stays; a larger tensor alone."""
+MASTER_BYTES = {"fp32": 4, "kahan": 2, "stochastic": 0}
+"""Of one trained parameter in half precision, between two steps: a float32 copy, or what rounding lost, or nothing."""
 BITS8_SMALLEST, BITS8_BLOCK = 4096, 256
 """bitsandbytes keeps smaller tensors in float32, and one float32 scale for each block and moment."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 """Dense bfloat16 by part of the device's name, from the makers' data sheets."""
+CHANGING_ROTARY = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies follow the longest position that is computed at once: in a packed row that of a
+neighbour (logprobs are off by 0.2 and 2.6 nats then), while vLLM fixes them when it starts."""
+
+
+def why_refused(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Why the trainer does not train the model of this config.json, in any mode, and the way out; None if it does."""
+    names = config.get("architectures") or ["(none)"]
+    if names[0] not in SINGLE_COPY_ARCHITECTURES:
+        return f"the trainer does not know {names[0]}", f"use a model of: {', '.join(SINGLE_COPY_ARCHITECTURES)}"
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rotary.get("rope_type") or rotary.get("type")
+    if kind in CHANGING_ROTARY:
+        return (
+            f"its rotary embeddings ({kind}) change with the longest sequence of a packed row",
+            "use a model with another rope_type, such as llama3, yarn or linear",
+        )
+    return None
 
 
 @dataclass(frozen=True)
@@ -72,10 +97,9 @@ class Dimensions:
         return self.kv_heads * self.head_size
 
     @property
-    def multiplied(self) -> int:
-        """Weights that a token is multiplied with: all matrices of the layers and the head, not the embedding table."""
-        attention = 2 * self.hidden * (self.queries + self.keys)
-        return self.layers * (attention + 3 * self.hidden * self.inner) + self.hidden * self.vocab
+    def layer(self) -> int:
+        """Weights of a layer that a token is multiplied with: all its matrices."""
+        return 2 * self.hidden * (self.queries + self.keys) + 3 * self.hidden * self.inner
 
 
 @dataclass(frozen=True)
@@ -161,14 +185,27 @@ def effective_optimizer(optimizer: str, *, chosen: bool, on_gpu: bool) -> str:
     return "adamw" if optimizer == "adamw_8bit" and not chosen and not on_gpu else optimizer
 
 
-def step_flops(model: Dimensions, lengths: Sequence[int]) -> float:
+def step_flops(
+    model: Dimensions, lengths: Sequence[int], predicted: int, *, reached: int | None = None, trained: int | None = None
+) -> float:
     """Operations of forward and backward over sequences of these lengths, causal attention at half price.
 
-    MFU is the share of a GPU's peak that these reach (Chowdhery et al. 2022, PaLM, appendix B); operations that are
-    done twice, for gradient checkpointing or chunked logits, do not count.
+    MFU is the share of a GPU's peak that these reach (Chowdhery et al. 2022, PaLM, appendix B: six a weight and token).
+    A weight costs two of them forward, two where a gradient passes through to what lies below, and two where it has a
+    gradient itself. Operations that are done twice, for gradient checkpointing or chunked logits, do not count; nor do
+    those that adapters add.
+
+    Args:
+        predicted: tokens whose logprob is asked for: the head is multiplied with those alone.
+        reached: layers from the lowest trained one up; default: all.
+        trained: weights in the matrices of layers that have a gradient, where embedding and head have none; default:
+            everything is trained.
     """
-    attention = sum(6.0 * model.layers * model.queries * n * n for n in lengths)
-    return 6.0 * model.multiplied * sum(lengths) + attention
+    reached = model.layers if reached is None else reached
+    weights = (model.layers + reached) * model.layer + (model.layers * model.layer if trained is None else trained)
+    attention = sum(2.0 * (model.layers + 2 * reached) * model.queries * n * n for n in lengths)
+    head = 2.0 * model.hidden * model.vocab * (2 if trained is not None else 3)
+    return 2.0 * weights * sum(lengths) + attention + head * predicted
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -173,6 +173,14 @@ class StepRecord(TrainerRecord):
     clip_fraction_high: Number | None = None
     """Shares of tokens with a ratio below and above the clip range; together `clip_fraction`."""
     dual_clip_fraction: Number | None = None
+    ratio_max: Number | None = None
+    """The largest ratio of a trained token, however it was clipped."""
+    entropy_mean: Number | None = None
+    """Of the policy at the sampling temperature, over trained tokens, in nats."""
+    completion_tokens_mean: Number | None = None
+    """Generated tokens of a sequence, all of its turns together."""
+    truncated_fraction: Number | None = None
+    """Share of completions that were cut off; null where nothing tells it."""
     tis_mean: Number | None = None
     """Mean importance weight trainer/rollout; null with `ratio_base = rollout`, as the next two."""
     tis_truncated_fraction: Number | None = None

@@ -33,7 +33,7 @@ from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
 from trainer_core.policy.attention import layout
 from trainer_core.policy.load import empty_model, load_config, load_model
-from trainer_core.policy.logprobs import chunked_logprobs, completions_logprobs
+from trainer_core.policy.logprobs import chunked_scores, completions_logprobs
 from trainer_core.rollouts.batch import read_batch
 from trainer_core.rollouts.packing import pack
 from trainer_core.server.client import GeneratedTokens, ServerClient
@@ -183,7 +183,7 @@ class Heads:
         if wide:
             hidden, head = hidden.float(), head.float()
         ones = torch.ones(len(completion), device=tokens.device)
-        return chunked_logprobs(hidden, head, None, tokens[len(prompt) :], ones).tolist()
+        return chunked_scores(hidden, head, None, tokens[len(prompt) :], ones).logprobs.tolist()
 
     def against(self, url: str) -> dict[str, float]:
         """Mean |difference| of the server at `url` to our half-precision and our fp32 head."""

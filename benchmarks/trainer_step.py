@@ -240,7 +240,8 @@ def check_gradient(shape: str, device: torch.device) -> dict[str, float]:
 def compare(options: argparse.Namespace, mix: str, device: torch.device) -> dict[str, Any]:
     """Peer and ours on one batch of this mix."""
     batch = make_batch(options.shape, mix)
-    flops = step_flops(Dimensions.of(model_config(options.shape).to_dict()), sizes(batch))
+    generated = sum(label >= 0 for group in batch for mask in group["masks"] for label in mask)
+    flops = step_flops(Dimensions.of(model_config(options.shape).to_dict()), sizes(batch), generated)
     cores = {} if options.threads is None else {"torch_threads": options.threads}
     runs: dict[str, Callable[[], Ours | Peer]] = {
         f"peer, micro-batch {n}": lambda n=n: Peer(options.shape, device, n, len(sizes(batch))) for n in options.peer

@@ -108,8 +108,10 @@ class TrainingConfig(BaseModel):
     0.28, gspo 3e-4 and 4e-4, cispo 1 and 4, as published."""
     clip_eps_high: float | None = Field(None, gt=0)
     """Upper side of the clip range alone."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Bound on the ratio of tokens with a negative advantage (dual clip; 3 is usual). Default: none."""
+    dual_clip: float = Field(3.0, ge=0)
+    """Tokens with a negative advantage lose at most this times it, whatever their ratio, and have no gradient beyond:
+    one token whose rollout logprob is far too low would outweigh a whole batch. Above 1; 0 is no bound. Nothing to do
+    for cispo and for ratio_base proximal."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the sampled-token KL term (k3) against the rollout policy; no reference model is kept."""
     loss_denominator: Literal["tokens", "sequences", "constant"] | None = None
@@ -447,7 +449,9 @@ def _objective_contradictions(config: TrainingConfig) -> list[str]:
         ]
     if config.tis_mask_low > config.tis_mask_high:
         problems.append("--tis-mask-low must not be above --tis-mask-high")
-    if config.dual_clip is not None and config.objective == "cispo":
+    if 0 < config.dual_clip <= 1:
+        problems.append(f"--dual-clip {config.dual_clip:g} must be above 1 (3 is usual), or 0 for no bound")
+    if "dual_clip" in config.model_fields_set and config.dual_clip and config.objective == "cispo":
         problems.append("--dual-clip does nothing with --objective cispo, which clips the weight on both sides anyway")
     if config.max_completion_tokens is None and (config.overlong_buffer or config.overlong_mask):
         flag = "--overlong-mask" if config.overlong_mask else "--overlong-buffer"

@@ -27,6 +27,10 @@ class MismatchError(TrainerError):
     """Trainer and inference server disagree about logprobs, and `stop_on_mismatch` is set."""
 
 
+class NonFiniteError(TrainerError):
+    """Loss or gradient was not a finite number for many steps in a row: nothing is learned any more."""
+
+
 class EngineError(TrainerError):
     """The inference server that the trainer knows answered, and refuses the request itself: asking again is no use."""
 

@@ -26,11 +26,19 @@ from atropos_common.records import BenchmarkRecord, CheckpointRecord
 from atropos_common.run_dir import RunDir
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import EngineGone, MemoryFullError, MismatchError, Stopped, TrainerError, UsageError
+from trainer_core.errors import (
+    EngineGone,
+    MemoryFullError,
+    MismatchError,
+    NonFiniteError,
+    Stopped,
+    TrainerError,
+    UsageError,
+)
 from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiffs, thresholds
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
-from trainer_core.policy.load import dimensions, train_only
+from trainer_core.policy.load import end_tokens, train_only
 from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
 from trainer_core.probe import LogprobProbe, explain
 from trainer_core.report import (
@@ -57,6 +65,14 @@ The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
   a lower --gpu-memory-utilization of the server (vllm.gpu_memory_utilization in a profile)
   --train-layer-indices for the upper layers alone, or a shorter --seq-len
   another GPU, or a smaller model"""
+
+MOST_SKIPPED = 20
+"""Steps in a row without an update after which a run ends. In float16 some belong to finding the scale of the loss."""
+NON_FINITE = """loss or gradient was not a finite number in {steps} steps in a row, so no update was made. \
+{last}. Ways out:
+  a lower --lr or --max-grad-norm, and that checkpoint or an earlier one (--resume CHECKPOINT)
+  --dtype bfloat16 or float32 instead of float16, whose largest number is 65,504
+  weights of the base model that are broken: does the server answer with NaN, too?"""
 
 DYING_S = 5.0
 """In this time a server whose engine has died ends too."""
@@ -163,6 +179,8 @@ class Run:
         self.config = config = for_device(config, self.device)
         self.step, self.version = start.step, start.version
         self.saved_step = start.step
+        self.skipped = 0
+        """Steps in a row without an update."""
         self.stop = stop
         self.stopping = StopConditions(config, start.stopping)
         self.failed: TrainerError | None = None
@@ -179,14 +197,15 @@ class Run:
         train_only(self.model, config.train_layer_indices)
         self.threads = use_cores(self.model, config, self.device)
         self.stepper = _stepper(self.model, config, self.device, start.path)
-        self.mfu = MfuMeter(dimensions(self.model), self.device)
+        self.mfu = MfuMeter(self.model, self.device)
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))
         self.probe = LogprobProbe(self.sync.engine, config)
         opened.callback(self.probe.close)
         self.objective = Objective(config)
         self.batches = BatchSource(
-            config, api, self.telemetry, selection=self.objective.selection(self.model.config.vocab_size),
+            config, api, self.telemetry,
+            selection=self.objective.selection(self.model.config.vocab_size, end_tokens(self.model)),
             advantage_std=self.objective.advantage_std,
             lag_meter=LagMeter([engine.versions for engine in self.sync.engines]),
             while_waiting=self.while_waiting,
@@ -198,7 +217,7 @@ class Run:
         """All steps, or as many as there are before a stop condition or the stop; after a crash, save what is left."""
         try:
             return self._train()
-        except (Stopped, MismatchError):
+        except (Stopped, MismatchError, NonFiniteError):
             raise
         except Exception as error:
             self.rescue(error)
@@ -247,7 +266,7 @@ class Run:
             StepReport(
                 step, self.version, self.config.objective, batch, outcome, lags, probe_diffs, alignment, sync,
                 wait_s=fetched - began, train_s=trained - fetched, checkpoint_s=checkpoint_s,
-                mfu=self.mfu.measure([len(r.tokens) for r in batch.rollouts], trained - fetched),
+                mfu=self.mfu.measure([len(r.tokens) for r in batch.rollouts], outcome.tokens, trained - fetched),
                 step_s=time.perf_counter() - began,
             )
         )  # fmt: skip
@@ -278,9 +297,13 @@ class Run:
 
     def publish(self, outcome: StepOutcome) -> SyncReport | None:
         """Write the update and let the server see it; null when the gradient is not finite and nothing changes."""
+        self.skipped = 0 if outcome.finite else self.skipped + 1
         if not outcome.finite:
             self.stepper.zero_grad()
             self.step += 1
+            if self.skipped == MOST_SKIPPED:
+                last = _last_checkpoint(self.config)
+                self.failed = NonFiniteError(NON_FINITE.format(steps=MOST_SKIPPED, last=last))
             return None
         began = time.perf_counter()
         try:

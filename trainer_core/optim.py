@@ -9,18 +9,23 @@ AdamW on bf16 loses most small updates. What of them stays between two steps is 
     stochastic   nothing stays: rounded up or down at random, right on average
 
 Every strategy shows the optimizer float32 tensors, so all optimizers work with all of them. Those that keep no copy
-fill them before a step and give their memory back after it, when the activations' memory is free anyway.
+fill them a part at a time and put what a step made of them into the gradients' memory, so that a step takes little more
+than the gradients did. What is measured: `benchmarks/optimizer_memory.py`.
+
+In float16 the loss is scaled by a power of two (`LossScale`), or most of a gradient would be too small for it.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
-from atropos_common.model_math import effective_optimizer
+from atropos_common.model_math import PART_PARAMETERS, effective_optimizer
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 
@@ -44,6 +49,8 @@ class Stepper:
         for param, master in zip(half, self.half.masters, strict=True):
             param.register_post_accumulate_grad_hook(_collect_into(master))
         self.optimizer = _build(self.masters, config)
+        self.scale = LossScale() if any(p.dtype == torch.float16 for p in model.parameters()) else None
+        """Null where gradients need none."""
         self._pending = False
         self.unwritten = False
         """Whether an update is computed, in full or in part, that `write` has not put into the parameters."""
@@ -60,6 +67,10 @@ class Stepper:
         """Use `gradients` of `params`, float32, instead of what backward passes collect."""
         for master, gradient in zip(self.masters, gradients, strict=True):
             master.grad = gradient
+
+    def unscale(self, factor: torch.Tensor) -> None:
+        """Divide the gradient by what the loss was multiplied with."""
+        torch._foreach_div_([m.grad for m in self.masters if m.grad is not None], factor.float())
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient to `max_grad_norm`; returns its norm before, a scalar."""
@@ -86,12 +97,18 @@ class Stepper:
 
     def copies(self) -> dict[torch.Tensor, torch.Tensor]:
         """Parameter -> its float32 copy in the trainer's own memory, for those that have one at this moment."""
-        pairs = zip(self.params, self.masters, strict=True)
-        return {p: m.detach() for p, m in pairs if m is not p and m.untyped_storage().nbytes()}
+        pairs = zip(self.half.params, self.half.copies(), strict=True)
+        return {param: copy.detach() for param, copy in pairs if copy is not None}
 
     def _step(self) -> None:
-        self.half.load()
-        self.optimizer.step()
+        gradients = {master: master.grad for master in self.masters}
+        in_place = [param for param in self.params if param.dtype == torch.float32]
+        for part in filter(None, chain([in_place], self.half.parts())):
+            for master in self.masters:  # an optimizer passes over what has no gradient
+                master.grad = None
+            for master in part:
+                master.grad = gradients[master]
+            self.optimizer.step()
 
     def zero_grad(self) -> None:
         self.unwritten = False
@@ -103,10 +120,11 @@ class Stepper:
         return {
             "name": self.config.optimizer, "masters": self.half.name, "parameters": len(self.params),
             "optimizer": self.optimizer.state_dict(), "weights": self.half.state_dict(),
+            "loss_scale": self.scale and self.scale.state(),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; refuses the state of another optimizer.
+        """Restore moments, weights and what else was gathered; learning rate, decay and betas stay this run's own.
 
         Raises:
             UsageError: the checkpoint was written with another optimizer, other master weights or another set of
@@ -119,8 +137,46 @@ class Stepper:
                 "the checkpoint was written with --optimizer {} and --master-weights {} over {} parameters, this run "
                 "has {} and {} over {}: use the same, or --resume never".format(*theirs, *mine)
             )
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
         self.half.load_state_dict(state["weights"])
+        if self.scale is not None and state.get("loss_scale"):
+            self.scale = LossScale(*state["loss_scale"])
+
+
+class LossScale:
+    """What the loss is multiplied with in float16, whose smallest number is 6e-8 and largest 65,504.
+
+    The loss of a step is divided by its tokens, so the gradient of one token's logits falls below 6e-8 as soon as there
+    are many. Times the power of two at that denominator it is of the size of the advantage, whatever the batch; where
+    something overflows all the same the step is left out and the scale halved, and after `PATIENCE` steps that went
+    well it is doubled (Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740, section 3.2; torch's
+    `GradScaler` has the same interval).
+    """
+
+    PATIENCE = 2000
+
+    def __init__(self, exponent: int = 0, good_steps: int = 0) -> None:
+        self.exponent, self.good_steps = exponent, good_steps
+
+    def factor(self, denominator: torch.Tensor) -> torch.Tensor:
+        """A power of two for a loss that is divided by `denominator`, on its device."""
+        mantissa, _ = torch.frexp(denominator)
+        return denominator / mantissa * 2.0**self.exponent
+
+    def saw(self, finite: bool) -> None:
+        """How a step went."""
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.exponent -= 1
+        elif self.good_steps == self.PATIENCE:
+            self.exponent, self.good_steps = self.exponent + 1, 0
+
+    def state(self) -> list[int]:
+        """The arguments that make it again."""
+        return [self.exponent, self.good_steps]
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
@@ -192,15 +248,22 @@ class MasterWeights(ABC):
     """A strategy over some half-precision parameters (none is fine)."""
 
     name: str
+    params: list[torch.Tensor]
     masters: list[torch.Tensor]
-    """float32 stand-ins with the parameters' shapes, which carry the gradient; valid between `load` and `write`."""
+    """float32 stand-ins with the parameters' shapes, which carry the gradient."""
 
-    def load(self) -> None:  # noqa: B027
-        """Before an optimizer step: let `masters` hold the weights."""
+    @abstractmethod
+    def parts(self) -> Iterator[list[torch.Tensor]]:
+        """Masters that hold the weights now, some at a time: each part is to be stepped before the next is asked for,
+        and loses its gradient then."""
+
+    @abstractmethod
+    def copies(self) -> Sequence[torch.Tensor | None]:
+        """For each parameter its weights in float32, where they are kept at this moment."""
 
     @abstractmethod
     def write(self) -> None:
-        """Round `masters` into the parameters, in place."""
+        """Round what the step made into the parameters, in place."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
@@ -219,6 +282,12 @@ class Float32Copy(MasterWeights):
         self.params = params
         self.masters = [p.detach().float().clone().requires_grad_() for p in params]
 
+    def parts(self) -> Iterator[list[torch.Tensor]]:
+        yield self.masters
+
+    def copies(self) -> Sequence[torch.Tensor | None]:
+        return self.masters
+
     @torch.no_grad()
     def write(self) -> None:
         if self.params:
@@ -234,7 +303,8 @@ class Float32Copy(MasterWeights):
 
 
 class _FilledForAStep(MasterWeights):
-    """Float32 tensors that have memory only from `load` to `write`."""
+    """Float32 tensors that have memory only while their part is stepped; what came out waits in the gradients' memory
+    until it is written."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.params = params
@@ -242,16 +312,56 @@ class _FilledForAStep(MasterWeights):
         for param in params:  # one after the other, so that never all of them have memory
             self.masters.append(torch.empty_like(param, dtype=torch.float32).requires_grad_())
             self.masters[-1].untyped_storage().resize_(0)
+        self._stepped: list[torch.Tensor | None] = [None] * len(params)
+
+    def parts(self) -> Iterator[list[torch.Tensor]]:
+        for part in _parts(self.params):
+            for index in part:
+                self._fill(index)
+            yield [self.masters[index] for index in part]
+            for index in part:
+                self._stepped[index] = self._into_gradient(self.masters[index])
 
     @torch.no_grad()
-    def load(self) -> None:
-        for param, master in zip(self.params, self.masters, strict=True):
-            master.untyped_storage().resize_(master.numel() * master.element_size())
-            master.copy_(param)
+    def _fill(self, index: int) -> None:
+        master = self.masters[index]
+        master.untyped_storage().resize_(master.numel() * master.element_size())
+        master.copy_(self.params[index])
 
-    def _release(self) -> None:
-        for master in self.masters:
-            master.untyped_storage().resize_(0)
+    @torch.no_grad()
+    def _into_gradient(self, master: torch.Tensor) -> torch.Tensor | None:
+        """The weights where the gradient was, which is not needed any more; null where there was none."""
+        stepped = None if master.grad is None else master.grad.copy_(master)
+        master.untyped_storage().resize_(0)
+        return stepped
+
+    def copies(self) -> Sequence[torch.Tensor | None]:
+        return self._stepped
+
+    @torch.no_grad()
+    def write(self) -> None:
+        for index, stepped in enumerate(self._stepped):
+            if stepped is not None:
+                self._round(index, stepped)
+        self._stepped = [None] * len(self.params)
+
+    @abstractmethod
+    def _round(self, index: int, weights: torch.Tensor) -> None:
+        """Put float32 `weights` into parameter `index`."""
+
+
+def _parts(params: list[torch.Tensor]) -> Iterator[list[int]]:
+    """Indices of parameters, as many together as have `PART_PARAMETERS` elements; a larger one alone."""
+    part: list[int] = []
+    size = 0
+    for index, param in enumerate(params):
+        if part and size + param.numel() > PART_PARAMETERS:
+            yield part
+            part, size = [], 0
+        part.append(index)
+        size += param.numel()
+    if part:
+        yield part
 
 
 class Kahan(_FilledForAStep):
@@ -268,17 +378,13 @@ class Kahan(_FilledForAStep):
         self.lost = [torch.zeros_like(p, requires_grad=False) for p in params]
 
     @torch.no_grad()
-    def load(self) -> None:
-        super().load()
-        for master, lost in zip(self.masters, self.lost, strict=True):
-            master.add_(lost)
+    def _fill(self, index: int) -> None:
+        super()._fill(index)
+        self.masters[index].add_(self.lost[index])
 
-    @torch.no_grad()
-    def write(self) -> None:
-        for param, master, lost in zip(self.params, self.masters, self.lost, strict=True):
-            param.copy_(master)
-            lost.copy_(master.sub_(param))
-        self._release()
+    def _round(self, index: int, weights: torch.Tensor) -> None:
+        self.params[index].copy_(weights)
+        self.lost[index].copy_(weights.sub_(self.params[index]))
 
     def state_dict(self) -> dict[str, Any]:
         return {"lost": self.lost}
@@ -301,11 +407,11 @@ class Stochastic(_FilledForAStep):
         super().__init__(params)
         self._generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in params}
 
-    @torch.no_grad()
-    def write(self) -> None:
-        for param, master in zip(self.params, self.masters, strict=True):
-            param.copy_(round_stochastically(master, self._generators[param.device]))
-        self._release()
+    def _round(self, index: int, weights: torch.Tensor) -> None:
+        param = self.params[index]
+        rows = max(1, PART_PARAMETERS * len(param) // param.numel())  # rounding takes several times their memory
+        for some, values in zip(param.split(rows), weights.split(rows), strict=True):
+            some.copy_(round_stochastically(values, self._generators[param.device]))
 
     def state_dict(self) -> dict[str, Any]:
         return {"generators": [g.get_state() for g in self._generators.values()]}

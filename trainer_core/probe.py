@@ -23,7 +23,7 @@ from atropos_common.records import HEAD_DTYPE, OTHER_WEIGHTS, POLICY_LAG, SAMPLI
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.objective.alignment import Alignment, DiffSums, ProbeDiffs, diff_sums
-from trainer_core.policy.logprobs import chunked_logprobs, completions_logprobs, predicting_states
+from trainer_core.policy.logprobs import chunked_scores, completions_logprobs, predicting_states
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.server.client import GeneratedTokens, ServerClient
@@ -195,7 +195,8 @@ class _Scored:
     def at(self, factor: float) -> torch.Tensor:
         """Logprobs of the labels with every temperature times `factor`, [T]."""
         temperatures = self.row.temperatures * factor
-        return chunked_logprobs(self.states, self.head.weight, self.head.bias, self.row.labels, temperatures)
+        head = self.head
+        return chunked_scores(self.states, head.weight, head.bias, self.row.labels, temperatures).logprobs
 
     def left(self, factor: float) -> float:
         """Mean |trainer - rollout| then."""

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from atropos_common.benchmark_summary import summary_sections, summary_text
-from atropos_common.model_math import Dimensions, peak_flops, step_flops
+from atropos_common.model_math import peak_flops, step_flops
 from atropos_common.records import (
     AlignmentRecord,
     BenchmarkRecord,
@@ -25,6 +25,8 @@ from atropos_common.records import (
 )
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.alignment import Alignment, ProbeDiffs
+from trainer_core.policy.load import dimensions
+from trainer_core.policy.speed import layers_reached
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.source import Lags
 from trainer_core.step import StepOutcome
@@ -124,6 +126,10 @@ def step_fields(report: StepReport) -> dict[str, Any]:
         "clip_fraction_low": outcome.clip_low,
         "clip_fraction_high": outcome.clip_high,
         "dual_clip_fraction": outcome.dual_clip,
+        "ratio_max": outcome.ratio_max,
+        "entropy_mean": outcome.entropy,
+        "completion_tokens_mean": report.batch.completion_tokens_mean,
+        "truncated_fraction": report.batch.truncated_fraction,
         "tis_mean": outcome.tis_mean,
         "tis_truncated_fraction": outcome.tis_truncated,
         "tis_masked_fraction": outcome.tis_masked,
@@ -184,6 +190,8 @@ def tracker_metrics(report: StepReport) -> dict[str, Any]:
         "train/grad_norm": step["grad_norm"],
         "train/lr": step["lr"],
         "train/reward_mean": step["reward_mean"],
+        "train/completion_tokens_mean": step["completion_tokens_mean"],
+        "train/truncated_fraction": step["truncated_fraction"],
         "train/step_time": report.step_s,
         "train/sync_time": report.sync.seconds if report.sync else 0.0,
         "train/data_fetch_time": report.wait_s,
@@ -193,6 +201,9 @@ def tracker_metrics(report: StepReport) -> dict[str, Any]:
         "grpo/clipped_fraction_low": step["clip_fraction_low"],
         "grpo/clipped_fraction_high": step["clip_fraction_high"],
         "grpo/kl_k3": step["kl_k3"],
+        "grpo/max_ratio": step["ratio_max"],
+        "grpo/dual_clip_fraction": step["dual_clip_fraction"],
+        "grpo/entropy": step["entropy_mean"],
         "grpo/tis_mean": step["tis_mean"],
         "grpo/tis_truncated_fraction": step["tis_truncated_fraction"],
         "alignment/diff_mean": align["logprob_diff_mean"],
@@ -278,13 +289,20 @@ class BenchmarkTotals:
 class MfuMeter:
     """MFU of the training part of a step, on a GPU whose peak is known."""
 
-    def __init__(self, model: Dimensions, device: torch.device) -> None:
-        self._model = model
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Args: `model`: with `requires_grad` where it trains."""
+        self._sizes, self._reached, self._trained = dimensions(model), layers_reached(model), None
+        if not model.get_input_embeddings().weight.requires_grad:
+            self._trained = sum(p.numel() for p in model.parameters() if p.requires_grad and p.ndim == 2)
         self._peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
-    def measure(self, lengths: Sequence[int], seconds: float) -> float | None:
+    def flops(self, lengths: Sequence[int], predicted: int) -> float:
+        """Operations of a step over sequences of these lengths, of which so many tokens train."""
+        return step_flops(self._sizes, lengths, predicted, reached=self._reached, trained=self._trained)
+
+    def measure(self, lengths: Sequence[int], predicted: int, seconds: float) -> float | None:
         """Share of the peak, from 0 to 1; null where there is no peak to compare with."""
-        return step_flops(self._model, lengths) / seconds / self._peak if self._peak and seconds > 0 else None
+        return self.flops(lengths, predicted) / seconds / self._peak if self._peak and seconds > 0 else None
 
 
 def memory_fields() -> dict[str, int | None]:

@@ -17,7 +17,7 @@ from trainer_core.objective.alignment import DiffSums
 from trainer_core.objective.loss import Correction, LossSums, Sequences
 from trainer_core.objective.registry import Counts, Objective, count
 from trainer_core.optim import Stepper
-from trainer_core.policy.logprobs import row_logprobs
+from trainer_core.policy.logprobs import TokenScores, row_logprobs, row_scores
 from trainer_core.policy.speed import ThreadGradients, in_threads
 from trainer_core.rollouts.packing import PackedRow
 
@@ -39,6 +39,10 @@ class StepOutcome:
     clip_high: float = 0.0
     """Shares of tokens with a ratio below and above the clip range; together `clip_fraction`."""
     dual_clip: float = 0.0
+    ratio_max: float = 1.0
+    """The largest ratio of a token that trains, however it was clipped."""
+    entropy: float = 0.0
+    """Mean over all trained tokens of the policy's entropy at their sampling temperature, in nats."""
     tis_mean: float | None = None
     """Mean importance weight; null with `ratio_base = rollout`, as the next two."""
     tis_truncated: float | None = None
@@ -78,27 +82,33 @@ def accumulate(
     ready = in_threads(lambda row, _: _on_device(model, row, objective, device), rows, threads)
     counts = count([(row.sequences, row.correction) for row in ready], device)
     denominator = objective.denominator(counts if others is None else counts + others)
+    scale = None if stepper.scale is None else stepper.scale.factor(denominator)
     sums = _Sums(device)
     stepper.zero_grad()
     gradients = ThreadGradients(stepper.params, threads) if threads > 1 else None
 
-    def train(row: _DeviceRow, thread: int) -> tuple[LossSums, torch.Tensor]:
+    def train(row: _DeviceRow, thread: int) -> tuple[LossSums, TokenScores]:
         packed = row.packed
-        logprobs = row_logprobs(model, packed)
-        part = objective.sums(logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction)
-        loss = part.loss / denominator
+        scores = row_scores(model, packed)
+        part = objective.sums(scores.logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction)
+        loss = part.loss / denominator if scale is None else part.loss * (scale / denominator)
         if gradients is None:
             loss.backward()
         else:
             gradients.backward(loss, thread)
-        return LossSums(*(value.detach() for value in part)), logprobs.detach()
+        return LossSums(*(value.detach() for value in part)), TokenScores(*(value.detach() for value in scores))
 
-    for row, (part, logprobs) in zip(ready, in_threads(train, ready, threads), strict=True):
-        sums.add(part, logprobs, row)
+    for row, (part, scores) in zip(ready, in_threads(train, ready, threads), strict=True):
+        sums.add(part, scores, row)
     if gradients is not None:
         stepper.take_gradients(gradients.total())
+    if scale is not None:
+        stepper.unscale(scale)
     lr = stepper.set_lr(step)
-    return sums.outcome(denominator, stepper.clip(), lr)
+    outcome = sums.outcome(denominator, stepper.clip(), lr)
+    if stepper.scale is not None:
+        stepper.scale.saw(outcome.finite)
+    return outcome
 
 
 def _on_device(model: torch.nn.Module, row: PackedRow, objective: Objective, device: torch.device) -> _DeviceRow:
@@ -124,28 +134,30 @@ class _Sums:
     """Sums over the rows of a step, in float64 on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._values = torch.zeros(16, dtype=torch.float64, device=device)
-        self._largest = torch.zeros((), device=device)
+        self._values = torch.zeros(17, dtype=torch.float64, device=device)
+        self._largest = self._ratio_max = torch.zeros((), device=device)
 
     @torch.no_grad()
-    def add(self, part: LossSums, logprobs: torch.Tensor, row: _DeviceRow) -> None:
-        rollout, correction = row.packed.logprobs, row.correction
+    def add(self, part: LossSums, scores: TokenScores, row: _DeviceRow) -> None:
+        logprobs, rollout, correction = scores.logprobs, row.packed.logprobs, row.correction
         measured = torch.ones_like(rollout) if row.measured is None else row.measured.to(rollout.dtype)
         diff = torch.where(measured > 0, logprobs - rollout, 0.0)
         self._largest = torch.maximum(self._largest, diff.abs().max())
         everything = torch.ones_like(rollout).sum()
         theirs = [(logprobs * measured).sum(), (rollout * measured).sum(), measured.sum()]
-        values = [*part, diff.sum(), diff.abs().sum(), *theirs, everything]
+        self._ratio_max = torch.maximum(self._ratio_max, part.ratio_max)
+        values = [*part[:-1], diff.sum(), diff.abs().sum(), *theirs, everything, scores.entropy.sum()]
         values += [everything * 0, everything * 0] if correction is None else [
             correction.weight.sum(), correction.truncated.sum()
         ]  # fmt: skip
         self._values += torch.stack([value.detach().double() for value in values])
 
     def outcome(self, denominator: torch.Tensor, norm: torch.Tensor, lr: float) -> StepOutcome:
-        extra = torch.stack([x.double() for x in (self._largest, denominator, norm)])
+        extra = torch.stack([x.double() for x in (self._largest, denominator, norm, self._ratio_max)])
         values = torch.cat([self._values, extra]).tolist()
-        part, (diff, abs_diff, train, inference, measured, tokens) = LossSums(*values[:8]), values[8:14]
-        weight, truncated, largest, denominator_, norm_ = values[14:]
+        part = LossSums(*[*values[:8], values[-1]])
+        diff, abs_diff, train, inference, measured, tokens = values[8:14]
+        entropy, weight, truncated, largest, denominator_, norm_ = values[14:-1]
         kept = part.tokens
 
         def mean(total: float, over: float) -> float:
@@ -157,7 +169,8 @@ class _Sums:
             kl_k3=mean(part.kl_k3, kept), grad_norm=norm_, lr=lr, tokens=int(tokens),
             diffs=DiffSums(int(measured), diff, abs_diff, largest, train, inference),
             clip_low=mean(part.clipped_low, kept), clip_high=mean(part.clipped_high, kept),
-            dual_clip=mean(part.dual_clipped, kept), tis_mean=mean(weight, tokens) if corrected else None,
+            dual_clip=mean(part.dual_clipped, kept), ratio_max=part.ratio_max, entropy=mean(entropy, tokens),
+            tis_mean=mean(weight, tokens) if corrected else None,
             tis_truncated=mean(truncated, tokens) if corrected else None,
             tis_masked=1.0 - mean(kept, tokens) if corrected else None,
         )  # fmt: skip

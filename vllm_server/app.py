@@ -397,7 +397,7 @@ async def export_weights(bridge: WeightBridge, args: Namespace, address: str) ->
     if not set(architectures) & set(SINGLE_COPY_ARCHITECTURES):
         raise ConfigError(
             f"single copy is not known to be safe for {', '.join(architectures) or 'this model'}; known are "
-            f"{', '.join(SINGLE_COPY_ARCHITECTURES)}. Use another weight bridge mode"
+            f"{', '.join(SINGLE_COPY_ARCHITECTURES)}, which are also all that the trainer takes, in any mode"
         )
     (described,) = await engine.collective_rpc("atropos_export_weights")
     bridge.manifest = write_manifest_for(

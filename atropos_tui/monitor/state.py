@@ -34,7 +34,8 @@ from atropos_tui.monitor.format import real
 METRICS: dict[type[Record], tuple[str, ...]] = {
     StepRecord: (
         "loss", "reward_mean", "reward_std", "lr", "grad_norm", "ratio_mean", "clip_fraction", "tokens", "sequences",
-        "policy_lag_mean", "policy_lag_max", "weight_version",
+        "policy_lag_mean", "policy_lag_max", "weight_version", "ratio_max", "entropy_mean", "completion_tokens_mean",
+        "truncated_fraction",
     ),
     AlignmentRecord: (
         "logprob_diff_mean", "logprob_diff_abs_mean", "logprob_diff_abs_max", "kl_k3", "train_mean", "inference_mean",

@@ -27,6 +27,8 @@ VLLM_FRACTION = 0.92
 """vLLM's default for gpu_memory_utilization."""
 CONTEXT = 750 * 1024**2
 """A process's CUDA context and libraries, in bytes; 0.73 GiB on an H200."""
+MASTERS = {"fp32": "float32", "kahan": "what rounding lost"}
+"""What is kept of the weights beside them, for people."""
 _BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
 
@@ -259,8 +261,9 @@ class _Builder:
         parameters = count(trained)
         note = "float32" if parameters == model.parameters else f"{parameters:,} parameters are trained"
         add("gradients", model_math.GRADIENT_BYTES * parameters, note)
-        if half:
-            add("master weights", 4 * parameters, "float32")
+        # In a step the others fill float32 copies a part at a time, when the activations' memory is free.
+        if half and (size := model_math.MASTER_BYTES[settings.master_weights] * parameters):
+            add("master weights", size, MASTERS[settings.master_weights])
         optimizer = effective_optimizer(settings, on_gpu=on_gpu)
         add("optimizer state", model_math.optimizer_bytes(trained.values(), optimizer), optimizer)
         tokens = tokens_per_pass(settings, self.profile.vllm[0].max_model_len)

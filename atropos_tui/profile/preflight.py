@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
+from atropos_common.model_math import why_refused
 from atropos_common.run_dir import (
     ENV_ATTEMPT,
     ENV_COMPONENT,
@@ -25,7 +25,7 @@ from atropos_common.run_dir import (
 from atropos_tui.errors import Problem
 from atropos_tui.profile import memory, ports
 from atropos_tui.profile.memory import Hardware, Inventory, take_inventory
-from atropos_tui.profile.models import Model, architecture
+from atropos_tui.profile.models import Model
 from atropos_tui.profile.plan import (
     TRAITS,
     Site,
@@ -224,12 +224,8 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
             yield from _engine_fits(engine, model, index)
     if not isinstance(first, Model):
         return
-    if site.traits.shares_memory and architecture(first.config) not in SINGLE_COPY_ARCHITECTURES:
-        yield Problem(
-            f"single copy does not know {architecture(first.config)}",
-            f"use a model of: {', '.join(SINGLE_COPY_ARCHITECTURES)}",
-            key="model",
-        )
+    if refused := why_refused(first.config):
+        yield Problem(*refused, key="model")
     beyond = [layer for layer in settings.train_layer_indices or [] if layer >= first.dimensions.layers]
     if beyond:
         reason = f"the model has layers 0-{first.dimensions.layers - 1}, and no {', '.join(map(str, beyond[:5]))}"

@@ -37,14 +37,16 @@ class ViewSpec(NamedTuple):
     """Panels of the overview's bottom row that fill the place instead: what was read in them stays as it was."""
 
 
-TRAINING = ("reward", "loss", "ratio", "clip", "grad", "lag", "queue", "time", "tokens")
+TRAINING = (
+    "reward", "loss", "entropy", "ratio", "clip", "grad", "length", "truncated", "lag", "queue", "time", "tokens",
+)  # fmt: skip
 ALIGNMENT = ("diff", "diff-max", "logprobs", "kl")
 
 VIEWS = {
     "overview": ViewSpec("Overview", "Everything"),
     "training": ViewSpec(
         "Training",
-        "Reward, loss, ratio, clipping, gradient, lag, queue",
+        "Reward, loss, entropy, ratio, clipping, length, lag",
         panels=lambda: [ChartGrid(*TRAINING, columns="three")],
     ),
     "logs": ViewSpec("Logs", "The log of the selected component, or of all", LogView, bottom=(LogView,)),

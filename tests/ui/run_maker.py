@@ -70,6 +70,10 @@ def step_records(step: int, rng: random.Random, *, attempt: int = 1, time: float
             policy_lag_mean=lag,
             policy_lag_max=1,
             weight_version=step,
+            ratio_max=1.4,
+            entropy_mean=2.0 * math.exp(-step / 40),
+            completion_tokens_mean=3.0 + step / 40,
+            truncated_fraction=0.25,
         ),
         AlignmentRecord(
             **common,

@@ -26,7 +26,7 @@ from atropos_common.records import (
     StepRecord,
 )
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.charts import Series, averaged, thin
+from atropos_tui.monitor.charts import PAGE, Series, averaged, thin
 from atropos_tui.monitor.format import number
 from atropos_tui.monitor.report import lanes, render_report
 from atropos_tui.monitor.report_charts import POINTS, charts
@@ -155,8 +155,9 @@ def test_every_chart_is_an_accessible_picture_with_the_last_value_beside_it(tmp_
         assert title is not None and title.text and description is not None and description.text
         titles.append(title.text)
     assert titles == [
-        "Reward", "Loss", "Ratio", "Clip fraction", "Gradient norm", "Policy lag", "Logprobs", "Logprob |diff|", "KL",
-        "Tokens per second", "Trainer memory", "Where a step's time goes",
+        "Reward", "Loss", "Ratio", "Ratio max", "Clip fraction", "Entropy", "Completion tokens", "Cut off",
+        "Gradient norm", "Policy lag", "Logprobs", "Logprob |diff|", "KL", "Tokens per second", "Trainer memory",
+        "Where a step's time goes",
     ]  # fmt: skip
     legends = [text_of(item) for item in tree.iter(f"{XHTML}li")]
     for label, metric in (("loss", "loss"), ("norm", "grad_norm"), ("trainer", "train_mean"), ("k3", "kl_k3")):
@@ -283,7 +284,7 @@ def test_any_figure_can_be_drawn(tmp_path: Path, value: object) -> None:
     run.telemetry_jsonl.write_text("\n".join(lines) + "\n")
     page = page_of(run)
     tree = parsed(page)
-    assert len(list(tree.iter(f"{SVG}svg"))) == 12
+    assert len(list(tree.iter(f"{SVG}svg"))) == len(PAGE) + 1
     finite = isinstance(value, float) and abs(value) < 1e300
     assert ("NaN, infinite or beyond any scale: crosses" in text_of(tree)) != finite
     assert ">nan<" not in page

@@ -45,25 +45,29 @@ GIB = 1024**3
 
 @pytest.mark.parametrize("layers", [None, [1, 2]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize(
+    ("optimizer", "masters"),
+    [("adamw", "fp32"), ("adafactor", "fp32"), ("adamw", "kahan"), ("adafactor", "stochastic")],
+)
 def test_gradients_masters_and_optimizer_are_what_the_stepper_allocates(
-    tmp_path: Path, dtype: torch.dtype, layers: list[int] | None, optimizer: str
+    tmp_path: Path, dtype: torch.dtype, layers: list[int] | None, optimizer: str, masters: str
 ) -> None:
     model = build(CONFIGS["qwen3"], dtype)
     train_only(model, layers)
-    stepper = Stepper(model, TrainingConfig(model_name="m", optimizer=optimizer, lr=1e-3))
+    stepper = Stepper(model, TrainingConfig(model_name="m", optimizer=optimizer, master_weights=masters))
     for param in stepper.params:
         param.sum().backward()
     gradients = sum(m.grad.nbytes for m in stepper.masters if m.grad is not None)
     stepper.compute()
     stepper.write()
-    masters = sum(m.nbytes for m, p in zip(stepper.masters, stepper.params, strict=True) if m is not p)
+    copies = [m for m, p in zip(stepper.masters, stepper.params, strict=True) if m is not p]
+    kept = sum(m.untyped_storage().nbytes() for m in copies) + sum(t.nbytes for t in getattr(stepper.half, "lost", []))
     tensors = [t for state in stepper.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     state = sum(tensor.nbytes for tensor in tensors if tensor.ndim)
 
     shapes = saved(CONFIGS["qwen3"], tmp_path).trained(layers)
     assert gradients == 4 * memory.count(shapes)
-    assert masters == (4 * memory.count(shapes) if dtype == torch.bfloat16 else 0)
+    assert kept == (model_math.MASTER_BYTES[masters] * memory.count(shapes) if dtype == torch.bfloat16 else 0)
     assert state == model_math.optimizer_bytes(shapes.values(), optimizer)
 
 
@@ -189,6 +193,12 @@ def test_trained_layers_alone_need_gradients() -> None:
     layer = 2 * 2048 * 2048 + 2 * 2048 * 1024 + 3 * 2048 * 6144 + 2 * 2048 + 2 * 128
     found = items(budget_of(chosen, H200), "GPU 0")
     assert found["trainer gradients"] == 2 * layer * 4
+
+
+@pytest.mark.parametrize(("masters", "width"), [("fp32", 4), ("kahan", 2), ("stochastic", None)])
+def test_what_is_kept_beside_the_weights(masters: str, width: int | None) -> None:
+    found = items(budget_of(profile(trainer={"optimizer": "adamw", "master_weights": masters}), H200), "GPU 0")
+    assert found.get("trainer master weights") == (width and width * PARAMETERS)
 
 
 def test_float32_has_no_master_weights_and_the_cpu_default_is_adamw() -> None:

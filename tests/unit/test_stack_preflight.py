@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from atropos_common.model_math import why_refused
 from atropos_tui.errors import Problem
 from atropos_tui.profile.memory import Gpu, Hardware, Inventory
 from atropos_tui.profile.models import Model, model_shapes
@@ -19,6 +21,8 @@ from atropos_tui.profile.plan import build_stack, config_file
 from atropos_tui.profile.preflight import preflight
 from atropos_tui.profile.sections import Profile
 from tests.unit.test_stack_plan import profile, site
+from trainer_core.errors import UsageError
+from trainer_core.policy.load import load_config
 
 GIB = 1024**3
 LLAMA = {
@@ -112,6 +116,37 @@ def test_tensor_parallel_divides_the_heads(parallel: int, fits: bool) -> None:
         assert "8 attention heads with 2 for keys" in problem.reason and problem.fix == "use one of: 1, 2, 4, 8"
 
 
+REFUSED = {
+    "an architecture": ({"architectures": ["Gemma3ForCausalLM"]}, "does not know Gemma3ForCausalLM"),
+    "GPT-2": (
+        {"architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16},
+        "does not know GPT2LMHeadModel",
+    ),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rotary embeddings \(dynamic\)"),
+    "longrope": (
+        {"rope_parameters": {"rope_type": "longrope", **dict.fromkeys(("long_factor", "short_factor"), [1.0] * 4)}},
+        r"rotary embeddings \(longrope\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["shared_vllm", "broadcast", "lora_only", "lora_restart", "none"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_the_trainer_refuses(tmp_path: Path, name: str, mode: str) -> None:
+    """In every mode, and in the trainer's own words."""
+    changes, words = REFUSED[name]
+    problem = one(found(profile(model="a/b", mode=mode), config=LLAMA | changes, gpus=2), "model")
+    assert re.search(words, problem.reason) and problem.fix.startswith("use a model")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "llama"} | changes))
+    with pytest.raises(UsageError, match=words):
+        load_config(str(tmp_path))
+
+
+def test_rotary_embeddings_that_stay_as_they_are_train() -> None:
+    for rotary in ({"rope_type": "llama3"}, {"type": "yarn", "factor": 2.0}, {"rope_type": "default"}, None):
+        assert why_refused(LLAMA | {"rope_scaling": rotary}) is None
+
+
 def test_tensor_parallel_divides_the_heads_for_keys_too() -> None:
     config = LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96}
     problem = one(found(profile(vllm={"tensor_parallel": 3}), config=config), "vllm.0.tensor_parallel")
@@ -128,20 +163,6 @@ def test_layers_that_the_model_does_not_have() -> None:
     trainer = {"batch_size": 8, "train_layer_indices": "2-5"}
     problem = one(found(profile(trainer=trainer), config=LLAMA), "trainer.train_layer_indices")
     assert problem.reason == "the model has layers 0-3, and no 4, 5" and "up to 3" in problem.fix
-
-
-def test_an_architecture_that_single_copy_does_not_know() -> None:
-    gpt2 = {
-        "architectures": ["GPT2LMHeadModel"],
-        "n_embd": 8,
-        "n_layer": 1,
-        "n_head": 2,
-        "n_positions": 16,
-        "vocab_size": 9,
-    }
-    problem = one(found(profile(model="a/b"), config=gpt2), "model")
-    assert "GPT2LMHeadModel" in problem.reason and "Qwen3ForCausalLM" in problem.fix
-    assert not [p for p in found(profile(mode="none"), config=gpt2) if "GPT2" in p.reason]
 
 
 def test_the_eight_bit_optimizer_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,3 +271,22 @@ def test_packing_respects_the_budget_and_loses_nothing() -> None:
     assert sum(len(row.tokens) for row in rows) == sum(len(r.tokens) - 1 for r in rollouts)
     assert sum(len(row.labels) for row in rows) == sum(len(r.tokens) - 1 for r in rollouts)
     assert len(pack(rollouts, 1)) == 20
+
+
+def test_length_and_cuts_of_completions() -> None:
+    """Two turns of 3 and 2 tokens and one of 1: a limit holds for a turn; without one the last token says it."""
+    two, one = [5, 8, 9, 10, 6, 11, 2], [5, 8]
+    group = {
+        "tokens": [two, one],
+        "masks": [[-100, 8, 9, 10, -100, 11, 2], [-100, 8]],
+        "scores": [1.0, 1.0],
+        "inference_logprobs": [[-1.0] * 7, [-1.0] * 2],
+    }
+    ends = frozenset([2])
+    batch = _read(group, selection=Selection(drop_flat=True, end_tokens=ends))
+    assert not batch.rollouts, "the objective leaves both out, and they count all the same"
+    assert (batch.completion_tokens_mean, batch.truncated_fraction) == (3.0, 0.5)
+    for limit, share in ((1, 1.0), (3, 0.5), (4, 0.0)):
+        assert _read(group, selection=Selection(max_completion=limit, end_tokens=ends)).truncated_fraction == share
+    assert _read(group).truncated_fraction is None, "no end token is seen: stop strings, or nobody knows"
+    assert (_read().completion_tokens_mean, _read().truncated_fraction) == (None, None)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.unit.trainer_rollouts import plain_logprobs, rollouts_of
 from trainer_core.config import TrainingConfig
-from trainer_core.objective.loss import Bounds, Sequences, cispo_loss, correct, grpo_loss, gspo_loss
+from trainer_core.objective.loss import Bounds, Correction, Sequences, cispo_loss, correct, grpo_loss, gspo_loss
 from trainer_core.objective.registry import OBJECTIVES, Counts, Objective, count
 from trainer_core.optim import Stepper
 from trainer_core.policy.load import load_model
@@ -131,7 +131,8 @@ def _published(name: str, logprobs: torch.Tensor, base: torch.Tensor, advantage:
     if name == "cispo":
         return -ratio.clamp(0.0, 5.0).detach() * advantage * logprobs
     low, high = {"dapo": (0.8, 1.28), "gspo": (1 - 3e-4, 1 + 4e-4)}.get(name, (0.8, 1.2))
-    return -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    clipped = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    return -torch.where(advantage < 0, torch.maximum(clipped, 3.0 * advantage), clipped)  # the dual clip's default
 
 
 def _reference(model: torch.nn.Module, rollouts: list[Rollout], config: TrainingConfig) -> torch.Tensor:
@@ -184,9 +185,11 @@ def _equals_float64(base: Path, rollouts: list[Rollout], config: TrainingConfig)
 @pytest.mark.parametrize("ratio", RATIOS, ids=["rollout", "proximal", "token-mask", "sequence-mask"])
 @pytest.mark.parametrize("name", ALL)
 def test_gradient_against_float64(base: Path, name: str, ratio: dict[str, object]) -> None:
-    rollouts = rollouts_of()
+    rollouts = rollouts_of(spread=6.0)
     config = _config(objective=name, kl_coef=0.05, seq_len=32, **ratio)
     outcome = _equals_float64(base, rollouts, config)
+    if not ratio and name in ("grpo", "dapo", "dr_grpo"):
+        assert outcome.dual_clip > 0 and outcome.ratio_max > 3
     assert (outcome.tis_masked or 0) > 0 if "tis_mask" in ratio else not outcome.tis_masked
 
 
@@ -322,6 +325,44 @@ def test_a_bandit_converges(name: str, ratio: dict[str, object]) -> None:
         (part.loss / objective.denominator(count([(sequences, correction)], CPU))).backward()
         optimizer.step()
     assert logits.softmax(-1)[7] > 0.9
+
+
+def test_one_wrong_logprob_does_not_outweigh_the_batch() -> None:
+    """One of 40,000 tokens, to be lowered, came with a logprob that is 8 or 15 nats too low."""
+    torch.manual_seed(0)
+    for name in ("grpo", "dapo", "dr_grpo"):
+        for gap in (8.0, 15.0, 30.0):
+            logprobs = (-torch.rand(40_000)).requires_grad_()
+            rollout = logprobs.detach() + 0.05 * torch.randn(40_000)
+            rollout[7] -= gap
+            advantages = torch.randn(40_000)
+            advantages[7] = -1.0
+            ids = Sequences(torch.arange(40_000) // 100, 400)
+            shares = {}
+            for bound in ({}, {"dual_clip": 0}):
+                sums = Objective(_config(objective=name, **bound)).sums(logprobs, rollout, advantages, ids, None)
+                (gradient,) = torch.autograd.grad(sums.loss, logprobs)
+                shares["dual_clip" in bound] = (gradient[7].abs() / gradient.norm()).item()
+                assert sums.ratio_max.item() == pytest.approx(math.exp(min(gap, 20.0)), rel=0.5)
+                assert sums.dual_clipped.item() == (0 if bound else 1)
+            assert shares[False] == 0.0
+            assert shares[True] > 0.99 or gap > 20, "without the bound it is all there is"
+
+
+def test_what_no_objective_takes_is_refused() -> None:
+    one, rows = torch.zeros(5), Sequences(torch.zeros(5, dtype=torch.int64), 1)
+    for function in (grpo_loss, gspo_loss, cispo_loss):
+        with pytest.raises(TypeError, match="no objective takes klcoef; there are kl_coef, dual_clip"):
+            function(one, one, one, sequences=rows, klcoef=0.1)
+        for values in ((one, one[:, None], one), (one, one, one[:, None]), (one, one[:4], one)):
+            with pytest.raises(ValueError, match=r"one value for each of T tokens .* are \[5\], but"):
+                function(*values, sequences=rows)
+        with pytest.raises(ValueError, match=r"sequences.ids \[4\]"):
+            function(one, one, one, sequences=Sequences(rows.ids[:4], 1))
+        with pytest.raises(ValueError, match=r"which is not \[T\]"):
+            function(*[torch.zeros(2, 3)] * 3, sequences=rows._replace(ids=torch.zeros(2, 3, dtype=torch.int64)))
+        with pytest.raises(ValueError, match=r"correction.keep \[3\]"):
+            function(one, one, one, sequences=rows, correction=Correction(one, one, one > 0, one[:3] > 0))
 
 
 def test_published_settings_and_what_overrides_them() -> None:

@@ -154,6 +154,48 @@ def test_state_through_json_and_safetensors_is_exact(tmp_path: Path, optimizer: 
     assert theirs.keys() == mine.keys() and all(torch.equal(theirs[k], mine[k]) for k in theirs)
 
 
+def test_a_resumed_run_takes_its_own_decay_and_betas() -> None:
+    for optimizer in ("adamw", "adafactor"):
+        first = Stepper(Weights(torch.bfloat16), _config(optimizer=optimizer))
+        edited = _config(optimizer=optimizer, weight_decay=0.1, betas=(0.9, 0.95))
+        again = Stepper(Weights(torch.bfloat16), edited)
+        again.load_state_dict(first.state_dict())
+        (found,), (wanted,) = (
+            again.optimizer.param_groups,
+            Stepper(Weights(torch.bfloat16), edited).optimizer.param_groups,
+        )
+        assert found["weight_decay"] == 0.1
+        assert {k: v for k, v in found.items() if k != "params"} == {k: v for k, v in wanted.items() if k != "params"}
+
+
+@pytest.mark.parametrize("masters", ["kahan", "stochastic"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_part_at_a_time_is_the_same_step(monkeypatch: pytest.MonkeyPatch, optimizer: str, masters: str) -> None:
+    """Bit for bit, though never more than one parameter has float32 memory of its own."""
+    ends = []
+    for size, most in ((1 << 26, 2), (64, 1)):
+        monkeypatch.setattr("trainer_core.optim.PART_PARAMETERS", size)
+        model = Weights(torch.bfloat16)
+        stepper = Stepper(model, _config(optimizer=optimizer, master_weights=masters, lr=1e-3))
+        seen = []
+        step = stepper.optimizer.step
+
+        def counted(stepper: Stepper = stepper, step: Any = step, seen: list[int] = seen) -> None:
+            seen.append(sum(bool(m.untyped_storage().nbytes()) for m in stepper.masters))
+            step()
+
+        monkeypatch.setattr(stepper.optimizer, "step", counted)
+        _gradients(model, 1)
+        stepper.set_lr(1)
+        stepper.compute()
+        assert max(seen) == most and len(seen) == 3 - most
+        assert all(copy.dtype == torch.float32 for copy in stepper.copies().values()) and len(stepper.copies()) == 2
+        stepper.write()
+        assert not stepper.copies()
+        ends.append(model.flat() if masters == "kahan" else model.flat().sign())
+    assert torch.equal(*ends)
+
+
 def test_another_optimizers_state_is_refused() -> None:
     model = Weights(torch.bfloat16)
     state = Stepper(model, _config(optimizer="adamw", master_weights="kahan")).state_dict()

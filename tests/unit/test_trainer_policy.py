@@ -15,7 +15,7 @@ from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.load import load_model, train_only
-from trainer_core.policy.logprobs import chunked_logprobs, row_logprobs, sequence_logprobs
+from trainer_core.policy.logprobs import chunked_scores, row_logprobs, sequence_logprobs
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.step import StepOutcome, accumulate
@@ -130,8 +130,8 @@ def test_chunks_of_the_head_agree_in_value_and_gradient() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(37, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     labels, temperatures = torch.randint(11, (37,)), torch.rand(37) + 0.5
-    whole = chunked_logprobs(hidden, weight, None, labels, temperatures)
-    parts = chunked_logprobs(hidden, weight, None, labels, temperatures, chunk_elements=55)
+    whole = chunked_scores(hidden, weight, None, labels, temperatures).logprobs
+    parts = chunked_scores(hidden, weight, None, labels, temperatures, chunk_elements=55).logprobs
     torch.testing.assert_close(whole, parts)
     expected = torch.autograd.grad(whole.sum(), [hidden, weight])
     torch.testing.assert_close(torch.autograd.grad(parts.sum(), [hidden, weight]), expected)
@@ -139,8 +139,28 @@ def test_chunks_of_the_head_agree_in_value_and_gradient() -> None:
 
 def test_temperature_scales_logits(model: torch.nn.Module) -> None:
     hidden, weight, labels = torch.randn(5, 8), torch.randn(11, 8), torch.randint(11, (5,))
-    hot = chunked_logprobs(hidden, weight, None, labels, torch.full((5,), 0.5))
-    torch.testing.assert_close(hot, chunked_logprobs(hidden * 2, weight, None, labels, torch.ones(5)))
+    hot = chunked_scores(hidden, weight, None, labels, torch.full((5,), 0.5))
+    torch.testing.assert_close(hot, chunked_scores(hidden * 2, weight, None, labels, torch.ones(5)))
+
+
+def test_entropy_is_that_of_the_distribution_that_was_sampled_from(base: Path) -> None:
+    """Against the sum written out, at each token's temperature; half of them cold, some logits far from 0."""
+    rollouts = rollouts_of()
+    exact = load_model(str(base), torch.float64, CPU)
+    exact.base_model.rotary_emb.double()
+    exact.set_attn_implementation("eager")
+    sums, rows = 0.0, pack(rollouts, 60)
+    for r in rollouts:
+        logits = exact(torch.from_numpy(r.tokens)[None]).logits[0, :-1] / r.temperature
+        p = logits.softmax(-1)[torch.from_numpy(np.flatnonzero(r.trained)) - 1]
+        sums -= (p * p.log()).sum().item()
+    tokens = sum(int(r.trained.sum()) for r in rollouts)
+    outcome, _ = _gradient(load_model(str(base), torch.float32, CPU), rows)
+    assert outcome.entropy == pytest.approx(sums / tokens, rel=1e-6)
+    far = torch.tensor([[900.0, 900.0, -900.0]])
+    sure = chunked_scores(torch.ones(1, 1), far.T, None, torch.tensor([0]), torch.ones(1))
+    assert sure.entropy.item() == pytest.approx(np.log(2)) and sure.logprobs.item() == pytest.approx(-np.log(2))
+    assert not sure.entropy.requires_grad
 
 
 def test_sequence_logprobs_sum_to_one(model: torch.nn.Module) -> None:

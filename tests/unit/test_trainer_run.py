@@ -33,7 +33,7 @@ from tests.unit.trainer_stand_ins import (
 )  # fmt: skip
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import ApiError, EngineError, EngineGone, UsageError
+from trainer_core.errors import ApiError, EngineError, EngineGone, NonFiniteError, UsageError
 from trainer_core.loop import TrainResult, train
 from trainer_core.policy.load import attach_views, empty_model, load_config, load_model
 from trainer_core.policy.logprobs import sequence_logprobs
@@ -355,6 +355,22 @@ def test_a_broken_batch_skips_the_update(engine: Engine, base: Path, tmp_path: P
     assert [s.weight_version for s in steps] == [0, 1]
     assert [(s.model_extra or {})["skipped_update"] for s in steps] == [True, False]
     assert "UPDATE SKIPPED" in capsys.readouterr().out
+
+
+def test_a_run_that_learns_nothing_any_more_ends(
+    engine: Engine, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three broken batches do, not two; the steps are told all the same, and no checkpoint comes of them."""
+    monkeypatch.setattr("trainer_core.loop.MOST_SKIPPED", 3)
+    good = [group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)]
+    bad = json.loads(json.dumps(good))
+    bad[0]["advantages"] = [[3e38] * 7] * 4
+    batches = Recorded([bad, bad, good, bad, bad, bad, good])
+    with pytest.raises(NonFiniteError, match=r"in 3 steps in a row, so no update was made\. There is no checkpoint"):
+        train(run_config(engine, base, tmp_path, training_steps=7), api=batches)  # type: ignore[arg-type]
+    steps = [r for r in _records(tmp_path / "out" / "telemetry.jsonl") if isinstance(r, StepRecord)]
+    assert [s.weight_version for s in steps] == [0, 0, 1, 1, 1, 1]
+    assert not checkpoint.complete_checkpoints(tmp_path / "out")
 
 
 def test_unreachable_run_api_gives_up(engine: Engine, base: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.unit.trainer_stand_ins import TOKEN, Engine, Recorded, group, plain_m
 from trainer_core import checkpoint
 from trainer_core.errors import MemoryFullError, MismatchError
 from trainer_core.loop import TrainResult, train
-from trainer_core.policy.logprobs import row_logprobs
+from trainer_core.policy.logprobs import TokenScores, row_scores
 
 PROMPTS = [[3 + i, 12, 4, 13] for i in range(4)]
 
@@ -199,11 +199,11 @@ def test_a_run_on_two_cores_learns_the_same(base: Path, tmp_path: Path, monkeypa
         engine = Engine(tmp_path / str(cores), plain_model(base))
         batches = batches or _recorded(engine, 3)
 
-        def watched(*args: Any, threads: set[int] = seen[cores]) -> torch.Tensor:
+        def watched(*args: Any, threads: set[int] = seen[cores]) -> TokenScores:
             threads.add(threading.get_ident())
-            return row_logprobs(*args)
+            return row_scores(*args)
 
-        monkeypatch.setattr("trainer_core.step.row_logprobs", watched)
+        monkeypatch.setattr("trainer_core.step.row_scores", watched)
         _train(engine, base, tmp_path / str(cores), Recorded(batches), training_steps=3, torch_threads=cores)
         ends.append(load_file(tmp_path / str(cores) / "out" / "final_model" / "model.safetensors"))
         engine.close()

@@ -140,6 +140,7 @@ def test_overlong_is_a_turn_not_a_rollout() -> None:
         ({"tis_mask": "token"}, "--tis-mask belongs to"),
         ({"ratio_base": "proximal", "tis_mask_low": 3.0}, "--tis-mask-low must not be above"),
         ({"objective": "cispo", "dual_clip": 3.0}, "--dual-clip does nothing"),
+        ({"dual_clip": 0.5}, "--dual-clip 0.5 must be above 1"),
         ({"overlong_mask": True}, "--overlong-mask needs --max-completion-tokens"),
         ({"overlong_buffer": 9, "max_completion_tokens": 8}, "--overlong-buffer must not be above"),
     ],

@@ -62,7 +62,7 @@ class Correction(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """Sums over the T tokens that `correction` keeps (all, without one). `loss` carries the gradient, no other does."""
+    """Sums over the T tokens that `correction` keeps (all, without one), and a maximum. `loss` alone has a gradient."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
@@ -74,10 +74,12 @@ class LossSums(NamedTuple):
     clipped_high: torch.Tensor
     dual_clipped: torch.Tensor
     """Tokens with A < 0 whose ratio lies above `dual_clip`."""
+    ratio_max: torch.Tensor
+    """The largest ratio of them; 0 where none is kept."""
 
 
 class Common(TypedDict, total=False):
-    """What every objective takes beside its clip range."""
+    """What every objective takes beside its clip range; anything else is refused."""
 
     kl_coef: float
     """Weight of k3 against the rollout policy; default 0."""
@@ -104,9 +106,10 @@ def grpo_loss(
 
     The pessimistic bound of PPO (Schulman et al. 2017, eq. 7) with group-relative advantages (DeepSeekMath, Shao et al.
     2024, arXiv:2402.03300, eq. 3). Divided by all trained tokens it equals verl's `compute_policy_loss` (vanilla,
-    core_algos.py) with its default `loss_agg_mode="token-mean"`; with `per_sequence` and divided by the sequences it is
-    DeepSeekMath's eq. 3 and TRL's `loss_type="grpo"` (grpo_trainer.py, `_compute_loss`). With `dual_clip` = c, tokens
-    with A < 0 lose at most c |A| (Ye et al. 2020, arXiv:1912.09729, eq. 5): verl's `clip_ratio_c`, TRL's `delta`.
+    core_algos.py) with its defaults: `loss_agg_mode="token-mean"` and, for `dual_clip` 3, `clip_ratio_c`. With
+    `per_sequence` and divided by the sequences it is DeepSeekMath's eq. 3 and TRL's `loss_type="grpo"`
+    (grpo_trainer.py, `_compute_loss`). With `dual_clip` = c, tokens with A < 0 lose at most c |A| (Ye et al. 2020,
+    arXiv:1912.09729, eq. 5): verl's `clip_ratio_c`, TRL's `delta`.
 
     k3 = q - 1 - log q with q = pi / pi_rollout (Schulman, "Approximating KL divergence") is the unbiased estimate of
     KL(rollout || policy) on tokens that the rollout policy sampled; it is always against the rollout policy.
@@ -118,6 +121,7 @@ def grpo_loss(
         clip_eps_high: upper half of the clip range; default: `clip_eps`.
         per_sequence: weigh every token by 1 / (trained tokens of its sequence).
     """
+    _check(logprobs, rollout_logprobs, advantages, common)
     log_ratio = _log_ratio(logprobs, rollout_logprobs, common)
     low, high = _range(clip_eps, clip_eps_high)
     terms = _clipped(log_ratio.exp(), advantages, low, high, common.get("dual_clip"))
@@ -139,6 +143,7 @@ def gspo_loss(
     Raises:
         ValueError: without `sequences`.
     """
+    _check(logprobs, rollout_logprobs, advantages, common)
     sequences = common.get("sequences")
     if sequences is None:
         raise ValueError("gspo_loss needs `sequences`: its ratio is one for each whole sequence")
@@ -161,10 +166,30 @@ def cispo_loss(
     ScaleRL (arXiv:2510.13786) as TRL does (`epsilon_high=5.0`, an absolute bound there). Divided by all tokens it is
     TRL's `loss_type="cispo"` and verl's `compute_policy_loss_cispo` with clip ratios (1, 4). A dual clip does nothing.
     """
+    _check(logprobs, rollout_logprobs, advantages, common)
     ratio = _log_ratio(logprobs, rollout_logprobs, common).exp()
     low, high = _range(clip_eps, clip_eps_high)
     terms = _Terms(-ratio.detach().clamp(low, high) * advantages * _wide(logprobs), ratio.detach())
     return _sums(terms, logprobs, rollout_logprobs, advantages, low, high, per_sequence, common)
+
+
+def _check(
+    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, common: Common
+) -> None:  # fmt: skip
+    """Raises: TypeError: a keyword that no objective has. ValueError: values that are not one for each token."""
+    if unknown := sorted(common.keys() - Common.__annotations__.keys()):
+        raise TypeError(f"no objective takes {', '.join(unknown)}; there are {', '.join(Common.__annotations__)}")
+    given = {"logprobs": logprobs, "rollout_logprobs": rollout_logprobs, "advantages": advantages}
+    if (sequences := common.get("sequences")) is not None:
+        given["sequences.ids"] = sequences.ids
+    if (correction := common.get("correction")) is not None:
+        given |= {f"correction.{k}": v for k, v in correction._asdict().items() if v is not None}
+    wrong = [f"{name} {list(value.shape)}" for name, value in given.items() if value.shape != logprobs.shape]
+    if wrong or logprobs.ndim != 1:
+        raise ValueError(
+            f"one value for each of T tokens is expected: logprobs are {list(logprobs.shape)}"
+            + (f", but {', '.join(wrong)}" if wrong else ", which is not [T]")
+        )
 
 
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual_clip: float | None) -> _Terms:
@@ -198,12 +223,13 @@ def _sums(
     bound = common.get("dual_clip")
     dual = torch.zeros_like(keep) if bound is None else (terms.ratio > bound) & (advantages < 0) & keep
 
-    def total(values: torch.Tensor) -> torch.Tensor:
-        return values.sum() if kept is None else torch.where(kept, values, 0.0).sum()
+    def of_kept(values: torch.Tensor) -> torch.Tensor:
+        return values if kept is None else torch.where(kept, values, 0.0)
 
     return LossSums(
-        loss=total(loss), ratio=total(terms.ratio), clipped=under.sum() + above.sum(), kl_k3=total(k3.detach()),
-        tokens=keep.sum(dtype=loss.dtype), clipped_low=under.sum(), clipped_high=above.sum(), dual_clipped=dual.sum(),
+        loss=of_kept(loss).sum(), ratio=of_kept(terms.ratio).sum(), clipped=under.sum() + above.sum(),
+        kl_k3=of_kept(k3.detach()).sum(), tokens=keep.sum(dtype=loss.dtype), clipped_low=under.sum(),
+        clipped_high=above.sum(), dual_clipped=dual.sum(), ratio_max=of_kept(terms.ratio).max(),
     )  # fmt: skip
 
 

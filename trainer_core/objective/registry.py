@@ -76,15 +76,16 @@ class Objective:
             self.bounds = Bounds(config.tis_cap, config.tis_mask, config.tis_mask_low, config.tis_mask_high)
         self._config = config
 
-    def selection(self, vocab_size: int | None = None) -> Selection:
-        """What of a batch this objective trains on."""
+    def selection(self, vocab_size: int | None = None, end_tokens: frozenset[int] = frozenset()) -> Selection:
+        """What of a batch this objective trains on, for a model of so many tokens, some of which end a completion."""
         config, longest = self._config, self._config.max_completion_tokens
         buffer = config.overlong_buffer
         if buffer is None:
             buffer = round((longest or 0) * self.published.overlong)
         return Selection(
-            self.published.drops_flat_groups, longest, buffer, config.overlong_penalty, config.overlong_mask, vocab_size
-        )
+            self.published.drops_flat_groups, longest, buffer, config.overlong_penalty, config.overlong_mask,
+            vocab_size, end_tokens,
+        )  # fmt: skip
 
     def sums(
         self, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor,
@@ -94,7 +95,7 @@ class Objective:
         low, high = self.clip
         return self.published.loss(
             logprobs, rollout_logprobs, advantages, clip_eps=low, clip_eps_high=high, kl_coef=self._config.kl_coef,
-            dual_clip=self._config.dual_clip, sequences=sequences, correction=correction,
+            dual_clip=self._config.dual_clip or None, sequences=sequences, correction=correction,
             per_sequence=self.per == "sequences",
         )  # fmt: skip
 

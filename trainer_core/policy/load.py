@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
-from atropos_common.model_math import Dimensions
+from atropos_common.model_math import Dimensions, why_refused
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
 
@@ -37,20 +36,17 @@ def load_config(model_name: str) -> Any:
     """The model's configuration by transformers.
 
     Raises:
-        UsageError: no such model, or not one of `SINGLE_COPY_ARCHITECTURES`.
+        UsageError: no such model, or one that `why_refused` refuses.
     """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise UsageError(f"--model-name {model_name}: no model there ({first})") from None
-    names = config.architectures or ["(none)"]
-    if names[0] not in SINGLE_COPY_ARCHITECTURES:
-        raise UsageError(
-            f"--model-name {model_name}: {names[0]} is not supported; supported: {', '.join(SINGLE_COPY_ARCHITECTURES)}"
-        )
+    if refused := why_refused(config.to_dict()):
+        raise UsageError(f"--model-name {model_name}: {refused[0]}; {refused[1]}")
     return config
 
 
@@ -203,6 +199,13 @@ def copy_weights(model: nn.Module, source: str | Path) -> None:
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every parameter on the CPU, unfused and contiguous, a tied head once."""
     return {name: p.detach().to("cpu", copy=True).contiguous() for name, p in model.named_parameters()}
+
+
+def end_tokens(model: nn.Module) -> frozenset[int]:
+    """Tokens with which a completion ends, by the generation settings or the configuration; none where neither says."""
+    settings = getattr(model, "generation_config", None)
+    given = getattr(settings, "eos_token_id", None) or model.config.eos_token_id
+    return frozenset([given] if isinstance(given, int) else given or [])
 
 
 def dimensions(model: nn.Module) -> Dimensions:

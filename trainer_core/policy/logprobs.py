@@ -1,9 +1,9 @@
-"""Logprobs of trained tokens under the present weights, in float32, without ever holding full logits."""
+"""Logprobs of trained tokens, and how sure the policy was of them, in float32, without ever holding full logits."""
 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,22 @@ from trainer_core.policy.speed import compiled_on_cuda
 from trainer_core.rollouts.packing import PackedRow
 
 
+class TokenScores(NamedTuple):
+    """What the policy says at T positions, each at its own temperature, in nats."""
+
+    logprobs: torch.Tensor
+    """[T] float32 of the tokens that stand there, with gradient."""
+    entropy: torch.Tensor
+    """[T] float32 of the whole distribution; no gradient goes through it."""
+
+
 def row_logprobs(model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Logprobs of the labels of `row`, [T] float32, in nats, at each token's temperature.
+    """Logprobs of the labels of `row`, [T] float32, in nats, at each token's temperature; arguments of `row_scores`."""
+    return row_scores(model, row, head_dtype=head_dtype).logprobs
+
+
+def row_scores(model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None) -> TokenScores:
+    """Logprobs of the labels of `row`, and the entropy where they were sampled.
 
     Args:
         model: a causal language model of transformers with the packed attention.
@@ -27,7 +41,7 @@ def row_logprobs(model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dt
     if head_dtype is not None:
         hidden, weight = hidden.to(head_dtype), weight.to(head_dtype)
         bias = None if bias is None else bias.to(head_dtype)
-    return chunked_logprobs(hidden, weight, bias, row.labels, row.temperatures)
+    return chunked_scores(hidden, weight, bias, row.labels, row.temperatures)
 
 
 def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
@@ -77,7 +91,7 @@ def completions_logprobs(
     return [values[a:b] for a, b in pairwise(ends)]
 
 
-def chunked_logprobs(
+def chunked_scores(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -85,8 +99,9 @@ def chunked_logprobs(
     temperatures: torch.Tensor,
     *,
     chunk_elements: int | None = None,
-) -> torch.Tensor:
-    """log softmax((hidden @ weight.T + bias) / temperature)[label], [T] float32 (float64 for float64 weights).
+) -> TokenScores:
+    """Of p = softmax((hidden @ weight.T + bias) / temperature): log p[label] and -sum p log p, float32 (float64 for
+    float64 weights).
 
     Args:
         hidden: [T, H]; weight: [V, H]; bias: [V] or null; labels: [T] int64; temperatures: [T] float32.
@@ -94,11 +109,10 @@ def chunked_logprobs(
     """
     limit = chunk_elements or LOGITS_AT_ONCE[hidden.is_cuda]
     size = max(1, limit // weight.shape[0])
-    logprobs: torch.Tensor = _HeadLogprobs.apply(hidden, weight, bias, labels, temperatures, size)
-    return logprobs
+    return TokenScores(*_HeadScores.apply(hidden, weight, bias, labels, temperatures, size))
 
 
-class _HeadLogprobs(torch.autograd.Function):
+class _HeadScores(torch.autograd.Function):
     """The head and its log-softmax, chunk by chunk in both directions: full logits never exist.
 
     The gradient of a logprob with respect to its logits is (one-hot - softmax) / temperature, so one more product with
@@ -107,16 +121,17 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-                temperatures: torch.Tensor, size: int) -> torch.Tensor:  # fmt: skip
+                temperatures: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         parts = [
             _pick(F.linear(hidden[a : a + size], weight, bias), labels[a : a + size], temperatures[a : a + size])
             for a in range(0, len(labels), size)
         ]
-        logprobs = torch.cat([part[0] for part in parts]) if parts else temperatures.new_zeros(0)
-        normalizers = torch.cat([part[1] for part in parts]) if parts else logprobs
+        nothing = (temperatures.new_zeros(0),)
+        logprobs, normalizers, entropy = map(torch.cat, zip(*parts, strict=True) if parts else [nothing] * 3)
         ctx.save_for_backward(hidden, weight, bias, labels, temperatures, normalizers)
+        ctx.mark_non_differentiable(entropy)
         ctx.size = size
-        return logprobs
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -153,11 +168,16 @@ def _add_product(total: torch.Tensor, to_logits: torch.Tensor, hidden: torch.Ten
 
 
 @compiled_on_cuda
-def _pick(logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs of the labels and the log of the normalizers, [T] each, in float32."""
+def _pick(logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Logprobs of the labels, the log of the normalizers and the entropy, [T] each, in float32."""
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
-    normalizers = scaled.logsumexp(1)
-    return scaled.gather(1, labels[:, None])[:, 0] - normalizers, normalizers
+    largest = scaled.amax(1)
+    scaled -= largest[:, None]
+    own = scaled.gather(1, labels[:, None])[:, 0]
+    weights = scaled.exp()
+    total = weights.sum(1)
+    normalizers = total.log()
+    return own - normalizers, normalizers + largest, normalizers - weights.mul_(scaled).sum(1) / total
 
 
 @compiled_on_cuda

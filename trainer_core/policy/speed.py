@@ -155,13 +155,13 @@ def activation_bytes(model: nn.Module, tokens: int) -> int:
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     estimate = model_math.activation_bytes(
         dimensions(model), tokens, width=next(model.parameters()).element_size(), on_gpu=True,
-        layers=_layers_kept(model), largest=max(trained, default=0),
+        layers=layers_reached(model), largest=max(trained, default=0),
     )  # fmt: skip
     return estimate.total
 
 
-def _layers_kept(model: nn.Module) -> int:
-    """Layers from the lowest with a trained parameter up."""
+def layers_reached(model: nn.Module) -> int:
+    """Layers from the lowest with a trained parameter up: those that a gradient passes through."""
     layers = model.base_model.layers
     if any(p.requires_grad for p in model.get_input_embeddings().parameters()):
         return len(layers)

@@ -70,6 +70,8 @@ class Selection:
     """Leave completions of `max_completion` tokens or more out: they were cut off."""
     vocab_size: int | None = None
     """Token ids must be below; null: unknown."""
+    end_tokens: frozenset[int] = frozenset()
+    """With which a completion ends by itself."""
 
     def punishment(self, length: int) -> float:
         """What a completion of `length` tokens loses of its score: 0 to `overlong_penalty`.
@@ -139,6 +141,12 @@ class Batch:
     """Generated tokens and the sum of their logprobs as they came, placeholders included."""
     unselected_scores: list[float] = field(default_factory=list)
     """Scores of good sequences that the objective leaves out; they count in the mean reward."""
+    completion_tokens: list[int] = field(default_factory=list)
+    """Generated tokens of each good sequence, those that the objective leaves out included."""
+    reached_limit: list[bool] = field(default_factory=list)
+    """Whether a turn of each was as long as one may be; empty where no limit is known."""
+    ended: list[bool] = field(default_factory=list)
+    """Whether the last generated token of each is one with which a completion ends."""
 
     @property
     def trained_tokens(self) -> int:
@@ -151,6 +159,19 @@ class Batch:
     @property
     def scores(self) -> NDArray[np.float64]:
         return np.array([*(r.score for r in self.rollouts), *self.unselected_scores], dtype=np.float64)
+
+    @property
+    def completion_tokens_mean(self) -> float | None:
+        """Generated tokens of a sequence, all of its turns together."""
+        return float(np.mean(self.completion_tokens)) if self.completion_tokens else None
+
+    @property
+    def truncated_fraction(self) -> float | None:
+        """Share of sequences with a turn as long as one may be; where no limit is known, of those that do not end with
+        an end token, unless none does: then completions may well end otherwise, as by a stop string."""
+        if self.reached_limit:
+            return float(np.mean(self.reached_limit))
+        return 1.0 - float(np.mean(self.ended)) if any(self.ended) else None
 
     @property
     def logprob_warning(self) -> str | None:
@@ -358,6 +379,7 @@ class _Reader:
             return
         if rollout.complete:
             batch.sample_len = batch.sample_len or len(rollout.tokens)
+        self._measure(rollout, mask)
         if flat and self.selection.drop_flat:
             reason = "in a group of equal scores"
         elif self.selection.overlong_mask and self.selection.cut_off(_longest_turn(mask)):
@@ -370,6 +392,14 @@ class _Reader:
             return
         batch.leave_out(reason, 1)
         batch.unselected_scores.append(rollout.score)
+
+    def _measure(self, rollout: Rollout, mask: list[Any]) -> None:
+        """How long it became, and how it ended."""
+        generated, limit = np.flatnonzero(rollout.trained), self.selection.max_completion
+        self.batch.completion_tokens.append(len(generated))
+        self.batch.ended.append(int(rollout.tokens[generated[-1]]) in self.selection.end_tokens)
+        if limit is not None:
+            self.batch.reached_limit.append(_longest_turn(mask) >= limit)
 
 
 def _longest_turn(mask: list[Any]) -> int:
