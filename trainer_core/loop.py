@@ -31,6 +31,7 @@ from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiff
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.load import dimensions, train_only
+from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
 from trainer_core.probe import LogprobProbe, explain
 from trainer_core.report import (
@@ -177,6 +178,7 @@ class Run:
         self.model = self.sync.attach(Start(start.path, start.version))
         train_only(self.model, config.train_layer_indices)
         self.threads = use_cores(self.model, config, self.device)
+        self.reference = Reference(config, self.model, self.device) if config.ref_kl_coef else None
         self.stepper = _stepper(self.model, config, self.device, start.path)
         self.mfu = MfuMeter(dimensions(self.model), self.device)
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
@@ -230,7 +232,9 @@ class Run:
         self.probe.start(step, self.version)
         fetched = time.perf_counter()
         rows = pack(batch.rollouts, self.config.tokens_per_pass, self.threads)
-        outcome = accumulate(self.model, self.stepper, rows, self.objective, step, threads=self.threads)
+        outcome = accumulate(
+            self.model, self.stepper, rows, self.objective, step, threads=self.threads, reference=self.reference
+        )
         probe_diffs = self.probe.finish(self.model)
         alignment = self.judge(outcome, probe_diffs, lags, batch)
         if outcome.finite:

@@ -133,6 +133,11 @@ def step_fields(report: StepReport) -> dict[str, Any]:
         "skipped_sequences": sum(report.batch.left_out.values()),
         "flat_groups": report.batch.flat_groups,
         "groups": report.batch.groups,
+        "groups_by_env": dict(report.batch.groups_by_env),
+        "flat_groups_by_env": dict(report.batch.flat_by_env),
+        "unused_fields": dict(report.batch.unused),
+        "ref_kl": outcome.ref_kl,
+        "distill_kl": outcome.distill_kl,
     }
 
 

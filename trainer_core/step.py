@@ -15,9 +15,11 @@ import torch
 
 from trainer_core.objective.alignment import DiffSums
 from trainer_core.objective.loss import Correction, LossSums, Sequences
+from trainer_core.objective.penalties import reference_kl, teacher_kl
 from trainer_core.objective.registry import Counts, Objective, count
 from trainer_core.optim import Stepper
 from trainer_core.policy.logprobs import row_logprobs
+from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import ThreadGradients, in_threads
 from trainer_core.rollouts.packing import PackedRow
 
@@ -44,6 +46,9 @@ class StepOutcome:
     tis_truncated: float | None = None
     tis_masked: float | None = None
     """Shares of all trained tokens whose weight was capped, and that were left out."""
+    ref_kl: float | None = None
+    distill_kl: float | None = None
+    """KL to the frozen reference and to the teacher, by the trained tokens that have one; null where none has."""
 
     @property
     def finite(self) -> bool:
@@ -64,7 +69,7 @@ class _DeviceRow:
 
 def accumulate(
     model: torch.nn.Module, stepper: Stepper, rows: Sequence[PackedRow], objective: Objective, step: int,
-    *, others: Counts | None = None, threads: int = 1,
+    *, others: Counts | None = None, threads: int = 1, reference: Reference | None = None,
 ) -> StepOutcome:  # fmt: skip
     """Gradient of one optimizer step, clipped and ready in `stepper`; no parameter changes.
 
@@ -73,8 +78,11 @@ def accumulate(
         step: from 1, for the learning rate.
         others: counts of the rows that other ranks train in this step; their gradients then add up.
         threads: that each train rows of their own, side by side; for models on a CPU.
+        reference: answers where rows come without reference logprobs; null: they have no such term there.
     """
     device = next(model.parameters()).device
+    if reference is not None:
+        rows = reference.fill(rows, threads)
     ready = in_threads(lambda row, _: _on_device(model, row, objective, device), rows, threads)
     counts = count([(row.sequences, row.correction) for row in ready], device)
     denominator = objective.denominator(counts if others is None else counts + others)
@@ -82,19 +90,20 @@ def accumulate(
     stepper.zero_grad()
     gradients = ThreadGradients(stepper.params, threads) if threads > 1 else None
 
-    def train(row: _DeviceRow, thread: int) -> tuple[LossSums, torch.Tensor]:
+    def train(row: _DeviceRow, thread: int) -> tuple[LossSums, torch.Tensor, torch.Tensor]:
         packed = row.packed
-        logprobs = row_logprobs(model, packed)
-        part = objective.sums(logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction)
+        logprobs, penalty, penalties = _forward(model, packed, objective)
+        part = objective.sums(logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction, penalty)
         loss = part.loss / denominator
         if gradients is None:
             loss.backward()
         else:
             gradients.backward(loss, thread)
-        return LossSums(*(value.detach() for value in part)), logprobs.detach()
+        return LossSums(*(value.detach() for value in part)), logprobs.detach(), penalties
 
-    for row, (part, logprobs) in zip(ready, in_threads(train, ready, threads), strict=True):
+    for row, (part, logprobs, penalties) in zip(ready, in_threads(train, ready, threads), strict=True):
         sums.add(part, logprobs, row)
+        sums.penalties += penalties
     if gradients is not None:
         stepper.take_gradients(gradients.total())
     lr = stepper.set_lr(step)
@@ -120,12 +129,38 @@ def _on_device(model: torch.nn.Module, row: PackedRow, objective: Objective, dev
     return _DeviceRow(row, sequences, correction, measured)
 
 
+def _forward(
+    model: torch.nn.Module, row: PackedRow, objective: Objective
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Logprobs of the labels, [T]; further terms of each token's loss, [T], null where there is none; and the sums that
+    are told of those, as in `_Sums.penalties`."""
+    told = torch.zeros(4, dtype=torch.float64, device=row.tokens.device)
+    if row.teacher_ids is None or row.teacher_logprobs is None:
+        logprobs, penalty = row_logprobs(model, row), None
+    else:
+        whole = row_logprobs(model, row, labels=torch.cat([row.labels[:, None], row.teacher_ids], dim=1))
+        logprobs = whole[:, 0]
+        to_teacher = teacher_kl(whole[:, 1:], row.teacher_logprobs)
+        penalty = objective.distill_coef * to_teacher
+        told[2] = to_teacher.detach().sum()
+        told[3] = (row.teacher_logprobs > -torch.inf).any(1).sum()
+    if row.reference is not None:
+        to_reference = reference_kl(logprobs, row.reference)
+        weighed = objective.ref_kl_coef * to_reference
+        penalty = weighed if penalty is None else penalty + weighed
+        told[0] = to_reference.detach().sum()
+        told[1] = (~row.reference.isnan()).sum()
+    return logprobs, penalty, told
+
+
 class _Sums:
     """Sums over the rows of a step, in float64 on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._values = torch.zeros(16, dtype=torch.float64, device=device)
         self._largest = torch.zeros((), device=device)
+        self.penalties = torch.zeros(4, dtype=torch.float64, device=device)
+        """KL to the reference, tokens that have one, KL to the teacher, tokens that have one."""
 
     @torch.no_grad()
     def add(self, part: LossSums, logprobs: torch.Tensor, row: _DeviceRow) -> None:
@@ -143,9 +178,10 @@ class _Sums:
 
     def outcome(self, denominator: torch.Tensor, norm: torch.Tensor, lr: float) -> StepOutcome:
         extra = torch.stack([x.double() for x in (self._largest, denominator, norm)])
-        values = torch.cat([self._values, extra]).tolist()
+        values = torch.cat([self._values, extra, self.penalties]).tolist()
         part, (diff, abs_diff, train, inference, measured, tokens) = LossSums(*values[:8]), values[8:14]
-        weight, truncated, largest, denominator_, norm_ = values[14:]
+        weight, truncated, largest, denominator_, norm_ = values[14:19]
+        to_reference, referenced, to_teacher, taught = values[19:]
         kept = part.tokens
 
         def mean(total: float, over: float) -> float:
@@ -160,4 +196,6 @@ class _Sums:
             dual_clip=mean(part.dual_clipped, kept), tis_mean=mean(weight, tokens) if corrected else None,
             tis_truncated=mean(truncated, tokens) if corrected else None,
             tis_masked=1.0 - mean(kept, tokens) if corrected else None,
+            ref_kl=to_reference / referenced if referenced else None,
+            distill_kl=to_teacher / taught if taught else None,
         )  # fmt: skip

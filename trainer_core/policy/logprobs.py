@@ -14,20 +14,23 @@ from trainer_core.policy.speed import compiled_on_cuda
 from trainer_core.rollouts.packing import PackedRow
 
 
-def row_logprobs(model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None) -> torch.Tensor:
+def row_logprobs(
+    model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None, labels: torch.Tensor | None = None
+) -> torch.Tensor:
     """Logprobs of the labels of `row`, [T] float32, in nats, at each token's temperature.
 
     Args:
         model: a causal language model of transformers with the packed attention.
         row: on the model's device.
         head_dtype: multiply with the head in this type; default: the head's own.
+        labels: [T, K] int64, several at each position in the place of the row's own; then [T, K] are returned.
     """
     head = model.get_output_embeddings()
     hidden, weight, bias = predicting_states(model, row), head.weight, head.bias
     if head_dtype is not None:
         hidden, weight = hidden.to(head_dtype), weight.to(head_dtype)
         bias = None if bias is None else bias.to(head_dtype)
-    return chunked_logprobs(hidden, weight, bias, row.labels, row.temperatures)
+    return chunked_logprobs(hidden, weight, bias, row.labels if labels is None else labels, row.temperatures)
 
 
 def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
@@ -89,7 +92,7 @@ def chunked_logprobs(
     """log softmax((hidden @ weight.T + bias) / temperature)[label], [T] float32 (float64 for float64 weights).
 
     Args:
-        hidden: [T, H]; weight: [V, H]; bias: [V] or null; labels: [T] int64; temperatures: [T] float32.
+        hidden: [T, H]; weight: [V, H]; bias: [V] or null; labels: [T] int64, or [T, K]; temperatures: [T] float32.
         chunk_elements: at most this many logits live at once; the backward pass computes them anew.
     """
     limit = chunk_elements or LOGITS_AT_ONCE[hidden.is_cuda]
@@ -154,9 +157,11 @@ def _add_product(total: torch.Tensor, to_logits: torch.Tensor, hidden: torch.Ten
 
 @compiled_on_cuda
 def _pick(logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs of the labels and the log of the normalizers, [T] each, in float32."""
+    """Logprobs of the labels, in their shape, and the log of the normalizers, [T], in float32."""
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
     normalizers = scaled.logsumexp(1)
+    if labels.ndim == 2:
+        return scaled.gather(1, labels) - normalizers[:, None], normalizers
     return scaled.gather(1, labels[:, None])[:, 0] - normalizers, normalizers
 
 
@@ -168,5 +173,12 @@ def _spread(
     """Gradient of the logits, [T, V] in their own type, from that of the logprobs."""
     scaled = logits.to(normalizers.dtype) / temperatures[:, None]
     share = (scaled - normalizers[:, None]).exp()
+    if labels.ndim == 2:
+        return (
+            (-share * grads.sum(1, keepdim=True))
+            .scatter_add(1, labels, grads)
+            .div(temperatures[:, None])
+            .to(logits.dtype)
+        )
     own = torch.arange(logits.shape[1], device=logits.device)[None, :] == labels[:, None]
     return ((own.to(share.dtype) - share) * (grads / temperatures)[:, None]).to(logits.dtype)
