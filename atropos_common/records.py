@@ -172,6 +172,8 @@ class StepRecord(TrainerRecord):
     """Well-formed groups of the batch by environment, and those of them that have no advantage: equal scores."""
     unused_fields: dict[str, int] = Field(default_factory=dict)
     """Groups that hold something which the trainer does not use, by its name: a field, or TABLE.KEY."""
+    logprobs_from: dict[str, int] = Field(default_factory=dict)
+    """Sequences by who gave the rollout logprobs: environment, engine (asked for those that came without), trainer."""
     ref_kl: Number | None = None
     """Estimate (k3) of KL(policy || frozen reference) over the trained tokens; null without `ref_kl_coef`."""
     distill_kl: Number | None = None

@@ -45,6 +45,7 @@ from trainer_core.report import (
 )
 from trainer_core.rollouts.batch import Batch
 from trainer_core.rollouts.client import RunApi, open_api
+from trainer_core.rollouts.missing import MissingAsker
 from trainer_core.rollouts.packing import pack
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
 from trainer_core.step import StepOutcome, accumulate
@@ -191,6 +192,7 @@ class Run:
             advantage_std=self.objective.advantage_std,
             lag_meter=LagMeter([engine.versions for engine in self.sync.engines]),
             while_waiting=self.while_waiting,
+            missing=MissingAsker([engine.logprobs for engine in self.sync.engines]),
         )  # fmt: skip
         self.bench = BenchmarkTotals(config.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")

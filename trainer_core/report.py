@@ -136,6 +136,7 @@ def step_fields(report: StepReport) -> dict[str, Any]:
         "groups_by_env": dict(report.batch.groups_by_env),
         "flat_groups_by_env": dict(report.batch.flat_by_env),
         "unused_fields": dict(report.batch.unused),
+        "logprobs_from": dict(report.batch.logprobs_from),
         "ref_kl": outcome.ref_kl,
         "distill_kl": outcome.distill_kl,
     }

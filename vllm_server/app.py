@@ -27,6 +27,7 @@ from vllm_server.auth import Access, GenerationHold
 from vllm_server.bridge import WeightBridge
 from vllm_server.config import DEFAULT_HOST, DEFAULT_PORT, ENV_EAGER_BECAUSE, ConfigError, ServerConfig
 from vllm_server.generate import Generator
+from vllm_server.recorded import record
 from vllm_server.versions import SpanFile
 from vllm_server.weights import broadcast, reload
 from vllm_server.weights.graph_check import UnsafeGraphs, stale_kinds
@@ -327,6 +328,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
 
     gate = GenerationHold(held=config.hold_generation)
     bridge = WeightBridge(engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version())
+    engine.generate = record(engine.generate, bridge.completions)
     names = args.served_model_name or [args.model]
     spans = SpanFile(config.spans_path, bridge.spans)
     adapters = lora.Adapters(bridge, app.state.openai_serving_models, config.run_dir)

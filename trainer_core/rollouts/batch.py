@@ -51,8 +51,12 @@ UNNAMED = "unnamed"
 WITHOUT_LOGPROBS = "without inference_logprobs"
 """Why a sequence is left out."""
 RECOMPUTED = (
-    "sequences came without inference_logprobs: the trainer's own stand in (missing_logprobs = recompute), so their "
-    "ratio begins at 1 whatever the policy lag"
+    "sequences came without inference_logprobs, and no server knows theirs: the trainer's own stand in "
+    "(missing_logprobs = recompute), so their ratio begins at 1 whatever the policy lag"
+)
+ASKED = (
+    "sequences came without inference_logprobs: those that the engine computed when it made them stand in "
+    "(missing_logprobs = recompute)"
 )
 
 PARTLY = "generated tokens have no logprob (a placeholder in its place) and do not train"
@@ -140,6 +144,8 @@ class Batch:
     groups_by_env: Counter[str] = field(default_factory=Counter)
     flat_by_env: Counter[str] = field(default_factory=Counter)
     """The same two by environment."""
+    logprobs_from: Counter[str] = field(default_factory=Counter)
+    """Sequences by who gave the logprobs: environment, engine, or trainer (which computes them)."""
     unused: Counter[str] = field(default_factory=Counter)
     """Groups that hold something which nobody reads, by its name."""
     left_out: dict[str, int] = field(default_factory=dict)
@@ -352,7 +358,7 @@ class _Reader:
         rollout = Rollout(
             tokens=ids, trained=usable, logprobs=np.where(usable, known, 0.0).astype(np.float32),
             advantages=values_of, temperature=heat, score=float(group.scores[i]), env=group.env,
-            digests=tuple(completion_digest(tokens[a:b], asked[a:b]) for a, b in _segments(generated) if asked),
+            digests=tuple(completion_digest(tokens[a:b], asked[a:b]) for a, b in segments(generated) if asked),
             reference=reference_logprobs(spot, group.reference[i], generated) if group.reference else None,
             teacher=self._teacher(spot, group, i, usable),
         )  # fmt: skip
@@ -379,9 +385,8 @@ class _Reader:
             reason = f"cut off at --max-completion-tokens {self.selection.max_completion}"
         else:
             batch.rollouts.append(rollout)
-            batch.remark(
-                *((RECOMPUTED, int(not rollout.complete)) if self.recompute else (PARTLY, judged.placeholders))
-            )
+            if not self.recompute:
+                batch.remark(PARTLY, judged.placeholders)
             return
         batch.leave_out(reason, 1)
         batch.unselected_scores.append(rollout.score)
@@ -393,7 +398,7 @@ def _longest_turn(mask: list[Any]) -> int:
     return max((sum(1 for _ in run) for generated, run in runs if generated), default=0)
 
 
-def _segments(generated: NDArray[np.bool_]) -> list[tuple[int, int]]:
+def segments(generated: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Half-open ranges of contiguous generated tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], generated.astype(np.int8), [0]))))
     return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]

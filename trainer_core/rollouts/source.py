@@ -14,9 +14,10 @@ from atropos_common.records import MISSING, AlignmentRecord
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, MissingLogprobs, TooMuchLeftOut
 from trainer_core.rollouts.baseline import Baselines
-from trainer_core.rollouts.batch import Batch, Rollout, Selection, read_batch
+from trainer_core.rollouts.batch import ASKED, RECOMPUTED, Batch, Rollout, Selection, read_batch
 from trainer_core.rollouts.client import RawBatch, RunApi
 from trainer_core.rollouts.fields import NOBODY_READS, WHY_UNUSED
+from trainer_core.rollouts.missing import MissingAsker
 from trainer_core.telemetry import Telemetry
 
 REPEAT_S = 60.0
@@ -156,6 +157,7 @@ class BatchSource:
     lag_meter: LagMeter
     while_waiting: Callable[[], None]
     """Called before a batch is taken and about once a second until it comes; may raise."""
+    missing: MissingAsker = field(default_factory=lambda: MissingAsker([]))
     _greeted: bool = False
     _warnings: RateLimitedWarnings = field(default_factory=RateLimitedWarnings)
     _baselines: Baselines = field(default_factory=Baselines)
@@ -181,6 +183,9 @@ class BatchSource:
             self.while_waiting()
             batch = self._read(self.api.next_batch(step, on_idle=self.while_waiting), step)
             self._share.add(batch)
+            self.missing.fill(batch)
+            batch.remark(ASKED, batch.logprobs_from["engine"])
+            batch.remark(RECOMPUTED, batch.logprobs_from["trainer"])
             measured = self.lag_meter.measure(batch.rollouts, version)
             lags = leave_out_by_lag(batch, measured, self.config.max_policy_lag)
             self._print_remarks(batch)
