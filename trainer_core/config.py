@@ -147,9 +147,9 @@ class TrainingConfig(BaseModel):
     tis_mask_high: float = Field(2.0, gt=0)
     """Upper bound of the mask."""
     missing_logprobs: Literal["recompute", "refuse"] = "recompute"
-    """What becomes of generated tokens that an environment sends without inference_logprobs. recompute: the trainer
-    puts its own at the present weights (one more forward pass over their rows; the ratio begins at 1). refuse: they do
-    not train, and a first batch without any ends the run."""
+    """What becomes of generated tokens that an environment sends without inference_logprobs. recompute: the engine is
+    asked for those that it computed, else the trainer puts its own at the present weights (one more forward pass over
+    their rows; the ratio begins at 1). refuse: they do not train, and a first batch without any ends the run."""
     group_of_one: Literal["baseline", "score"] = "baseline"
     """The advantage of a sequence that is alone in its group. baseline: its score, less the running mean of about the
     last 256 such scores of its environment, over their standard deviation as advantage_std says. score: as it is."""

@@ -90,6 +90,9 @@ def _shows_what_they_sent(run: LiveStack, log: str) -> None:
     taught = [step.distill_kl for step in steps if step.groups_by_env.get("taught")]
     assert taught and all(value is not None and value > 0 for value in taught), taught
     assert all(step.ref_kl > 0 for step in steps if step.groups_by_env.get("taught"))
+    sources = sum((Counter(step.logprobs_from) for step in steps), Counter[str]())
+    assert sources["engine"] > 0, "of bare, whose text the engine made"
+    assert sources["environment"] > 0
     unused = sum((Counter(step.unused_fields) for step in steps), Counter[str]())
     assert {"overrides.color", "group_overrides.note", "messages", "scores"} <= unused.keys(), unused
     for name in ("overrides.color", "group_overrides.note", "messages"):
