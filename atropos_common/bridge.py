@@ -164,6 +164,8 @@ class KnownLogprobs(BridgeMessage):
     logprobs: list[float]
     """In nats, at `temperature`, one for each token asked for."""
     temperature: float
+    oldest_version: int
+    """Of the weights that made it."""
 
 
 class LogprobsResponse(BridgeMessage):

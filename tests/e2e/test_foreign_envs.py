@@ -24,6 +24,7 @@ training_steps = {steps}
 batch_size = 32
 ref_kl_coef = 0.01
 distill_coef = 0.5
+lr = 2e-5
 
 [[env]]
 name = "bare"

@@ -119,6 +119,8 @@ class Rollout:
     reference: NDArray[np.float32] | None = None
     """[L] logprobs of a frozen reference that the environment sent, NaN where it sent none; null: none at all."""
     teacher: Teacher | None = None
+    oldest_version: int | None = None
+    """Oldest weight version behind it, as far as a server told it with the logprobs; the digests ask for the rest."""
 
     @property
     def complete(self) -> bool:

@@ -72,5 +72,7 @@ class MissingAsker:
                     continue
                 rollout = rollouts[gap.rollout]
                 rollout.logprobs[gap.start : gap.end] = known.logprobs
-                rollouts[gap.rollout] = replace(rollout, temperature=known.temperature)
+                before = known.oldest_version if rollout.oldest_version is None else rollout.oldest_version
+                oldest = min(known.oldest_version, before)
+                rollouts[gap.rollout] = replace(rollout, temperature=known.temperature, oldest_version=oldest)
         return left

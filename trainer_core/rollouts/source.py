@@ -52,6 +52,7 @@ class LagMeter:
         lags: Lags = []
         for rollout in rollouts:
             oldest = [pair[0] for pair in (next(versions) for _ in rollout.digests) if pair is not None]
+            oldest += [] if rollout.oldest_version is None else [rollout.oldest_version]
             lags.append(version - min(oldest) if oldest else None)
         return lags
 
