@@ -173,6 +173,8 @@ def console_line(report: StepReport, total_steps: int, *, benchmark: bool) -> st
         f"ratio {fields['ratio_mean']:.3f}  clipped {fields['clip_fraction']:.1%}  "
         f"align {report.alignment.verdict}{probe}  {report.tokens_per_s:.0f} tok/s"
     )
+    if report.batch.flat_groups:
+        text += f"  flat {report.batch.flat_groups}/{report.batch.groups} groups"
     if report.sync is None:
         text += "  UPDATE SKIPPED (gradient not finite)"
     if benchmark:

@@ -182,15 +182,17 @@ def api() -> Iterator[RunApiThread]:
 
 
 def test_a_run_beside_a_broken_environment_records_what_it_left_out(
-    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path
+    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Through the real run-api: every batch has a good group, one of its own kind of trouble, and now and then NaN."""
+    """Through the real run-api: every batch has a good group, one with some trouble or of equal scores, now and then
+    NaN."""
     good = group(engine, [3, 12, 4, 13], 4, 3)
     troubles: list[dict[str, Any]] = []
     for name, value in (("masks", [[1]] * 4), ("scores", [1.0]), ("inference_logprobs", None), ("tokens", None)):
         bad = copy.deepcopy(good)
         bad[name] = [[99_999, *row[1:]] for row in bad["tokens"]] if name == "tokens" else value
         troubles.append(bad)
+    troubles.append({**good, "scores": [0.5] * 4, "generation_params": {"env": "flat"}})
     stop = threading.Event()
 
     def send() -> None:
@@ -202,7 +204,7 @@ def test_a_run_beside_a_broken_environment_records_what_it_left_out(
                     stop.wait(0.01)
                 if stop.is_set():
                     return
-                odd = {**good, "scores": [float("nan")] * 4} if i % 5 == 4 else troubles[i % 4]
+                odd = {**good, "scores": [float("nan")] * 4} if i % 6 == 5 else troubles[i % 6]
                 for each in (good, odd):
                     body = json.dumps({**each, "env_id": None})
                     http.post("/scored_data", content=body, headers={"content-type": "application/json"})
@@ -228,4 +230,8 @@ def test_a_run_beside_a_broken_environment_records_what_it_left_out(
         "malformed masks", "malformed scores", "without inference_logprobs", "token ids outside of the vocabulary",
         UNSENDABLE,
     } == seen  # fmt: skip
+    assert any(record.groups_by_env == {"even": 1, "flat": 1} for record in steps)
+    assert {"flat": 1} in [
+        record.flat_groups_by_env for record in steps
+    ] and "flat 1/2 groups" in capsys.readouterr().out
     assert all(record.left_out == record.skipped and record.sequences >= 4 for record in steps)
