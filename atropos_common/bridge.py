@@ -39,6 +39,8 @@ FEW_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 
 MOST_DIGESTS = 65536
 """Of one `VersionsRequest`."""
+MOST_COMPLETIONS = 256
+"""Of one `LogprobsRequest`."""
 
 InFlight = Literal["keep", "wait", "recompute"]
 """What a pause does to requests in flight. keep: frozen, they go on with the new weights and carry both versions. wait:
@@ -148,6 +150,29 @@ class VersionsResponse(BridgeMessage):
     """Oldest and newest weight version of each completion, in the order asked; null for one not known."""
 
 
+class LogprobsRequest(BridgeMessage):
+    """Completions that came to the trainer without logprobs: `prompts[i]` is the `prompt_digest` of all tokens before
+    `completions[i]`, which are generated token ids."""
+
+    prompts: list[str] = Field(max_length=MOST_COMPLETIONS)
+    completions: list[list[int]] = Field(max_length=MOST_COMPLETIONS)
+
+
+class KnownLogprobs(BridgeMessage):
+    """What the engine computed when it made a completion."""
+
+    logprobs: list[float]
+    """In nats, at `temperature`, one for each token asked for."""
+    temperature: float
+    oldest_version: int
+    """Of the weights that made it."""
+
+
+class LogprobsResponse(BridgeMessage):
+    found: list[KnownLogprobs | None]
+    """In the order asked; null for a completion that is not known, or not any more."""
+
+
 def server_rank(rank: int) -> int | None:
     """--max-lora-rank for adapters of `rank`; null when no server takes them."""
     return next((known for known in LORA_RANKS if known >= rank), None)
@@ -161,6 +186,11 @@ def few_graph_sizes(max_num_seqs: int = 1024) -> list[int]:
     """
     limit = min(2 * max_num_seqs, 512)
     return [*(size for size in FEW_GRAPH_SIZES if size < limit), limit]
+
+
+def prompt_digest(token_ids: Sequence[int]) -> str:
+    """Name the tokens before a completion."""
+    return hashlib.blake2b(struct.pack(f"<{len(token_ids)}q", *token_ids), digest_size=16).hexdigest()
 
 
 def completion_digest(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:

@@ -187,6 +187,18 @@ class StepRecord(TrainerRecord):
     tis_masked_fraction: Number | None = None
     left_out: dict[str, int] = Field(default_factory=dict)
     """Sequences left out by reason, those of batches in which nothing was left included."""
+    groups_by_env: dict[str, int] = Field(default_factory=dict)
+    flat_groups_by_env: dict[str, int] = Field(default_factory=dict)
+    """Well-formed groups of the batch by environment, and those of them that have no advantage: equal scores."""
+    unused_fields: dict[str, int] = Field(default_factory=dict)
+    """Groups that hold something which the trainer does not use, by its name: a field, or TABLE.KEY."""
+    logprobs_from: dict[str, int] = Field(default_factory=dict)
+    """Sequences by who gave the rollout logprobs: environment, engine (asked for those that came without), trainer."""
+    ref_kl: Number | None = None
+    """Estimate (k3) of KL(policy || frozen reference) over the trained tokens; null without `ref_kl_coef`."""
+    distill_kl: Number | None = None
+    """KL(policy || teacher) on the teacher's tokens and one remaining outcome, by tokens that have one; null where none
+    has."""
     skipped: dict[str, int] = Field(default_factory=dict)
     """The same, under its older name."""
 

@@ -46,6 +46,9 @@ class Hosted(BaseEnv):  # type: ignore[misc]
                 "Give --env.tokenizer_name and --openai.model_name a model folder or a hub id",
                 exit_code=2,
             ) from error
+        if self.config.group_size == 1:
+            # A lone score equals itself: BaseEnv would send nothing at all. The trainer compares it with earlier ones.
+            self.config.ensure_scores_are_not_same = False
         self.eval_runner: asyncio.Task[None] | None = None
         self.component = component_name(self.name or type(self).__name__)
         self.eval_log = EvalLog(eval_path(self.component, config.data_dir_to_save_evals), self.component)
@@ -106,12 +109,19 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         """BaseEnv leaves out groups that are flat, of another size or too long; here they are counted as well. A score
         that is no finite number goes out to nobody: JSON cannot hold it, and run-api would lose the batch with it."""
         groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        for group in groups:
+            self._sign(group)
         reasons = [self.tally.group(group, self.config, self.max_token_len) for group in groups]
         sendable = [group for group, reason in zip(groups, reasons, strict=True) if reason != NOT_FINITE]
         if isinstance(scored_data, list):
             await super().handle_send_to_api(sendable, item, *args, **kwargs)
         elif sendable:
             await super().handle_send_to_api(scored_data, item, *args, **kwargs)
+
+    def _sign(self, group: Any) -> None:
+        """Say whose group it is: the trainer counts by it."""
+        if isinstance(group, dict) and isinstance(params := group.get("generation_params") or {}, dict):
+            group["generation_params"] = {"env": self.component} | params
 
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
         await super()._send_scored_data_to_api(scored_data)

@@ -113,7 +113,14 @@ class TrainingConfig(BaseModel):
     one token whose rollout logprob is far too low would outweigh a whole batch. Above 1; 0 is no bound. Nothing to do
     for cispo and for ratio_base proximal."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the sampled-token KL term (k3) against the rollout policy; no reference model is kept."""
+    """Weight of the sampled-token KL term (k3) against the rollout policy."""
+    ref_kl_coef: float = Field(0.0, ge=0)
+    """Weight of a KL term (k3) that pulls the policy back to a frozen reference: ref_logprobs of the environment where
+    it sends them, else the model as it was before training. With adapters that is the model without them; elsewhere a
+    second, frozen copy of the weights, on the trainer's device."""
+    distill_coef: float = Field(0.0, ge=0)
+    """Weight of the reverse KL to a teacher, on the tokens that the environment sends as distill_token_ids with
+    distill_logprobs, everything else as one remaining outcome."""
     loss_denominator: Literal["tokens", "sequences", "constant"] | None = None
     """What the loss of an optimizer step is divided by: all trained tokens; sequences (the mean over sequences of their
     token means); or sequences x max_completion_tokens. Default: tokens; sequences for gspo, constant for dr_grpo."""
@@ -142,9 +149,15 @@ class TrainingConfig(BaseModel):
     tis_mask_high: float = Field(2.0, gt=0)
     """Upper bound of the mask."""
     missing_logprobs: Literal["recompute", "refuse"] = "recompute"
-    """What becomes of generated tokens that an environment sends without inference_logprobs. recompute: the trainer
-    puts its own at the present weights (one more forward pass over their rows; the ratio begins at 1). refuse: they do
-    not train, and a first batch without any ends the run."""
+    """What becomes of generated tokens that an environment sends without inference_logprobs. recompute: the engine is
+    asked for those that it computed, else the trainer puts its own at the present weights (one more forward pass over
+    their rows; the ratio begins at 1). refuse: they do not train, and a first batch without any ends the run."""
+    group_of_one: Literal["baseline", "score"] = "baseline"
+    """The advantage of a sequence that is alone in its group. baseline: its score, less the running mean of about the
+    last 256 such scores of its environment, over their standard deviation as advantage_std says. score: as it is."""
+    max_left_out: float = Field(1.0, gt=0, le=1)
+    """End the run when more than this share of the last 20 batches' sequences had to be left out because they were
+    malformed, foreign to the model, too long or without logprobs. 1: never, whatever comes."""
     max_policy_lag: int | None = Field(None, ge=0)
     """Leave out rollouts whose oldest token was generated more than N weight versions ago, and count them."""
     temperature: float = Field(1.0, gt=0)

@@ -19,6 +19,10 @@ class MissingLogprobs(TrainerError):
     """No rollout of the first batch has logprobs: there are none, or placeholders in their place."""
 
 
+class TooMuchLeftOut(UsageError):
+    """More than `max_left_out` of what the environments send cannot be trained on."""
+
+
 class MemoryFullError(TrainerError):
     """Model, gradients, optimizer state and activations do not fit."""
 

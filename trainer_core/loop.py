@@ -39,6 +39,7 @@ from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiff
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.load import end_tokens, train_only
+from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
 from trainer_core.probe import LogprobProbe, explain
 from trainer_core.report import (
@@ -52,6 +53,7 @@ from trainer_core.report import (
 )
 from trainer_core.rollouts.batch import Batch
 from trainer_core.rollouts.client import RunApi, open_api
+from trainer_core.rollouts.missing import MissingAsker
 from trainer_core.rollouts.packing import pack
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
 from trainer_core.step import StepOutcome, accumulate
@@ -196,6 +198,7 @@ class Run:
         self.model = self.sync.attach(Start(start.path, start.version))
         train_only(self.model, config.train_layer_indices)
         self.threads = use_cores(self.model, config, self.device)
+        self.reference = Reference(config, self.model, self.device) if config.ref_kl_coef else None
         self.stepper = _stepper(self.model, config, self.device, start.path)
         self.mfu = MfuMeter(self.model, self.device)
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
@@ -209,6 +212,7 @@ class Run:
             advantage_std=self.objective.advantage_std,
             lag_meter=LagMeter([engine.versions for engine in self.sync.engines]),
             while_waiting=self.while_waiting,
+            missing=MissingAsker([engine.logprobs for engine in self.sync.engines]),
         )  # fmt: skip
         self.bench = BenchmarkTotals(config.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
@@ -250,7 +254,9 @@ class Run:
         self.probe.start(step, self.version)
         fetched = time.perf_counter()
         rows = pack(batch.rollouts, self.config.tokens_per_pass, self.threads)
-        outcome = accumulate(self.model, self.stepper, rows, self.objective, step, threads=self.threads)
+        outcome = accumulate(
+            self.model, self.stepper, rows, self.objective, step, threads=self.threads, reference=self.reference
+        )
         probe_diffs = self.probe.finish(self.model)
         alignment = self.judge(outcome, probe_diffs, lags, batch)
         if outcome.finite:

@@ -139,6 +139,12 @@ def step_fields(report: StepReport) -> dict[str, Any]:
         "skipped_sequences": sum(report.batch.left_out.values()),
         "flat_groups": report.batch.flat_groups,
         "groups": report.batch.groups,
+        "groups_by_env": dict(report.batch.groups_by_env),
+        "flat_groups_by_env": dict(report.batch.flat_by_env),
+        "unused_fields": dict(report.batch.unused),
+        "logprobs_from": dict(report.batch.logprobs_from),
+        "ref_kl": outcome.ref_kl,
+        "distill_kl": outcome.distill_kl,
     }
 
 
@@ -173,6 +179,8 @@ def console_line(report: StepReport, total_steps: int, *, benchmark: bool) -> st
         f"ratio {fields['ratio_mean']:.3f}  clipped {fields['clip_fraction']:.1%}  "
         f"align {report.alignment.verdict}{probe}  {report.tokens_per_s:.0f} tok/s"
     )
+    if report.batch.flat_groups:
+        text += f"  flat {report.batch.flat_groups}/{report.batch.groups} groups"
     if report.sync is None:
         text += "  UPDATE SKIPPED (gradient not finite)"
     if benchmark:

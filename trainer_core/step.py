@@ -15,9 +15,11 @@ import torch
 
 from trainer_core.objective.alignment import DiffSums
 from trainer_core.objective.loss import Correction, LossSums, Sequences
+from trainer_core.objective.penalties import reference_kl, teacher_kl
 from trainer_core.objective.registry import Counts, Objective, count
 from trainer_core.optim import Stepper
 from trainer_core.policy.logprobs import TokenScores, row_logprobs, row_scores
+from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import ThreadGradients, in_threads
 from trainer_core.rollouts.packing import PackedRow
 
@@ -48,6 +50,9 @@ class StepOutcome:
     tis_truncated: float | None = None
     tis_masked: float | None = None
     """Shares of all trained tokens whose weight was capped, and that were left out."""
+    ref_kl: float | None = None
+    distill_kl: float | None = None
+    """KL to the frozen reference and to the teacher, by the trained tokens that have one; null where none has."""
 
     @property
     def finite(self) -> bool:
@@ -68,7 +73,7 @@ class _DeviceRow:
 
 def accumulate(
     model: torch.nn.Module, stepper: Stepper, rows: Sequence[PackedRow], objective: Objective, step: int,
-    *, others: Counts | None = None, threads: int = 1,
+    *, others: Counts | None = None, threads: int = 1, reference: Reference | None = None,
 ) -> StepOutcome:  # fmt: skip
     """Gradient of one optimizer step, clipped and ready in `stepper`; no parameter changes.
 
@@ -77,8 +82,11 @@ def accumulate(
         step: from 1, for the learning rate.
         others: counts of the rows that other ranks train in this step; their gradients then add up.
         threads: that each train rows of their own, side by side; for models on a CPU.
+        reference: answers where rows come without reference logprobs; null: they have no such term there.
     """
     device = next(model.parameters()).device
+    if reference is not None:
+        rows = reference.fill(rows, threads)
     ready = in_threads(lambda row, _: _on_device(model, row, objective, device), rows, threads)
     counts = count([(row.sequences, row.correction) for row in ready], device)
     denominator = objective.denominator(counts if others is None else counts + others)
@@ -87,19 +95,23 @@ def accumulate(
     stepper.zero_grad()
     gradients = ThreadGradients(stepper.params, threads) if threads > 1 else None
 
-    def train(row: _DeviceRow, thread: int) -> tuple[LossSums, TokenScores]:
+    def train(row: _DeviceRow, thread: int) -> tuple[LossSums, TokenScores, torch.Tensor]:
         packed = row.packed
-        scores = row_scores(model, packed)
-        part = objective.sums(scores.logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction)
+        scores, penalty, penalties = _forward(model, packed, objective)
+        part = objective.sums(
+            scores.logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction, penalty
+        )
         loss = part.loss / denominator if scale is None else part.loss * (scale / denominator)
         if gradients is None:
             loss.backward()
         else:
             gradients.backward(loss, thread)
-        return LossSums(*(value.detach() for value in part)), TokenScores(*(value.detach() for value in scores))
+        detached = TokenScores(*(value.detach() for value in scores))
+        return LossSums(*(value.detach() for value in part)), detached, penalties
 
-    for row, (part, scores) in zip(ready, in_threads(train, ready, threads), strict=True):
+    for row, (part, scores, penalties) in zip(ready, in_threads(train, ready, threads), strict=True):
         sums.add(part, scores, row)
+        sums.penalties += penalties
     if gradients is not None:
         stepper.take_gradients(gradients.total())
     if scale is not None:
@@ -130,12 +142,38 @@ def _on_device(model: torch.nn.Module, row: PackedRow, objective: Objective, dev
     return _DeviceRow(row, sequences, correction, measured)
 
 
+def _forward(
+    model: torch.nn.Module, row: PackedRow, objective: Objective
+) -> tuple[TokenScores, torch.Tensor | None, torch.Tensor]:
+    """Scores of the labels, [T]; further terms of each token's loss, [T], null where there is none; and the sums that
+    are told of those, as in `_Sums.penalties`."""
+    told = torch.zeros(4, dtype=torch.float64, device=row.tokens.device)
+    if row.teacher_ids is None or row.teacher_logprobs is None:
+        scores, penalty = row_scores(model, row), None
+    else:
+        whole = row_scores(model, row, labels=torch.cat([row.labels[:, None], row.teacher_ids], dim=1))
+        scores = TokenScores(whole.logprobs[:, 0], whole.entropy)
+        to_teacher = teacher_kl(whole.logprobs[:, 1:], row.teacher_logprobs)
+        penalty = objective.distill_coef * to_teacher
+        told[2] = to_teacher.detach().sum()
+        told[3] = (row.teacher_logprobs > -torch.inf).any(1).sum()
+    if row.reference is not None:
+        to_reference = reference_kl(scores.logprobs, row.reference)
+        weighed = objective.ref_kl_coef * to_reference
+        penalty = weighed if penalty is None else penalty + weighed
+        told[0] = to_reference.detach().sum()
+        told[1] = (~row.reference.isnan()).sum()
+    return scores, penalty, told
+
+
 class _Sums:
     """Sums over the rows of a step, in float64 on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._values = torch.zeros(17, dtype=torch.float64, device=device)
         self._largest = self._ratio_max = torch.zeros((), device=device)
+        self.penalties = torch.zeros(4, dtype=torch.float64, device=device)
+        """KL to the reference, tokens that have one, KL to the teacher, tokens that have one."""
 
     @torch.no_grad()
     def add(self, part: LossSums, scores: TokenScores, row: _DeviceRow) -> None:
@@ -154,10 +192,11 @@ class _Sums:
 
     def outcome(self, denominator: torch.Tensor, norm: torch.Tensor, lr: float) -> StepOutcome:
         extra = torch.stack([x.double() for x in (self._largest, denominator, norm, self._ratio_max)])
-        values = torch.cat([self._values, extra]).tolist()
-        part = LossSums(*[*values[:8], values[-1]])
+        values = torch.cat([self._values, extra, self.penalties]).tolist()
         diff, abs_diff, train, inference, measured, tokens = values[8:14]
-        entropy, weight, truncated, largest, denominator_, norm_ = values[14:-1]
+        entropy, weight, truncated, largest, denominator_, norm_, ratio_max = values[14:21]
+        to_reference, referenced, to_teacher, taught = values[21:]
+        part = LossSums(*[*values[:8], ratio_max])
         kept = part.tokens
 
         def mean(total: float, over: float) -> float:
@@ -173,4 +212,6 @@ class _Sums:
             tis_mean=mean(weight, tokens) if corrected else None,
             tis_truncated=mean(truncated, tokens) if corrected else None,
             tis_masked=1.0 - mean(kept, tokens) if corrected else None,
+            ref_kl=to_reference / referenced if referenced else None,
+            distill_kl=to_teacher / taught if taught else None,
         )  # fmt: skip

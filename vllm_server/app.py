@@ -34,6 +34,7 @@ from vllm_server.config import (
     require_own_folder,
 )
 from vllm_server.generate import Generator
+from vllm_server.recorded import record
 from vllm_server.versions import SpanFile
 from vllm_server.weights import broadcast, reload
 from vllm_server.weights.graph_check import UnsafeGraphs, stale_kinds
@@ -334,10 +335,14 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
 
     gate = GenerationHold(held=config.hold_generation)
     bridge = WeightBridge(engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version())
+    engine.generate = record(engine.generate, bridge.completions, bridge.history)
     names = args.served_model_name or [args.model]
     spans = SpanFile(config.spans_path, bridge.spans)
     adapters = lora.Adapters(bridge, app.state.openai_serving_models, config.run_dir)
-    generator = Generator(engine, history=bridge.history, spans=spans, model_names=names, adapters=adapters)
+    generator = Generator(
+        engine, history=bridge.history, spans=spans, completions=bridge.completions, model_names=names,
+        adapters=adapters,
+    )  # fmt: skip
     if config.shared_weights:
         await export_weights(bridge, args, address)
     if config.sampling == "as_asked":

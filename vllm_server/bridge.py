@@ -22,6 +22,8 @@ from pydantic import BaseModel
 from atropos_common.bridge import (
     BridgeInfo,
     LoadWeightsRequest,
+    LogprobsRequest,
+    LogprobsResponse,
     PauseRequest,
     ResumeRequest,
     VersionsRequest,
@@ -33,6 +35,7 @@ from atropos_common.transfer import TransferBackend, TransferUpdate
 from vllm_server.auth import GenerationHold, error_response
 from vllm_server.config import ServerConfig
 from vllm_server.generate import Generator
+from vllm_server.recorded import CompletionStore
 from vllm_server.versions import MAX_LEASE_S, BridgeState, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)
@@ -62,6 +65,7 @@ class WeightBridge:
         self.vllm_version = vllm_version
         self.history = VersionHistory()
         self.spans = SpanStore()
+        self.completions = CompletionStore()
         self.state = BridgeState(held=gate.held)
         self.manifest: Manifest | None = None
         self.workers = 1
@@ -339,6 +343,11 @@ def make_router(bridge: WeightBridge, generator: Generator, app: FastAPI, *, sle
     @router.post("/bridge/versions")
     async def versions(request: VersionsRequest) -> VersionsResponse:
         return VersionsResponse(versions=bridge.spans.look_up(request.digests))
+
+    @router.post("/bridge/logprobs")
+    async def logprobs(request: LogprobsRequest) -> LogprobsResponse:
+        pairs = zip(request.prompts, request.completions, strict=False)
+        return LogprobsResponse(found=[bridge.completions.look_up(prompt, ids) for prompt, ids in pairs])
 
     @router.get("/bridge/state_dict_info")
     async def state_dict_info() -> dict[str, Any]:

@@ -26,6 +26,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from atropos_common.bridge import SAMPLING_HEADER, SamplingPolicy, completion_digest
 from vllm_server import compat, refusals
 from vllm_server.auth import error_response
+from vllm_server.recorded import CompletionStore
 from vllm_server.versions import Span, SpanFile, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)
@@ -214,6 +215,7 @@ class Generator:
         *,
         history: VersionHistory,
         spans: SpanStore | SpanFile,
+        completions: CompletionStore | None = None,
         model_names: Sequence[str],
         adapters: AdapterSource | None = None,
     ) -> None:
@@ -221,6 +223,8 @@ class Generator:
         self.adapters = adapters
         self.history = history
         self.spans = spans
+        self.kept = completions or CompletionStore()
+        """Answers with their logprobs, for whom they do not reach."""
         self.completions = 0
         """Completions returned so far."""
         self._model_names = list(model_names)
@@ -253,7 +257,7 @@ class Generator:
             ]
         answer["cached_tokens"] = [output.num_cached_tokens for output in outputs]
         answer["weight_versions"] = [
-            self._record(output, rows, adapter and adapter[1], keep=body.for_training)
+            self._record(prompt_ids, output, rows, adapter and adapter[1], body)
             for output, rows in zip(outputs, answer["logprobs"], strict=True)
         ]
         self.completions += len(outputs)
@@ -348,8 +352,9 @@ class Generator:
             request_id += "-again"
 
     def _record(
-        self, output: Any, rows: list[list[dict[str, float]]], adapter_version: int | None, *, keep: bool
-    ) -> Span:
+        self, prompt_ids: list[int], output: Any, rows: list[list[dict[str, float]]], adapter_version: int | None,
+        body: GenerateRequest,
+    ) -> Span:  # fmt: skip
         """Remember which weights made this completion: by its adapter, else by when its tokens came."""
         completion = output.outputs[0]
         metrics = output.metrics
@@ -359,9 +364,12 @@ class Generator:
             span = self.history.span(metrics.first_token_ts, metrics.last_token_ts)
         else:
             span = (self.history.current, self.history.current)
-        if not keep:
+        if not body.for_training:
             return span
         sampled = [next(iter(row[0].values())) for row in rows]
+        self.kept.remember(
+            prompt_ids, completion.token_ids, sampled, temperature=body.temperature, oldest_version=span[0]
+        )
         self.spans.remember(completion_digest(completion.token_ids, sampled), span)
         return span
 

@@ -638,7 +638,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "logprobs_recomputed",
-        "rollouts come without the engine's logprobs: the trainer puts its own",
+        "rollouts come without logprobs: the engine is asked for them, else the trainer puts its own",
         "let the environment pass inference_logprobs on (atroposlib's ManagedServer has them); missing_logprobs = "
         '"refuse" under [trainer] ends the run instead',
         (LogPattern("sequences came without inference_logprobs"),),

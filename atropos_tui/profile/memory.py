@@ -254,6 +254,8 @@ class _Builder:
 
         if not self.traits.shares_memory:
             add("weights", model.parameters * width, "a copy of its own")
+        if settings.ref_kl_coef and not self.traits.lora:
+            add("frozen reference", model.parameters * width, "ref_kl_coef")
         trained, half = model.trained(settings.train_layer_indices), width < 4
         if self.traits.lora:
             trained, half = adapter_shapes(model, settings), False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.e2e.live_stack import LiveStack, read_records
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 FOREIGN = Path(__file__).parent / "foreign"
 STEPS = 8
+NAMES = ("bare", "two", "careless", "alone", "taught")
 PROFILE = """
 extends = "demo"
 name = "strangers"
@@ -20,6 +22,9 @@ name = "strangers"
 [trainer]
 training_steps = {steps}
 batch_size = 32
+ref_kl_coef = 0.01
+distill_coef = 0.5
+lr = 2e-5
 
 [[env]]
 name = "bare"
@@ -32,6 +37,14 @@ script = "{folder}/two_servers.py"
 [[env]]
 name = "careless"
 script = "{folder}/careless.py"
+
+[[env]]
+name = "alone"
+script = "{folder}/alone.py"
+
+[[env]]
+name = "taught"
+script = "{folder}/teacher.py"
 """
 
 
@@ -43,7 +56,7 @@ def test_they_train_and_what_is_left_out_is_named(tmp_path: Path) -> None:
         code, output = run.wait(300)
         assert code == 0, output[-4000:]
         assert [step.step for step in run.steps()] == list(range(1, STEPS + 1))
-        counts = {name: _last_counts(run, name) for name in ("bare", "two", "careless")}
+        counts = {name: _last_counts(run, name) for name in NAMES}
         assert all(each.sent > 0 for each in counts.values()), counts
         assert any(reason.startswith("KeyError") for reason in counts["careless"].failures), counts["careless"]
         assert "another number of completions than group_size" in counts["careless"].left_out
@@ -60,9 +73,31 @@ def test_they_train_and_what_is_left_out_is_named(tmp_path: Path) -> None:
         assert {record.split for record in accuracies} == {"percent_correct"}
         verdicts = [record.verdict for record in run.telemetry("alignment")]
         assert verdicts.count("ok") >= STEPS - 1, verdicts
+        _shows_what_they_sent(run, log)
         run.assert_nothing_left()
     finally:
         run.close()
+
+
+def _shows_what_they_sent(run: LiveStack, log: str) -> None:
+    """Groups of one train, a teacher and references count, pictures are refused, what nobody reads is named once."""
+    steps = run.steps()
+    groups = sum((Counter(step.groups_by_env) for step in steps), Counter[str]())
+    flat = sum((Counter(step.flat_groups_by_env) for step in steps), Counter[str]())
+    assert groups.keys() == set(NAMES), groups
+    assert flat["alone"] < groups["alone"] and flat["taught"] == 0, flat
+    left_out = sum((Counter(step.left_out) for step in steps), Counter[str]())
+    assert left_out["with images, which this trainer cannot read"] >= 2, left_out
+    taught = [step.distill_kl for step in steps if step.groups_by_env.get("taught")]
+    assert taught and all(value is not None and value > 0 for value in taught), taught
+    assert all(step.ref_kl > 0 for step in steps if step.groups_by_env.get("taught"))
+    sources = sum((Counter(step.logprobs_from) for step in steps), Counter[str]())
+    assert sources["engine"] > 0, "of bare, whose text the engine made"
+    assert sources["environment"] > 0
+    unused = sum((Counter(step.unused_fields) for step in steps), Counter[str]())
+    assert {"overrides.color", "group_overrides.note", "messages", "scores"} <= unused.keys(), unused
+    for name in ("overrides.color", "group_overrides.note", "messages"):
+        assert log.count(f"an environment sends {name}, which is not used") == 1
 
 
 def _last_counts(run: LiveStack, name: str) -> EnvCountsRecord:

@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from atropos_common import ports
+from atropos_common.bridge import prompt_digest
 from atropos_common.run_dir import ENV_HELD_PORT
 from atropos_tui.profile.ports import free_port
 from tests.e2e.vllm_server_live import (
@@ -39,6 +40,7 @@ from tests.e2e.vllm_server_live import (
     still_running,
 )
 from tests.strangers import needs_another_user, squat, stranger
+from trainer_core.server.client import ServerClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -105,6 +107,26 @@ def test_a_bare_request_returns_logprobs_and_the_text(server: Server) -> None:
     assert answer["prompt_token_ids"] == PROMPT
     assert len(answer["text"]) == len(answer["logprobs"]) == 1
     assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=3)["prompt"] == "1+2="
+
+
+def test_logprobs_that_nobody_asked_for_are_known_afterwards(server: Server, reference: Any) -> None:
+    """What vLLM's own routes answered without: asked for later, they are those of the same tokens, by transformers."""
+    asker = ServerClient(server.url, TOKEN)
+    request = {"model": str(server.model), "prompt": PROMPT, "n": 4, "max_tokens": 6, "return_token_ids": True}
+    answer = server.post("/v1/completions", {**request, "temperature": 0.7}, token=False).json()
+    completions = [choice["token_ids"] for choice in answer["choices"]]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    found = asker.logprobs([prompt_digest(PROMPT)] * 4, completions)
+    for ids, known in zip(completions, found, strict=True):
+        assert known is not None and known.temperature == 0.7
+        expected = reference_logprobs(reference, PROMPT, ids, 0.7)
+        assert max(abs(a - b) for a, b in zip(known.logprobs, expected, strict=True)) < 1e-4
+    cut = asker.logprobs([prompt_digest(PROMPT)], [completions[0][:2]])[0]
+    assert cut is not None and cut.logprobs == found[0].logprobs[:2]  # type: ignore[union-attr]
+    narrow = server.post("/v1/completions", {**request, "prompt": [9, 9, 9], "top_p": 0.5}, token=False).json()
+    ids = narrow["choices"][0]["token_ids"]
+    assert asker.logprobs([prompt_digest([9, 9, 9])], [ids]) == [None], "their logprobs would be of a part"
+    assert server.post("/bridge/logprobs", {"prompts": [], "completions": []}, token=False).status_code in (401, 403)
 
 
 def test_temperature_is_in_the_logprobs(server: Server, reference: Any) -> None:

@@ -188,6 +188,15 @@ def test_lora_trains_adapters_alone() -> None:
     assert 0 < (found["vllm adapters"] or 0) < PARAMETERS
 
 
+def test_a_frozen_reference_is_a_copy_but_for_adapters() -> None:
+    full = items(budget_of(profile(trainer={"ref_kl_coef": 0.1}), H200), "GPU 0")
+    assert full["trainer frozen reference"] == 2 * PARAMETERS
+    adapted = items(budget_of(profile(mode="lora_only", trainer={"ref_kl_coef": 0.1}), H200), "GPU 0")
+    assert "trainer frozen reference" not in adapted and "trainer frozen reference" not in items(
+        budget_of(profile(), H200), "GPU 0"
+    )
+
+
 def test_trained_layers_alone_need_gradients() -> None:
     chosen = profile(trainer={"optimizer": "adamw", "train_layer_indices": [26, 27]})
     layer = 2 * 2048 * 2048 + 2 * 2048 * 1024 + 3 * 2048 * 6144 + 2 * 2048 + 2 * 128

@@ -10,6 +10,7 @@ import pytest
 
 from atropos_common.bridge import completion_digest
 from trainer_core.errors import MissingLogprobs
+from trainer_core.rollouts.baseline import Baselines
 from trainer_core.rollouts.batch import Selection, group_advantages, read_batch
 from trainer_core.rollouts.packing import pack
 
@@ -128,7 +129,6 @@ def test_missing_logprobs_are_left_to_the_trainer() -> None:
         batch = _read(_group(inference_logprobs=missing), recompute=True)
         assert not batch.left_out and not any(rollout.complete or rollout.digests for rollout in batch.rollouts)
         assert all(np.isnan(rollout.logprobs[rollout.trained]).all() for rollout in batch.rollouts)
-        assert [count for text, count in batch.remarks.items() if "missing_logprobs" in text] == [2]
         (row,) = pack(batch.rollouts, 64)
         assert row.labels.tolist() == [8, 9, 10]
     partly = _read(_group(inference_logprobs=[[1.0, 1.0, 1.0, -0.8, 1.0], [1.0, 1.0, 1.0, -1.0]]), recompute=True)
@@ -181,9 +181,33 @@ MALFORMED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+BOTH = Selection(reference=True, teacher=True, vocab_size=512)
+IDS = [[None, [7], [7], [8, 3, 4], [9]], [[], [], [], []]]
+TAUGHT = [[None, [0.0], [0.0], [-0.5, -1.5, -3.0], [-0.1]], [[], [], [], []]]
+
+
+def _taught(at: int, ids: list[Any], logprobs: list[Any]) -> dict[str, Any]:
+    """Both columns of a teacher, an entry of the first sequence replaced."""
+    changed = [[[*rows[0][:at], new, *rows[0][at + 1 :]], rows[1]] for rows, new in ((IDS, ids), (TAUGHT, logprobs))]
+    return dict(zip(("distill_token_ids", "distill_logprobs"), changed, strict=True))
+
+
+MALFORMED += [
+    ({"ref_logprobs": [[-1.0], LOGPROBS[1]]}, "malformed ref_logprobs", "has 1 entries where tokens has 5"),
+    ({"ref_logprobs": _first(LOGPROBS, float("nan"))}, "malformed ref_logprobs", "holds NaN"),
+    ({"distill_token_ids": IDS}, "malformed distill_token_ids", "belong together"),
+    (_taught(3, [8, 8], [-1.0, -1.0]), "malformed distill_token_ids", "names a token twice"),
+    (_taught(3, [8], [-1.0, -1.0]), "malformed distill_logprobs", "another number of entries"),
+    (_taught(3, [8], [0.5]), "malformed distill_logprobs", "a number above 0"),
+    (_taught(3, [8], ["x"]), "malformed distill_logprobs", "a list of numbers"),
+    (_taught(3, [512], [-1.0]), "token ids outside of the vocabulary", "distill_token_ids holds id 512"),
+    (_taught(3, 8, -1.0), "malformed distill_token_ids", "one list for each token"),  # type: ignore[arg-type]
+]
+
+
 @pytest.mark.parametrize(("changes", "reason", "words"), MALFORMED)
 def test_a_malformed_group_is_left_out_and_the_rest_trains(changes: dict[str, Any], reason: str, words: str) -> None:
-    batch = _read(_group(), _group(env_id=3, **changes), _group(), selection=Selection(vocab_size=512))
+    batch = _read(_group(), _group(env_id=3, **changes), _group(), selection=BOTH)
     assert batch.left_out == {reason: 2} and len(batch.rollouts) == 4 and batch.groups == 2
     assert re.search(rf"group 1 of the batch \(environment 'env 3'\).*{words}", batch.examples[reason])
 
@@ -215,12 +239,89 @@ def test_a_large_score_is_a_score() -> None:
 
 
 def test_what_trains_and_is_odd_is_remarked() -> None:
-    lone = {name: values[:1] for name, values in _group().items()}
-    batch = _read(lone, _group(images=["x", "y"]), _group(inference_logprobs=_first(LOGPROBS, 1.0)))
-    assert list(batch.remarks.values()) == [1, 1, 1]
-    for words, said in zip(("groups of one sequence", "with images", "have no logprob"), batch.remarks, strict=True):
-        assert words in said
+    (said,) = _read(_group(), _group(inference_logprobs=_first(LOGPROBS, 1.0))).remarks
+    assert "have no logprob" in said
     assert not _read(_group()).remarks
+
+
+def _alone(score: float, env: str = "a", **changes: Any) -> dict[str, Any]:
+    """The first sequence of a group, as a group."""
+    rows = {name: values[:1] for name, values in _group().items()}
+    return {**rows, "scores": [score], "generation_params": {"env": env}, **changes}
+
+
+def test_a_group_of_one_is_compared_with_those_before_it() -> None:
+    """By environment, over batches; what brings advantages of its own, or company, has no part in it."""
+    kept = Baselines()
+    first = _read(_alone(1.0), _alone(3.0), _alone(7.0, "b"), _group(), _alone(9.0, advantages=[[0.5]]), baselines=kept)
+    assert [r.advantages[0] for r in first.rollouts] == [-1.0, 1.0, 0.0, 1.0, -1.0, 0.5]
+    assert first.flat_by_env == {"b": 1} and first.groups_by_env == {"a": 3, "b": 1, "unnamed": 1}
+    second = _read(_alone(8.0), _alone(9.0, "b"), baselines=kept)
+    scores = np.array([1.0, 3.0, 8.0])
+    expected = ((8.0 - scores.mean()) / scores.std(), 1.0)
+    assert [r.advantages[0] for r in second.rollouts] == pytest.approx(expected)
+    assert second.flat_groups == 0
+    by_mean = _read(_alone(1.0), _alone(4.0), advantage_std=False)
+    assert [r.advantages[0] for r in by_mean.rollouts] == [-1.5, 1.5]
+    held = _read(_alone(2.0, overrides=[{"set_advantage_to_zero": True}]), _alone(0.0))
+    assert [r.advantages[0] for r in held.rollouts] == [0.0, -1.0]
+
+
+def test_a_baseline_forgets() -> None:
+    """After a thousand scores of 0 the mean follows new ones: 256 of them move it more than half of the way."""
+    kept = Baselines()
+    kept.advantages("a", np.zeros(1000), 1e-6, std=False)
+    late = kept.advantages("a", np.ones(256), 1e-6, std=False)
+    assert late == pytest.approx(0.5)
+
+
+def test_a_group_of_one_by_its_score() -> None:
+    raw = Selection(group_of_one="score", drop_flat=True)
+    batch = _read(_alone(0.25), _alone(0.0), _alone(1e300), selection=raw)
+    assert [r.advantages[0] for r in batch.rollouts] == [0.25]
+    assert batch.left_out == {"in a group of equal scores": 1, "scores are too far apart to compare": 1}
+
+
+def test_what_nobody_reads_is_named() -> None:
+    message = {"role": "user", "content": "x", "reward": None}
+    batch = _read(
+        _group(messages=[[message], [message | {"reward": 1.0}]], ref_logprobs=LOGPROBS, distill_token_ids=[[], []]),
+        _group(overrides=[{"temperature": 1.0, "color": 3}, None], group_overrides={"group_size": 2, "weight": 2.0}),
+        _group(generation_params={"top_p": 0.9, "top_k": None, "env": "x"}, advantages=[[1.0], [-1.0]]),
+        _group(images=[None, None], messages=[], env_id=1),
+    )
+    assert len(batch.rollouts) == 8 and batch.unused == {
+        "messages": 1, "messages.reward": 1, "ref_logprobs": 1, "overrides.color": 1, "group_overrides.weight": 1,
+        "generation_params.top_p": 1, "scores": 1,
+    }  # fmt: skip
+    read = _read(_group(ref_logprobs=LOGPROBS, distill_token_ids=IDS, distill_logprobs=TAUGHT), selection=BOTH)
+    assert not read.unused
+
+
+def test_images_are_refused_in_words() -> None:
+    batch = _read(_group(), _group(images=[["x"], None], env_id=2))
+    assert batch.left_out == {"with images, which this trainer cannot read": 2} and len(batch.rollouts) == 2
+    assert "(environment 'env 2')" in next(iter(batch.examples.values()))
+
+
+def test_reference_and_teacher_lie_on_the_token_they_are_about() -> None:
+    ref = [[1.0, 1.0, 1.0, -0.3, 1.0], [1.0, 1.0, 1.0, -0.7]]
+    group = _group(ref_logprobs=ref, distill_token_ids=IDS, distill_logprobs=TAUGHT)
+    (row,) = pack(_read(group, _group(), selection=BOTH).rollouts, 64)
+    assert row.labels.tolist() == [8, 9, 8, 9, 10, 10]
+    assert row.reference is not None and row.teacher_ids is not None and row.teacher_logprobs is not None
+    assert row.reference.tolist() == pytest.approx([-0.3, *[np.nan] * 3, -0.7, np.nan], nan_ok=True)
+    assert row.teacher_ids.tolist() == [[8, 3, 4], [9, 0, 0], *[[0, 0, 0]] * 4]
+    none = [-np.inf] * 3
+    assert row.teacher_logprobs.tolist() == [[-0.5, -1.5, -3.0], pytest.approx([-0.1, -np.inf, -np.inf]), *[none] * 4]
+    (unasked,) = pack(_read(group).rollouts, 64)
+    assert (unasked.reference, unasked.teacher_ids, unasked.teacher_logprobs) == (None, None, None)
+
+
+def test_a_group_with_a_teacher_teaches_though_its_scores_are_equal() -> None:
+    drop = Selection(drop_flat=True, teacher=True)
+    group = _group(scores=[1.0, 1.0], distill_token_ids=IDS, distill_logprobs=TAUGHT)
+    assert len(_read(group, _group(scores=[1.0, 1.0]), selection=drop).rollouts) == 2
 
 
 def test_left_out_and_counted() -> None:

@@ -15,7 +15,8 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import MissingLogprobs
 from trainer_core.objective.loss import Sequences
 from trainer_core.objective.registry import OBJECTIVES, Objective, count
-from trainer_core.rollouts.batch import IGNORED, POSITIVE_TOLERANCE, Batch, Selection, read_batch
+from trainer_core.rollouts.batch import Batch, Selection, read_batch
+from trainer_core.rollouts.fields import IGNORED, POSITIVE_TOLERANCE
 from trainer_core.rollouts.packing import pack
 
 VOCABULARY, SEQ_LEN = 30, 10

@@ -19,6 +19,7 @@ from atropos_tui.diagnoses.engine import LogScanner
 from tests.supervisor.harness import part
 from tests.unit.trainer_stand_ins import Engine, RunApiThread, group, run_config
 from trainer_core.config import TrainingConfig
+from trainer_core.errors import TooMuchLeftOut
 from trainer_core.loop import train
 from trainer_core.rollouts.batch import Selection, read_batch
 from trainer_core.rollouts.source import UNSENDABLE, BatchSource, LagMeter
@@ -98,6 +99,42 @@ def test_a_batch_that_run_api_lost_counts(tmp_path: Path, capsys: Any) -> None:
     assert "NaN or Infinity in one of its groups" in capsys.readouterr().out
 
 
+def test_above_a_share_the_run_ends_in_words(tmp_path: Path, capsys: Any) -> None:
+    """Not before there are enough batches to speak of a share, and not for what is left out of good ones."""
+    most = {"max_left_out": 0.6}
+    halves = _intake(tmp_path, [[BAD, GOOD]] * 60, **most)
+    for step in range(60):
+        halves.next_batch(step, 0)
+    intake = _intake(tmp_path, [[BAD, GOOD]] * 16 + [[BAD, BAD, GOOD]] * 40, **most)
+    taken = 0
+    with pytest.raises(TooMuchLeftOut, match=r"malformed masks \(.*'env 1'.*max_left_out under \[trainer\]"):
+        for taken in range(56):
+            intake.next_batch(taken, 0)
+    assert taken == 16 + 10, "(20 + 11) of (40 + 11) groups are bad in the window then"
+    flat = _intake(tmp_path, [[GOOD, {**GOOD, "scores": [1, 1]}, {**GOOD, "scores": [1, 1]}]] * 30, **most)
+    flat.selection = Selection(drop_flat=True)
+    for step in range(30):
+        flat.next_batch(step, 0)
+
+
+def test_what_nobody_reads_is_said_once(tmp_path: Path, capsys: Any) -> None:
+    odd = {**GOOD, "ref_logprobs": GOOD["inference_logprobs"], "group_overrides": {"color": 1}}
+    intake = _intake(tmp_path, [[GOOD], [odd, odd], [odd]])
+    for step in range(3):
+        batch, _ = intake.next_batch(step, 0)
+    assert batch.unused == {"ref_logprobs": 1, "group_overrides.color": 1}
+    notes = [line for line in capsys.readouterr().out.splitlines() if "[NOTE]" in line]
+    assert len(notes) == 2
+    assert "ref_logprobs, which is not used: they count with ref_kl_coef under [trainer]" in notes[1]
+
+
+def test_a_baseline_lasts_over_batches(tmp_path: Path) -> None:
+    alone = {name: value[:1] for name, value in GOOD.items() if isinstance(value, list)}
+    intake = _intake(tmp_path, [[alone], [{**alone, "scores": [3.0]}]])
+    advantages = [intake.next_batch(step, 0)[0].rollouts[0].advantages[0] for step in range(2)]
+    assert advantages == [0.0, 1.0]
+
+
 def test_an_environment_without_logprobs_among_others_ends_nothing(tmp_path: Path, capsys: Any) -> None:
     """Nor does a whole batch of its groups, once others came with logprobs; the diagnosis speaks all the same."""
     intake = _intake(tmp_path, [[GOOD, BLIND], [BLIND, BLIND], [BLIND], [GOOD]], missing_logprobs="refuse")
@@ -145,15 +182,17 @@ def api() -> Iterator[RunApiThread]:
 
 
 def test_a_run_beside_a_broken_environment_records_what_it_left_out(
-    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path
+    engine: Engine, api: RunApiThread, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Through the real run-api: every batch has a good group, one of its own kind of trouble, and now and then NaN."""
+    """Through the real run-api: every batch has a good group, one with some trouble or of equal scores, now and then
+    NaN."""
     good = group(engine, [3, 12, 4, 13], 4, 3)
     troubles: list[dict[str, Any]] = []
     for name, value in (("masks", [[1]] * 4), ("scores", [1.0]), ("inference_logprobs", None), ("tokens", None)):
         bad = copy.deepcopy(good)
         bad[name] = [[99_999, *row[1:]] for row in bad["tokens"]] if name == "tokens" else value
         troubles.append(bad)
+    troubles.append({**good, "scores": [0.5] * 4, "generation_params": {"env": "flat"}})
     stop = threading.Event()
 
     def send() -> None:
@@ -165,7 +204,7 @@ def test_a_run_beside_a_broken_environment_records_what_it_left_out(
                     stop.wait(0.01)
                 if stop.is_set():
                     return
-                odd = {**good, "scores": [float("nan")] * 4} if i % 5 == 4 else troubles[i % 4]
+                odd = {**good, "scores": [float("nan")] * 4} if i % 6 == 5 else troubles[i % 6]
                 for each in (good, odd):
                     body = json.dumps({**each, "env_id": None})
                     http.post("/scored_data", content=body, headers={"content-type": "application/json"})
@@ -191,4 +230,8 @@ def test_a_run_beside_a_broken_environment_records_what_it_left_out(
         "malformed masks", "malformed scores", "without inference_logprobs", "token ids outside of the vocabulary",
         UNSENDABLE,
     } == seen  # fmt: skip
+    assert any(record.groups_by_env == {"even": 1, "flat": 1} for record in steps)
+    assert {"flat": 1} in [
+        record.flat_groups_by_env for record in steps
+    ] and "flat 1/2 groups" in capsys.readouterr().out
     assert all(record.left_out == record.skipped and record.sequences >= 4 for record in steps)

@@ -87,6 +87,8 @@ class Common(TypedDict, total=False):
     """Bound on the ratio of tokens with A < 0; default none."""
     sequences: Sequences | None
     """Which sequence each token belongs to; needed by gspo and by `per_sequence`."""
+    penalty: torch.Tensor | None
+    """[T] further terms of each token's loss, with gradient (`penalties.py`); they take no importance weight."""
     correction: Correction | None
     """Ratio base, weights and mask of `ratio_base = proximal`; default: the ratio is against the rollout policy."""
 
@@ -212,6 +214,8 @@ def _sums(
     k3 = log_ratio.expm1() - log_ratio
     if common.get("kl_coef"):
         loss = loss + common["kl_coef"] * k3
+    if (penalty := common.get("penalty")) is not None:
+        loss = loss + penalty
     kept = _kept(common)
     if per_sequence:
         sequences = common.get("sequences")

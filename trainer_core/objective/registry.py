@@ -74,6 +74,7 @@ class Objective:
         """Null: the ratio is against the rollout policy."""
         if config.ratio_base == "proximal":
             self.bounds = Bounds(config.tis_cap, config.tis_mask, config.tis_mask_low, config.tis_mask_high)
+        self.ref_kl_coef, self.distill_coef = config.ref_kl_coef, config.distill_coef
         self._config = config
 
     def selection(self, vocab_size: int | None = None, end_tokens: frozenset[int] = frozenset()) -> Selection:
@@ -84,18 +85,19 @@ class Objective:
             buffer = round((longest or 0) * self.published.overlong)
         return Selection(
             self.published.drops_flat_groups, longest, buffer, config.overlong_penalty, config.overlong_mask,
-            vocab_size, end_tokens,
+            vocab_size, end_tokens, config.group_of_one, reference=config.ref_kl_coef > 0,
+            teacher=config.distill_coef > 0,
         )  # fmt: skip
 
     def sums(
         self, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor,
-        sequences: Sequences, correction: Correction | None,
+        sequences: Sequences, correction: Correction | None, penalty: torch.Tensor | None = None,
     ) -> loss.LossSums:  # fmt: skip
         """Sums over the T tokens of one row; divide the loss by `denominator` of the whole step."""
         low, high = self.clip
         return self.published.loss(
             logprobs, rollout_logprobs, advantages, clip_eps=low, clip_eps_high=high, kl_coef=self._config.kl_coef,
-            dual_clip=self._config.dual_clip or None, sequences=sequences, correction=correction,
+            dual_clip=self._config.dual_clip or None, sequences=sequences, correction=correction, penalty=penalty,
             per_sequence=self.per == "sequences",
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ class TokenScores(NamedTuple):
     """What the policy says at T positions, each at its own temperature, in nats."""
 
     logprobs: torch.Tensor
-    """[T] float32 of the tokens that stand there, with gradient."""
+    """[T] float32 of the tokens that stand there, with gradient; [T, K] where K labels each were asked for."""
     entropy: torch.Tensor
     """[T] float32 of the whole distribution; no gradient goes through it."""
 
@@ -28,20 +28,23 @@ def row_logprobs(model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dt
     return row_scores(model, row, head_dtype=head_dtype).logprobs
 
 
-def row_scores(model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None) -> TokenScores:
+def row_scores(
+    model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None, labels: torch.Tensor | None = None
+) -> TokenScores:
     """Logprobs of the labels of `row`, and the entropy where they were sampled.
 
     Args:
         model: a causal language model of transformers with the packed attention.
         row: on the model's device.
         head_dtype: multiply with the head in this type; default: the head's own.
+        labels: [T, K] int64, several at each position in the place of the row's own; then [T, K] are returned.
     """
     head = model.get_output_embeddings()
     hidden, weight, bias = predicting_states(model, row), head.weight, head.bias
     if head_dtype is not None:
         hidden, weight = hidden.to(head_dtype), weight.to(head_dtype)
         bias = None if bias is None else bias.to(head_dtype)
-    return chunked_scores(hidden, weight, bias, row.labels, row.temperatures)
+    return chunked_scores(hidden, weight, bias, row.labels if labels is None else labels, row.temperatures)
 
 
 def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
@@ -104,7 +107,7 @@ def chunked_scores(
     float64 weights).
 
     Args:
-        hidden: [T, H]; weight: [V, H]; bias: [V] or null; labels: [T] int64; temperatures: [T] float32.
+        hidden: [T, H]; weight: [V, H]; bias: [V] or null; labels: [T] int64, or [T, K]; temperatures: [T] float32.
         chunk_elements: at most this many logits live at once; the backward pass computes them anew.
     """
     limit = chunk_elements or LOGITS_AT_ONCE[hidden.is_cuda]
@@ -169,15 +172,16 @@ def _add_product(total: torch.Tensor, to_logits: torch.Tensor, hidden: torch.Ten
 
 @compiled_on_cuda
 def _pick(logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Logprobs of the labels, the log of the normalizers and the entropy, [T] each, in float32."""
+    """Logprobs of the labels, in their shape, the log of the normalizers and the entropy, [T], in float32."""
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
     largest = scaled.amax(1)
     scaled -= largest[:, None]
-    own = scaled.gather(1, labels[:, None])[:, 0]
+    own = scaled.gather(1, labels.view(len(labels), -1))
     weights = scaled.exp()
     total = weights.sum(1)
     normalizers = total.log()
-    return own - normalizers, normalizers + largest, normalizers - weights.mul_(scaled).sum(1) / total
+    logprobs = (own - normalizers[:, None]).view(labels.shape)
+    return logprobs, normalizers + largest, normalizers - weights.mul_(scaled).sum(1) / total
 
 
 @compiled_on_cuda
@@ -188,5 +192,12 @@ def _spread(
     """Gradient of the logits, [T, V] in their own type, from that of the logprobs."""
     scaled = logits.to(normalizers.dtype) / temperatures[:, None]
     share = (scaled - normalizers[:, None]).exp()
+    if labels.ndim == 2:
+        return (
+            (-share * grads.sum(1, keepdim=True))
+            .scatter_add(1, labels, grads)
+            .div(temperatures[:, None])
+            .to(logits.dtype)
+        )
     own = torch.arange(logits.shape[1], device=logits.device)[None, :] == labels[:, None]
     return ((own.to(share.dtype) - share) * (grads / temperatures)[:, None]).to(logits.dtype)

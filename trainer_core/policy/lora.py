@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -68,6 +70,21 @@ def _targets(model: nn.Module, wanted: list[str]) -> list[str]:
             f"--lora-target-modules {' '.join(missing)}: adapters go on {' '.join(sorted(names))}; {ALL_LINEAR} is all"
         )
     return wanted
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model without its adapters, in every thread, for as long as the block runs."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

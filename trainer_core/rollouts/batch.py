@@ -6,53 +6,60 @@ Groups stay groups only as long as advantages need them; afterwards a batch is a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atropos_common.bridge import completion_digest
 from trainer_core.errors import MissingLogprobs
+from trainer_core.rollouts.baseline import Baselines
+from trainer_core.rollouts.fields import (
+    FLOAT32_MAX,
+    IGNORED,
+    PLACEHOLDER,
+    POSITIVE_TOLERANCE,
+    Group,
+    Malformed,
+    Teacher,
+    advantages,
+    masked_tokens,
+    reference_logprobs,
+    rollout_logprobs,
+    same_length,
+    table,
+    teacher_of,
+    temperature,
+    token_ids,
+    unused,
+)
 
-GREEDY_BELOW = 1e-5
-"""vLLM takes a lower temperature for greedy decoding, whose logprobs are unscaled."""
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-NAME_LENGTH = 80
-"""Characters of an environment's name that are kept."""
-
-OUT_OF_VOCABULARY = "token ids outside of the vocabulary"
-
-IGNORED = -100
-"""Mask value of tokens that were not generated."""
-PLACEHOLDER = 1.0
-"""Logprob that atroposlib writes where there is none."""
 FLAT = 1e-6
 """Scores of a group that differ less, relative to the largest one above 1, are equal: rounding alone does that."""
-POSITIVE_TOLERANCE = 1e-3
-"""A logprob above this is none: log of a probability, rounding aside, is at most 0."""
-LOWEST_LOGPROB = -1e4
-"""A lower one is none either: vLLM says -9999 where a probability is 0."""
 
 NO_LOGPROBS = (
     "GRPO requires inference_logprobs for importance sampling, and {what}. "
     "Only server_type=vllm calls /generate, which returns them: set --openai.server_type vllm in the environment, and "
     "point its base_url at a server with /generate (python -m vllm_server)"
 )
+UNNAMED = "unnamed"
+"""Stands for an environment that does not say who it is."""
 WITHOUT_LOGPROBS = "without inference_logprobs"
 """Why a sequence is left out."""
 RECOMPUTED = (
-    "sequences came without inference_logprobs: the trainer's own stand in (missing_logprobs = recompute), so their "
-    "ratio begins at 1 whatever the policy lag"
+    "sequences came without inference_logprobs, and no server knows theirs: the trainer's own stand in "
+    "(missing_logprobs = recompute), so their ratio begins at 1 whatever the policy lag"
+)
+ASKED = (
+    "sequences came without inference_logprobs: those that the engine computed when it made them stand in "
+    "(missing_logprobs = recompute)"
 )
 
-ALONE = "groups of one sequence have no advantage and teach nothing: env.group_size must be 2 or more"
 PARTLY = "generated tokens have no logprob (a placeholder in its place) and do not train"
-UNREAD = ("ref_logprobs", "distill_token_ids", "distill_logprobs", "images")
-"""Fields of a group that run-api hands over and nothing here reads."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,11 @@ class Selection:
     """Token ids must be below; null: unknown."""
     end_tokens: frozenset[int] = frozenset()
     """With which a completion ends by itself."""
+    group_of_one: Literal["baseline", "score"] = "baseline"
+    """What is the advantage of a group of one: its score, less a running mean or as it is."""
+    reference: bool = False
+    teacher: bool = False
+    """Read the environment's logprobs of a reference, and what its teacher says."""
 
     def punishment(self, length: int) -> float:
         """What a completion of `length` tokens loses of its score: 0 to `overlong_penalty`.
@@ -106,6 +118,11 @@ class Rollout:
     env: str
     digests: tuple[str, ...]
     """One for each contiguous generated segment (each turn)."""
+    reference: NDArray[np.float32] | None = None
+    """[L] logprobs of a frozen reference that the environment sent, NaN where it sent none; null: none at all."""
+    teacher: Teacher | None = None
+    oldest_version: int | None = None
+    """Oldest weight version behind it, as far as a server told it with the logprobs; the digests ask for the rest."""
 
     @property
     def complete(self) -> bool:
@@ -128,6 +145,13 @@ class Batch:
     """Well-formed ones."""
     flat_groups: int = 0
     """Groups whose scores are all equal: they have no advantage."""
+    groups_by_env: Counter[str] = field(default_factory=Counter)
+    flat_by_env: Counter[str] = field(default_factory=Counter)
+    """The same two by environment."""
+    logprobs_from: Counter[str] = field(default_factory=Counter)
+    """Sequences by who gave the logprobs: environment, engine, or trainer (which computes them)."""
+    unused: Counter[str] = field(default_factory=Counter)
+    """Groups that hold something which nobody reads, by its name."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Sequences left out, by reason; a group that does not say how many it holds counts as one."""
     examples: dict[str, str] = field(default_factory=dict)
@@ -211,6 +235,7 @@ def _equal(scores: NDArray[np.float64]) -> bool:
 def read_batch(
     groups: Sequence[Any], *, seq_len: int, temperature: float = 1.0, advantage_std: bool = True,
     selection: Selection | None = None, logprobs_seen: bool = False, recompute: bool = False,
+    baselines: Baselines | None = None,
 ) -> Batch:  # fmt: skip
     """Judge the groups of one `GET /batch`, whatever they hold.
 
@@ -222,56 +247,17 @@ def read_batch(
         selection: what the objective leaves out, or scores lower.
         logprobs_seen: an earlier batch had logprobs, so the settings are right and this batch alone is wrong.
         recompute: tokens without a logprob train, with NaN in its place; else their sequence is left out.
+        baselines: what earlier batches held in groups of one; this batch is added.
 
     Raises:
         MissingLogprobs: no sequence of the batch has logprobs, and none had before.
     """
     reader = _Reader(Batch([]), seq_len, temperature, advantage_std, selection or Selection(), recompute)
-    for index, group in enumerate(groups):
-        reader.read(f"group {index} of the batch", group)
+    reader.read(groups, baselines or Baselines())
     batch = reader.batch
     if WITHOUT_LOGPROBS in batch.left_out and not batch.sample_len and not logprobs_seen:
         raise MissingLogprobs(batch.examples[WITHOUT_LOGPROBS])
     return batch
-
-
-@dataclass(frozen=True)
-class _Group:
-    """A group whose lists fit together; what is in those of one sequence is not looked at yet. All of length G."""
-
-    where: str
-    env: str
-    tokens: list[list[Any]]
-    masks: list[list[Any]]
-    scores: NDArray[np.float64]
-    """Finite."""
-    logprobs: list[list[Any]]
-    advantages: list[list[Any]]
-    overrides: list[Any]
-    """These three are empty when the group has none."""
-    tables: tuple[dict[str, Any], ...]
-    """generation_params and group_overrides."""
-
-    @classmethod
-    def parse(cls, where: str, group: Any) -> _Group:
-        """Raises: Malformed."""
-        if not isinstance(group, dict):
-            raise _wrong("group", f"{where} is no object")
-        env = _environment(group)
-        where = f"{where} (environment {env!r})" if env else where
-        names = ("tokens", "masks", "scores", "inference_logprobs", "advantages", "overrides")
-        columns = {name: _rows(where, group, name) for name in names}
-        tokens, masks, scores, logprobs, advantages, overrides = columns.values()
-        if not tokens:
-            raise _wrong("tokens", f"{where}: tokens holds no sequence")
-        given = {name: columns[name] for name in names[3:] if columns[name]}
-        _same_length(where, len(tokens), masks=masks, scores=scores, **given)
-        _lists_only(where, **{name: columns[name] for name in names if name not in ("scores", "overrides")})
-        values = _numbers(where, "scores", scores)
-        if not np.isfinite(values).all():
-            raise Malformed("score is not a finite number", f"{where}: scores holds NaN or Infinity")
-        tables = tuple(_table(where, name, group.get(name)) for name in ("generation_params", "group_overrides"))
-        return cls(where, env, tokens, masks, values, logprobs, advantages, overrides, tables)
 
 
 @dataclass(frozen=True)
@@ -299,57 +285,87 @@ class _Reader:
     selection: Selection
     recompute: bool
 
-    def read(self, where: str, raw: Any) -> None:
-        """Take a group in, or leave it out as a whole."""
+    def read(self, raws: Sequence[Any], baselines: Baselines) -> None:
+        """Take each group in, or leave it out as a whole."""
+        parsed = [(raw, self._parse(f"group {index} of the batch", raw)) for index, raw in enumerate(raws)]
+        good = [(raw, *found) for raw, found in parsed if found is not None]
+        lone = self._lone([(group, scores) for _, group, scores in good], baselines)
+        for index, (raw, group, scores) in enumerate(good):
+            shared = lone.get(index, group_advantages(scores, std=self.advantage_std))
+            try:
+                judged = [self._sequence(group, i, float(value)) for i, value in enumerate(shared)]
+            except Malformed as error:
+                self._refuse(raw, error)
+                continue
+            self._take_group(raw, group, judged, flat=not group.advantages and not shared.any())
+
+    def _parse(self, where: str, raw: Any) -> tuple[Group, NDArray[np.float64]] | None:
+        """The group, and its scores, [G], with overlong completions punished; null for one that is left out."""
+        select = self.selection
         try:
-            group = _Group.parse(where, raw)
-            shared = self._advantages(group)
-            judged = [self._sequence(group, i, float(value)) for i, value in enumerate(shared)]
+            group = Group.parse(where, raw, reference=select.reference, teacher=select.teacher)
+            with np.errstate(over="ignore", invalid="ignore"):
+                scores = group.scores
+                if select.overlong_buffer:
+                    scores = scores - np.array([select.punishment(_longest_turn(mask)) for mask in group.masks])
+                values = scores if len(scores) == 1 else group_advantages(scores, std=self.advantage_std)
+                if not (np.abs(values).max() <= FLOAT32_MAX and np.isfinite(scores.std())):
+                    what = f"{group.where}: scores up to {np.abs(scores).max():g}"
+                    raise Malformed("scores are too far apart to compare", what)
         except Malformed as error:
-            tokens = raw.get("tokens") if isinstance(raw, dict) else None
-            count = len(tokens) if isinstance(tokens, list) else 0
-            self.batch.leave_out(error.reason, max(1, count), str(error))
-            return
-        self.batch.groups += 1
-        flat = not group.advantages and _equal(group.scores)
-        self.batch.flat_groups += int(flat)
-        self.batch.remark(ALONE, int(flat and len(judged) == 1))
-        for name in UNREAD:
-            self.batch.remark(f"groups come with {name}, which this trainer does not use", int(bool(raw.get(name))))
+            self._refuse(raw, error)
+            return None
+        return group, scores
+
+    def _refuse(self, raw: Any, error: Malformed) -> None:
+        tokens = raw.get("tokens") if isinstance(raw, dict) else None
+        count = len(tokens) if isinstance(tokens, list) else 0
+        self.batch.leave_out(error.reason, max(1, count), str(error))
+
+    def _lone(
+        self, groups: list[tuple[Group, NDArray[np.float64]]], baselines: Baselines
+    ) -> dict[int, NDArray[np.float64]]:
+        """Advantages, [1], of the groups of one that bring none, by their place in `groups`."""
+        alone = [i for i, (group, scores) in enumerate(groups) if len(scores) == 1 and not group.advantages]
+        if self.selection.group_of_one == "score":
+            return {i: groups[i][1] for i in alone}
+        found = {}
+        for env in {groups[i][0].env for i in alone}:
+            places = [i for i in alone if groups[i][0].env == env]
+            scores = np.concatenate([groups[i][1] for i in places])
+            values = baselines.advantages(env, scores, FLAT, std=self.advantage_std)
+            found.update({i: values[at : at + 1] for at, i in enumerate(places)})
+        return found
+
+    def _take_group(self, raw: dict[str, Any], group: Group, judged: list[_Judged], *, flat: bool) -> None:
+        batch, name = self.batch, group.env or UNNAMED
+        batch.groups += 1
+        batch.groups_by_env[name] += 1
+        if flat:
+            batch.flat_groups += 1
+            batch.flat_by_env[name] += 1
+        batch.unused.update(unused(raw, reference=self.selection.reference, teacher=self.selection.teacher))
         for each, mask in zip(judged, group.masks, strict=True):
-            self._take(each, mask, flat)
+            self._take(each, mask, flat and not group.teacher_ids)
 
-    def _advantages(self, group: _Group) -> NDArray[np.float64]:
-        """What the scores say, [G] and finite in float32, overlong completions punished first."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            scores = group.scores
-            if self.selection.overlong_buffer:
-                scores = scores - np.array([self.selection.punishment(_longest_turn(mask)) for mask in group.masks])
-            advantages = group_advantages(scores, std=self.advantage_std)
-            if np.isfinite(advantages.astype(np.float32)).all() and np.isfinite(scores.std()):
-                return advantages
-        raise Malformed("scores are too far apart to compare", f"{group.where}: scores up to {np.abs(scores).max():g}")
-
-    def _sequence(self, group: _Group, i: int, shared: float) -> _Judged:
+    def _sequence(self, group: Group, i: int, shared: float) -> _Judged:
         """The sequence as a rollout, unless it is too long, or holds nothing generated or no logprob."""
         spot, tokens = f"{group.where}, sequence {i}", group.tokens[i]
-        override = _table(spot, "overrides", group.overrides[i] if group.overrides else None)
+        override = table(spot, "overrides", group.overrides[i] if group.overrides else None)
         logprobs = group.logprobs[i] if group.logprobs else None
-        _same_length(spot, len(tokens), masks=group.masks[i])
+        same_length(spot, len(tokens), masks=group.masks[i])
         if len(tokens) > self.seq_len:
             return _Judged(None, f"longer than --seq-len {self.seq_len}", f"{spot}: {len(tokens)} tokens")
-        ids = _token_ids(spot, tokens, self.selection.vocab_size)
-        labels = _numbers(spot, "masks", group.masks[i], whole=True)
-        generated = labels != IGNORED
-        if (labels[generated] != ids[generated]).any():
-            raise _wrong("masks", f"{spot}: masks must be {IGNORED} or the token itself")
-        advantages = _advantage(spot, override, group.advantages[i] if group.advantages else None, shared, len(ids))
-        temperature = _temperature(spot, (override, *group.tables), self.temperature)
+        ids = token_ids(spot, tokens, self.selection.vocab_size)
+        generated = masked_tokens(spot, group.masks[i], ids)
+        given = group.advantages[i] if group.advantages else None
+        values_of = advantages(spot, override, given, shared, len(ids))
+        heat = temperature(spot, (override, *group.tables), self.temperature)
         if not generated[1:].any():
             return _Judged(None, "nothing generated", f"{spot}: masks is {IGNORED} behind the first token")
         if logprobs is None and not self.recompute:
             return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{group.where} has none"))
-        values = np.full(len(ids), PLACEHOLDER) if logprobs is None else _logprobs(spot, logprobs, generated)
+        values = np.full(len(ids), PLACEHOLDER) if logprobs is None else rollout_logprobs(spot, logprobs, generated)
         real = generated & (values <= POSITIVE_TOLERANCE)
         own = values[generated]
         seen = (
@@ -364,10 +380,17 @@ class _Reader:
         asked = logprobs if logprobs is not None and (not self.recompute or real[generated].all()) else []
         rollout = Rollout(
             tokens=ids, trained=usable, logprobs=np.where(usable, known, 0.0).astype(np.float32),
-            advantages=advantages, temperature=temperature, score=float(group.scores[i]), env=group.env,
-            digests=tuple(completion_digest(tokens[a:b], asked[a:b]) for a, b in _segments(generated) if asked),
+            advantages=values_of, temperature=heat, score=float(group.scores[i]), env=group.env,
+            digests=tuple(completion_digest(tokens[a:b], asked[a:b]) for a, b in segments(generated) if asked),
+            reference=reference_logprobs(spot, group.reference[i], generated) if group.reference else None,
+            teacher=self._teacher(spot, group, i, usable),
         )  # fmt: skip
         return _Judged(rollout, "", "", *seen)
+
+    def _teacher(self, spot: str, group: Group, i: int, usable: NDArray[np.bool_]) -> Teacher | None:
+        if not group.teacher_ids:
+            return None
+        return teacher_of(spot, group.teacher_ids[i], group.teacher_logprobs[i], usable, self.selection.vocab_size)
 
     def _take(self, judged: _Judged, mask: list[Any], flat: bool) -> None:
         """Keep the rollout, unless there is none or the objective leaves it out."""
@@ -386,9 +409,8 @@ class _Reader:
             reason = f"cut off at --max-completion-tokens {self.selection.max_completion}"
         else:
             batch.rollouts.append(rollout)
-            batch.remark(
-                *((RECOMPUTED, int(not rollout.complete)) if self.recompute else (PARTLY, judged.placeholders))
-            )
+            if not self.recompute:
+                batch.remark(PARTLY, judged.placeholders)
             return
         batch.leave_out(reason, 1)
         batch.unselected_scores.append(rollout.score)
@@ -408,132 +430,7 @@ def _longest_turn(mask: list[Any]) -> int:
     return max((sum(1 for _ in run) for generated, run in runs if generated), default=0)
 
 
-def _segments(generated: NDArray[np.bool_]) -> list[tuple[int, int]]:
+def segments(generated: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Half-open ranges of contiguous generated tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], generated.astype(np.int8), [0]))))
     return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def _logprobs(spot: str, logprobs: list[Any], generated: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """[L]; those of generated tokens are finite, though not all of them logprobs."""
-    _same_length(spot, len(generated), inference_logprobs=logprobs)
-    values = _numbers(spot, "inference_logprobs", logprobs)
-    own = values[generated]
-    if not np.isfinite(own).all() or (own < LOWEST_LOGPROB).any():
-        what = f"{spot}: inference_logprobs holds NaN, Infinity or a number below {LOWEST_LOGPROB:g}"
-        raise _wrong("inference_logprobs", what)
-    return values
-
-
-def _advantage(
-    spot: str, override: dict[str, Any], given: list[Any] | None, shared: float, length: int
-) -> NDArray[np.float32]:
-    """Per token, [L]: zero by override, else the environment's own, else the group's."""
-    if override.get("set_advantage_to_zero", False):
-        return np.zeros(length, dtype=np.float32)
-    if given is None:
-        return np.full(length, shared, dtype=np.float32)
-    if len(given) == 1:
-        given = given * length
-    _same_length(spot, length, advantages=given)
-    with np.errstate(over="ignore"):
-        values = _numbers(spot, "advantages", given).astype(np.float32)
-    if not np.isfinite(values).all():
-        raise _wrong("advantages", f"{spot}: advantages holds a value that is not a finite number")
-    return values
-
-
-class Malformed(ValueError):
-    """A group that must not be trained on. The message names the place and the field."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        """Args:
-        reason: one of a few, by which such groups are counted.
-        """
-        super().__init__(detail)
-        self.reason = reason
-
-
-def _wrong(field: str, detail: str) -> Malformed:
-    """`field` is not what it must be."""
-    return Malformed(f"malformed {field}", detail)
-
-
-def _rows(where: str, group: dict[str, Any], name: str) -> list[Any]:
-    """A list of the group, empty when it is missing."""
-    values = group.get(name)
-    if values is None:
-        return []
-    if not isinstance(values, list):
-        raise _wrong(name, f"{where}: {name} is no list")
-    return values
-
-
-def _same_length(where: str, count: int, **lists: Any) -> None:
-    """Every one is a list of `count` entries."""
-    for name, values in lists.items():
-        if not isinstance(values, list):
-            raise _wrong(name, f"{where}: {name} is no list")
-        if len(values) != count:
-            raise _wrong(name, f"{where}: {name} has {len(values)} entries where tokens has {count}")
-
-
-def _lists_only(where: str, **columns: list[Any]) -> None:
-    """Every entry is a list: that of one sequence."""
-    for name, column in columns.items():
-        if not all(isinstance(row, list) for row in column):
-            raise _wrong(name, f"{where}: {name} must hold one list for each sequence")
-
-
-def _numbers(spot: str, name: str, values: list[Any], *, whole: bool = False) -> NDArray[Any]:
-    """[len(values)]: int64 for `whole` ones, else float64, NaN and infinities included."""
-    with suppress(OverflowError):
-        if set(map(type, values)) <= ({int} if whole else {int, float}):
-            return np.asarray(values, dtype=np.int64 if whole else np.float64)
-    raise _wrong(name, f"{spot}: {name} must be a list of {'whole numbers' if whole else 'numbers'}")
-
-
-def _token_ids(spot: str, tokens: list[Any], vocabulary: int | None) -> NDArray[np.int64]:
-    """[L]; an id that the model has no row for would end a GPU's process."""
-    ids = _numbers(spot, "tokens", tokens, whole=True)
-    if (ids < 0).any():
-        raise Malformed(OUT_OF_VOCABULARY, f"{spot}: tokens holds id {ids.min()}, and token ids are not negative")
-    if vocabulary is not None and (ids >= vocabulary).any():
-        raise Malformed(
-            OUT_OF_VOCABULARY,
-            f"{spot}: tokens holds id {ids.max()}, but the model's vocabulary has {vocabulary}: the environment's "
-            "tokenizer is of another model",
-        )
-    return ids
-
-
-def _table(where: str, name: str, value: Any) -> dict[str, Any]:
-    """An object, empty when it is missing."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise _wrong(name, f"{where}: {name} is no object")
-    return value
-
-
-def _temperature(spot: str, sources: tuple[dict[str, Any], ...], fallback: float) -> float:
-    """The first that names one. Greedy (0) has unscaled logprobs: 1."""
-    for source in sources:
-        value = source.get("temperature")
-        if value is None:
-            continue
-        # Compared first: an integer may be too large to become a float.
-        if type(value) not in (int, float) or not abs(value) <= FLOAT32_MAX:
-            raise _wrong("temperature", f"{spot}: temperature must be a finite number")
-        return float(value) if value >= GREEDY_BELOW else 1.0
-    return fallback
-
-
-def _environment(group: dict[str, Any]) -> str:
-    """Who sent the group, as far as it says so: text for a file or a screen, cut and without lone surrogates."""
-    params = group.get("generation_params")
-    name = params.get("env") if isinstance(params, dict) else None
-    if isinstance(name, str):
-        return name[:NAME_LENGTH].encode("utf-8", "replace").decode()
-    env_id = group.get("env_id")
-    return f"env {env_id}" if isinstance(env_id, int) and abs(env_id) < 2**63 else ""

@@ -40,6 +40,11 @@ class PackedRow:
     """[T] float32"""
     temperatures: torch.Tensor
     """[T] float32"""
+    reference: torch.Tensor | None = None
+    """[T] float32, logprobs of a frozen reference, NaN where none came; null: none came with the row"""
+    teacher_ids: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
+    """[T, K] int64 and float32, as in `fields.Teacher`; null: no teacher"""
 
     @property
     def sequences(self) -> torch.Tensor:
@@ -113,4 +118,35 @@ def _row(members: list[tuple[int, Rollout]]) -> PackedRow:
         logprobs=column([r.logprobs[at] for r, at in pairs]),
         advantages=column([r.advantages[at] for r, at in pairs]),
         temperatures=column([np.full(len(at), r.temperature, dtype=np.float32) for r, at in pairs]),
+        reference=_reference(pairs),
+        **_teacher(pairs),
     )
+
+
+Pairs = Sequence[tuple[Rollout, NDArray[np.int64]]]
+"""Rollouts, and where in each the trained tokens are."""
+
+
+def _reference(pairs: Pairs) -> torch.Tensor | None:
+    if all(r.reference is None for r, _ in pairs):
+        return None
+    parts = [np.full(len(at), np.nan, dtype=np.float32) if r.reference is None else r.reference[at] for r, at in pairs]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _teacher(pairs: Pairs) -> dict[str, torch.Tensor]:
+    """`teacher_ids` and `teacher_logprobs` of a row, if any of its rollouts has a teacher."""
+    most = max((r.teacher.ids.shape[1] for r, _ in pairs if r.teacher is not None), default=0)
+    if not most:
+        return {}
+    count = sum(len(at) for _, at in pairs)
+    ids = np.zeros((count, most), dtype=np.int64)
+    logprobs = np.full((count, most), -np.inf, dtype=np.float32)
+    start = 0
+    for r, at in pairs:
+        if r.teacher is not None:
+            named = r.teacher.ids.shape[1]
+            ids[start : start + len(at), :named] = r.teacher.ids[at]
+            logprobs[start : start + len(at), :named] = r.teacher.logprobs[at]
+        start += len(at)
+    return {"teacher_ids": torch.from_numpy(ids), "teacher_logprobs": torch.from_numpy(logprobs)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,16 +18,24 @@ from pathlib import Path
 from atropos_common.bridge import MOST_DIGESTS
 from atropos_common.records import MISSING, AlignmentRecord
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import ApiError, EngineError, EngineGone, MissingLogprobs
+from trainer_core.errors import ApiError, EngineError, EngineGone, MissingLogprobs, TooMuchLeftOut
 from trainer_core.rollouts.background import Background
-from trainer_core.rollouts.batch import Batch, Rollout, Selection, read_batch
+from trainer_core.rollouts.baseline import Baselines
+from trainer_core.rollouts.batch import ASKED, RECOMPUTED, Batch, Rollout, Selection, read_batch
 from trainer_core.rollouts.client import RawBatch, RunApi
+from trainer_core.rollouts.fields import NOBODY_READS, WHY_UNUSED
+from trainer_core.rollouts.missing import MissingAsker
 from trainer_core.telemetry import Telemetry
 
 REPEAT_S = 60.0
 """Between two lines about the same thing."""
 MANY_EMPTY = 10
 """So many batches in a row with nothing to train on are worth a word of their own."""
+
+LOOKED_AT = 20
+"""Batches over which `max_left_out` is measured: fewer say nothing."""
+MOST_NAMED = 50
+"""Fields that are named; an environment may invent any number."""
 
 UNSENDABLE = "lost in run-api, which could not send their batch (HTTP 500)"
 UNSENDABLE_WHY = "NaN or Infinity in one of its groups, which JSON cannot hold: the others are lost with it"
@@ -51,6 +59,7 @@ class LagMeter:
         lags: Lags = []
         for rollout in rollouts:
             oldest = [pair[0] for pair in (next(versions) for _ in rollout.digests) if pair is not None]
+            oldest += [] if rollout.oldest_version is None else [rollout.oldest_version]
             lags.append(version - min(oldest) if oldest else None)
         return lags
 
@@ -113,6 +122,36 @@ class EmptyBatches:
             )
 
 
+class LeftOutShare:
+    """Which share of the last `LOOKED_AT` batches' sequences had to be left out, not counting what an objective or a
+    lag leaves out of good ones."""
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+        self._batches: deque[tuple[int, int]] = deque(maxlen=LOOKED_AT)
+        self._reasons: Counter[str] = Counter()
+
+    def add(self, batch: Batch) -> None:
+        """One more, as it was read.
+
+        Raises:
+            TooMuchLeftOut: the share is above `most`.
+        """
+        good = len(batch.rollouts) + len(batch.unselected_scores)
+        bad = sum(batch.left_out.values()) - len(batch.unselected_scores)
+        self._batches.append((bad, good + bad))
+        self._reasons.update(batch.left_out)
+        left_out, total = map(sum, zip(*self._batches, strict=True))
+        if len(self._batches) < LOOKED_AT or left_out <= self._most * total:
+            return
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in self._reasons.most_common(3))
+        raise TooMuchLeftOut(
+            f"{left_out} of the last {total} sequences cannot be trained on, more than max_left_out = {self._most:g}: "
+            f"{reasons}. An example: {next(iter(batch.examples.values()), '')}. Mend the environment or leave it out, "
+            "or raise max_left_out under [trainer]"
+        )
+
+
 @dataclass
 class BatchSource:
     """Batches for one policy."""
@@ -126,10 +165,16 @@ class BatchSource:
     lag_meter: LagMeter
     while_waiting: Callable[[], None]
     """Called before a batch is taken and about once a second until it comes; may raise."""
+    missing: MissingAsker = field(default_factory=lambda: MissingAsker([]))
     _ahead: Background[Batch] | None = None
     """The batch after the last one, on its way."""
     _greeted: bool = False
     _warnings: RateLimitedWarnings = field(default_factory=RateLimitedWarnings)
+    _baselines: Baselines = field(default_factory=Baselines)
+    _named: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._share = LeftOutShare(self.config.max_left_out)
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, Lags]:
         """The next batch that holds something to train on, and the policy lag of each of its rollouts.
@@ -140,12 +185,17 @@ class BatchSource:
 
         Raises:
             MissingLogprobs: nothing has logprobs, from the first batch on; a record for the screen is written.
+            TooMuchLeftOut: as `max_left_out` says.
         """
         streak = EmptyBatches()
         while True:
             # Without a server a batch stays in run-api, for whoever goes on with a new one.
             self.while_waiting()
             batch = self._take(step)
+            self._share.add(batch)
+            self.missing.fill(batch)
+            batch.remark(ASKED, batch.logprobs_from["engine"])
+            batch.remark(RECOMPUTED, batch.logprobs_from["trainer"])
             measured = self.lag_meter.measure(batch.rollouts, version)
             lags = leave_out_by_lag(batch, measured, self.config.max_policy_lag)
             self._print_remarks(batch)
@@ -180,7 +230,7 @@ class BatchSource:
         return read_batch(
             raw, seq_len=self.config.seq_len, temperature=self.config.temperature, advantage_std=self.advantage_std,
             selection=self.selection, logprobs_seen=self._greeted,
-            recompute=self.config.missing_logprobs == "recompute",
+            recompute=self.config.missing_logprobs == "recompute", baselines=self._baselines,
         )  # fmt: skip
 
     def _dump(self, raw: RawBatch) -> None:
@@ -202,6 +252,9 @@ class BatchSource:
             self._warnings.count(f"sequences left out: {reason}", count, batch.examples[reason])
         for text, count in batch.remarks.items():
             self._warnings.count(text, count)
+        for name in sorted(batch.unused.keys() - self._named)[: MOST_NAMED - len(self._named)]:
+            self._named.add(name)
+            print(f"[NOTE] an environment sends {name}, which is not used: {WHY_UNUSED.get(name, NOBODY_READS)}")
 
 
 def leave_out_by_lag(batch: Batch, lags: Lags, most: int | None) -> Lags:

@@ -15,8 +15,11 @@ from atropos_common.bridge import (
     AdapterInfo,
     BridgeInfo,
     InFlight,
+    KnownLogprobs,
     LoadAdapterRequest,
     LoadWeightsRequest,
+    LogprobsRequest,
+    LogprobsResponse,
     PauseRequest,
     ResumeRequest,
     VersionsRequest,
@@ -95,6 +98,11 @@ class ServerClient:
         """Oldest and newest weight version of each completion; null for one the server does not know."""
         answer = self._call("POST", "/bridge/versions", VersionsRequest(digests=digests))
         return _parse(VersionsResponse, answer).versions
+
+    def logprobs(self, prompts: list[str], completions: list[list[int]]) -> list[KnownLogprobs | None]:
+        """Logprobs of completions as they were made, as `LogprobsRequest` says; null for one not known."""
+        answer = self._call("POST", "/bridge/logprobs", LogprobsRequest(prompts=prompts, completions=completions))
+        return _parse(LogprobsResponse, answer).found
 
     def join_transfer(self, request: TransferInit) -> BridgeInfo:
         """Let every worker join the trainer's group; waits for it."""

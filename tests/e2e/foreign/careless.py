@@ -43,6 +43,8 @@ class CarelessEnv(BaseEnv):
             group["masks"][1] = [-100] * len(before) + [999_999] * len(completions[1])
         if kind == 4:
             group["masks"][0] = group["masks"][0][:-1]
+        if kind == 6:
+            group["images"] = ["a picture", None]
         if kind == 5:
             return {name: rows[:1] for name, rows in group.items()}, []
         return group, []
