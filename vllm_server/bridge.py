@@ -33,6 +33,7 @@ from atropos_common.transfer import TransferBackend, TransferUpdate
 from vllm_server.auth import GenerationHold, error_response
 from vllm_server.config import ServerConfig
 from vllm_server.generate import Generator
+from vllm_server.load import ServerLoad
 from vllm_server.versions import MAX_LEASE_S, BridgeState, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class WeightBridge:
         self.started_from: str | None = None
         self.lock = asyncio.Lock()
         """Held by whoever changes what answers."""
+        self.load = ServerLoad()
         self._lease: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -92,6 +94,7 @@ class WeightBridge:
             load_obstacle=self.load_obstacle,
             started_from=self.started_from,
             block_size=self.engine.vllm_config.cache_config.block_size,
+            idle_s=self.load.idle_s,
             eager_because=self.config.eager_because,
         )
 
