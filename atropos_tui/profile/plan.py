@@ -31,6 +31,7 @@ from atropos_tui.profile.sections import (
     Profile,
 )
 from atropos_tui.profile.spec import (
+    REGISTERED,
     ComponentSpec,
     FileCheck,
     HttpCheck,
@@ -79,7 +80,7 @@ TRAINER_STAGES = [
 ]
 ENV_STAGES = [
     Stage(
-        name="registered",
+        name=REGISTERED,
         # Ours, then atroposlib's own words.
         pattern=r"registered as environment \d+|Initialized env with id \d+",
         usually="run-api takes environments only after the trainer's first request for a batch, and the trainer waits "
