@@ -29,7 +29,7 @@ def all_flat(env: str, flow: Flow) -> Said:
         return None
     return (
         f"the groups of {env} are flat: nothing is learnt from them",
-        f"{flow.flat} of the newest {flow.made} groups have one score for all of the group ({flow.counted_s:.0f} s)",
+        f"{flow.flat} of the newest {flow.made} groups have one score for all of the group",
         LOOK_AT_ROLLOUTS,
     )
 
