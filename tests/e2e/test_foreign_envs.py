@@ -114,6 +114,8 @@ def test_who_holds_the_run_up_is_said_with_numbers(tmp_path: Path) -> None:
         evidence = found()["slow", "environment_bound"].evidence
         waited, idle = (int(share) for share in re.findall(r"(\d+)% ", evidence)[:2])
         assert waited > 90 and idle > 40, evidence
+        timing = run.until(lambda: run.telemetry("timing"), 60, "a step")[0]
+        assert 0.4 < timing.engine_idle_fraction <= 1 and timing.data_wait_s > 0.5 * timing.step_s, timing
         assert re.search(r"from slow came \d+ groups in \d+ s \(\d\.\d\d/s, 0% of them flat\)", evidence), evidence
     finally:
         run.close()
