@@ -95,7 +95,10 @@ COUNTED: dict[Role, dict[str, bytes]] = {
         "disconnections": b'"POST /disconnect-env HTTP/1.1" 200',
         "groups": b'"POST /scored_data HTTP/1.1" 200',
     },
-    Role.TRAINER: {"first batches": b"inference_logprobs found in batch"},
+    Role.TRAINER: {
+        "first batches": b"inference_logprobs found in batch",
+        "recomputed": b"came without inference_logprobs",
+    },
 }
 """Lines whose number tells why no batch comes; in a flood they are counted only as far as they are kept."""
 CAME = ("registrations", "stock registrations")

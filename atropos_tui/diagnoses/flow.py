@@ -19,7 +19,7 @@ from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
 from atropos_common.records import EnvCountsRecord, TimingRecord
 from atropos_tui.diagnoses.stall_rules import FLAT, RUNS, Flow, Part, asked_engines
-from atropos_tui.profile.spec import StackSpec
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 WINDOW_S = 12.0
 """Over which waiting is measured."""
@@ -63,6 +63,8 @@ class _Env:
 
     attempt: int
     engine: str
+    hosted: bool
+    """It counts its groups itself."""
     counts: deque[EnvCountsRecord] = field(default_factory=lambda: deque(maxlen=40))
     registered_at: float | None = None
     asked_before: float | None = None
@@ -88,8 +90,11 @@ class FlowWatch:
         """Attempt of the trainer that got its first batch."""
         self._asked_at = float("-inf")
         self.environments = [spec.name for spec in stack.components if spec.role is Role.ENV]
-        self._posts = 0
-        """Groups that run-api took."""
+        self._hosted = {spec.name for spec in stack.components if _is_hosted(spec)}
+        lone = [spec.name for spec in stack.components if spec.role is Role.ENV and spec.name not in self._hosted]
+        self._unhosted = lone[0] if len(lone) == len(self.environments) == 1 else ""
+        """The one environment, where it does not count its groups: what logs tell of groups is about it."""
+        self._seen: Counter[str] = Counter()
         self._workers = {spec.name: _flag(spec.command, "--env.max_num_workers") for spec in stack.components}
 
     def count(self, record: EnvCountsRecord) -> None:
@@ -103,16 +108,14 @@ class FlowWatch:
 
     def printed(self, part: Part, counts: Counter[str], now: float) -> None:
         """What a component's log tells, by name as in `engine.COUNTED`."""
-        if part.role is Role.TRAINER and counts["first batches"]:
+        if part.role is Role.TRAINER and (counts["first batches"] or counts["recomputed"]):
             self._has_batch = part.attempt
-        if part.role is Role.API:
-            self._posts += counts["groups"]
-        if (
-            part.role is Role.ENV and counts["dropped groups"] and len(self.environments) == 1
-        ):  # one that nobody hosts: no records
-            env = self._env(part)
-            flat = counts["dropped groups"] + (env.counts[-1].left_out[FLAT] if env.counts else 0)
-            env.counts.append(EnvCountsRecord(time=now, env=part.name, sent=self._posts, left_out={FLAT: flat}))
+        self._seen["groups"] += counts["groups"]
+        self._seen["dropped groups"] += counts["dropped groups"]
+        if (counts["groups"] or counts["dropped groups"]) and (env := self._envs.get(self._unhosted)) is not None:
+            left_out = {FLAT: self._seen["dropped groups"]} if self._seen["dropped groups"] else {}
+            sent = self._seen["groups"]
+            env.counts.append(EnvCountsRecord(time=now, env=self._unhosted, sent=sent, left_out=left_out))
         if part.role is Role.ENV and (counts["registrations"] or counts["stock registrations"]):
             self.registered(part, now)
 
@@ -161,7 +164,7 @@ class FlowWatch:
     def _env(self, part: Part) -> _Env:
         env = self._envs.get(part.name)
         if env is None or env.attempt != part.attempt:
-            env = self._envs[part.name] = _Env(part.attempt, self._asks.get(part.name, ""))
+            env = self._envs[part.name] = _Env(part.attempt, self._asks.get(part.name, ""), part.name in self._hosted)
         return env
 
     def _of_engine(self, name: str, parts: Sequence[Part]) -> deque[EngineLook] | None:
@@ -191,6 +194,7 @@ class FlowWatch:
             asked_s=asked,
             watches_engine=env.asked_before is not None,
             counted_s=now - old.time if old else asked or 0.0,
+            counts=new is not None or env.hosted,
             sent=(new.sent if new else 0) - (old.sent if old else 0),
             left_out=_grown(new.left_out if new else {}, old.left_out if old else {}),
             failures=_grown(new.failures if new else {}, old.failures if old else {}),
@@ -206,6 +210,10 @@ class FlowWatch:
         elif self._has_batch != trainer.attempt:
             waits.append((trainer.since, now))
         return sum(max(0.0, min(end, now) - max(start, begin)) for start, end in waits) / (now - begin)
+
+
+def _is_hosted(spec: ComponentSpec) -> bool:
+    return any(word.startswith("atropos_envs.") for word in spec.command)
 
 
 def _flag(command: Sequence[str], name: str) -> str | None:

@@ -79,7 +79,7 @@ def bottleneck(env: str, flow: Flow) -> Said:
     """Both wait: by the share of the time in which the trainer has no batch and the engine no request."""
     if flow.seconds is None or flow.waiting + flow.idle - 1.0 < BOTH_WAIT:
         return None
-    came, could = "no group", ""
+    came, could = "no group" if flow.counts else "groups that nobody counts", ""
     if flow.made:
         per_s = flow.made / max(flow.counted_s, 1.0)
         came = f"{flow.made} groups in {flow.counted_s:.0f} s ({per_s:.2f}/s, {flow.flat / flow.made:.0%} of them flat)"

@@ -108,8 +108,10 @@ class Flow:
     """Since its engine's first request in this attempt; None before."""
     watches_engine: bool = False
     """The engine tells how many it got."""
+    counts: bool = True
+    """Somebody counts its groups."""
     counted_s: float = 0.0
-    """Over which groups are counted."""
+    """Over which they are counted."""
     sent: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     """Groups that were made and not sent, by reason."""

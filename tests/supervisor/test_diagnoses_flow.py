@@ -43,6 +43,7 @@ SHORT = Counter({"another number of completions than group_size": 9})
         ("environment_bound", flow(6, 4, **WAITS), "with 2.5 of 128 possible sequences"),
         ("environment_bound", flow(6, 4, **WAITS), "it could make 2.50/s"),
         ("environment_bound", flow(**WAITS), "came no group"),
+        ("environment_bound", flow(**WAITS, counts=False), "came groups that nobody counts"),
     ],
 )
 def test_what_holds_an_environment_up_is_told_with_its_numbers(rule: str, scene: Flow, evidence: str) -> None:
@@ -167,6 +168,7 @@ def test_a_trainer_that_has_its_first_batch_does_not_wait() -> None:
 
 def test_groups_of_one_that_nobody_hosts_are_counted_from_the_logs() -> None:
     watch = FlowWatch(STACK)
+    assert watch.view(PARTS, BEGAN)["env"].counts is False
     for second in range(1, 11):
         watch.printed(PARTS[0], Counter({"groups": 1}), BEGAN + second)
         watch.printed(PARTS[2], Counter({"dropped groups": 9}), BEGAN + second)
