@@ -17,6 +17,7 @@ import httpx
 
 from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
+from atropos_common.http import LIMITS
 from atropos_common.records import EnvCountsRecord, TimingRecord
 from atropos_tui.diagnoses.stall_rules import FLAT, RUNS, Flow, Part, asked_engines
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
@@ -91,10 +92,11 @@ class FlowWatch:
         self._asked_at = float("-inf")
         self.environments = [spec.name for spec in stack.components if spec.role is Role.ENV]
         self._hosted = {spec.name for spec in stack.components if _is_hosted(spec)}
-        lone = [spec.name for spec in stack.components if spec.role is Role.ENV and spec.name not in self._hosted]
-        self._unhosted = lone[0] if len(lone) == len(self.environments) == 1 else ""
+        alone = len(self.environments) == 1 and self.environments[0] not in self._hosted
+        self._unhosted = self.environments[0] if alone else ""
         """The one environment, where it does not count its groups: what logs tell of groups is about it."""
         self._seen: Counter[str] = Counter()
+        self._http = httpx.Client(timeout=ANSWER_S, limits=LIMITS, trust_env=False, follow_redirects=True)
         self._workers = {spec.name: _flag(spec.command, "--env.max_num_workers") for spec in stack.components}
 
     def count(self, record: EnvCountsRecord) -> None:
@@ -136,7 +138,7 @@ class FlowWatch:
         for part in parts:
             if part.role is not Role.ENGINE or part.state not in RUNS or part.name not in self._urls:
                 continue
-            text = (get or _get)(self._urls[part.name])
+            text = (get or self._get)(self._urls[part.name])
             look = parse_look(text, now) if text else None
             if look is not None:
                 self._looks.setdefault((part.name, part.attempt), deque(maxlen=40)).append(look)
@@ -160,6 +162,13 @@ class FlowWatch:
                     flow = replace(flow, waiting=self._waiting(trainer, begin, now))
                 flows[part.name] = flow
         return flows
+
+    def _get(self, url: str) -> str | None:
+        try:
+            answer = self._http.get(url)
+        except httpx.HTTPError:
+            return None
+        return answer.text if answer.status_code == 200 else None
 
     def _env(self, part: Part) -> _Env:
         env = self._envs.get(part.name)
@@ -239,11 +248,3 @@ def _with_engine(flow: Flow, looks: Iterable[EngineLook], begin: float) -> Flow:
         running=sum(look[RUNNING] for look in inside) / len(inside),
         slots=last[METRIC_SLOTS],
     )
-
-
-def _get(url: str) -> str | None:
-    try:
-        answer = httpx.get(url, timeout=ANSWER_S, trust_env=False, follow_redirects=True)
-    except httpx.HTTPError:
-        return None
-    return answer.text if answer.status_code == 200 else None
