@@ -256,7 +256,10 @@ def benchmarks_json(runs: Sequence[RunBenchmark]) -> str:
 
     Of several, each after the first has `ratios` to it, where both have a figure.
     """
-    rows: list[dict[str, object]] = [{key: _strict(value) for key, value in asdict(run).items()} for run in runs]
+    rows: list[dict[str, object]] = [
+        {key: _strict(value) for key, value in {**asdict(run), "waiting_share": run.waiting_share}.items()}
+        for run in runs
+    ]
     for row, run in zip(rows[1:], runs[1:], strict=True):
         row["ratios"] = {
             name: found
