@@ -19,6 +19,8 @@ SILENT_S = 20.0
 BOTH_WAIT = 0.3
 """Share of the time in which trainer and engine both have no work, from which on it is worth a word."""
 MUCH_FLAT = 0.3
+REFUSALS = ("EngineRefused", "BadRequestError", "ClientResponseError")
+"""Errors of requests that the engine refuses, which it explains itself (`rollouts_refused`)."""
 
 Said = tuple[str, str, str] | None
 """Title, evidence and fix."""
@@ -48,10 +50,11 @@ def left_out(env: str, flow: Flow) -> Said:
 
 
 def failing(env: str, flow: Flow) -> Said:
-    failed = flow.failures.total()
+    failures = Counter({why: count for why, count in flow.failures.items() if not why.startswith(REFUSALS)})
+    failed = failures.total()
     if failed < MANY or failed < NEARLY_ALL * (failed + flow.made):
         return None
-    reason, count = flow.failures.most_common(1)[0]
+    reason, count = failures.most_common(1)[0]
     return (
         f"the rollouts of {env} fail",
         f"{failed} failed and {flow.made} were made in {flow.counted_s:.0f} s; {count} times {reason}",

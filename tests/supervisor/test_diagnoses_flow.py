@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,6 +61,7 @@ def test_what_holds_an_environment_up_is_told_with_its_numbers(rule: str, scene:
         flow(2, 8),
         flow(0, 7),
         flow(90, 10, 60),
+        replace(flow(), failures=Counter({"EngineRefused: the server refuses top_p": 90})),
         flow(registered_s=19.0, watches_engine=True),
         flow(registered_s=300.0),  # nobody knows what the engine got
         flow(registered_s=300.0, watches_engine=True, asked_s=200.0),
