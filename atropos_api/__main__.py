@@ -11,6 +11,7 @@ import uvicorn
 
 from atropos_api.batches import Batches
 from atropos_api.door import ENV_MAX_BODY, ENV_UIDS, Door, Settings
+from atropos_api.listing import add_listing
 from atropos_common import ports
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         print(f"atropos_api: {error}", file=sys.stderr)
         return 2
+    add_listing(app)
     try:
         listener = ports.bind(asked.host, asked.port, held=ports.is_held(asked.port, os.environ))
         ports.listen(listener)

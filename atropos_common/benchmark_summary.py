@@ -35,6 +35,8 @@ def summary_sections(figures: Any, *, no_memory: str = NO_DATA) -> list[Section]
                 ("Total sync time", seconds_text(figures.total_sync_s)),
                 ("Avg data fetch time", seconds_text(figures.avg_data_wait_s)),
                 ("Total data fetch time", seconds_text(figures.total_data_wait_s)),
+                ("Trainer waiting", share_text(waiting_share(figures))),
+                ("Engine idle", share_text(figures.engine_idle_fraction)),
                 ("Tokens per second", whole_text(figures.tokens_per_s)),
             ],
         ),
@@ -64,6 +66,16 @@ def seconds_text(value: float | None) -> str:
 
 def whole_text(value: float | None) -> str:
     return figure_text(value, lambda real: f"{real:,.0f}")
+
+
+def share_text(value: float | None) -> str:
+    return figure_text(value, lambda real: f"{real:.0%}")
+
+
+def waiting_share(figures: Any) -> float | None:
+    """Share of all steps' time in which the trainer waited for rollouts; null where there is no data."""
+    wait, whole = figures.total_data_wait_s, figures.total_step_s
+    return None if wait is None or not whole else wait / whole
 
 
 def gigabytes_text(value: float | None, no_data: str = NO_DATA) -> str:

@@ -31,6 +31,12 @@ ENV_SAMPLING = "ATROPOS_SAMPLING"
 SamplingPolicy = Literal["plain", "as_asked", "refuse"]
 """What a server does with sampling options of rollouts that would leak into the importance ratio. plain: it leaves them
 out. as_asked: it takes them, and returns the logprobs of the whole distribution. refuse: 400."""
+METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS = (
+    "atropos:idle_seconds_total",
+    "atropos:generation_requests_total",
+    "atropos:max_num_seqs",
+)
+"""Of `/metrics`: seconds without a request for completions, such requests, sequences computed at a time at most."""
 GONE_STATUS = 503
 """How a server answers that cannot do what it is asked now, and perhaps never: wait for it, or for the next one."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -79,6 +85,8 @@ class BridgeInfo(BridgeMessage):
     """The folder whose weights this server started with; null for the model's own."""
     block_size: int | None = None
     """Tokens in one block of the KV cache: a shorter prompt leaves nothing in the prefix cache."""
+    idle_s: float | None = None
+    """Seconds since its start in which no request for completions was under way; null where nobody counts."""
     eager_because: str | None = None
     """Why this server gave up CUDA graphs and compiled code by itself; null when it did not."""
 

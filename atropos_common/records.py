@@ -261,6 +261,8 @@ class TimingRecord(TrainerRecord):
     checkpoint_s: Number
     tokens_per_s: Number
     mfu: Number | None = None
+    engine_idle_fraction: Number | None = None
+    """Share of the time in which no request for completions was under way at the engines, by their own count."""
 
 
 class MemoryRecord(TrainerRecord):
@@ -325,6 +327,8 @@ class BenchmarkRecord(TrainerRecord):
     total_sync_s: Number
     avg_data_wait_s: Number
     total_data_wait_s: Number
+    engine_idle_fraction: Number | None = None
+    """Mean over the seconds of all steps."""
     peak_bytes: int | None = None
     avg_bytes: int | None = None
     tokens_per_s: Number

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import signal
 import time
 from collections import Counter
@@ -17,10 +18,11 @@ from contextlib import suppress
 from typing import Any
 
 import aiohttp
-from atroposlib.envs.base import APIServerConfig, BaseEnv
+from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum
 from atroposlib.envs.server_handling.server_baseline import ServerBaseline
 from tenacity import RetryError
 
+from atropos_common.run_dir import ENV_SEQUENCES
 from atropos_envs import EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused
 from atropos_envs.evaluation import EvalLog, component_name, eval_path
@@ -29,6 +31,8 @@ from atropos_envs.tally import NOT_FINITE, Tally
 
 log = logging.getLogger(__name__)
 
+NO_CHOICE = (-1, LEAST_WORKERS := 8)
+"""atroposlib's defaults of `max_num_workers` and `max_num_workers_per_node`: eight groups in flight starve a GPU."""
 SUMMARY_S = 5.0
 """Between two lines of progress."""
 
@@ -228,6 +232,9 @@ class Foreign(Hosted):
         asked = servers if isinstance(servers, list) else [servers]
         cls.servers_asked = max(len(asked), 1)
         first = asked[0] if asked else APIServerConfig()
+        if "eval_handling" not in config.model_fields_set:
+            # The default, STOP_TRAIN, makes no rollout meanwhile, and begins those that were under way anew.
+            config.eval_handling = EvalHandlingEnum.NONE
         known = {name: value for name, value in first.model_dump().items() if name in APIServerConfig.model_fields}
         return config, [APIServerConfig(**known)]
 
@@ -238,6 +245,16 @@ class Foreign(Hosted):
             raise EnvFault("which inference server? Give --openai.base_url http://127.0.0.1:PORT/v1", exit_code=2)
         each_of = configs if len(configs) > 1 else configs * self.servers_asked
         super().__init__(config, [one.model_copy() for one in each_of], slurm=slurm, testing=testing)
+
+    async def get_server_info(self) -> None:
+        """After registering: as many groups in flight as the plan has sequences for, where nobody chose a number. What
+        `max_batches_offpolicy` allows at a time bounds it further."""
+        await super().get_server_info()
+        chosen = (self.config.max_num_workers, self.config.max_num_workers_per_node)
+        sequences = int(os.environ.get(ENV_SEQUENCES, "0"))
+        if chosen == NO_CHOICE and sequences // self.config.group_size > LEAST_WORKERS:
+            self.config.max_num_workers = sequences // self.config.group_size
+            log.info("up to %d groups in flight", self.config.max_num_workers)
 
     async def env_step_checks(self) -> None:
         """Every multiple of `steps_per_eval` is evaluated; BaseEnv misses those that pass between two of its looks."""

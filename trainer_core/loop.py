@@ -56,6 +56,7 @@ from trainer_core.rollouts.client import RunApi, open_api
 from trainer_core.rollouts.missing import MissingAsker
 from trainer_core.rollouts.packing import pack
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
+from trainer_core.server.client import IdleMeter
 from trainer_core.step import StepOutcome, accumulate
 from trainer_core.telemetry import Trackers, open_telemetry
 from trainer_core.weight_sync.base import Start, SyncReport, make_sync
@@ -205,6 +206,8 @@ class Run:
         self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))
         self.probe = LogprobProbe(self.sync.engine, config)
         opened.callback(self.probe.close)
+        self.idle = IdleMeter(self.sync.engines)
+        self.idle.measure()
         self.objective = Objective(config)
         self.batches = BatchSource(
             config, api, self.telemetry,
@@ -273,7 +276,7 @@ class Run:
                 step, self.version, self.config.objective, batch, outcome, lags, probe_diffs, alignment, sync,
                 wait_s=fetched - began, train_s=trained - fetched, checkpoint_s=checkpoint_s,
                 mfu=self.mfu.measure([len(r.tokens) for r in batch.rollouts], outcome.tokens, trained - fetched),
-                step_s=time.perf_counter() - began,
+                engine_idle=self.idle.measure(), step_s=time.perf_counter() - began,
             )
         )  # fmt: skip
         if broken:

@@ -57,6 +57,8 @@ class StepReport:
     step_s: float
     mfu: float | None = None
     """Of the training part; null on a CPU and on a GPU whose peak is not known."""
+    engine_idle: float | None = None
+    """Share of the time since the last report in which the engines had nothing to answer."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -90,7 +92,7 @@ def write_records(telemetry: Telemetry, report: StepReport, config: TrainingConf
     telemetry.write(
         TimingRecord, step, step_s=report.step_s, data_wait_s=report.wait_s, train_s=report.train_s,
         sync_s=report.sync.seconds if report.sync else 0.0, checkpoint_s=report.checkpoint_s,
-        tokens_per_s=report.tokens_per_s, mfu=report.mfu,
+        tokens_per_s=report.tokens_per_s, mfu=report.mfu, engine_idle_fraction=report.engine_idle,
     )  # fmt: skip
     telemetry.write(MemoryRecord, step, **memory_fields())
     if report.sync is not None:
@@ -253,6 +255,9 @@ class BenchmarkTotals:
     sync_s: float = 0.0
     syncs: int = 0
     wait_s: float = 0.0
+    idle_s: float = 0.0
+    told_s: float = 0.0
+    """Of steps whose share of idleness is known."""
     tokens: int = 0
     byte_sum: int = 0
 
@@ -261,6 +266,9 @@ class BenchmarkTotals:
         self.steps += 1
         self.step_s += report.step_s
         self.wait_s += report.wait_s
+        if report.engine_idle is not None:
+            self.idle_s += report.engine_idle * report.step_s
+            self.told_s += report.step_s
         self.tokens += report.batch.tokens
         self.byte_sum += memory_fields()["allocated_bytes"] or 0
         if report.sync is not None and report.sync.moved:
@@ -283,6 +291,7 @@ class BenchmarkTotals:
             "total_sync_s": self.sync_s,
             "avg_data_wait_s": self.wait_s / steps,
             "total_data_wait_s": self.wait_s,
+            "engine_idle_fraction": self.idle_s / self.told_s if self.told_s else None,
             "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
             "avg_bytes": self.byte_sum // steps if cuda else None,
             "tokens_per_s": self.tokens / self.step_s if self.step_s else 0.0,

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import uvloop
+from prometheus_client import REGISTRY
 
 from atropos_common import ports
 from atropos_common.bridge import ENV_SAMPLING
@@ -34,6 +35,7 @@ from vllm_server.config import (
     require_own_folder,
 )
 from vllm_server.generate import Generator
+from vllm_server.load import LoadMetrics
 from vllm_server.recorded import record
 from vllm_server.versions import SpanFile
 from vllm_server.weights import broadcast, reload
@@ -366,8 +368,9 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     app.state.atropos_sampling = refusals.served_defaults(engine.model_config)
     app.state.atropos_door = Access(
         config.token, allowed_hosts(args.host, config.allowed_hosts), gate, instance_id=config.instance_id,
-        engine_died=lambda: bool(engine.errored), signals=(signal.SIGTERM, signal.SIGINT),
+        engine_died=lambda: bool(engine.errored), signals=(signal.SIGTERM, signal.SIGINT), load=bridge.load,
     )  # fmt: skip
+    REGISTRY.register(LoadMetrics(bridge.load, engine.vllm_config.scheduler_config.max_num_seqs))
     if gate.held:
         logger.info("generation is held for everyone without the token until POST /bridge/resume")
     return app

@@ -13,7 +13,8 @@ import asyncio
 import hmac
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from atropos_common.body import BodyError, GoneError, read_body
 from atropos_common.bridge import GONE_STATUS, INSTANCE_HEADER, TOKEN_HEADER
 from atropos_common.http import host_refusal, origin_refusal
+from vllm_server.load import ServerLoad
 
 MAX_BODY = 32 * 1024 * 1024
 """Bytes of a request: a prompt of a million tokens has 7 MB as JSON."""
@@ -103,6 +105,7 @@ class Access:
     """Of the bodies that wait now."""
     signals: tuple[signal.Signals, ...] = ()
     """Those that tell this process to end, until they are watched."""
+    load: ServerLoad = field(default_factory=ServerLoad)
 
     def gone(self) -> str | None:
         """Why no engine answers here any more; null while one does."""
@@ -166,7 +169,8 @@ class AuthMiddleware:
         if refusal is None and kind == "generation" and door.gate.held and not trusted:
             await self._hold(door, scope, receive, send)
         elif refusal is None:
-            await self._answer(door, scope, receive, send)
+            with door.load.request() if kind == "generation" else nullcontext():
+                await self._answer(door, scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1008})
@@ -200,7 +204,8 @@ class AuthMiddleware:
             response.headers["Retry-After"] = "30"
             await response(scope, receive, send)
             return
-        await self._answer(door, scope, replayed(body, receive), send)
+        with door.load.request():
+            await self._answer(door, scope, replayed(body, receive), send)
 
     async def _answer(self, door: Access, scope: Scope, receive: Receive, send: Send) -> None:
         """The route's answer; if it fails without an engine, for whatever reason it gives, 503 with ours."""

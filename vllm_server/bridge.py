@@ -35,6 +35,7 @@ from atropos_common.transfer import TransferBackend, TransferUpdate
 from vllm_server.auth import GenerationHold, error_response
 from vllm_server.config import ServerConfig
 from vllm_server.generate import Generator
+from vllm_server.load import ServerLoad
 from vllm_server.recorded import CompletionStore
 from vllm_server.versions import MAX_LEASE_S, BridgeState, SpanStore, VersionHistory
 
@@ -76,6 +77,7 @@ class WeightBridge:
         self.started_from: str | None = None
         self.lock = asyncio.Lock()
         """Held by whoever changes what answers."""
+        self.load = ServerLoad()
         self._lease: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -96,6 +98,7 @@ class WeightBridge:
             load_obstacle=self.load_obstacle,
             started_from=self.started_from,
             block_size=self.engine.vllm_config.cache_config.block_size,
+            idle_s=self.load.idle_s,
             eager_because=self.config.eager_because,
         )
 

@@ -16,7 +16,7 @@ import asyncio
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +27,7 @@ from atropos_common.control import Role
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     AlignmentRecord,
+    EnvCountsRecord,
     EvalRecord,
     Record,
     RolloutRecord,
@@ -35,6 +36,8 @@ from atropos_common.records import (
     TrainerRecord,
 )
 from atropos_common.run_dir import RunDir
+from atropos_tui.diagnoses.flow import FlowWatch
+from atropos_tui.diagnoses.flow_rules import FLOW_RULES, FlowRule, explain
 from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule
 from atropos_tui.diagnoses.model import (
@@ -52,20 +55,24 @@ from atropos_tui.diagnoses.model import (
     shortened,
 )
 from atropos_tui.diagnoses.stall_rules import (
+    RUNS,
     STALL_RULES,
     ApiView,
     Part,
     RefusalWatch,
     RunSnapshot,
+    StallRule,
     stalled_s,
     starting_roles,
 )
-from atropos_tui.profile.spec import ComponentSpec, StackSpec
+from atropos_tui.profile.spec import REGISTERED, ComponentSpec, StackSpec
 
 LOOK_S = 1.0
 ASK_S = 30.0
 """run-api is asked no more often than this, and only while nothing trains."""
 ANSWER_S = 3.0
+LIST_S = 2.0
+"""Nor which environments are registered there, and only while one is not known to be."""
 DISK_S = 10.0
 HEAD = 160 * 1024
 REST = 32 * 1024
@@ -84,7 +91,14 @@ COUNTED: dict[Role, dict[str, bytes]] = {
         "stock refusals": b"ClientResponseError",
         "openai refusals": b"BadRequestError",
     },
-    Role.API: {"disconnections": b'"POST /disconnect-env HTTP/1.1" 200'},
+    Role.API: {
+        "disconnections": b'"POST /disconnect-env HTTP/1.1" 200',
+        "groups": b'"POST /scored_data HTTP/1.1" 200',
+    },
+    Role.TRAINER: {
+        "first batches": b"inference_logprobs found in batch",
+        "recomputed": b"came without inference_logprobs",
+    },
 }
 """Lines whose number tells why no batch comes; in a flood they are counted only as far as they are kept."""
 CAME = ("registrations", "stock registrations")
@@ -363,6 +377,9 @@ class Watched(Protocol):
     def diagnose(self, found: Diagnosis, attempt: int | None = None) -> None:
         """Publish what is known about a failure."""
 
+    def reach(self, stage: str, attempt: int) -> None:
+        """Note that `attempt` has reached a stage that its log does not tell of."""
+
 
 class Watcher:
     """Runs every rule that speaks while the run goes. `look` belongs to the event loop; one at a time."""
@@ -380,9 +397,12 @@ class Watcher:
         self._counts: Counter[str] = Counter()
         self._since_step: Counter[str] = Counter()
         self._refusals = RefusalWatch(stack)
+        self._flows = FlowWatch(stack)
+        api = next((spec for spec in stack.components if spec.role is Role.API and spec.port), None)
+        self._api_url = f"http://127.0.0.1:{api.port}" if api else ""
         self._api_attempt = 0
         self._api: ApiView | None = None
-        self._asked_at = self._disk_at = float("-inf")
+        self._asked_at = self._disk_at = self._listed_at = float("-inf")
         self._disk: tuple[int, int] | tuple[None, None] = (None, None)
 
     async def watch(self) -> None:
@@ -403,6 +423,9 @@ class Watcher:
             attempts = {part.name: part.attempt for part, _ in seen}
             for name, found in await asyncio.to_thread(self._work, time.time(), seen):
                 self._components[name].diagnose(found, attempts[name])
+            for part, _ in seen:
+                if part.role is Role.ENV and self._flows.is_registered(part):
+                    self._components[part.name].reach(REGISTERED, part.attempt)
 
     # In the thread.
 
@@ -417,8 +440,10 @@ class Watcher:
                 found_here += scanner.close(now) if printed.over else []
                 said += [(part.name, found) for found in found_here if not printed.asked_to_go]
                 self._count(part, scanner, now)
+        self._look_for_registrations(run.parts, now)
         run = self._completed(run)
-        for rule in STALL_RULES:
+        rules: tuple[StallRule | FlowRule, ...] = (*STALL_RULES, *FLOW_RULES)
+        for rule in rules:
             stalls = rule.look(run)
             for part in run.parts:
                 said += self._speak(rule, part.name, stalls.get(part.name), now, rule.each_attempt * part.attempt)
@@ -432,6 +457,10 @@ class Watcher:
             while True:
                 for record in tail.read():
                     said += self._metrics.feed(record)
+                    if isinstance(record, EnvCountsRecord):
+                        self._flows.count(record)
+                    elif isinstance(record, TimingRecord) and record.rank == 0:
+                        self._flows.step(record)
                 if not tail.behind:
                     break
         if self._metrics.step_at != step:
@@ -440,6 +469,7 @@ class Watcher:
 
     def _count(self, part: Part, scanner: LogScanner, now: float) -> None:
         counts = scanner.counts
+        self._flows.printed(part, counts, now)
         if part.role is Role.ENV:
             self._refusals.hear(part.name, part.attempt, sum(counts[name] for name in HEARD))
         if part.role is Role.ENGINE:
@@ -458,6 +488,9 @@ class Watcher:
         live = sum(not part.state.is_resting for part in bare.of(Role.ENV))
         came = sum(self._counts[name] for name in CAME)
         free, size = self._free(bare.now)
+        self._flows.ask(bare.parts, bare.now)
+        flows = {} if starting_roles(bare) else self._flows.view(bare.parts, bare.now)
+        refused = self._refusals.judge(bare.parts, bare.now)
         run = replace(
             bare,
             step=metrics.step,
@@ -467,15 +500,29 @@ class Watcher:
             ghosts=max(0, came - self._counts["disconnections"] - live),
             free_bytes=free,
             disk_bytes=size,
-            refused=self._refusals.judge(bare.parts, bare.now),
+            refused=refused,
+            flows=flows,
+            explained=explain(flows, refused),
         )
         if stalled_s(run) is None:
             self._api = None
         elif bare.now - self._asked_at >= ASK_S:
             self._asked_at = bare.now
-            spec = next((spec for spec in self._stack.components if spec.role is Role.API and spec.port), None)
-            self._api = ask_api(f"http://127.0.0.1:{spec.port}") if spec else None
+            self._api = ask_api(self._api_url) if self._api_url else None
         return replace(run, api=self._api)
+
+    def _look_for_registrations(self, parts: Sequence[Part], now: float) -> None:
+        """Ask run-api about environments that have not said themselves that they are registered."""
+        missing = [p for p in parts if p.role is Role.ENV and p.state in RUNS and not self._flows.is_registered(p)]
+        if not missing or not self._api_url or now - self._listed_at < LIST_S:
+            return
+        self._listed_at = now
+        for name, at in registrations(self._api_url):
+            for part in missing:
+                spec = next(spec for spec in self._stack.components if spec.name == part.name)
+                meant = name in (part.name, *spec.command) or len(self._flows.environments) == 1
+                if meant and at >= part.started_at:
+                    self._flows.registered(part, at)
 
     def _free(self, now: float) -> tuple[int, int] | tuple[None, None]:
         if now - self._disk_at >= DISK_S:
@@ -500,6 +547,15 @@ class Watcher:
         episode = self._episodes[rule.name]
         self._episodes[rule.name] += 1
         return [(name, replace(found, episode=episode))]
+
+
+def registrations(url: str) -> list[tuple[str, float]]:
+    """Name and moment (Unix seconds) of each environment at the run-api at `url`; nothing where it does not tell."""
+    try:
+        answer = httpx.get(f"{url}/envs", timeout=ANSWER_S, trust_env=False).raise_for_status().json()
+        return [(str(env["name"]), float(env["registered_at"])) for env in answer["envs"] if env["connected"]]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        return []
 
 
 def ask_api(url: str) -> ApiView:

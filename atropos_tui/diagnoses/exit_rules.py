@@ -90,6 +90,22 @@ def exited(found: Evidence) -> tuple[str, str, str]:
 
 BY_EXIT = (
     ExitRule(
+        "env_package_missing",
+        "{name} needs the Python package {0}",
+        "install it where atropos-tui is installed (python -m pip install {0}, or what the environment's own "
+        "requirements name: packages are not always called like their modules); a folder beside the script: put the "
+        "folder that holds it into env.PYTHONPATH of its [env]",
+        r"the environment needs the Python package '(\w+)', which is not installed",
+    ),
+    ExitRule(
+        "env_setup_failed",
+        "the setup of {name} failed: {0}",
+        "a data set, file or service that it wants is not there: atropos-tui logs {name} shows where. What it reads "
+        "from a hub needs the network, or a filled cache and HF_HUB_OFFLINE=1 under [env.env]; paths and names of its "
+        "own are flags under [env.args]",
+        r"the environment's setup failed: (\w+)",
+    ),
+    ExitRule(
         "missing_module",
         "Python module {0} is missing",
         "install {1} into the environment that runs {name}, or correct its module or cwd",

@@ -57,6 +57,14 @@ LONG = 120
 """Characters of the end of a completion that must be one and the same piece over and over."""
 LONGEST_PIECE = 40
 SHOWN = 60
+NEARLY_ALL = 0.9
+GROUPS_ALL_FLAT = "groups_all_flat"
+LOOK_AT_ROLLOUTS = (
+    "all wrong: is the answer cut off (env.max_token_length), is the prompt what the model knows, is it too weak? "
+    "Easier questions, or a reward with steps between. All right: harder questions. Now and then one differs: a larger "
+    "env.group_size under [env.args]"
+)
+"""What to do about groups of equal scores."""
 
 Judge = Callable[[Sequence[Any]], str | None]
 
@@ -253,16 +261,27 @@ def gradients_lost(record: StepRecord) -> str | None:
 
 
 def reward_constant(record: StepRecord) -> str | None:
-    if not (record.reward_std == 0 or _all_flat(record)):
+    if record.reward_std != 0:
         return None
     return f"step {record.step}: reward_mean {record.reward_mean:.3g}, reward_std {record.reward_std:.3g}"
 
 
-def _all_flat(record: StepRecord) -> bool:
-    """Every group of the batch has equal scores, by the trainer's own count where it gives one."""
+def groups_flat(record: StepRecord) -> str | None:
+    groups, flat = _groups(record)
+    if not groups or flat < NEARLY_ALL * groups or record.reward_std == 0:
+        return None
+    return f"step {record.step}: {flat} of {groups} groups have equal scores, reward_mean {record.reward_mean:.3g}"
+
+
+def _groups(record: StepRecord) -> tuple[int, int]:
+    """Groups of the batch and those with equal scores, by the trainer's own count; 0 where it gives none."""
     extra = record.model_extra or {}
-    groups, flat = extra.get("groups"), extra.get("flat_groups")
-    return bool(groups) and groups == flat
+    return extra.get("groups") or 0, extra.get("flat_groups") or 0
+
+
+def _all_flat(record: StepRecord) -> bool:
+    groups, flat = _groups(record)
+    return groups > 0 and groups == flat
 
 
 def _mismatch_by(cause: str) -> Judge:
@@ -377,8 +396,15 @@ METRIC_RULES: tuple[MetricRule, ...] = (
         in_a_row(gradients_lost),
     ),
     MetricRule(
+        GROUPS_ALL_FLAT,
+        "the groups of the batches are flat: nothing is learnt from them",
+        LOOK_AT_ROLLOUTS + ". env.ensure_scores_are_not_same = true keeps flat ones from the trainer",
+        STEPS,
+        in_a_row(groups_flat),
+    ),
+    MetricRule(
         "reward_constant",
-        "all rewards of a group are the same: nothing is learnt",
+        "all rewards are the same: nothing is learnt",
         "all right: the task is solved, take harder questions. All wrong: read the rollouts (the screen, or "
         "rollout records of RUN/telemetry.jsonl); is the answer cut off (env.max_token_length), does the scoring "
         "find it, is the model too weak?",

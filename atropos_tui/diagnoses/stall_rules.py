@@ -26,8 +26,8 @@ SLOW_START_ANY_S = 60.0
 LOW_BYTES = 200_000_000
 NEVER_LOW_SHARE = 0.02
 """A disk that is small as a whole is low only below this share."""
-DROPPED_MANY = 3
-
+FLAT = "all scores equal"
+"""The reason that `atropos_envs/tally.py` gives for a group of equal scores."""
 
 ENOUGH = 5
 """Refusals; fewer may be an accident."""
@@ -95,6 +95,49 @@ class ApiView:
 
 
 @dataclass(frozen=True)
+class Flow:
+    """One environment over the newest seconds."""
+
+    engine: str = "vllm"
+    """Which it asks."""
+    workers: str | None = None
+    """`max_num_workers` of its command."""
+    registered_s: float | None = None
+    """Since its registration; None where none was seen."""
+    asked_s: float | None = None
+    """Since its engine's first request in this attempt; None before."""
+    watches_engine: bool = False
+    """The engine tells how many it got."""
+    counts: bool = True
+    """Somebody counts its groups."""
+    counted_s: float = 0.0
+    """Over which they are counted."""
+    sent: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Groups that were made and not sent, by reason."""
+    failures: Counter[str] = field(default_factory=Counter)
+    seconds: float | None = None
+    """Over which the rest was measured; None while it is too short, or nobody tells."""
+    waiting: float = 0.0
+    """Share in which the trainer had no batch."""
+    idle: float = 0.0
+    """Share in which the engine had no request."""
+    tokens_per_s: float = 0.0
+    running: float = 0.0
+    """Sequences in the engine, a mean over some looks."""
+    slots: float = 0.0
+    """Sequences that it computes at a time, at most."""
+
+    @property
+    def made(self) -> int:
+        return self.sent + self.left_out.total()
+
+    @property
+    def flat(self) -> int:
+        return self.left_out[FLAT]
+
+
+@dataclass(frozen=True)
 class RunSnapshot:
     """The run at one moment."""
 
@@ -110,6 +153,10 @@ class RunSnapshot:
     """Environments that run-api still counts although they are gone."""
     refused: Mapping[str, Diagnosis] = field(default_factory=dict)
     """Environments whose requests the engine refuses, which is said of them."""
+    flows: Mapping[str, Flow] = field(default_factory=dict)
+    """By environment."""
+    explained: Mapping[str, Diagnosis] = field(default_factory=dict)
+    """What is said of environments by their flow."""
     api: ApiView | None = None
     """Asked for only when a run stands still."""
     free_bytes: int | None = None
@@ -223,17 +270,6 @@ def _engine_unwell(run: RunSnapshot) -> Cause | None:
     return Cause("the engine is not healthy", evidence, "atropos-tui why {engine}; atropos-tui restart {engine}")
 
 
-def _dropped(run: RunSnapshot) -> Cause | None:
-    count = run.counts.get("dropped groups", 0)
-    if count < DROPPED_MANY:
-        return None
-    fix = (
-        "env.ensure_scores_are_not_same = false under [env.args] keeps groups of equal scores; then look at the "
-        "rollouts: all right or all wrong teaches nothing"
-    )
-    return Cause("every group is dropped, its scores are all equal", f"{count} groups dropped since then", fix)
-
-
 def _timed_out(run: RunSnapshot) -> Cause | None:
     count = run.counts.get("timed-out rollouts", 0)
     if not count:
@@ -257,7 +293,7 @@ def _ghosts(run: RunSnapshot) -> Cause | None:
 
 
 def _slow_rollouts(run: RunSnapshot) -> Cause | None:
-    if run.refused:
+    if run.refused or run.explained:
         return None
     queue = f"{run.api.queue} groups wait at run-api" if run.api else "run-api was not asked"
     fix = (
@@ -268,8 +304,8 @@ def _slow_rollouts(run: RunSnapshot) -> Cause | None:
 
 
 CAUSES: tuple[Callable[[RunSnapshot], Cause | None], ...] = (
-    _api_away, _nobody_registered, _sizes, _trainer_hangs, _no_environment, _engine_unwell, _dropped, _timed_out,
-    _ghosts, _slow_rollouts,
+    _api_away, _nobody_registered, _sizes, _trainer_hangs, _no_environment, _engine_unwell, _timed_out, _ghosts,
+    _slow_rollouts,
 )  # fmt: skip
 """The more certain first; the last one fits wherever it is not known why no rollouts come."""
 

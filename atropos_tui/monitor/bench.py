@@ -45,6 +45,10 @@ class Pace:
     window: int
     step_s: float | None
     parts: dict[str, float | None]
+    waiting: float | None
+    """Share of the steps in which the trainer waited for rollouts."""
+    engine_idle: float | None
+    """Share of the time in which the engines had nothing to answer."""
     tokens_per_s: float | None
     steps_per_hour: float | None
     eta_s: float | None
@@ -69,6 +73,8 @@ def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> P
         window=count,
         step_s=step_s,
         parts=parts,
+        waiting=min(1.0, parts["fetch"] / step_s) if parts["fetch"] is not None and step_s else None,
+        engine_idle=_idle_share(state, count),
         tokens_per_s=tokens_per_second(state, count),
         steps_per_hour=3600 / basis if basis else None,
         eta_s=None if left is None or basis is None else left * basis,
@@ -100,6 +106,18 @@ def tokens_per_second(state: RunState, count: int | None = None) -> float | None
     return sum(rate * time for rate, time in zip(rates.tail(count), seconds.tail(count), strict=True)) / total
 
 
+def _idle_share(state: RunState, count: int) -> float | None:
+    """Of the engines, over the newest `count` steps by their seconds; None where no step tells."""
+    idle = dict(zip(*_newest(state.metric("engine_idle_fraction"), count), strict=True))
+    seconds = {step: s for step, s in zip(*_newest(state.metric("step_s"), count), strict=True) if step in idle}
+    total = sum(seconds.values())
+    return sum(idle[step] * s for step, s in seconds.items()) / total if total else None
+
+
+def _newest(series: Series, count: int) -> tuple[list[int], list[float]]:
+    return series.steps[-count:], series.tail(count)
+
+
 @dataclass(frozen=True)
 class RunBenchmark:
     """Figures of one run: seconds, bytes, tokens per second. None where there is no data."""
@@ -118,6 +136,8 @@ class RunBenchmark:
     total_sync_s: float | None
     avg_data_wait_s: float | None
     total_data_wait_s: float | None
+    engine_idle_fraction: float | None
+    """Share of the time in which the engines had nothing to answer."""
     peak_bytes: int | None
     avg_bytes: int | None
     peak_rss_bytes: int | None
@@ -133,6 +153,11 @@ class RunBenchmark:
     """Of the newest checkpoint."""
     exit_code: int | None = None
     """None while it runs, and where nothing tells."""
+
+    @property
+    def waiting_share(self) -> float | None:
+        """Share of all steps' time in which the trainer waited for rollouts."""
+        return summary.waiting_share(self)
 
 
 def benchmark_run(root: Path) -> RunBenchmark:
@@ -185,6 +210,7 @@ def _computed(state: RunState) -> dict[str, float | int | None]:
         "total_sync_s": _total(syncs),
         "avg_data_wait_s": mean(wait.values),
         "total_data_wait_s": _total(wait.values),
+        "engine_idle_fraction": _idle_share(state, len(step)),
         "peak_bytes": _peak(state.metric("peak_bytes")),
         "avg_bytes": _whole(mean(state.metric("allocated_bytes").values)),
         "tokens_per_s": tokens_per_second(state),
@@ -230,7 +256,10 @@ def benchmarks_json(runs: Sequence[RunBenchmark]) -> str:
 
     Of several, each after the first has `ratios` to it, where both have a figure.
     """
-    rows: list[dict[str, object]] = [{key: _strict(value) for key, value in asdict(run).items()} for run in runs]
+    rows: list[dict[str, object]] = [
+        {key: _strict(value) for key, value in {**asdict(run), "waiting_share": run.waiting_share}.items()}
+        for run in runs
+    ]
     for row, run in zip(rows[1:], runs[1:], strict=True):
         row["ratios"] = {
             name: found
@@ -310,6 +339,8 @@ _ROWS = (
     ("Total sync", "total_sync_s", summary.seconds_text),
     ("Avg data fetch", "avg_data_wait_s", summary.seconds_text),
     ("Total data fetch", "total_data_wait_s", summary.seconds_text),
+    ("Trainer waiting", "waiting_share", summary.share_text),
+    ("Engine idle", "engine_idle_fraction", summary.share_text),
     ("Tokens/s", "tokens_per_s", summary.whole_text),
     ("Peak GPU memory", "peak_bytes", summary.gigabytes_text),
     ("Avg GPU memory", "avg_bytes", summary.gigabytes_text),

@@ -41,7 +41,8 @@ METRICS: dict[type[Record], tuple[str, ...]] = {
         "logprob_diff_mean", "logprob_diff_abs_mean", "logprob_diff_abs_max", "kl_k3", "train_mean", "inference_mean",
         "probe_diff_abs_mean", "probe_diff_abs_max",
     ),
-    TimingRecord: ("step_s", "data_wait_s", "train_s", "sync_s", "checkpoint_s", "tokens_per_s", "mfu"),
+    TimingRecord: ("step_s", "data_wait_s", "train_s", "sync_s", "checkpoint_s", "tokens_per_s", "mfu",
+                   "engine_idle_fraction"),
     MemoryRecord: ("allocated_bytes", "reserved_bytes", "peak_bytes", "rss_bytes"),
 }  # fmt: skip
 """Which fields of a record become a curve, by record type."""

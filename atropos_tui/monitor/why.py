@@ -20,8 +20,10 @@ SILENT_S, SILENT_STEPS = 10.0, 10
 """A trainer that is silent for both this many seconds and this many usual steps is waiting for something. The
 supervisor waits longer before it says so in a diagnosis: that is written down, and names a cause."""
 
-_ENDED_BY_A_STEP = ("no_batches",)
+_ENDED_BY_A_STEP = ("no_batches", "environment_silent", "groups_left_out", "rollouts_fail")
 """Rules that say only that no step comes."""
+ENOUGH_WORK = 0.5
+"""A trainer that waits for less of a step is not held up by its environments."""
 _WELL = (State.HEALTHY, State.COMPLETED)
 PIDS_SHOWN = 8
 DIAGNOSES_SHOWN = 5
@@ -293,9 +295,12 @@ def open_diagnoses(state: RunState, status: RunStatus) -> list[DiagnosisRecord]:
 
 def _is_past(found: DiagnosisRecord, state: RunState) -> bool:
     """Whether what the trainer wrote since contradicts it."""
-    if found.rule in _ENDED_BY_A_STEP:
-        times = state.metric("loss").times
-        return bool(times) and times[-1] > found.time
+    stepped = (times := state.metric("loss").times) and times[-1] > found.time
+    if found.rule in _ENDED_BY_A_STEP or (found.rule == "groups_all_flat" and found.role == Role.ENV):
+        return bool(stepped)
+    if found.rule == "environment_bound":
+        waiting = pace(state, None, window=1).waiting
+        return bool(stepped) and waiting is not None and waiting < ENOUGH_WORK
     if found.rule.startswith("alignment") and state.alignment:
         return state.alignment.verdict == "ok" and state.alignment.time > found.time
     return False

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from atropos_common.bridge import ENV_SAMPLING, few_graph_sizes, server_rank
 from atropos_common.control import Role
-from atropos_common.run_dir import ENV_HOLD_GENERATION, ENV_TRAINER_HOSTS, RunDir
+from atropos_common.run_dir import ENV_HOLD_GENERATION, ENV_SEQUENCES, ENV_TRAINER_HOSTS, RunDir
 from atropos_common.transfer import is_loopback, meeting_place
 from atropos_tui.profile.load import CACHE, cache_dir, shipped_profiles
 from atropos_tui.profile.redact import hide_tree
@@ -31,6 +31,7 @@ from atropos_tui.profile.sections import (
     Profile,
 )
 from atropos_tui.profile.spec import (
+    REGISTERED,
     ComponentSpec,
     FileCheck,
     HttpCheck,
@@ -55,6 +56,10 @@ GRAPH_FLAGS = ("cudagraph-capture-sizes", "max-cudagraph-capture-size", "compila
 """Whoever sets one of these has chosen the sizes of CUDA graphs."""
 MOST_SEQUENCES = 1024
 """vLLM's own --max-num-seqs on a large GPU."""
+HOST = "atropos_envs.runner"
+"""Runs environments that nobody here wrote."""
+WORKER_FLAGS = {"env.max_num_workers", "env.max_num_workers_per_node"}
+"""Whoever sets one of these has chosen how many groups are under way."""
 LORA_SLOTS = 2
 """Adapters that an engine computes with at a time: the newest, and the one on which completions in flight end."""
 WANDB_ID_LENGTH = 64
@@ -81,7 +86,7 @@ TRAINER_STAGES = [
 ]
 ENV_STAGES = [
     Stage(
-        name="registered",
+        name=REGISTERED,
         # Ours, then atroposlib's own words.
         pattern=r"registered as environment \d+|Initialized env with id \d+",
         usually="run-api takes environments only after the trainer's first request for a batch, and the trainer waits "
@@ -463,17 +468,27 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         program = _environment_program(section, site)
         config = ["--config", str(config_file(site.text(section.config)))] if section.config else []
         command = [*program, "serve", *config, *site.texts(_flags(flags, explicit_booleans=True))]
+    derives_workers = HOST in command and not WORKER_FLAGS & section.args.keys()
     return _spec(
         site,
         section,
         name=section.name,
         role=Role.ENV,
         command=command,
-        env=_tracked(site, settings, section.name),
+        env=_tracked(site, settings, section.name)
+        | ({ENV_SEQUENCES: str(sequences_in_flight(site, engine, settings))} if derives_workers else {}),
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stages=ENV_STAGES,
         stop=StopPolicy(signal="TERM", grace_s=5),
     )
+
+
+def sequences_in_flight(site: Site, engine: EngineSection, settings: TrainingConfig) -> int:
+    """How many completions each environment of `engine` may have under way: those of two batches, since flat groups
+    are dropped and the next batch is made while one trains, but no more than the engine computes at a time."""
+    asking = sum(env_engine(site.profile, env) is engine for env in site.profile.env)
+    room = engine.flag_number("max-num-seqs", MOST_SEQUENCES)
+    return min(room, 2 * settings.sequences_per_step) // asking
 
 
 def _environment_program(section: EnvSection, site: Site) -> list[str]:
@@ -487,7 +502,7 @@ def _environment_program(section: EnvSection, site: Site) -> list[str]:
         else [Path(path)]
     )
     if not (section.module and is_ours(target)) and _hostable(files):
-        return [*_module("atropos_envs.runner"), target]
+        return [*_module(HOST), target]
     return _module(target) if section.module else [PYTHON, target]
 
 

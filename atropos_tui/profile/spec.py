@@ -141,6 +141,10 @@ class StopPolicy(StackPart):
     """Seconds that it has for that."""
 
 
+REGISTERED = "registered"
+"""The stage of an environment, which run-api's list of them tells as well as a log."""
+
+
 class Stage(StackPart):
     """A milestone that gates nothing, shown by `ps` and `why`: reached once a line of the present log matches."""
 

@@ -468,6 +468,11 @@ class Component:
     def _is_present(self, attempt: int) -> bool:
         return self.attempt == attempt and self.child is not None
 
+    def reach(self, stage: str, attempt: int) -> None:
+        """Note a stage that was seen elsewhere than in the log."""
+        if stage not in self._stages and any(known.name == stage for known in self.spec.stages):
+            self._staged(attempt, stage)
+
     def _staged(self, attempt: int, stage: str) -> None:
         if self._is_present(attempt):
             self._stages[stage] = time.time()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from atropos_common.records import DiagnosisRecord, EnvCountsRecord, EvalRecord
+from atropos_common.records import DiagnosisRecord, EnvCountsRecord, EvalRecord, StageRecord
 from tests.e2e.live_stack import LiveStack, read_records
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -104,3 +105,52 @@ def _last_counts(run: LiveStack, name: str) -> EnvCountsRecord:
     records = [r for r in read_records(run.root / f"eval.{name}.jsonl") if isinstance(r, EnvCountsRecord)]
     assert records, f"{name} told nothing: {json.dumps([str(p) for p in run.root.iterdir()])}"
     return records[-1]
+
+
+WAITING = """
+extends = "demo"
+name = "waiting"
+
+[trainer]
+batch_size = 512
+
+[[env]]
+name = "slow"
+script = "{folder}/slow.py"
+
+[[env]]
+name = "flat"
+script = "{folder}/slow.py"
+"""
+PATIENCE_S = 15.0
+"""Of rollouts, which begin when the trainer has named its weights."""
+
+
+def test_who_holds_the_run_up_is_said_with_numbers(tmp_path: Path) -> None:
+    profile = tmp_path / "waiting.toml"
+    profile.write_text(WAITING.format(folder=FOREIGN))
+    run = LiveStack(tmp_path / "run", profile=str(profile)).up()
+
+    def found() -> dict[tuple[str | None, str], DiagnosisRecord]:
+        records = [r for r in read_records(run.run.supervisor_jsonl) if isinstance(r, DiagnosisRecord)]
+        return {(record.component, record.rule): record for record in records}
+
+    wanted = {("slow", "environment_bound"), ("flat", "groups_all_flat")}
+    try:
+        run.until(lambda: wanted <= set(found()), 240, "both diagnoses")
+        stages = {r.stage: r.time for r in read_records(run.run.supervisor_jsonl) if isinstance(r, StageRecord)}
+        for key in wanted:
+            assert found()[key].time - stages["attached"] < PATIENCE_S
+        assert set(found()) == wanted
+        why = run.cli("why").stdout
+        assert "slow is the bottleneck: trainer and engine wait for it" in why, why
+        assert "env.max_num_workers under [env.args] of slow" in why
+        assert "the groups of flat are flat: nothing is learnt from them" in why
+        evidence = found()["slow", "environment_bound"].evidence
+        waited, idle = (int(share) for share in re.findall(r"(\d+)% ", evidence)[:2])
+        assert waited > 90 and idle > 40, evidence
+        timing = run.until(lambda: run.telemetry("timing"), 60, "a step")[0]
+        assert 0.4 < timing.engine_idle_fraction <= 1 and timing.data_wait_s > 0.5 * timing.step_s, timing
+        assert re.search(r"from slow came \d+ groups in \d+ s \(\d\.\d\d/s, 0% of them flat\)", evidence), evidence
+    finally:
+        run.close()

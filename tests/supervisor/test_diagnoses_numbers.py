@@ -58,7 +58,7 @@ CASES: list[tuple[str, list[Record], str]] = [
     ("non_finite", changed("alignment", fixed(kl_k3="NaN"), 9, 9), "step 9 (alignment): kl_k3 is nan"),
     ("lost_gradients", changed("step", fixed(grad_norm=0.0), 1), "step 3: grad_norm 0 with reward_std 0.488"),
     ("reward_constant", changed("step", fixed(reward_std=0.0, reward_mean=1.0), 30), "step 34: reward_mean 1"),
-    ("reward_constant", changed("step", fixed(flat_groups=16), 30), "step 30"),
+    ("groups_all_flat", changed("step", fixed(flat_groups=15), 30), "step 30: 15 of 16 groups have equal scores"),
     (
         "accuracy_collapse",
         changed("step", lambda row: {"reward_mean": row["reward_mean"] * 0.1, "reward_std": 0.2}, 50),

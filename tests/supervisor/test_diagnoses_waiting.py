@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from atropos_common.control import Role, State
-from atropos_tui.diagnoses.engine import ask_api
+from atropos_tui.diagnoses.engine import Watcher, ask_api
 from atropos_tui.diagnoses.stall_rules import (
     ApiView,
     Part,
@@ -24,6 +26,7 @@ from atropos_tui.diagnoses.stall_rules import (
     stalled_s,
     starting_roles,
 )
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 BEGAN = 1e9
 
@@ -48,7 +51,6 @@ CAUSES = [
     (replace(STILL, api=ApiView(32, 4, 8)), "the trainer hangs", "holds 4 groups of 8, a batch is 32"),
     (replace(STILL, parts=but(Role.ENV, State.COMPLETED)), "no environment runs", "the-env is completed"),
     (replace(STILL, parts=but(Role.ENGINE, State.UNHEALTHY)), "engine is not healthy", "the-engine is unhealthy"),
-    (replace(STILL, counts={"dropped groups": 40}), "every group is dropped", "40 groups dropped"),
     (replace(STILL, counts={"timed-out rollouts": 2}), "cancelled before they are done", "2 workers timed out"),
     (replace(STILL, ghosts=1), "an environment that is gone", "1 more registrations"),
     (STILL, "rollouts are slow", "3 groups wait"),
@@ -160,6 +162,53 @@ def test_a_real_run_api_is_asked(run_api: str) -> None:
     assert view == ApiView(12, 3, 8, 5)
     found = no_batches(replace(STILL, api=view))
     assert found is not None and "groups of 8 never add up to a batch of 12" in found.evidence
+
+
+class Seen:
+    """A component that prints nothing."""
+
+    def __init__(self, found: Part) -> None:
+        self.part = found
+        self.reached: list[tuple[str, int]] = []
+
+    def observe(self) -> tuple[Part, None]:
+        return self.part, None
+
+    def reach(self, stage: str, attempt: int) -> None:
+        self.reached.append((stage, attempt))
+
+
+def test_an_environment_of_ones_own_is_registered_when_run_api_says_so(run_api: str, tmp_path: Path) -> None:
+    """A program started by `command` need not print what ours do; a registration of an earlier life is none."""
+    registration = {
+        "max_token_length": 8, "desired_name": "mine", "weight": 1.0, "group_size": 4, "min_batch_allocation": None,
+    }  # fmt: skip
+    commands = {"api": ["x"], "own": ["x", "--name", "mine"], "other": ["x", "--name", "theirs"]}
+    roles = {"api": Role.API, "own": Role.ENV, "other": Role.ENV}
+    specs = [
+        ComponentSpec(name=name, role=roles[name], command=command, port=int(run_api.rpartition(":")[2]))
+        for name, command in commands.items()
+    ]
+    stack = StackSpec(run_id="r", name="r", mode="none", run_dir=str(tmp_path), components=specs)
+
+    def looked(started_at: float) -> dict[str, list[tuple[str, int]]]:
+        seen = {
+            name: Seen(Part(name, roles[name], State.HEALTHY, BEGAN, attempt=3, started_at=started_at))
+            for name in commands
+        }
+        asyncio.run(Watcher(stack, seen).look())  # type: ignore[arg-type]
+        return {name: each.reached for name, each in seen.items()}
+
+    with httpx.Client(base_url=run_api, trust_env=False) as http:
+        http.get("/batch")
+        before = time.time()
+        assert looked(before) == {"api": [], "own": [], "other": []}
+        answer = http.post("/register-env", json=registration).json()
+        assert answer["status"] == "success"
+        assert looked(before) == {"api": [], "own": [("registered", 3)], "other": []}
+        assert looked(time.time())["own"] == [], "its earlier life was"
+        http.post("/disconnect-env", json={"env_id": answer["env_id"]})
+        assert looked(before)["own"] == []
 
 
 def test_a_run_api_that_is_away_or_something_else(free_port: int) -> None:

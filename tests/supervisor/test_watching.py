@@ -150,17 +150,17 @@ CAME = "INFO atropos_envs.base: registered as environment 0 at step 0"
 
 
 async def test_lines_that_are_counted_name_the_cause(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall_rules, "STALL_S", 1.5)
-    env = part("env", python(SAY, 600, *[DROPPED] * 3), role=Role.ENV)
+    """Of a program that nobody hosts."""
+    env = part("env", python(SAY, 600, *["\n".join([DROPPED] * 4)] * 2), role=Role.ENV)
     async with launch(env, part("train", role=Role.TRAINER)) as running:
         await wait_until(lambda: bool(diagnoses(running)))
-        assert diagnoses(running)[0].title == "no batches: every group is dropped, its scores are all equal"
-        assert "3 groups dropped" in diagnoses(running)[0].evidence
+        assert rules(running) == [("env", "groups_all_flat")]
+        assert "8 of the newest 8 groups have one score" in diagnoses(running)[0].evidence
 
 
 async def test_a_step_ends_the_counting(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall_rules, "STALL_S", 3.0)
-    env = part("env", python(SAY, 600, *[DROPPED] * 3), role=Role.ENV)
+    env = part("env", python(SAY, 600, *["a rollout has timed out after its limit, skipping"] * 3), role=Role.ENV)
     async with launch(env, part("train", role=Role.TRAINER)) as running:
         await running.until("train", "healthy")
         await wait_until(lambda: (running.run.log("env", 1)).read_text().count("skipping") == 3)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.server_handling.server_baseline import ServerBaseline
 from tenacity import RetryError, retry, stop_after_attempt
 
@@ -86,6 +87,39 @@ def test_servers_are_the_plan_s_whatever_is_asked_for(servers: Any, asked: int) 
     assert env.servers_asked == asked and env.server_cls is EngineClient
     assert [type(each) for each in given] == [APIServerConfig]
     assert given[0].timeout == (7 if servers != [] else APIServerConfig().timeout)
+
+
+def test_an_evaluation_stops_no_rollouts_unless_the_author_says_so() -> None:
+    stops = EvalHandlingEnum.STOP_TRAIN
+    chosen = classmethod(lambda cls: (BaseEnvConfig(eval_handling=stops), []))
+    assert _env([]).config_init()[0].eval_handling is EvalHandlingEnum.NONE
+    assert hosted(type("Theirs", (BaseEnv,), {"config_init": chosen})).config_init()[0].eval_handling is stops
+
+
+@pytest.mark.parametrize(
+    ("sequences", "config", "workers"),
+    [
+        ("256", {}, 32),
+        ("256", {"group_size": 16}, 16),
+        ("24", {}, -1),  # not less than the author's library would begin
+        ("256", {"max_num_workers": 3}, 3),
+        ("256", {"max_num_workers_per_node": 2}, -1),
+        ("", {}, -1),
+    ],
+)
+def test_groups_in_flight_are_the_plan_s_where_nobody_chose(
+    sequences: str, config: dict[str, Any], workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def told(self: Any) -> None:
+        self.env_id, self.curr_step = 0, 0
+
+    monkeypatch.setattr(Hosted, "get_server_info", told)
+    monkeypatch.setenv("ATROPOS_SEQUENCES_IN_FLIGHT", sequences) if sequences else None
+    members = {"evaluate": None, "get_next_item": None}
+    env = object.__new__(_env([], **members))
+    env.config = BaseEnvConfig(**{"group_size": 8} | config)
+    asyncio.run(env.get_server_info())
+    assert env.config.max_num_workers == workers
 
 
 def test_a_server_class_of_their_own_stays() -> None:

@@ -160,3 +160,21 @@ def test_a_mode_that_would_command_the_terminal_is_made_plain(tmp_path: Path) ->
     for text in (render_benchmarks(figures[:1]), render_benchmarks(figures)):
         assert "\x1b" not in text and "(shared⏎vllm)" in text
     assert "Peak GPU memory:       ∞" in render_benchmarks(figures[:1])
+
+
+def test_the_two_idle_shares_are_means_by_seconds(tmp_path: Path) -> None:
+    """A step of 9 s counts nine times one of 1 s; a step that tells nothing counts not at all."""
+    run = make_run(tmp_path / "run", steps=0)
+    base = {"train_s": 0.1, "sync_s": 0.1, "checkpoint_s": 0.0, "tokens_per_s": 10.0}
+    told = [(9.0, 8.0, 0.5), (1.0, 0.0, 1.0), (10.0, 2.0, None)]
+    records = [
+        TimingRecord(step=at, step_s=step_s, data_wait_s=wait_s, engine_idle_fraction=idle, **base)
+        for at, (step_s, wait_s, idle) in enumerate(told, 1)
+    ]
+    write_records(run.telemetry_jsonl, records)
+    figures = benchmark_run(run.root)
+    assert figures.engine_idle_fraction == pytest.approx((9 * 0.5 + 1) / 10)
+    (row,) = json.loads(benchmarks_json([figures]))["runs"]
+    assert figures.waiting_share == row["waiting_share"] == pytest.approx(10 / 20)
+    text = render_benchmarks([figures])
+    assert "    Trainer waiting:       50%\n" in text and "    Engine idle:           55%\n" in text

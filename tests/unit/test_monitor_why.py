@@ -17,7 +17,7 @@ from atropos_common.control import (
     StageStatus,
     State,
 )
-from atropos_common.records import DiagnosisRecord, Record, StateRecord
+from atropos_common.records import DiagnosisRecord, Record, StateRecord, TimingRecord
 from atropos_tui.cli import show
 from atropos_tui.monitor.run_files import PlannedComponent, RunInfo
 from atropos_tui.monitor.state import RunState
@@ -182,6 +182,27 @@ def test_a_diagnosis_about_missing_steps_is_over_with_the_next_step() -> None:
     for last_step, holds in ((NOW - 12, True), (NOW - 2, False)):
         found = paragraph(lines(waits, phase=Phase.RUNNING, records=[*steps(last_step), said]), "trainer")
         assert ("diagnosis: no batches: slow" in found) is holds
+
+
+@pytest.mark.parametrize(
+    ("rule", "component", "wait_s", "holds"),
+    [
+        ("environment_silent", "env", 0.9, False),
+        ("groups_all_flat", "env", 0.9, False),  # a step has come: some group was not
+        ("groups_all_flat", "trainer", 0.9, True),  # of batches that are trained: steps say nothing of it
+        ("environment_bound", "env", 0.9, True),  # steps come, and wait as before
+        ("environment_bound", "env", 0.2, False),
+    ],
+)
+def test_what_is_said_of_an_environment_holds_as_long_as_it_is_true(
+    rule: str, component: str, wait_s: float, holds: bool
+) -> None:
+    said = DiagnosisRecord(component=component, role=ROLES[component], rule=rule, title="it holds us up", time=NOW - 9)
+    timed = {"step": 74, "step_s": 1.0, "train_s": 0.1, "sync_s": 0.0, "checkpoint_s": 0.0, "tokens_per_s": 1.0}
+    step = TimingRecord(time=NOW - 2, data_wait_s=wait_s, **timed)
+    runs = [row("trainer", State.HEALTHY, age=500), row("env", State.HEALTHY, age=500)]
+    found = lines(*runs, phase=Phase.RUNNING, records=[*steps(NOW - 2), step, said])
+    assert ("diagnosis: it holds us up" in paragraph(found, component)) is holds
 
 
 def test_after_the_end_every_diagnosis_is_told_with_its_way_out() -> None:

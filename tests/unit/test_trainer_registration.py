@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from atropos_api.listing import add_listing
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_common.records import StepRecord, parse_line
 from tests.unit.json_server import JsonServer
@@ -159,6 +160,21 @@ def test_a_batch_that_run_api_cannot_send_is_lost_alone(side: Side, capsys: Any)
     began = time.monotonic()
     assert "1 groups queued" in side.api._why_empty() and time.monotonic() - began < 5, "/latest_example fails, too"
     assert "not reachable" not in capsys.readouterr().out
+
+
+def test_an_empty_queue_is_explained_by_who_is_registered(side: Side) -> None:
+    from atroposlib.api import app
+
+    side.open(0).result(10)
+    assert "is an environment running" in side.api._why_empty(), "a run-api that lists nobody"
+    add_listing(app)
+    try:
+        assert "no environment is registered there" in side.api._why_empty()
+        env = {"max_token_length": 8, "desired_name": "rg", "weight": 1.0, "group_size": 2}
+        assert side.http.post("/register-env", json=env).json()["status"] == "success"
+        assert "nothing has come since the last batch from rg" in side.api._why_empty()
+    finally:
+        del app.router.routes[-1]
 
 
 def test_batches_are_not_compressed_and_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,14 +295,21 @@ class RunApi:
             return {}
         return answer if isinstance(answer, dict) else {}
 
+    def _who_sends(self) -> str:
+        """Who is registered and has sent nothing since the last batch."""
+        envs = self._ask("/envs").get("envs")
+        if not isinstance(envs, list):  # a run-api without our door
+            return "is an environment running, registered at this run-api, and its inference server answering?"
+        names = [str(env.get("name")) for env in envs if isinstance(env, dict) and env.get("connected")]
+        if not names:
+            return "no environment is registered there"
+        return f"nothing has come since the last batch from {', '.join(names)}, registered there"
+
     def _why_empty(self) -> str:
         """What run-api shows while it gives no batch."""
         queue = int(self._ask("/status").get("queue_size") or 0)
         if not queue:
-            return (
-                "run-api's queue is empty. Is an environment running, registered at this run-api, and its inference "
-                "server answering?"
-            )
+            return f"run-api's queue is empty: {self._who_sends()}"
         group = len(self._ask("/latest_example").get("tokens") or [])
         size = self.registration["batch_size"]
         if group and size % group:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +174,31 @@ class ServerClient:
             return response.json()
         except ValueError:
             raise EngineError(f"{self.base_url}{path} does not answer JSON: is it python -m vllm_server?") from None
+
+
+class IdleMeter:
+    """How long servers had no request for completions, by their own exact count."""
+
+    def __init__(self, servers: Sequence[ServerClient]) -> None:
+        self._servers = servers
+        self._before: tuple[float, list[float | None]] = (0.0, [])
+
+    def measure(self) -> float | None:
+        """The idle share of the time since the last call, from 0 to 1, as a mean over the servers; null at the first
+        call, and where a server does not tell or began anew."""
+        at, idle = time.monotonic(), [self._idle_s(server) for server in self._servers]
+        (before_at, before), self._before = self._before, (at, idle)
+        grown = [now - then for now, then in zip(idle, before, strict=False) if now is not None and then is not None]
+        if not grown or len(grown) < len(idle) or min(grown) < 0 or at <= before_at:
+            return None
+        return min(1.0, sum(grown) / len(grown) / (at - before_at))
+
+    @staticmethod
+    def _idle_s(server: ServerClient) -> float | None:
+        try:
+            return server.info().idle_s
+        except (EngineGone, EngineError):
+            return None
 
 
 def _error_text(response: httpx.Response) -> str:

@@ -89,6 +89,8 @@ class Benchmark(TextPanel):
             self._line("lag", number(lag, 1), f"max {number(most, 0)}" if most is not None else ""),
             *self._memory(view),
         ]
+        if speed.engine_idle is not None:
+            lines.insert(1, self._line("engine idle", f"{speed.engine_idle:.0%}", "no request under way"))
         if state.alignment:
             words, tone = verdict_text(state.alignment)
             lines.insert(1, self._line("alignment", words, one_line(state.alignment.cause), tone))

@@ -10,12 +10,15 @@ from textual.reactive import reactive
 
 from atropos_common.control import Phase, RunStatus, State
 from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord
-from atropos_tui.monitor.bench import pace
+from atropos_tui.monitor.bench import Pace, pace
 from atropos_tui.monitor.format import GLYPHS, TONES, duration, one_line, seconds_text
 from atropos_tui.monitor.why import open_diagnoses, overdue
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.theme import COLOURS
 from atropos_tui.ui.widgets.panel import Panel, TextPanel, View, inks
+
+ROOM_FOR_SHARES = 110
+"""Columns from which on the two idle shares stand in the header."""
 
 
 class Header(TextPanel):
@@ -73,10 +76,18 @@ class Header(TextPanel):
             if not _over(view) and speed.eta_s is not None and state.step:
                 right.append(f"ETA {duration(speed.eta_s)}  ", self.ink("name"))
             right.append(f"{seconds_text(speed.step_s)}/step", self.ink("quiet"))
+            if width >= ROOM_FOR_SHARES:
+                right.append(_shares(speed), self.ink("quiet"))
         right.truncate(max(0, width - left.cell_len - 8), overflow="ellipsis")
         room = max(0, width - left.cell_len - right.cell_len)
         filled = self.ink("good" if _over(view) and share == 1 else "busy")
         return left.append_text(progress_bar(share, room, filled, self.ink("track"))).append_text(right)
+
+
+def _shares(speed: Pace) -> str:
+    """How long trainer and engines wait for work, in shares of the newest steps; nothing where nobody knows."""
+    known = {"trainer waits": speed.waiting, "engine idle": speed.engine_idle}
+    return "".join(f"  {name} {value:.0%}" for name, value in known.items() if value is not None)
 
 
 def verdict(view: View) -> tuple[str, str, str]:

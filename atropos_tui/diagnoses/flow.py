@@ -1,0 +1,250 @@
+"""What rollouts do on their way, measured over the newest seconds: what environments make, what an engine and the
+trainer wait.
+
+`FlowWatch` is fed with what the `Watcher` reads anyway, asks each engine's `/metrics` (the server's own exact count of
+the time without a request, `vllm_server/load.py`), and gives a `Flow` for each environment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median_low
+
+import httpx
+
+from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
+from atropos_common.control import Role, State
+from atropos_common.http import LIMITS
+from atropos_common.records import EnvCountsRecord, TimingRecord
+from atropos_tui.diagnoses.stall_rules import FLAT, RUNS, Flow, Part, asked_engines
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
+
+WINDOW_S = 12.0
+"""Over which waiting is measured."""
+LEAST_S = 8.0
+"""Less of it says nothing."""
+PAUSE_S = 5.0
+"""atroposlib's BaseEnv sleeps so long after its registration."""
+COUNTS_S = 30.0
+"""Over which groups are counted: environments tell of them every few seconds."""
+ASK_S = 1.5
+"""An engine is asked no more often."""
+ANSWER_S = 2.0
+RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
+READ = (METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, RUNNING, TOKENS)
+
+
+@dataclass(frozen=True)
+class EngineLook:
+    """One engine's counters at one moment, in Unix seconds."""
+
+    at: float
+    figures: dict[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.figures.get(name, 0.0)
+
+
+def parse_look(text: str, at: float) -> EngineLook | None:
+    """What is read of an engine's `/metrics`; None where it does not count its own idleness."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith(READ):
+            name, value = line.partition("{")[0].split()[0], line.rsplit(None, 1)[-1]
+            found[name] = found.get(name, 0.0) + float(value)
+    return EngineLook(at, found) if METRIC_IDLE_S in found else None
+
+
+@dataclass
+class _Env:
+    """One attempt of an environment."""
+
+    attempt: int
+    engine: str
+    hosted: bool
+    """It counts its groups itself."""
+    counts: deque[EnvCountsRecord] = field(default_factory=lambda: deque(maxlen=40))
+    registered_at: float | None = None
+    asked_before: float | None = None
+    """Requests that the engine had got when this attempt was first seen."""
+    asks_since: float | None = None
+    """When it got another."""
+
+
+class FlowWatch:
+    """Measures of one run. Times are Unix seconds, and one thread calls."""
+
+    def __init__(self, stack: StackSpec) -> None:
+        self._asks = asked_engines(stack.components)
+        self._urls = {
+            spec.name: f"http://127.0.0.1:{spec.port}/metrics"
+            for spec in stack.components
+            if spec.role is Role.ENGINE and spec.port
+        }
+        self._envs: dict[str, _Env] = {}
+        self._looks: dict[tuple[str, int], deque[EngineLook]] = {}
+        self._timings: deque[TimingRecord] = deque(maxlen=200)
+        self._has_batch = 0
+        """Attempt of the trainer that got its first batch."""
+        self._asked_at = float("-inf")
+        self.environments = [spec.name for spec in stack.components if spec.role is Role.ENV]
+        self._hosted = {spec.name for spec in stack.components if _is_hosted(spec)}
+        alone = len(self.environments) == 1 and self.environments[0] not in self._hosted
+        self._unhosted = self.environments[0] if alone else ""
+        """The one environment, where it does not count its groups: what logs tell of groups is about it."""
+        self._seen: Counter[str] = Counter()
+        self._http = httpx.Client(timeout=ANSWER_S, limits=LIMITS, trust_env=False, follow_redirects=True)
+        self._workers = {spec.name: _flag(spec.command, "--env.max_num_workers") for spec in stack.components}
+
+    def count(self, record: EnvCountsRecord) -> None:
+        """What an environment says of its groups."""
+        if (env := self._envs.get(record.env)) is not None:
+            env.counts.append(record)
+
+    def step(self, record: TimingRecord) -> None:
+        """Where the time of a step went."""
+        self._timings.append(record)
+
+    def printed(self, part: Part, counts: Counter[str], now: float) -> None:
+        """What a component's log tells, by name as in `engine.COUNTED`."""
+        if part.role is Role.TRAINER and (counts["first batches"] or counts["recomputed"]):
+            self._has_batch = part.attempt
+        self._seen["groups"] += counts["groups"]
+        self._seen["dropped groups"] += counts["dropped groups"]
+        if (counts["groups"] or counts["dropped groups"]) and (env := self._envs.get(self._unhosted)) is not None:
+            left_out = {FLAT: self._seen["dropped groups"]} if self._seen["dropped groups"] else {}
+            sent = self._seen["groups"]
+            env.counts.append(EnvCountsRecord(time=now, env=self._unhosted, sent=sent, left_out=left_out))
+        if part.role is Role.ENV and (counts["registrations"] or counts["stock registrations"]):
+            self.registered(part, now)
+
+    def registered(self, part: Part, now: float) -> None:
+        """run-api has taken an environment in."""
+        env = self._env(part)
+        env.registered_at = env.registered_at or now
+
+    def is_registered(self, part: Part) -> bool:
+        """Whether this attempt is known to be."""
+        return self._env(part).registered_at is not None
+
+    def ask(self, parts: Sequence[Part], now: float, get: Callable[[str], str | None] | None = None) -> None:
+        """Look at the engines that run."""
+        if now - self._asked_at < ASK_S:
+            return
+        self._asked_at = now
+        for part in parts:
+            if part.role is not Role.ENGINE or part.state not in RUNS or part.name not in self._urls:
+                continue
+            text = (get or self._get)(self._urls[part.name])
+            look = parse_look(text, now) if text else None
+            if look is not None:
+                self._looks.setdefault((part.name, part.attempt), deque(maxlen=40)).append(look)
+        for part in parts:
+            if part.role is Role.ENV and part.state in RUNS:
+                self._note_requests(self._env(part), parts)
+
+    def view(self, parts: Sequence[Part], now: float) -> dict[str, Flow]:
+        """By environment that runs, where its engine is known."""
+        trainer = next((part for part in parts if part.role is Role.TRAINER and part.state is State.HEALTHY), None)
+        flows = {}
+        for part in parts:
+            if part.role is Role.ENV and part.state in RUNS:
+                env = self._env(part)
+                flow = self._counted(part, env, now)
+                looks = self._of_engine(env.engine, parts)
+                settled = max((each.since for each in parts if each.role is not Role.ENV), default=now)
+                begin = max(now - WINDOW_S, settled, env.asks_since or now, (env.registered_at or 0.0) + PAUSE_S)
+                if trainer is not None and looks and now - begin >= LEAST_S:
+                    flow = _with_engine(flow, looks, begin)
+                    flow = replace(flow, waiting=self._waiting(trainer, begin, now))
+                flows[part.name] = flow
+        return flows
+
+    def _get(self, url: str) -> str | None:
+        try:
+            answer = self._http.get(url)
+        except httpx.HTTPError:
+            return None
+        return answer.text if answer.status_code == 200 else None
+
+    def _env(self, part: Part) -> _Env:
+        env = self._envs.get(part.name)
+        if env is None or env.attempt != part.attempt:
+            env = self._envs[part.name] = _Env(part.attempt, self._asks.get(part.name, ""), part.name in self._hosted)
+        return env
+
+    def _of_engine(self, name: str, parts: Sequence[Part]) -> deque[EngineLook] | None:
+        attempt = next((part.attempt for part in parts if part.name == name and part.state in RUNS), None)
+        return None if attempt is None else self._looks.get((name, attempt))
+
+    def _note_requests(self, env: _Env, parts: Sequence[Part]) -> None:
+        looks = self._of_engine(env.engine, parts)
+        if not looks:
+            return
+        asked = looks[-1][METRIC_REQUESTS]
+        if env.asked_before is None or asked < env.asked_before:
+            env.asked_before = asked
+        elif asked > env.asked_before:
+            env.asks_since = env.asks_since or looks[-1].at
+
+    def _counted(self, part: Part, env: _Env, now: float) -> Flow:
+        """Groups of the newest seconds."""
+        own = [record for record in env.counts if record.time >= part.started_at]
+        old = next((record for record in reversed(own) if record.time <= now - COUNTS_S), None)
+        new = own[-1] if own else None
+        asked = None if env.asks_since is None else max(0.0, now - env.asks_since)
+        return Flow(
+            engine=env.engine,
+            workers=self._workers.get(part.name),
+            registered_s=None if env.registered_at is None else now - env.registered_at,
+            asked_s=asked,
+            watches_engine=env.asked_before is not None,
+            counted_s=now - old.time if old else asked or 0.0,
+            counts=new is not None or env.hosted,
+            sent=(new.sent if new else 0) - (old.sent if old else 0),
+            left_out=_grown(new.left_out if new else {}, old.left_out if old else {}),
+            failures=_grown(new.failures if new else {}, old.failures if old else {}),
+        )
+
+    def _waiting(self, trainer: Part, begin: float, now: float) -> float:
+        """Share of the time from `begin` on in which the trainer waited for a batch; a step begins with its wait."""
+        own = [timing for timing in self._timings if timing.time >= trainer.since]
+        waits = [(t.time - t.step_s, t.time - t.step_s + t.data_wait_s) for t in own]
+        if own:
+            busy = median_low([t.step_s - t.data_wait_s for t in own[-5:]])
+            waits.append((own[-1].time, now - busy))
+        elif self._has_batch != trainer.attempt:
+            waits.append((trainer.since, now))
+        return sum(max(0.0, min(end, now) - max(start, begin)) for start, end in waits) / (now - begin)
+
+
+def _is_hosted(spec: ComponentSpec) -> bool:
+    return any(word.startswith("atropos_envs.") for word in spec.command)
+
+
+def _flag(command: Sequence[str], name: str) -> str | None:
+    return next((value for flag, value in pairwise(command) if flag == name), None)
+
+
+def _grown(new: dict[str, int], old: dict[str, int]) -> Counter[str]:
+    return Counter(new) - Counter(old)
+
+
+def _with_engine(flow: Flow, looks: Iterable[EngineLook], begin: float) -> Flow:
+    """With what its engine did from `begin` on."""
+    inside = [look for look in looks if look.at >= begin - ASK_S]
+    if len(inside) < 2:
+        return flow
+    first, last = inside[0], inside[-1]
+    seconds = last.at - first.at
+    return replace(
+        flow,
+        seconds=seconds,
+        idle=min(1.0, max(0.0, last[METRIC_IDLE_S] - first[METRIC_IDLE_S]) / seconds),
+        tokens_per_s=max(0.0, last[TOKENS] - first[TOKENS]) / seconds,
+        running=sum(look[RUNNING] for look in inside) / len(inside),
+        slots=last[METRIC_SLOTS],
+    )

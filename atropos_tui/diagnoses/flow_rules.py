@@ -1,0 +1,138 @@
+"""Rules about what environments make: all flat, all left out, all failing, nothing at all, or less than the others wait
+for. Each judges one environment by its `Flow`; the first that speaks explains it, the others are silent then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from atropos_tui.diagnoses.metric_rules import GROUPS_ALL_FLAT, LOOK_AT_ROLLOUTS, NEARLY_ALL
+from atropos_tui.diagnoses.model import Diagnosis, Rule, shortened
+from atropos_tui.diagnoses.stall_rules import FLAT, Flow, RunSnapshot
+
+MANY = 8
+"""Groups, or failures; fewer may be chance."""
+SILENT_S = 20.0
+"""Since it was registered: BaseEnv begins five seconds after that."""
+BOTH_WAIT = 0.3
+"""Share of the time in which trainer and engine both have no work, from which on it is worth a word."""
+MUCH_FLAT = 0.3
+REFUSALS = ("EngineRefused", "BadRequestError", "ClientResponseError")
+"""Errors of requests that the engine refuses, which it explains itself (`rollouts_refused`)."""
+
+Said = tuple[str, str, str] | None
+"""Title, evidence and fix."""
+
+
+def all_flat(env: str, flow: Flow) -> Said:
+    if flow.made < MANY or flow.flat < NEARLY_ALL * flow.made:
+        return None
+    return (
+        f"the groups of {env} are flat: nothing is learnt from them",
+        f"{flow.flat} of the newest {flow.made} groups have one score for all of the group",
+        LOOK_AT_ROLLOUTS,
+    )
+
+
+def left_out(env: str, flow: Flow) -> Said:
+    others = flow.left_out - Counter({FLAT: flow.flat})
+    if flow.made < MANY or flow.made - flow.sent < NEARLY_ALL * flow.made or not others:
+        return None
+    reasons = ", ".join(f"{count} times {reason}" for reason, count in flow.left_out.most_common(3))
+    return (
+        f"the groups of {env} are left out",
+        f"{flow.made - flow.sent} of the newest {flow.made}: {reasons} ({flow.counted_s:.0f} s)",
+        "what the reason names, in its program or under [env.args]: env.group_size, or env.max_token_length below "
+        "[trainer] seq_len; scores have to be finite numbers",
+    )
+
+
+def failing(env: str, flow: Flow) -> Said:
+    failures = Counter({why: count for why, count in flow.failures.items() if not why.startswith(REFUSALS)})
+    failed = failures.total()
+    if failed < MANY or failed < NEARLY_ALL * (failed + flow.made):
+        return None
+    reason, count = failures.most_common(1)[0]
+    return (
+        f"the rollouts of {env} fail",
+        f"{failed} failed and {flow.made} were made in {flow.counted_s:.0f} s; {count} times {reason}",
+        f"mend its program; the first failure of each kind stands in its log with its place: atropos-tui logs {env} "
+        "--grep 'a rollout failed'",
+    )
+
+
+def silent(env: str, flow: Flow) -> Said:
+    if flow.registered_s is None or flow.registered_s < SILENT_S or flow.asked_s is not None:
+        return None
+    if not flow.watches_engine or flow.made or flow.failures:
+        return None
+    return (
+        f"{env} is registered but sends nothing",
+        f"{flow.registered_s:.0f} s after its registration at run-api {flow.engine} has got no request, and run-api no "
+        "group",
+        f"what does it wait for? atropos-tui logs {env} -n 50. A program of your own must ask {flow.engine}: --openai."
+        "base_url is derived, unless its config_init returns a bare APIServerConfig (start it by script = or module =, "
+        "and it is hosted)",
+    )
+
+
+def bottleneck(env: str, flow: Flow) -> Said:
+    """Both wait: by the share of the time in which the trainer has no batch and the engine no request."""
+    if flow.seconds is None or flow.waiting + flow.idle - 1.0 < BOTH_WAIT:
+        return None
+    came, could = "no group" if flow.counts else "groups that nobody counts", ""
+    if flow.made:
+        per_s = flow.made / max(flow.counted_s, 1.0)
+        came = f"{flow.made} groups in {flow.counted_s:.0f} s ({per_s:.2f}/s, {flow.flat / flow.made:.0%} of them flat)"
+        could = f"; with no idle time it could make {per_s / (1.0 - flow.idle):.2f}/s" if flow.idle < 1.0 else ""
+    workers = "" if flow.workers is None else f" (now {flow.workers})"
+    fix = (
+        f"more groups in flight: env.max_num_workers under [env.args] of {env}{workers}, as far as "
+        "env.max_batches_offpolicy lets it; what takes long in it beside the engine (scoring, tools) belongs into "
+        "threads: asyncio.to_thread"
+    )
+    if flow.flat > MUCH_FLAT * flow.made:
+        fix += f". And fewer flat groups; {LOOK_AT_ROLLOUTS}"
+    return (
+        f"{env} is the bottleneck: trainer and engine wait for it",
+        f"in {flow.seconds:.0f} s the trainer waited {flow.waiting:.0%} of the time and {flow.engine} had no request "
+        f"{flow.idle:.0%} of it; from {env} came {came}; {flow.engine} made "
+        f"{flow.tokens_per_s:.0f} tokens/s, with {flow.running:.1f} of {flow.slots:.0f} possible sequences at a time"
+        f"{could}",
+        fix,
+    )
+
+
+@dataclass(frozen=True)
+class FlowRule(Rule):
+    """A rule over one environment."""
+
+    judge: Callable[[str, Flow], Said]
+    each_attempt = True
+
+    def look(self, run: RunSnapshot) -> dict[str, Diagnosis | None]:
+        """What it says, by environment."""
+        return {env: found for env, found in run.explained.items() if found.rule == self.name}
+
+
+def explain(flows: Mapping[str, Flow], refused: Collection[str]) -> dict[str, Diagnosis]:
+    """What the first rule that speaks of an environment says; nothing of those whose requests are refused."""
+    found = {}
+    for env, flow in flows.items():
+        said = ((rule.name, rule.judge(env, flow)) for rule in FLOW_RULES if env not in refused)
+        name, words = next(((name, words) for name, words in said if words is not None), ("", None))
+        if words is not None:
+            found[env] = Diagnosis(words[0], shortened(words[1]), words[2], name)
+    return found
+
+
+FLOW_RULES = (
+    FlowRule("rollouts_fail", "the rollouts of an environment fail", failing),
+    FlowRule("groups_left_out", "the groups of an environment are left out", left_out),
+    FlowRule(GROUPS_ALL_FLAT, "the groups of an environment are flat", all_flat),
+    FlowRule("environment_silent", "an environment is registered but sends nothing", silent),
+    FlowRule("environment_bound", "an environment is the bottleneck", bottleneck),
+)
+"""The more certain first."""

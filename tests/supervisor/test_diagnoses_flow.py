@@ -1,0 +1,179 @@
+"""Rules about what environments make: by the numbers of a scene, and measured from what the watcher is fed with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
+from atropos_common.control import Role, State
+from atropos_common.records import EnvCountsRecord, TimingRecord
+from atropos_tui.diagnoses.flow import FlowWatch, parse_look
+from atropos_tui.diagnoses.flow_rules import explain
+from atropos_tui.diagnoses.stall_rules import FLAT, Flow, Part, RunSnapshot, no_batches
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
+
+BEGAN = 1e9
+
+
+def flow(sent: int = 0, flat: int = 0, failures: int = 0, **fields: Any) -> Flow:
+    out = Counter({FLAT: flat} if flat else {}) + fields.pop("out", Counter())
+    return Flow(
+        sent=sent, left_out=out, failures=Counter({"KeyError: 'answer'": failures} if failures else {}),
+        **{"counted_s": 20.0} | fields,
+    )  # fmt: skip
+
+
+WAITS = {"seconds": 12.0, "waiting": 0.9, "idle": 0.8, "running": 2.5, "slots": 128.0, "tokens_per_s": 300.0}
+SHORT = Counter({"another number of completions than group_size": 9})
+
+
+@pytest.mark.parametrize(
+    ("rule", "scene", "evidence"),
+    [
+        ("groups_all_flat", flow(1, 19), "19 of the newest 20 groups have one score"),
+        ("groups_all_flat", flow(0, 8, **WAITS), "8 of the newest 8"),
+        ("groups_left_out", flow(0, 1, out=SHORT), "9 times another number of completions than group_size"),
+        ("rollouts_fail", flow(1, 0, 20), "20 times KeyError: 'answer'"),
+        ("environment_silent", flow(registered_s=21.0, watches_engine=True), "21 s after its registration"),
+        ("environment_bound", flow(6, 4, **WAITS), "waited 90% of the time and vllm had no request 80% of it"),
+        ("environment_bound", flow(6, 4, **WAITS), "10 groups in 20 s (0.50/s, 40% of them flat)"),
+        ("environment_bound", flow(6, 4, **WAITS), "with 2.5 of 128 possible sequences"),
+        ("environment_bound", flow(6, 4, **WAITS), "it could make 2.50/s"),
+        ("environment_bound", flow(**WAITS), "came no group"),
+        ("environment_bound", flow(**WAITS, counts=False), "came groups that nobody counts"),
+    ],
+)
+def test_what_holds_an_environment_up_is_told_with_its_numbers(rule: str, scene: Flow, evidence: str) -> None:
+    found = explain({"rg": scene}, ())
+    assert found["rg"].rule == rule and "rg" in found["rg"].title
+    assert evidence in found["rg"].evidence, found["rg"].evidence
+    assert not any(letter.isdigit() for letter in found["rg"].title), "another title is another cause, told again"
+    assert explain({"rg": scene}, ("rg",)) == {}, "its refused requests explain it"
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [
+        flow(2, 8),
+        flow(0, 7),
+        flow(90, 10, 60),
+        replace(flow(), failures=Counter({"EngineRefused: the server refuses top_p": 90})),
+        flow(registered_s=19.0, watches_engine=True),
+        flow(registered_s=300.0),  # nobody knows what the engine got
+        flow(registered_s=300.0, watches_engine=True, asked_s=200.0),
+        flow(10, **WAITS | {"idle": 0.3}),
+        flow(10, **WAITS | {"waiting": 0.4}),
+        flow(10, **WAITS | {"seconds": None}),
+    ],
+)
+def test_an_ordinary_flow_is_no_trouble(scene: Flow) -> None:
+    assert explain({"rg": scene}, ()) == {}
+
+
+def test_the_fix_names_the_key_with_its_present_value() -> None:
+    assert (
+        "env.max_num_workers under [env.args] of rg (now 8)"
+        in explain({"rg": flow(9, workers="8", **WAITS)}, ())["rg"].fix
+    )
+    assert "fewer flat groups" in explain({"rg": flow(6, 4, **WAITS)}, ())["rg"].fix
+
+
+def test_who_is_explained_makes_no_slow_rollouts() -> None:
+    parts = tuple(part(role, BEGAN) for role in (Role.API, Role.ENV, Role.ENGINE, Role.TRAINER))
+    still = RunSnapshot(BEGAN + 400, parts, step=7, step_at=BEGAN + 100)
+    assert no_batches(still) is not None
+    assert no_batches(RunSnapshot(**vars(still) | {"explained": explain({"env": flow(0, 9)}, ())})) is None
+
+
+def part(role: Role, since: float, attempt: int = 1) -> Part:
+    names = {Role.ENGINE: "vllm"}
+    return Part(names.get(role, role.value), role, State.HEALTHY, since, started_at=since - 2, attempt=attempt)
+
+
+def component(role: Role, name: str = "", **fields: Any) -> ComponentSpec:
+    return ComponentSpec(name=name or role.value, role=role, command=["x", "--env.max_num_workers", "8"], **fields)
+
+
+STACK = StackSpec(
+    run_id="r", name="r", mode="none", run_dir="/nowhere",
+    components=[
+        component(Role.API, port=1), component(Role.ENGINE, "vllm", port=2), component(Role.ENV),
+        component(Role.TRAINER),
+    ],
+)  # fmt: skip
+PARTS = [part(role, BEGAN) for role in (Role.API, Role.ENGINE, Role.ENV, Role.TRAINER)]
+STEPPED = {"train_s": 1.0, "sync_s": 0.0, "checkpoint_s": 0.0, "tokens_per_s": 1.0, "attempt": 1}
+
+
+def page(idle_s: float, requests: int, running: float, tokens: float) -> str:
+    return (
+        f"# TYPE {METRIC_IDLE_S} counter\n{METRIC_IDLE_S} {idle_s}\n{METRIC_REQUESTS} {requests}\n{METRIC_SLOTS} 16.0\n"
+        f'vllm:num_requests_running{{engine="0",model_name="m"}} {running}\n'
+        f'vllm:generation_tokens_total{{engine="0"}} {tokens}\nvllm:other{{engine="0"}} nonsense\n'
+    )
+
+
+def test_a_page_of_another_server_is_no_look() -> None:
+    assert parse_look('vllm:num_requests_running{engine="0"} 3.0\n', 1.0) is None
+
+
+def played(*, requests: int = 3) -> tuple[FlowWatch, float]:
+    """Twenty seconds: of each two the engine has a request for half a second; steps of 4 s wait for 3; no ninth."""
+    watch, env = FlowWatch(STACK), PARTS[2]
+    watch.registered(env, BEGAN)
+    for second in range(21):
+        now = BEGAN + second
+        seen = requests if second else 0
+        watch.ask(PARTS, now, lambda _, at=second, seen=seen: page(at * 0.75, seen + at * bool(seen), 1.0, at * 30.0))
+        if second % 4 == 0 and 0 < second <= 16:
+            watch.step(TimingRecord(time=now, step=second // 4, step_s=4.0, data_wait_s=3.0, **STEPPED))
+        if second % 5 == 0 and second:
+            watch.count(EnvCountsRecord(time=now, env="env", sent=second, left_out={FLAT: second}))
+    return watch, now
+
+
+def test_waiting_and_idleness_are_measured_over_the_newest_seconds() -> None:
+    watch, now = played()
+    found = watch.view(PARTS, now)["env"]
+    assert (found.sent, found.flat, found.workers, found.slots) == (20, 20, "8", 16.0)
+    assert found.idle == pytest.approx(0.75) and found.tokens_per_s == pytest.approx(30.0)
+    # From 8 to 20: 8-11 and 12-15 of the steps; 16-19 after the last one, whose successor would train for one second.
+    assert found.waiting == pytest.approx(9 / 12)
+    assert explain({"env": found}, ())["env"].rule == "environment_bound"
+    assert watch.view(PARTS, BEGAN + 7)["env"].seconds is None, "too early to say"
+
+
+def test_an_engine_that_nobody_asks_makes_a_silent_environment_and_no_bottleneck() -> None:
+    watch, env = FlowWatch(STACK), PARTS[2]
+    watch.registered(env, BEGAN)
+    for second in range(25):
+        watch.ask(PARTS, BEGAN + second, lambda _, at=second: page(at, 7, 0.0, 0.0))
+    found = watch.view(PARTS, BEGAN + 24)["env"]
+    assert explain({"env": found}, ())["env"].rule == "environment_silent"
+    again = [part(Role.ENV, BEGAN + 20, attempt=2) if each.role is Role.ENV else each for each in PARTS]
+    assert explain(watch.view(again, BEGAN + 24), ()) == {}, "its next attempt is not registered yet"
+
+
+def test_a_trainer_that_has_its_first_batch_does_not_wait() -> None:
+    watch, env = FlowWatch(STACK), PARTS[2]
+    watch.registered(env, BEGAN)
+    for second in range(20):
+        watch.ask(PARTS, BEGAN + second, lambda _, at=second: page(at, at, 0.0, 0.0))
+    assert watch.view(PARTS, BEGAN + 19)["env"].waiting == pytest.approx(1.0)
+    watch.printed(PARTS[3], Counter({"first batches": 1}), BEGAN + 19)
+    assert watch.view(PARTS, BEGAN + 19)["env"].waiting == 0.0
+
+
+def test_groups_of_one_that_nobody_hosts_are_counted_from_the_logs() -> None:
+    watch = FlowWatch(STACK)
+    assert watch.view(PARTS, BEGAN)["env"].counts is False
+    for second in range(1, 11):
+        watch.printed(PARTS[0], Counter({"groups": 1}), BEGAN + second)
+        watch.printed(PARTS[2], Counter({"dropped groups": 9}), BEGAN + second)
+    found = watch.view(PARTS, BEGAN + 11)["env"]
+    assert (found.sent, found.flat) == (10, 90)
+    assert explain({"env": found}, ())["env"].rule == "groups_all_flat"

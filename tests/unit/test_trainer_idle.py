@@ -1,0 +1,47 @@
+"""How long the engines idle, by their own count: between two looks of the trainer, over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from trainer_core.server.client import IdleMeter, ServerClient
+
+
+class Engines:
+    """What two servers answer, and the trainer's clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 50.0
+        self.idle: list[float | None] = [0.0, 0.0]
+        monkeypatch.setattr("trainer_core.server.client.time.monotonic", lambda: self.now)
+        self.meter = IdleMeter([ServerClient("http://x", transport=self._transport(at)) for at in range(2)])
+
+    def _transport(self, at: int) -> httpx.MockTransport:
+        def answer(request: httpx.Request) -> httpx.Response:
+            assert request.url.path == "/bridge/info"
+            if self.idle[at] == -1:
+                return httpx.Response(503, json={"error": "the engine died"})
+            info: dict[str, Any] = {"instance_id": "i", "model": "m", "vllm_version": "0", "idle_s": self.idle[at]}
+            return httpx.Response(200, json=info)
+
+        return httpx.MockTransport(answer)
+
+    def look(self, after_s: float, *idle: float | None) -> float | None:
+        self.now += after_s
+        self.idle = list(idle)
+        return self.meter.measure()
+
+
+def test_the_share_is_of_the_time_since_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines(monkeypatch)
+    assert engines.look(0, 100.0, 7.0) is None, "nothing to compare with"
+    assert engines.look(4, 103.0, 8.0) == pytest.approx(0.5)
+    assert engines.look(2, 105.1, 10.0) == 1.0, "the way there takes time, too"
+    assert engines.look(2, 0.5, 11.0) is None, "one began anew"
+    assert engines.look(2, 0.5, 12.0) == pytest.approx(0.25)
+    assert engines.look(2, -1, 12.0) is None and engines.look(2, 1.0, 12.0) is None, "one did not answer"
+    assert engines.look(2, 2.0, 12.0) == pytest.approx(0.25)
+    assert engines.look(2, None, 13.0) is None, "a server that does not count"
