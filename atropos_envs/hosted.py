@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import logging
 import signal
+import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -258,6 +259,8 @@ class Foreign(Hosted):
 def missing_package(error: ImportError) -> str:
     """The way out of an import that failed."""
     package = (error.name or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package != error.name and package in sys.modules:
+        return f"the installed {package} has no module {error.name!r}: the environment is written for another version"
     if isinstance(error, ModuleNotFoundError) and package:
         return (
             f"the environment needs the Python package {package!r}, which is not installed. Install what its own "

@@ -16,7 +16,7 @@ from atropos_envs import EnvFault, runner
 from atropos_envs.base import StackEnv
 from atropos_envs.engine_client import EngineClient
 from atropos_envs.evaluation import EvalLog
-from atropos_envs.hosted import Foreign, Hosted, hosted
+from atropos_envs.hosted import Foreign, Hosted, hosted, missing_package
 from atropos_envs.tally import Tally, reason_of
 
 ENV = """
@@ -134,3 +134,40 @@ def test_the_root_of_retries_is_named() -> None:
     with pytest.raises(RetryError) as caught:
         fails()
     assert reason_of(caught.value) == "ConnectionError: gone for good"
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_file_with_relative_imports_runs_as_part_of_its_package(
+    declared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(BaseEnv, "cli", classmethod(ran.append))
+    monkeypatch.setattr("sys.argv", ["x"])
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    top = f"games{declared}"
+    folder = tmp_path / top / "cards"
+    folder.mkdir(parents=True)
+    if declared:
+        (folder.parent / "__init__.py").write_text("from .deck import NAME")
+        (folder / "__init__.py").write_text("")
+    (folder / "rules.py").write_text("RULE = 3")
+    (folder.parent / "deck.py").write_text("NAME = 'deck'")
+    imports = "from .rules import RULE\nfrom ..deck import NAME\nimport rules\n"
+    (folder / "env.py").write_text(imports + ENV.format(name="A") + 'if __name__ == "__main__": A.cli()')
+    runner.run([str(folder / "env.py"), "serve"])
+    runner.run([f"{folder / 'env.py'}:A", "serve"])
+    assert [each.__name__ for each in ran] == ["A", "A"]
+
+
+def test_a_name_of_older_releases_is_still_importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(BaseEnv, "cli", classmethod(ran.append))
+    monkeypatch.setattr("sys.argv", ["x"])
+    (tmp_path / "e.py").write_text("from atroposlib.envs.base import OpenaiConfig\n" + ENV.format(name="A"))
+    runner.run([str(tmp_path / "e.py"), "serve"])
+    assert len(ran) == 1
+
+
+def test_a_module_that_the_installed_atroposlib_lacks_is_no_missing_package() -> None:
+    error = ModuleNotFoundError("No module named 'atroposlib.envs.x'", name="atroposlib.envs.x")
+    assert "no module 'atroposlib.envs.x': the environment is written for another version" in missing_package(error)
