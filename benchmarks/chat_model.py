@@ -1,4 +1,4 @@
-"""A tiny Qwen3 with random weights that any environment can talk to: a byte-level tokenizer and a chat template.
+"""A tiny Qwen3 that any environment can talk to: a byte-level tokenizer, a chat template, answers in forms they parse.
 
     python -m benchmarks.chat_model FOLDER TEXT_FOLDER
 
@@ -8,14 +8,18 @@ the `*.py` and `*.md` files of TEXT_FOLDER, so that their prompts are about as l
 
 from __future__ import annotations
 
+import random
+import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 CONTEXT = 4096
 VOCABULARY = 4096
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-END_WEIGHT = 1.1
-"""Gives the end a share of about one token in 150; without it, one in 4,096, and every answer fills the context."""
 TEXTS = 400
 """Files read, at most."""
 TEMPLATE = (
@@ -26,6 +30,35 @@ TEMPLATE = (
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}"
 )
 """ChatML, with parts of a content that are text."""
+
+
+FORMS = (
+    "\\boxed{N}", "<answer>N</answer>", "<answer>L</answer>", "The best answer is: L", "The answer is N.", "Answer: N",
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "N"}}\n</tool_call>',
+    '<tool_call>\n{"arguments": {"action": "hit"}, "name": "take_action"}\n</tool_call>',
+    '<tool_call>\n{"arguments": {"action": "stick"}, "name": "take_action"}\n</tool_call>',
+    '<tool_call>\n{"arguments": {"action": N}, "name": "take_action"}\n</tool_call>',
+    "The prediction is: W", "<answer>W</answer>", "raise N", "fold", "call", '{"x": N}', "A", "B",
+)  # fmt: skip
+"""How environments want to be answered; N is a digit below 4, L a letter of A to D, W raised, maintained or reduced."""
+WORDS = (
+    "so",
+    "we",
+    "look",
+    "at",
+    "the",
+    "number",
+    "and",
+    "think",
+    "about",
+    "what",
+    "it",
+    "means",
+    "count",
+    "once",
+    "more",
+)
+TEACH_STEPS, TEACH_ROWS = 200, 16
 
 
 def make_chat_model(folder: Path, texts: Path) -> Path:
@@ -57,14 +90,50 @@ def make_chat_model(folder: Path, texts: Path) -> Path:
             bos_token_id=None, eos_token_id=2, pad_token_id=0, dtype="float32",
         )
     )  # fmt: skip
-    # The first channel is the same in every hidden state, so it is a bias of the tied head: of the end, here.
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 0.1
-        model.model.embed_tokens.weight[2, 0] = END_WEIGHT
+    teach_forms(model, tokenizer, [path.read_text(errors="replace") for path in files[:40]])
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     return folder
+
+
+def teach_forms(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> None:
+    """Answers after any prompt: a thought and one or two of `FORMS`, at random.
+
+    Environments that leave out groups whose answers are all worth the same then see some that are not, which random
+    weights never give them.
+    """
+    import torch
+
+    rng = random.Random(0)
+    torch.set_num_threads(1)
+    encoded = [ids for text in texts if len(ids := tokenizer.encode(text)) > 1000]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(TEACH_STEPS):
+        rows, answers = [], []
+        length = rng.randrange(5, 40) if step % 10 else 900
+        for _ in range(TEACH_ROWS if step % 10 else 2):
+            source = rng.choice(encoded)
+            start = rng.randrange(len(source) - length)
+            answers.append(tokenizer.encode(f"<|im_start|>assistant\n{an_answer(rng)}<|im_end|>"))
+            rows.append(source[start : start + length] + [2] + answers[-1])
+        width, kept = max(map(len, rows)), max(map(len, answers))
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        logits = model(ids, logits_to_keep=kept + 1).logits[:, :-1]
+        labels = ids[:, -kept:].masked_fill(ids[:, -kept:] == 0, -100)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def an_answer(rng: random.Random) -> str:
+    """One at random."""
+    values = {"N": str(rng.randrange(4)), "L": rng.choice("ABCD"), "W": rng.choice(("raised", "maintained", "reduced"))}
+    forms = rng.sample(FORMS, rng.choice((1, 1, 2)))
+    said = "\n".join(re.sub(r"\b[NLW]\b", lambda found: values[found[0]], form) for form in forms)
+    thought = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(5, 20)))
+    return f"<think>\n{thought}\n</think>\n\n{said}" if rng.random() < 0.9 else said
 
 
 if __name__ == "__main__":

@@ -15,9 +15,11 @@ import argparse
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -35,14 +37,14 @@ from benchmarks.upstream_files import OFFLINE, Candidate, find, flags, screen, w
 STEPS = 3
 GROUP = 4
 BATCH = 8
-A_STACK = 8
+A_STACK = 12
 """Files that take turns in one stack: the engine's start is what costs most."""
 REGISTERED = "registered as environment"
 SILENT = "no group came in time"
 ADJUSTMENTS = Path(__file__).with_suffix(".toml")
 FEWEST_GROUPS = STEPS * BATCH // GROUP
 """What three steps take, so that all of them are this environment's."""
-READY_S, EACH_S = 300.0, 120.0
+READY_S, EACH_S = 300.0, 60.0
 """Patience for the engine and the trainer, and for three steps of one environment that runs."""
 PROFILE = """
 name = "upstream"
@@ -99,6 +101,7 @@ command = ["sh", "-c", "until [ -e {go} ]; do sleep 0.2; done"]
 
 def main() -> int:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a stack that runs is taken down
     results, checkout = options.results.resolve(), options.checkout.resolve()
     adjustments = tomllib.loads(ADJUSTMENTS.read_text())
     candidates = [
@@ -119,6 +122,7 @@ def run_all(
     todo: list[Candidate], checkout: Path, results: Path, adjustments: dict[str, Any], *, screen_only: bool
 ) -> None:
     """Screen all, then run what is set up, a few to a stack; a record for each as soon as its outcome is known."""
+    os.environ |= OFFLINE | {"HF_DATASETS_CACHE": tempfile.mkdtemp(prefix="atropos-upstream-")}  # rows may have changed
     model = make_chat_model(results / "chat-model", checkout / "environments")
     import_what_all_import()
     waiting: list[Try] = []
@@ -242,13 +246,21 @@ def take_turn(attempt: Try, run: RunDir, stack: subprocess.Popen[bytes]) -> None
     bad = counts.failures or counts.left_out
     reason = ""
     if not trained:
-        reason = why(log) if not started or _ended(run, name) else SILENT
+        reason = why(log) if not started or _ended(run, name) else _silence(log)
         reason = f"every group: {max(bad, key=lambda each: bad[each])}" if started and bad else reason
     attempt.row |= {
         "outcome": "trained" if trained else "started" if started else "failed", "reason": reason,
         "steps": min(steps, STEPS) if counts.sent else 0, "groups": counts.sent, "left_out": dict(counts.left_out),
         "failures": dict(counts.failures), "adjusted": dict(counts.adjusted),
     }  # fmt: skip
+
+
+def _silence(log: str) -> str:
+    """Why one that runs sends nothing: a key that it misses, or what it called an error."""
+    key = re.search(r"\b[A-Z][A-Z_]*API_KEY\b", log)
+    errors = re.findall(r"^\S+ \S+ ERROR [\w.]+: (.*)$", log, re.MULTILINE)
+    said = "; ".join([*([f"wants {key[0]}"] if key else []), *errors[-1:]])
+    return f"{SILENT}: {said}"[:200] if said else f"{SILENT}; it leaves out groups whose answers are all worth the same"
 
 
 def _until(condition: Callable[[], bool], stack: subprocess.Popen[bytes], seconds: float) -> None:
@@ -295,7 +307,7 @@ def _records(path: Path) -> Iterator[Any]:
 def write_data(folder: Path, known: dict[str, Any], wanted: list[str]) -> None:
     """Rows that stand in for data sets of a hub, in folders of their names: `datasets` looks there first.
 
-    In `upstream.toml` a set has `splits`, and `rows`; {n} in a text is the row's number.
+    In `upstream.toml` a set has `splits`, and `rows`; {n} in a text is the row's number, {m} the same modulo 4.
     """
     for name in wanted:
         data = known[name]
@@ -315,7 +327,7 @@ def write_data(folder: Path, known: dict[str, Any], wanted: list[str]) -> None:
 
 def _filled(value: Any, number: int) -> Any:
     if isinstance(value, str):
-        return value.replace("{n}", str(number))
+        return value.replace("{n}", str(number)).replace("{m}", str(number % 4))
     if isinstance(value, list):
         return [_filled(each, number) for each in value]
     if isinstance(value, dict):
