@@ -15,6 +15,7 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from atroposlib.envs import base
@@ -84,9 +85,7 @@ def _execute(target: str, name: str) -> dict[str, Any]:
             folder = path.resolve().parent
             sys.path.insert(0, str(folder))  # as `python FILE.py` does
             if depth := _package_depth(path):
-                sys.path.insert(0, str(folder.parents[depth - 1]))
-                module = ".".join([*folder.parts[-depth:], path.stem])
-                return runpy.run_module(module, run_name=name, alter_sys=True)
+                return runpy.run_module(_as_module(folder, depth, path.stem), run_name=name, alter_sys=True)
             return runpy.run_path(str(path), run_name=name)
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; ours were imported before
         return runpy.run_module(target, run_name=name, alter_sys=True)
@@ -105,6 +104,19 @@ def _package_depth(path: Path) -> int:
     while 0 < depth < len(parents) - 1 and (parents[depth] / "__init__.py").exists():
         depth += 1
     return depth
+
+
+def _as_module(folder: Path, depth: int, stem: str) -> str:
+    """The dotted name of a file in the last `depth` folders, which are packages from now on."""
+    sys.path.insert(0, str(folder.parents[depth - 1]))
+    names = folder.parts[-depth:]
+    for level in range(1, depth + 1):
+        place = folder.parents[depth - level - 1] if level < depth else folder
+        if not (place / "__init__.py").exists():  # a file in it of the same name would be found instead of the folder
+            package = ModuleType(".".join(names[:level]))
+            package.__path__ = [str(place)]
+            sys.modules[package.__name__] = package
+    return ".".join([*names, stem])
 
 
 def _only_class(found: dict[str, Any], target: str, wanted: str) -> type[BaseEnv]:

@@ -145,7 +145,7 @@ def test_a_file_with_relative_imports_runs_as_part_of_its_package(
     monkeypatch.setattr("sys.argv", ["x"])
     monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
     top = f"games{declared}"
-    folder = tmp_path / top / "cards"
+    folder = tmp_path / top / "env"  # named like the file, as environments often are
     folder.mkdir(parents=True)
     if declared:
         (folder.parent / "__init__.py").write_text("from .deck import NAME")
@@ -171,3 +171,18 @@ def test_a_name_of_older_releases_is_still_importable(tmp_path: Path, monkeypatc
 def test_a_module_that_the_installed_atroposlib_lacks_is_no_missing_package() -> None:
     error = ModuleNotFoundError("No module named 'atroposlib.envs.x'", name="atroposlib.envs.x")
     assert "no module 'atroposlib.envs.x': the environment is written for another version" in missing_package(error)
+
+
+def test_a_folder_named_like_its_file_is_a_package_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(BaseEnv, "cli", classmethod(ran.append))
+    monkeypatch.setattr("sys.argv", ["x"])
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    folder = tmp_path / "solitaire_x"
+    folder.mkdir()
+    (folder / "rules.py").write_text("RULE = 3")
+    (folder / "solitaire_x.py").write_text("from .rules import RULE\n" + ENV.format(name="A"))
+    runner.run([str(folder / "solitaire_x.py"), "serve"])
+    assert len(ran) == 1
