@@ -260,7 +260,7 @@ def missing_package(error: ImportError) -> str:
     """The way out of an import that failed."""
     package = (error.name or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package != error.name and package in sys.modules:
-        return f"the installed {package} has no module {error.name!r}: the environment is written for another version"
+        return f"the {package} that is here has no module {error.name!r}: another version is needed, or its submodules"
     if isinstance(error, ModuleNotFoundError) and package:
         return (
             f"the environment needs the Python package {package!r}, which is not installed. Install what its own "

@@ -23,6 +23,8 @@ NOBODY = "http://127.0.0.1:9"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled", "MPLBACKEND": "Agg"}
 """A hub that is not reached is said at once, not after a minute of tries."""
 _ERROR = re.compile(r"^\S+ \S+ ERROR (?:__main__|atropos_envs\.runner): (.*)$", re.MULTILINE)
+_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[\w.@+-]+/)+")
+"""Of this machine: no reason."""
 _EXCEPTION = re.compile(r"^((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt))\b:? ?(.*)$", re.MULTILINE)
 
 
@@ -160,10 +162,13 @@ REASONS: list[tuple[str, str]] = [
     (r"(?:Couldn't reach|offline mode|OfflineModeIsEnabled|LocalEntryNotFound|Cannot reach|hf\.co|huggingface\.co)"
      r"[^\n]*?['\"]([\w.-]+/[\w.-]+)['\"]", "needs the data set {0} from a hub"),
     (r"['\"]([\w.-]+/[\w.-]+)['\"] (?:doesn't exist|on the Hub|is not a local)", "needs {0} from a hub"),
-    (r"(?:Couldn't reach|offline mode|OfflineMode|LocalEntryNotFound|huggingface\.co)", "needs a data set from a hub"),
+    (r"(?:Couldn't reach|offline mode|OfflineMode|LocalEntryNotFound|huggingface\.co)", "needs a data set or model from a hub"),
     (r"([A-Z][A-Z0-9_]*(?:API_KEY|TOKEN|_KEY))\b", "needs the key {0}"),
     (r"api_key client option must be set", "needs a key of OpenAI"),
     (r"(?i)\b(docker|playwright|chromium)\b", "needs {0}"),
+    (r"cannot import name '(\w+)' from '([\w.]+)'", "{1} has no {0}: it is written for another version"),
+    (r"nltk\.download\(['\"](\w+)", "needs NLTK's data {0}"),
+    (r"Name or service not known|Could not resolve host: (\S+?)\.? ", "needs the network {0}"),
     (r"No such file or directory: ['\"]([^'\"]+)['\"]", "needs the file {0}"),
     (r"(?:is abstract|abstract class (\w+))", "{0} lacks methods that BaseEnv asks for"),
 ]  # fmt: skip
@@ -172,10 +177,10 @@ REASONS: list[tuple[str, str]] = [
 
 def why(output: str) -> str:
     """The reason in a few words: of the last error that the runner said, else of the last exception."""
-    said = _ERROR.findall(output)
+    said = [each for each in _ERROR.findall(output) if "*****" not in each]  # NLTK's words are below its stars
     exceptions = [f"{name}: {text}".rstrip(": ") for name, text in _EXCEPTION.findall(output)]
     for text in [*said[-1:], *exceptions[::-1], output[-3000:]]:
         for pattern, words in REASONS:
             if match := re.search(pattern, text):
-                return words.format(*match.groups(default=""))
-    return (said or exceptions or ["says nothing"])[-1][:160]
+                return _FOLDERS.sub("", words.format(*match.groups(default=""))).strip()
+    return _FOLDERS.sub("", (said or exceptions or ["says nothing"])[-1])[:160]

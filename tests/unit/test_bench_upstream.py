@@ -46,6 +46,8 @@ def test_files_that_define_an_environment_are_found(tmp_path: Path) -> None:
         ("ConnectionError: Couldn't reach 'a/b' on the Hub (LocalEntry)", "needs the data set a/b from a hub"),
         ("openai.OpenAIError: set the OPENAI_API_KEY environment variable", "needs the key OPENAI_API_KEY"),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'anvil'", "needs the file anvil"),
+        ("OSError: [Errno 2] No such file or directory: '/home/me/up/cards.json'", "needs the file cards.json"),
+        ("ImportError: cannot import name 'a' from 'b.c' (/x/y.py)", "b.c has no a: it is written for another version"),
         ("x\nValueError: odd\n", "ValueError: odd"),
         ("1 2 ERROR atropos_envs.runner: cannot\nKeyError: 'a'", "cannot"),
         ("", "says nothing"),
