@@ -137,9 +137,6 @@ def run_all(
         chunk, waiting = waiting[:A_STACK], waiting[A_STACK:]
         with machine_lock():
             rest = run_stack(chunk, results, model)
-        for attempt in chunk:
-            if attempt not in rest:
-                attempt.write(results)
         if len(rest) == len(chunk):
             raise SystemExit(f"the stack does not come up: see {results}/work/up.log")
         waiting = rest + waiting
@@ -217,6 +214,7 @@ def run_stack(chunk: list[Try], results: Path, model: Path) -> list[Try]:
                 break
             gates[attempt.name].touch()
             take_turn(attempt, run, stack)
+            attempt.write(results)
             had.append(attempt)
     finally:
         stack.send_signal(signal.SIGTERM)

@@ -162,7 +162,7 @@ REASONS: list[tuple[str, str]] = [
     (r"(?:Couldn't reach|offline mode|OfflineModeIsEnabled|LocalEntryNotFound|Cannot reach|hf\.co|huggingface\.co)"
      r"[^\n]*?['\"]([\w.-]+/[\w.-]+)['\"]", "needs the data set {0} from a hub"),
     (r"['\"]([\w.-]+/[\w.-]+)['\"] (?:doesn't exist|on the Hub|is not a local)", "needs {0} from a hub"),
-    (r"(?:Couldn't reach|offline mode|OfflineMode|LocalEntryNotFound|huggingface\.co)", "needs a data set or model from a hub"),
+    (r"(?:Couldn't reach|offline mode|OfflineMode|LocalEntryNotFound)", "needs a data set or model from a hub"),
     (r"([A-Z][A-Z0-9_]*(?:API_KEY|TOKEN|_KEY))\b", "needs the key {0}"),
     (r"api_key client option must be set", "needs a key of OpenAI"),
     (r"(?i)\b(docker|playwright|chromium)\b", "needs {0}"),
