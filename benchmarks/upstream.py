@@ -109,7 +109,9 @@ def main() -> int:
     ]
     if not options.table:
         todo = [each for each in candidates if options.again or not _record(results, each).exists()]
-        run_all(todo, checkout, results, adjustments, screen_only=options.screen)
+        with tempfile.TemporaryDirectory(prefix="atropos-upstream-") as cache:  # made rows may have changed since
+            os.environ |= OFFLINE | {"HF_DATASETS_CACHE": cache}
+            run_all(todo, checkout, results, adjustments, screen_only=options.screen)
     print(table([json.loads(path.read_text()) for each in candidates if (path := _record(results, each)).exists()]))
     return 0
 
@@ -122,7 +124,6 @@ def run_all(
     todo: list[Candidate], checkout: Path, results: Path, adjustments: dict[str, Any], *, screen_only: bool
 ) -> None:
     """Screen all, then run what is set up, a few to a stack; a record for each as soon as its outcome is known."""
-    os.environ |= OFFLINE | {"HF_DATASETS_CACHE": tempfile.mkdtemp(prefix="atropos-upstream-")}  # rows may have changed
     model = make_chat_model(results / "chat-model", checkout / "environments")
     import_what_all_import()
     waiting: list[Try] = []
@@ -136,10 +137,7 @@ def run_all(
     while waiting and not screen_only:
         chunk, waiting = waiting[:A_STACK], waiting[A_STACK:]
         with machine_lock():
-            rest = run_stack(chunk, results, model)
-        if len(rest) == len(chunk):
-            raise SystemExit(f"the stack does not come up: see {results}/work/up.log")
-        waiting = rest + waiting
+            waiting = run_stack(chunk, results, model) + waiting
 
 
 @dataclass(eq=False)
@@ -188,17 +186,9 @@ def prepare(each: Candidate, checkout: Path, results: Path, adjustments: dict[st
 
 def run_stack(chunk: list[Try], results: Path, model: Path) -> list[Try]:
     """One `atropos-tui up` in which they take turns; those that had none, because a stack ended early, are returned."""
-    api, engine = free_ports(2)
     root = results / "work" / f"run-{int(time.time())}"
     gates = {attempt.name: root.with_name(f"{root.name}.{index}.go") for index, attempt in enumerate(chunk)}
-    text = PROFILE.format(model=json.dumps(str(model)), api=api, engine=engine, batch=BATCH, context=CONTEXT)
-    for index, attempt in enumerate(chunk):
-        text += ENVIRONMENT.format(
-            name=json.dumps(attempt.name), script=json.dumps(str(attempt.target)), cwd=json.dumps(str(attempt.folder)),
-            gate=f"turn{index}", go=gates[attempt.name], env=_toml(attempt.env), args=_toml(attempt.args),
-        )  # fmt: skip
-    profile = root.with_suffix(".toml")
-    profile.write_text(text)
+    profile = write_profile(root.with_suffix(".toml"), gates, chunk, model)
     command = [sys.executable, "-m", "atropos_tui", "up", str(profile), "--headless", "--run-dir", str(root)]
     keys = {name: value for name, value in os.environ.items() if not name.endswith(("API_KEY", "_TOKEN"))}
     with (results / "work" / "up.log").open("w") as log:
@@ -208,7 +198,8 @@ def run_stack(chunk: list[Try], results: Path, model: Path) -> list[Try]:
         )  # fmt: skip
     run, had = RunDir(root), []
     try:
-        _until(lambda: "Ready to train" in _log(run, "trainer"), stack, READY_S)
+        if not _until(lambda: "Ready to train" in _log(run, "trainer"), stack, READY_S):
+            raise SystemExit(f"the stack does not come up: see {results}/work/up.log")
         for attempt in chunk:
             if stack.poll() is not None:
                 break
@@ -220,6 +211,19 @@ def run_stack(chunk: list[Try], results: Path, model: Path) -> list[Try]:
         stack.send_signal(signal.SIGTERM)
         stack.wait(120)
     return [attempt for attempt in chunk if attempt not in had]
+
+
+def write_profile(path: Path, gates: dict[str, Path], chunk: list[Try], model: Path) -> Path:
+    """The stack's profile, with ports that are free now."""
+    api, engine = free_ports(2)
+    text = PROFILE.format(model=json.dumps(str(model)), api=api, engine=engine, batch=BATCH, context=CONTEXT)
+    for index, attempt in enumerate(chunk):
+        text += ENVIRONMENT.format(
+            name=json.dumps(attempt.name), script=json.dumps(str(attempt.target)), cwd=json.dumps(str(attempt.folder)),
+            gate=f"turn{index}", go=gates[attempt.name], env=_toml(attempt.env), args=_toml(attempt.args),
+        )  # fmt: skip
+    path.write_text(text)
+    return path
 
 
 def take_turn(attempt: Try, run: RunDir, stack: subprocess.Popen[bytes]) -> None:
@@ -261,11 +265,12 @@ def _silence(log: str) -> str:
     return f"{SILENT}: {said}"[:200] if said else f"{SILENT}; it leaves out groups whose answers are all worth the same"
 
 
-def _until(condition: Callable[[], bool], stack: subprocess.Popen[bytes], seconds: float) -> None:
-    """Until it holds, the stack ends or the time is over."""
+def _until(condition: Callable[[], bool], stack: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait until it holds; False where the stack ends before, or the time is over."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end and stack.poll() is None and not condition():
+    while not (held := condition()) and time.monotonic() < end and stack.poll() is None:
         time.sleep(0.5)
+    return held
 
 
 def _log(run: RunDir, name: str) -> str:
