@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -229,6 +230,8 @@ class Foreign(Hosted):
             raise EnvFault("which inference server? Give --openai.base_url http://127.0.0.1:PORT/v1", exit_code=2)
         each_of = configs if len(configs) > 1 else configs * self.servers_asked
         super().__init__(config, [one.model_copy() for one in each_of], slurm=slurm, testing=testing)
+        # transformers 5 answers with a dict where 4, for which these environments and atroposlib are written, gave ids.
+        self.tokenizer.apply_chat_template = partial(self.tokenizer.apply_chat_template, return_dict=False)
 
     async def env_step_checks(self) -> None:
         """Every multiple of `steps_per_eval` is evaluated; BaseEnv misses those that pass between two of its looks."""
