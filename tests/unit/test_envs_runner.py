@@ -18,6 +18,7 @@ from atropos_envs.engine_client import EngineClient
 from atropos_envs.evaluation import EvalLog
 from atropos_envs.hosted import Foreign, Hosted, hosted, missing_package
 from atropos_envs.tally import Tally, reason_of
+from atropos_envs.tiny_model import make_tokenizer
 
 ENV = """
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
@@ -186,3 +187,14 @@ def test_a_folder_named_like_its_file_is_a_package_all_the_same(
     (folder / "solitaire_x.py").write_text("from .rules import RULE\n" + ENV.format(name="A"))
     runner.run([str(folder / "solitaire_x.py"), "serve"])
     assert len(ran) == 1
+
+
+def test_a_chat_template_gives_token_ids_as_with_older_transformers(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    server = APIServerConfig(base_url="http://127.0.0.1:9/v1", model_name=str(tmp_path), api_key="local")
+    made = _env([server], get_next_item=None, evaluate=None)
+    config = BaseEnvConfig(tokenizer_name=str(tmp_path), wandb_name="x", use_wandb=False)
+    env = made(config, [server])
+    assert env.tokenizer.apply_chat_template([{"role": "user", "content": "12"}]) == [3, 4]
