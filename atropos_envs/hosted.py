@@ -12,9 +12,11 @@ import inspect
 import logging
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -245,6 +247,8 @@ class Foreign(Hosted):
             raise EnvFault("which inference server? Give --openai.base_url http://127.0.0.1:PORT/v1", exit_code=2)
         each_of = configs if len(configs) > 1 else configs * self.servers_asked
         super().__init__(config, [one.model_copy() for one in each_of], slurm=slurm, testing=testing)
+        # transformers 5 answers with a dict where 4, for which these environments and atroposlib are written, gave ids.
+        self.tokenizer.apply_chat_template = partial(self.tokenizer.apply_chat_template, return_dict=False)
 
     async def get_server_info(self) -> None:
         """After registering: as many groups in flight as the plan has sequences for, where nobody chose a number. What
@@ -285,6 +289,8 @@ class Foreign(Hosted):
 def missing_package(error: ImportError) -> str:
     """The way out of an import that failed."""
     package = (error.name or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package != error.name and package in sys.modules:
+        return f"the {package} that is here has no module {error.name!r}: another version is needed, or its submodules"
     if isinstance(error, ModuleNotFoundError) and package:
         return (
             f"the environment needs the Python package {package!r}, which is not installed. Install what its own "

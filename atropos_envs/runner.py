@@ -9,14 +9,17 @@ The file or module runs as `__main__`, as its author runs it; where it calls `So
 
 from __future__ import annotations
 
+import ast
 import logging
 import runpy
 import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs import base
+from atroposlib.envs.base import APIServerConfig, BaseEnv
 
 from atropos_envs import EnvFault
 from atropos_envs.base import configure_logging, leave, one_off_defaults
@@ -57,6 +60,7 @@ def run(arguments: list[str]) -> None:
     target, _, wanted = arguments[0].partition(":")
     sys.argv = [target, *one_off_defaults(arguments[1:])]
     original, began = BaseEnv.cli, []
+    base.OpenaiConfig = APIServerConfig  # its name in atroposlib before 0.2, which files of that time import
 
     def cli(cls: type[BaseEnv]) -> None:
         began.append(cls)
@@ -78,7 +82,10 @@ def _execute(target: str, name: str) -> dict[str, Any]:
             path = Path(target)
             if not path.is_file():
                 raise EnvFault(f"there is no file {target}", exit_code=2)
-            sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` does
+            folder = path.resolve().parent
+            sys.path.insert(0, str(folder))  # as `python FILE.py` does
+            if depth := _package_depth(path):
+                return runpy.run_module(_as_module(folder, depth, path.stem), run_name=name, alter_sys=True)
             return runpy.run_path(str(path), run_name=name)
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; ours were imported before
         return runpy.run_module(target, run_name=name, alter_sys=True)
@@ -86,6 +93,30 @@ def _execute(target: str, name: str) -> dict[str, Any]:
         raise EnvFault(missing_package(error), exit_code=2) from error
     except SyntaxError as error:
         raise EnvFault(f"{error.filename}, line {error.lineno}: {error.msg}", exit_code=2) from None
+
+
+def _package_depth(path: Path) -> int:
+    """Folders above a file that must be packages for its relative imports, with those above that say they are; 0 for a
+    file without such imports, which runs alone. As `python FILE.py` a file with them never begins."""
+    tree = ast.parse(path.read_bytes(), str(path))
+    levels = [node.level for node in tree.body if isinstance(node, ast.ImportFrom)]
+    depth, parents = max(levels, default=0), path.resolve().parents
+    while 0 < depth < len(parents) - 1 and (parents[depth] / "__init__.py").exists():
+        depth += 1
+    return depth
+
+
+def _as_module(folder: Path, depth: int, stem: str) -> str:
+    """The dotted name of a file in the last `depth` folders, which are packages from now on."""
+    sys.path.insert(0, str(folder.parents[depth - 1]))
+    names = folder.parts[-depth:]
+    for level in range(1, depth + 1):
+        place = folder.parents[depth - level - 1] if level < depth else folder
+        if not (place / "__init__.py").exists():  # a file in it of the same name would be found instead of the folder
+            package = ModuleType(".".join(names[:level]))
+            package.__path__ = [str(place)]
+            sys.modules[package.__name__] = package
+    return ".".join([*names, stem])
 
 
 def _only_class(found: dict[str, Any], target: str, wanted: str) -> type[BaseEnv]:

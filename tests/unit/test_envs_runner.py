@@ -17,8 +17,9 @@ from atropos_envs import EnvFault, runner
 from atropos_envs.base import StackEnv
 from atropos_envs.engine_client import EngineClient
 from atropos_envs.evaluation import EvalLog
-from atropos_envs.hosted import Foreign, Hosted, hosted
+from atropos_envs.hosted import Foreign, Hosted, hosted, missing_package
 from atropos_envs.tally import Tally, reason_of
+from atropos_envs.tiny_model import make_tokenizer
 
 ENV = """
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
@@ -168,3 +169,66 @@ def test_the_root_of_retries_is_named() -> None:
     with pytest.raises(RetryError) as caught:
         fails()
     assert reason_of(caught.value) == "ConnectionError: gone for good"
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_file_with_relative_imports_runs_as_part_of_its_package(
+    declared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(BaseEnv, "cli", classmethod(ran.append))
+    monkeypatch.setattr("sys.argv", ["x"])
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    top = f"games{declared}"
+    folder = tmp_path / top / "env"  # named like the file, as environments often are
+    folder.mkdir(parents=True)
+    if declared:
+        (folder.parent / "__init__.py").write_text("from .deck import NAME")
+        (folder / "__init__.py").write_text("")
+    (folder / "rules.py").write_text("RULE = 3")
+    (folder.parent / "deck.py").write_text("NAME = 'deck'")
+    imports = "from .rules import RULE\nfrom ..deck import NAME\nimport rules\n"
+    (folder / "env.py").write_text(imports + ENV.format(name="A") + 'if __name__ == "__main__": A.cli()')
+    runner.run([str(folder / "env.py"), "serve"])
+    runner.run([f"{folder / 'env.py'}:A", "serve"])
+    assert [each.__name__ for each in ran] == ["A", "A"]
+
+
+def test_a_name_of_older_releases_is_still_importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(BaseEnv, "cli", classmethod(ran.append))
+    monkeypatch.setattr("sys.argv", ["x"])
+    (tmp_path / "e.py").write_text("from atroposlib.envs.base import OpenaiConfig\n" + ENV.format(name="A"))
+    runner.run([str(tmp_path / "e.py"), "serve"])
+    assert len(ran) == 1
+
+
+def test_a_module_that_the_installed_atroposlib_lacks_is_no_missing_package() -> None:
+    error = ModuleNotFoundError("No module named 'atroposlib.envs.x'", name="atroposlib.envs.x")
+    assert "no module 'atroposlib.envs.x': another version is needed" in missing_package(error)
+
+
+def test_a_folder_named_like_its_file_is_a_package_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(BaseEnv, "cli", classmethod(ran.append))
+    monkeypatch.setattr("sys.argv", ["x"])
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    folder = tmp_path / "solitaire_x"
+    folder.mkdir()
+    (folder / "rules.py").write_text("RULE = 3")
+    (folder / "solitaire_x.py").write_text("from .rules import RULE\n" + ENV.format(name="A"))
+    runner.run([str(folder / "solitaire_x.py"), "serve"])
+    assert len(ran) == 1
+
+
+def test_a_chat_template_gives_token_ids_as_with_older_transformers(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    server = APIServerConfig(base_url="http://127.0.0.1:9/v1", model_name=str(tmp_path), api_key="local")
+    made = _env([server], get_next_item=None, evaluate=None)
+    config = BaseEnvConfig(tokenizer_name=str(tmp_path), wandb_name="x", use_wandb=False)
+    env = made(config, [server])
+    assert env.tokenizer.apply_chat_template([{"role": "user", "content": "12"}]) == [3, 4]
