@@ -119,7 +119,7 @@ def test_an_impossible_run_directory_is_a_mistake(
 def test_runs_shows_odd_names_in_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDir(tmp_path / "runs" / "a\n\x1b]0;pwn\x07b")
     run.root.mkdir(parents=True)
-    run.run_json.write_text(json.dumps({"run_id": "x\ny\x1b[31m", "mode": "m"}))
+    run.run_json.write_text(json.dumps({"run_id": "x", "mode": "m\n\x1b[31m"}))
     run.result_json.write_text(json.dumps({"exit_code": 0}))
     assert main.run(["runs"]) == 0
     text = capsys.readouterr().out
