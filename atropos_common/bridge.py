@@ -158,6 +158,10 @@ class VersionsResponse(BridgeMessage):
     """Oldest and newest weight version of each completion, in the order asked; null for one not known."""
 
 
+GREEDY_BELOW = 1e-5
+"""vLLM takes a lower temperature for greedy decoding, whose logprobs are those at temperature 1."""
+
+
 class LogprobsRequest(BridgeMessage):
     """Completions that came to the trainer without logprobs: `prompts[i]` is the `prompt_digest` of all tokens before
     `completions[i]`, which are generated token ids."""

@@ -85,7 +85,7 @@ class StackEnv(Hosted):
         self._evaluating = asyncio.Lock()
         run = RunDir.from_env()
         self._place = run.bridge / f"env.{self.component}.items" if run is not None else None
-        self._taken = 0
+        self._taken: int | None = None
 
     # What a subclass gives
 
@@ -105,7 +105,7 @@ class StackEnv(Hosted):
 
     async def get_next_item(self) -> Any:
         """The next of `items`."""
-        self._taken += 1
+        self._taken = (self._taken or 0) + 1
         return next(self.items)
 
     async def greedy(self, prompt_ids: list[int], *, wait: bool, **sampling: Any) -> Generation:
@@ -169,14 +169,16 @@ class StackEnv(Hosted):
 
     def _go_on(self) -> None:
         """Leave out the items that earlier attempts of this run have rolled out."""
+        self._taken = 0
         with suppress(OSError, ValueError):
             self._taken = int(read_regular(self._place)) if self._place is not None else 0
         next(islice(self.items, self._taken, self._taken), None)
 
     def _note_place(self) -> None:
         """Items in flight are lost with this process, so the next one begins with as many before."""
-        if self._place is not None:
-            write_private(self._place, str(max(0, self._taken - len(self.workers))))
+        if self._place is not None and self._taken is not None:
+            with suppress(OSError):  # a full disk costs the place, not the environment
+                write_private(self._place, str(max(0, self._taken - len(self.workers))))
 
     # Evaluation
 

@@ -33,7 +33,8 @@ from atropos_envs.tally import NOT_FINITE, Tally
 
 log = logging.getLogger(__name__)
 
-NO_CHOICE = (-1, LEAST_WORKERS := 8)
+LEAST_WORKERS = 8
+NO_CHOICE = (-1, LEAST_WORKERS)
 """atroposlib's defaults of `max_num_workers` and `max_num_workers_per_node`: eight groups in flight starve a GPU."""
 SUMMARY_S = 5.0
 """Between two lines of progress."""

@@ -146,9 +146,7 @@ class AuthMiddleware:
         headers = Headers(scope=scope)
         path = _route_path(scope)
         kind = path_kind(path)
-        misnamed = host_refusal(headers.get("host"), door.hosts)
-        if kind != "open":
-            misnamed = misnamed or origin_refusal(headers.get("origin"), door.hosts)
+        misnamed = host_refusal(headers.get("host"), door.hosts) or origin_refusal(headers.get("origin"), door.hosts)
         refusal = error_response(*misnamed) if misnamed else None
         trusted = _has_token(headers, door.token)
         if refusal is None and kind == "control" and not trusted:
@@ -159,7 +157,7 @@ class AuthMiddleware:
             refusal = _check_server(headers, door)
         if refusal is None and door.gate.refusal and (path == "/health" or (kind == "generation" and not trusted)):
             refusal = error_response(503, door.gate.refusal)
-        if refusal is None and scope["type"] == "http" and kind != "open":
+        if refusal is None and scope["type"] == "http":
             try:
                 scope, receive = await read_body(scope, receive, MAX_BODY)
             except GoneError:
@@ -169,7 +167,8 @@ class AuthMiddleware:
         if refusal is None and kind == "generation" and door.gate.held and not trusted:
             await self._hold(door, scope, receive, send)
         elif refusal is None:
-            with door.load.request() if kind == "generation" else nullcontext():
+            # The trainer's own probes are no rollouts: an engine with nothing else to do is idle.
+            with door.load.request() if kind == "generation" and not trusted else nullcontext():
                 await self._answer(door, scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()

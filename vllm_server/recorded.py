@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from atropos_common.bridge import KnownLogprobs, prompt_digest
+from atropos_common.bridge import GREEDY_BELOW, KnownLogprobs, prompt_digest
 from vllm_server.versions import VersionHistory
 
 MOST_TOKENS = 4_000_000
 """Generated tokens that are kept: 8 bytes each."""
-GREEDY_BELOW = 1e-5
-"""vLLM decodes greedily below, and its logprobs are those at temperature 1."""
+OVERHEAD = 64
+"""What a completion takes beside its tokens, in tokens."""
 PLAIN = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "min_tokens": 0,
@@ -50,20 +50,22 @@ class CompletionStore:
         oldest_version: int,
     ) -> None:  # fmt: skip
         """Keep one completion of `prompt`; `logprobs` in nats, as long as `token_ids`, as the sampler returned them."""
+        if not token_ids:
+            return
         key = prompt_digest(prompt)
         known = self._by_prompt.setdefault(key, [])
         heat = temperature if temperature >= GREEDY_BELOW else 1.0
-        known.append(_Completion(array("q", token_ids), array("f", logprobs), heat, oldest_version))
+        known.append(_Completion(array("i", token_ids), array("f", logprobs), heat, oldest_version))
         self._by_prompt.move_to_end(key)
-        self._tokens += len(token_ids)
+        self._tokens += len(token_ids) + OVERHEAD
         while self._tokens > self._most:
             _, oldest = self._by_prompt.popitem(last=False)
-            self._tokens -= sum(len(one.token_ids) for one in oldest)
+            self._tokens -= sum(len(one.token_ids) + OVERHEAD for one in oldest)
 
     def look_up(self, prompt: str, token_ids: Sequence[int]) -> KnownLogprobs | None:
         """Of the latest completion of the prompt with this digest that begins with `token_ids`: an environment may have
-        cut the end off. None where there is none."""
-        wanted = array("q", token_ids)
+        cut the end off, and of two equal ones the later is taken. None where there is none."""
+        wanted = array("i", token_ids)
         for known in reversed(self._by_prompt.get(prompt, [])):
             if known.token_ids[: len(wanted)] == wanted:
                 return KnownLogprobs(

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-GREEDY_BELOW = 1e-5
-"""vLLM decodes greedily below; the model's own logprobs then."""
+from atropos_common.bridge import GREEDY_BELOW
 
 
 def scale_raw_logprobs(sampler: torch.nn.Module) -> None:

@@ -153,10 +153,11 @@ def _env(text: str, given: Given) -> Given:
     """The kind of environment, and the script where it is one's own."""
     if text in TEMPLATES and text != SCRIPT:
         return {"kind": text, "script": ""}
-    if text.endswith(".py"):
-        if not Path(text).is_file():
-            raise ValueError(f"no such file: {value_text(text)}")
-        return {"kind": SCRIPT, "script": str(Path(text).resolve())}
+    file, colon, name = text.partition(":")
+    if file.endswith(".py"):
+        if not Path(file).is_file():
+            raise ValueError(f"no such file: {value_text(file)}")
+        return {"kind": SCRIPT, "script": f"{Path(file).resolve()}{colon}{name}"}
     kinds = [kind for kind in TEMPLATES if kind != SCRIPT]
     raise ValueError(f"{did_you_mean(text, kinds)}give {', '.join(kinds)}, or a script that ends in .py")
 

@@ -31,6 +31,8 @@ CACHE = "ATROPOS_CACHE"
 
 PROGRAMS = {"module", "script", "command"}
 """Of these an environment has one: who names one takes back the others that are inherited."""
+OF_PROGRAM = {"name", "args", "config", "weight"}
+"""What is said of an environment's program."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,14 @@ def displace(environment: dict[str, Any], named: set[str]) -> None:
     if PROGRAMS & named:
         for other in PROGRAMS - named:
             environment.pop(other, None)
+
+
+def _replace_program(base: dict[str, Any], over: dict[str, Any]) -> None:
+    """An `[env]` that names another program than the one it inherits takes back what was said of that one."""
+    named = PROGRAMS & over.keys()
+    if named and not any(base.get(key) == over[key] for key in named):
+        for key in (*PROGRAMS, *OF_PROGRAM):
+            base.pop(key, None)
 
 
 def cache_dir() -> Path:
@@ -206,7 +216,7 @@ def _extended(wanted: Any, chain: list[Path]) -> Path:
 def _merge(base: dict[str, Any], over: dict[str, Any], origins: Origins, file: str, path: KeyPath) -> None:
     """Lay `over` on `base`, in place."""
     if path == ("env",):
-        displace(base, set(over))
+        _replace_program(base, over)
     for key, value in over.items():
         old = base.get(key)
         if isinstance(old, dict) and isinstance(value, dict):

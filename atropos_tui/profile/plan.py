@@ -30,6 +30,7 @@ from atropos_tui.profile.sections import (
     PrepareSection,
     Profile,
 )
+from atropos_tui.profile.source import is_hostable
 from atropos_tui.profile.spec import (
     REGISTERED,
     ComponentSpec,
@@ -459,7 +460,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         "openai.model_name": engine_model(site, engine),
         "openai.api_key": "local",
     }
-    if (section.module or "").startswith("atropos_envs."):
+    if (section.module or "").startswith("atropos_envs.") and section.module != HOST and not section.config:
         flags["env.seed"] = site.profile.seed
     flags |= section.args
     if section.command:
@@ -493,7 +494,7 @@ def sequences_in_flight(site: Site, engine: EngineSection, settings: TrainingCon
 
 def _environment_program(section: EnvSection, site: Site) -> list[str]:
     """Environments of ours are programs of the stack; any other of atroposlib's is hosted by one. What does not mention
-    atroposlib at all runs as it is."""
+    atroposlib at all, not even in a file beside it that it imports, runs as it is."""
     target = site.text(section.module or section.script or "")
     path = target.partition(":")[0]  # FILE.py:ClassName
     files = (
@@ -501,15 +502,10 @@ def _environment_program(section: EnvSection, site: Site) -> list[str]:
         if section.module
         else [Path(path)]
     )
-    if not (section.module and is_ours(target)) and _hostable(files):
+    source = next((file for file in files if file.is_file()), None)
+    if not (section.module and is_ours(target)) and source and is_hostable(source):
         return [*_module(HOST), target]
     return _module(target) if section.module else [PYTHON, target]
-
-
-def _hostable(files: list[Path]) -> bool:
-    """Whether the first of these files that is there speaks of atroposlib."""
-    source = next((file for file in files if file.is_file()), None)
-    return source is not None and b"atroposlib" in source.read_bytes()
 
 
 def env_engine(profile: Profile, section: EnvSection) -> EngineSection:

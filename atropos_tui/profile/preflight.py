@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from atropos_tui.profile.plan import (
     training_config,
 )
 from atropos_tui.profile.sections import EngineSection, EnvSection, Profile
+from atropos_tui.profile.source import class_names
 from atropos_tui.profile.spec import StackSpec, expand, references
 from trainer_core.config import TrainingConfig
 
@@ -137,7 +139,7 @@ def _programs(site: Site) -> list[Problem]:
 
 
 def _environment_program(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
-    if env.module and not _module_exists(site.text(env.module), site.text(env.cwd or ".")):
+    if env.module and not _module_exists(site.text(env.module), [env.cwd or ".", *_python_path(site, env)]):
         fix = "check the name, or use `script` with a path"
         yield Problem(f"no module {env.module!r}", fix, key=f"{key}.module")
     for name, value in (("script", (env.script or "").partition(":")[0]), ("config", env.config)):
@@ -146,9 +148,18 @@ def _environment_program(site: Site, env: EnvSection, key: str) -> Iterator[Prob
             continue
         path = config_file(text) if name == "config" else resolve_path(text)
         if not path.is_file():
-            yield Problem(f"no such file: {text}", "check the path", key=f"{key}.{name}")
+            fix = f"relative paths start where atropos-tui is started, here in {Path.cwd()}"
+            yield Problem(f"no such file: {text}", fix, key=f"{key}.{name}")
         elif name == "config":
             yield from _environment_config(site, env, path, f"{key}.config")
+        else:
+            yield from _environment_class((env.script or "").partition(":")[2], path, f"{key}.script")
+
+
+def _environment_class(name: str, path: Path, key: str) -> Iterator[Problem]:
+    known = class_names(path)
+    if name and known is not None and name not in known:
+        yield Problem(f"{path.name} defines no class {name!r}", f"it has {', '.join(sorted(known))[:200]}", key=key)
 
 
 def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> Iterator[Problem]:
@@ -182,15 +193,24 @@ def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> It
         )
 
 
-def _module_exists(name: str, folder: str) -> bool:
-    """Whether `python -m` finds it: installed, or (unless it is ours) in the folder where it will run."""
+def _module_exists(name: str, folders: list[str]) -> bool:
+    """Whether `python -m` finds it: installed, or (unless it is ours) in one of the folders. Nothing is imported: the
+    packages around a module would be run."""
+    first, *parts = name.split(".")
     try:
-        if importlib.util.find_spec(name) is not None:
-            return True
+        spec = importlib.util.find_spec(first)
     except (ImportError, ValueError):
-        pass
-    place = Path(folder).joinpath(*name.split("."))
-    return not is_ours(name) and (place.is_dir() or place.with_suffix(".py").is_file())
+        spec = None
+    if spec is None and not is_ours(name):
+        spec = PathFinder.find_spec(first, folders)
+    for depth, _ in enumerate(parts, 2):
+        inside = spec and spec.submodule_search_locations
+        spec = PathFinder.find_spec(".".join(name.split(".")[:depth]), inside) if inside else None
+    return spec is not None
+
+
+def _python_path(site: Site, env: EnvSection) -> list[str]:
+    return [folder for folder in site.text(env.env.get("PYTHONPATH", "")).split(os.pathsep) if folder]
 
 
 def _models(site: Site) -> Iterator[Problem]:

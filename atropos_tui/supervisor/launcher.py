@@ -394,6 +394,7 @@ class Host:
         try:
             remove_files(launch.clears)
             make_scratch(launch)
+            self.guard.clear(launch.leaves)
             living = self.launcher.start(spec, attempt, launch, on_exit, on_problem)
         except OSError as error:
             fix = "check its command and cwd: atropos-tui plan shows them"
@@ -422,7 +423,7 @@ class Host:
         self.tracker.add(name, child.pid, entry.group, entry.sessions)
         for session, ticks in {**entry.sessions, child.pid: child.ticks}.items():
             self.guard.remember(session, ticks)
-        self.guard.clear(living.launch.leaves)
+        self.guard.clear(living.launch.leaves)  # of an adopted one, too
         self.table.components[name] = entry
         self.table.write(self._journal)
 

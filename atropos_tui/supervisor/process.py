@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import getpass
 import hashlib
 import os
 import shutil
@@ -113,10 +112,12 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
     base = Path(cwd or ".")
     paths = [base / resolve(path, variables, f"{spec.name}: clears") for path in spec.clears]
     creates = base / resolve(spec.creates, variables, f"{spec.name}: creates") if spec.creates else None
-    scratch = scratch_folder(token, spec.name, attempt) if spec.scratch else None
-    if scratch:
+    scratch = None
+    if spec.scratch:
+        around = Path(env.get("TMPDIR") or tempfile.gettempdir())
+        scratch = around / scratch_name(token, spec.name, attempt)
         # What torch has compiled is worth keeping: it would lie in the temporary folder, too.
-        compiled = str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
+        compiled = str(around / f"torchinductor_{env.get('USER') or os.getuid()}")
         env = {"TORCHINDUCTOR_CACHE_DIR": compiled, **env, "TMPDIR": str(scratch)}
     return Launch(command, env, cwd, paths, creates, scratch)
 
@@ -132,10 +133,9 @@ def _check_program(program: str, cwd: str | None, path: str | None, name: str) -
         raise LaunchError(f"program {program} was not found on PATH", f"install it, or correct the command of {name}")
 
 
-def scratch_folder(token: str, name: str, attempt: int) -> Path:
-    """Where that attempt keeps its temporary files: short, for sockets in it; only the token tells the name."""
-    digest = hashlib.blake2b(f"{token} {name} {attempt}".encode(), digest_size=8).hexdigest()
-    return Path(tempfile.gettempdir()) / f"{procfs.SCRATCH}{digest}"
+def scratch_name(token: str, name: str, attempt: int) -> str:
+    """The folder in which that attempt keeps its temporary files: short, for sockets in it, and not to be guessed."""
+    return procfs.SCRATCH + hashlib.blake2b(f"{token} {name} {attempt}".encode(), digest_size=8).hexdigest()
 
 
 def make_scratch(launch: Launch) -> None:

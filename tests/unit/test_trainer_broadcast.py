@@ -378,7 +378,7 @@ def test_lag_asks_every_server(receivers: list[Receiver]) -> None:
 
     class Rolled:
         def __init__(self, *digests: str) -> None:
-            self.digests = list(digests)
+            self.digests, self.oldest_version = list(digests), None
 
     rollouts: Any = [Rolled("a"), Rolled("b"), Rolled("a", "b"), Rolled("c")]
     assert meter.measure(rollouts, 4) == [1, 3, 3, None]

@@ -233,7 +233,8 @@ def _sums(
     return LossSums(
         loss=of_kept(loss).sum(), ratio=of_kept(terms.ratio).sum(), clipped=under.sum() + above.sum(),
         kl_k3=of_kept(k3.detach()).sum(), tokens=keep.sum(dtype=loss.dtype), clipped_low=under.sum(),
-        clipped_high=above.sum(), dual_clipped=dual.sum(), ratio_max=of_kept(terms.ratio).max(),
+        clipped_high=above.sum(), dual_clipped=dual.sum(),
+        ratio_max=torch.cat([of_kept(terms.ratio), terms.ratio.new_zeros(1)]).max(),
     )  # fmt: skip
 
 

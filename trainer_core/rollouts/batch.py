@@ -210,6 +210,23 @@ class Batch:
         self.left_out[reason] = self.left_out.get(reason, 0) + count
         self.examples.setdefault(reason, example)
 
+    def absorb(self, other: Batch) -> None:
+        """Count what an earlier batch held, in which nothing was left to train on."""
+        for reason, count in other.left_out.items():
+            self.leave_out(reason, count, other.examples.get(reason, ""))
+        self.groups, self.flat_groups = self.groups + other.groups, self.flat_groups + other.flat_groups
+        for mine, theirs in (
+            (self.groups_by_env, other.groups_by_env), (self.flat_by_env, other.flat_by_env),
+            (self.logprobs_from, other.logprobs_from), (self.unused, other.unused),
+        ):  # fmt: skip
+            mine.update(theirs)
+        for kept, more in (
+            (self.completion_tokens, other.completion_tokens), (self.reached_limit, other.reached_limit),
+            (self.ended, other.ended),
+        ):  # fmt: skip
+            kept += more
+        self.unselected_scores += other.unselected_scores
+
     def remark(self, text: str, count: int = 1) -> None:
         """Count something odd that is no reason to leave anything out."""
         if count:
@@ -377,11 +394,15 @@ class _Reader:
             what = "only placeholders" if (own == PLACEHOLDER).all() else "no real one"
             return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{spot} has {what}"), *seen)
         known = np.where(real, values, np.nan) if self.recompute else values
-        asked = logprobs if logprobs is not None and (not self.recompute or real[generated].all()) else []
+        asked = logprobs or []
         rollout = Rollout(
             tokens=ids, trained=usable, logprobs=np.where(usable, known, 0.0).astype(np.float32),
             advantages=values_of, temperature=heat, score=float(group.scores[i]), env=group.env,
-            digests=tuple(completion_digest(tokens[a:b], asked[a:b]) for a, b in segments(generated) if asked),
+            digests=tuple(
+                completion_digest(tokens[a:b], asked[a:b])
+                for a, b in segments(generated)
+                if asked and real[a:b].all()
+            ),
             reference=reference_logprobs(spot, group.reference[i], generated) if group.reference else None,
             teacher=self._teacher(spot, group, i, usable),
         )  # fmt: skip

@@ -7,13 +7,11 @@ How run-api (atroposlib 0.4.0) behaves, and what follows from it:
 - The first `POST /register` counts, every later one is answered and ignored; so is one that comes after a group
   (`POST /scored_data`). In a run-api without a trainer (batch_size -1) a `GET /reset_data` of ours makes room; another
   trainer's registration is left alone, and so are its batches.
-- `GET /batch` takes a batch out before it answers: what breaks then is lost. NaN breaks it (HTTP 500), a client that
-  gives up too early, too.
-- Pulling ahead would defeat the environment's off-policy bound: a batch that is taken out has left the queue.
-
-Behind our own door (`atropos_api.batches`) the last two do not hold: it hands out the oldest groups first, and keeps a
-batch in its queue until the trainer asks for the one after it. So there the next batch may be fetched while the present
-one trains, and nothing of it is lost when the trainer ends before it trains it.
+- A bare run-api takes a batch out before it answers: what breaks then is lost. NaN breaks it (HTTP 500), a client that
+  gives up too early, too. And pulling ahead would defeat the environment's off-policy bound there.
+- Our own (`atropos_api.batches`) hands out the oldest groups first, and keeps a batch in its queue until the trainer
+  asks for the one after it. So the next batch is fetched while the present one trains, and nothing of it is lost when
+  the trainer ends before it trains it.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-GREEDY_BELOW = 1e-5
-"""vLLM takes a lower temperature for greedy decoding, whose logprobs are unscaled."""
+from atropos_common.bridge import GREEDY_BELOW
+
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 NAME_LENGTH = 80
 """Characters of an environment's name that are kept."""
@@ -136,7 +136,9 @@ def unused(group: dict[str, Any], *, reference: bool, teacher: bool) -> Iterator
     """
     read = {"ref_logprobs": reference, "distill_token_ids": teacher, "messages": False}
     yield from (name for name, is_read in read.items() if not is_read and _holds_something(group.get(name)))
-    messages = [m for row in group.get("messages") or [] if isinstance(row, list) for m in row if isinstance(m, dict)]
+    rows: Any = group.get("messages")
+    rows = rows if isinstance(rows, list) else []
+    messages = [m for row in rows if isinstance(row, list) for m in row if isinstance(m, dict)]
     if any(message.get("reward") is not None for message in messages):
         yield "messages.reward"
     if group.get("advantages"):
@@ -219,8 +221,8 @@ def temperature(spot: str, sources: tuple[dict[str, Any], ...], fallback: float)
 
 
 def shown(name: str) -> str:
-    """A name for a file or a screen: cut, and without lone surrogates."""
-    return name[:NAME_LENGTH].encode("utf-8", "replace").decode()
+    """A name for a file or a screen: cut, and without controls and lone surrogates."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name[:NAME_LENGTH])
 
 
 def environment(group: dict[str, Any]) -> str:
@@ -230,7 +232,7 @@ def environment(group: dict[str, Any]) -> str:
     if isinstance(name, str):
         return shown(name)
     env_id = group.get("env_id")
-    return f"env {env_id}" if isinstance(env_id, int) and abs(env_id) < 2**63 else ""
+    return f"env {env_id}" if type(env_id) is int and abs(env_id) < 2**63 else ""
 
 
 def masked_tokens(spot: str, masks: list[Any], ids: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -5,7 +5,7 @@ What none of them knows stays NaN, and the trainer computes it at its present we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,8 @@ from trainer_core.rollouts.batch import Batch, Rollout, segments
 
 Known = Callable[[list[str], list[list[int]]], list[KnownLogprobs | None]]
 """Digests of prompts and completions -> what a server knows of each."""
+MOST_TOKENS = 500_000
+"""Of one question: 4 MB as JSON there, 10 MB back."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,20 @@ class _Gap:
     rollout: int
     start: int
     end: int
+
+
+def _parts(gaps: list[_Gap]) -> Iterator[list[_Gap]]:
+    """At most `MOST_COMPLETIONS` and about `MOST_TOKENS` at a time: the server refuses larger requests."""
+    part: list[_Gap] = []
+    size = 0
+    for gap in gaps:
+        if part and (len(part) == MOST_COMPLETIONS or size + gap.end - gap.start > MOST_TOKENS):
+            yield part
+            part, size = [], 0
+        part.append(gap)
+        size += gap.end - gap.start
+    if part:
+        yield part
 
 
 class MissingAsker:
@@ -53,8 +69,7 @@ class MissingAsker:
     def _ask(self, ask: Known, rollouts: list[Rollout], gaps: list[_Gap]) -> list[_Gap]:
         """The gaps that are left."""
         left = []
-        for at in range(0, len(gaps), MOST_COMPLETIONS):
-            part = gaps[at : at + MOST_COMPLETIONS]
+        for part in _parts(gaps):
             tokens = [rollouts[gap.rollout].tokens.tolist() for gap in part]
             prompts = [prompt_digest(row[: gap.start]) for row, gap in zip(tokens, part, strict=True)]
             completions = [row[gap.start : gap.end] for row, gap in zip(tokens, part, strict=True)]
@@ -71,6 +86,10 @@ class MissingAsker:
                     left.append(gap)
                     continue
                 rollout = rollouts[gap.rollout]
+                own = rollout.logprobs[rollout.trained]
+                if np.isfinite(own).any() and known.temperature != rollout.temperature:
+                    left.append(gap)  # one rollout has one temperature
+                    continue
                 rollout.logprobs[gap.start : gap.end] = known.logprobs
                 before = known.oldest_version if rollout.oldest_version is None else rollout.oldest_version
                 oldest = min(known.oldest_version, before)

@@ -11,7 +11,6 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,21 +99,23 @@ class EmptyBatches:
     """Batches in a row in which nothing was left to train on."""
 
     def __init__(self) -> None:
-        self.left_out: Counter[str] = Counter()
+        self.held = Batch([])
+        """What was counted in all of them."""
         self._batches = 0
         self._began = self._printed_at = 0.0
 
     def add(self, batch: Batch) -> None:
         """One more; says so at the first, and clearly once there are many."""
         now = time.monotonic()
-        self.left_out.update(batch.left_out)
+        self.held.absorb(batch)
         self._batches += 1
         if self._batches == 1:
             self._began, self._printed_at = now, now - REPEAT_S
             print("[WARNING] nothing to train on in this batch; taking the next one")
         elif self._batches >= MANY_EMPTY and now - self._printed_at >= REPEAT_S:
             self._printed_at = now
-            reason, count = self.left_out.most_common(1)[0] if self.left_out else ("they are empty", 0)
+            reasons = Counter(self.held.left_out)
+            reason, count = reasons.most_common(1)[0] if reasons else ("they are empty", 0)
             print(
                 f"[WARNING] nothing to train on in the last {self._batches} batches ({now - self._began:.0f} s): "
                 f"{count} sequences left out: {reason}. It goes on as soon as one holds something. Way out: mend "
@@ -128,8 +129,7 @@ class LeftOutShare:
 
     def __init__(self, most: float) -> None:
         self._most = most
-        self._batches: deque[tuple[int, int]] = deque(maxlen=LOOKED_AT)
-        self._reasons: Counter[str] = Counter()
+        self._batches: deque[tuple[int, int, Counter[str]]] = deque(maxlen=LOOKED_AT)
 
     def add(self, batch: Batch) -> None:
         """One more, as it was read.
@@ -139,15 +139,17 @@ class LeftOutShare:
         """
         good = len(batch.rollouts) + len(batch.unselected_scores)
         bad = sum(batch.left_out.values()) - len(batch.unselected_scores)
-        self._batches.append((bad, good + bad))
-        self._reasons.update(batch.left_out)
-        left_out, total = map(sum, zip(*self._batches, strict=True))
+        mended = Counter({reason: count for reason, count in batch.left_out.items() if batch.examples[reason]})
+        self._batches.append((bad, good + bad, mended))
+        left_out, total = sum(bad for bad, _, _ in self._batches), sum(count for _, count, _ in self._batches)
         if len(self._batches) < LOOKED_AT or left_out <= self._most * total:
             return
-        reasons = ", ".join(f"{reason} ({count})" for reason, count in self._reasons.most_common(3))
+        told = sum((reasons for _, _, reasons in self._batches), Counter[str]())
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in told.most_common(3))
+        example = next(filter(None, batch.examples.values()), "none in the newest batch")
         raise TooMuchLeftOut(
             f"{left_out} of the last {total} sequences cannot be trained on, more than max_left_out = {self._most:g}: "
-            f"{reasons}. An example: {next(iter(batch.examples.values()), '')}. Mend the environment or leave it out, "
+            f"{reasons}. An example: {example}. Mend the environment or leave it out, "
             "or raise max_left_out under [trainer]"
         )
 
@@ -202,8 +204,7 @@ class BatchSource:
             if getattr(self.api, "keeps_batches", False):  # an `api` of one's own need not know that
                 self._ahead = self.api.fetch_ahead(self._read)
             if batch.trained_tokens:
-                for reason, count in streak.left_out.items():
-                    batch.leave_out(reason, count)
+                batch.absorb(streak.held)
                 return batch, lags
             streak.add(batch)
 
@@ -213,8 +214,12 @@ class BatchSource:
         try:
             if ahead is not None:
                 self.api.await_from(step)
-                with suppress(ApiError):  # away while nobody waited: patience begins anew
+                began = time.monotonic()
+                try:
                     return ahead.answer(on_idle=self.while_waiting)
+                except ApiError:  # away while nobody waited: patience begins anew
+                    if time.monotonic() - began >= self.config.api_timeout:
+                        raise
             return self._read(self.api.next_batch(step, on_idle=self.while_waiting))
         except MissingLogprobs as error:
             self.telemetry.write(AlignmentRecord, step + 1, verdict="mismatch", cause=f"{MISSING}: {error}")

@@ -181,24 +181,28 @@ class IdleMeter:
 
     def __init__(self, servers: Sequence[ServerClient]) -> None:
         self._servers = servers
-        self._before: tuple[float, list[float | None]] = (0.0, [])
+        self._before: tuple[float, list[tuple[str, float] | None]] = (0.0, [])
 
     def measure(self) -> float | None:
         """The idle share of the time since the last call, from 0 to 1, as a mean over the servers; null at the first
         call, and where a server does not tell or began anew."""
-        at, idle = time.monotonic(), [self._idle_s(server) for server in self._servers]
+        at, idle = time.monotonic(), [self._look(server) for server in self._servers]
         (before_at, before), self._before = self._before, (at, idle)
-        grown = [now - then for now, then in zip(idle, before, strict=False) if now is not None and then is not None]
-        if not grown or len(grown) < len(idle) or min(grown) < 0 or at <= before_at:
+        grown = [
+            now[1] - then[1] for now, then in zip(idle, before, strict=False) if now and then and now[0] == then[0]
+        ]
+        if not grown or len(grown) < len(idle) or at <= before_at:
             return None
         return min(1.0, sum(grown) / len(grown) / (at - before_at))
 
     @staticmethod
-    def _idle_s(server: ServerClient) -> float | None:
+    def _look(server: ServerClient) -> tuple[str, float] | None:
+        """Which life of the server it is, and its idle seconds so far."""
         try:
-            return server.info().idle_s
+            info = server.info()
         except (EngineGone, EngineError):
             return None
+        return None if info.idle_s is None else (info.instance_id, info.idle_s)
 
 
 def _error_text(response: httpx.Response) -> str:

@@ -1,0 +1,65 @@
+"""What a Python file says without being run: its classes, and whether it or a file beside it speaks of atroposlib."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+LIBRARY = b"atroposlib"
+MOST_FILES = 50
+"""A file that leads to more is not followed further."""
+
+
+def is_hostable(file: Path) -> bool:
+    """Whether `file`, or one that it imports from around it, mentions atroposlib."""
+    waiting, seen = [file], set[Path]()
+    while waiting and len(seen) < MOST_FILES:
+        source = waiting.pop()
+        if source in seen or not source.is_file():
+            continue
+        seen.add(source)
+        if LIBRARY in source.read_bytes():
+            return True
+        waiting += _imported(source)
+    return False
+
+
+def class_names(file: Path) -> set[str] | None:
+    """The names of classes at the top of `file`, and those that it imports; None where anything may be there, since it
+    imports all of another module or is no Python of this version."""
+    tree = _tree(file)
+    found: set[str] = set()
+    for node in tree.body if tree else []:
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.If | ast.Try):
+            return None
+    return found if tree and "*" not in found else None
+
+
+def _tree(file: Path) -> ast.Module | None:
+    try:
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _imported(file: Path) -> Iterator[Path]:
+    """Files around `file` that its imports may mean."""
+    for node in ast.walk(_tree(file) or ast.Module([], [])):
+        if isinstance(node, ast.Import):
+            names = [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            names = [(node.level, base), *((node.level, f"{base}.{alias.name}".strip(".")) for alias in node.names)]
+        else:
+            continue
+        for level, name in names:
+            place = file.parent.joinpath(*[".."] * max(0, level - 1), *name.split("."))
+            yield place.with_name(f"{place.name}.py")
+            yield place / "__init__.py"
