@@ -69,7 +69,12 @@ async def test_the_next_attempt_goes_on_in_the_data(folder: Path, monkeypatch: p
         await second.setup()
         second._go_on()
         assert await second.get_next_item() == following not in seen
-        for env in (first, second):
+        third = make_env(SumsEnv, folder, url)
+        third._note_place()  # stopped before run-api took its registration
+        await third.setup()
+        third._go_on()
+        assert await third.get_next_item() == following
+        for env in (first, second, third):
             await env._close_servers()
 
 

@@ -20,6 +20,7 @@ from atropos_tui.profile.models import Model, model_shapes
 from atropos_tui.profile.plan import build_stack, config_file
 from atropos_tui.profile.preflight import preflight
 from atropos_tui.profile.sections import Profile
+from atropos_tui.profile.source import is_hostable
 from tests.unit.test_stack_plan import profile, site
 from trainer_core.errors import UsageError
 from trainer_core.policy.load import load_config
@@ -214,3 +215,43 @@ def test_a_yaml_file_lies_at_its_path_or_beside_the_shipped_profiles(
     (tmp_path / "math-zero.yaml").write_text(json.dumps({}))
     assert config_file("math-zero.yaml").read_text() == "{}"
     assert config_file("none.yaml") == Path("none.yaml")
+
+
+def test_looking_for_a_module_runs_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`validate` in somebody's folder imported the package around the module that his profile names."""
+    package = tmp_path / "evil"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (package / "sub.py").touch()
+    with_path = {"module": "evil.sub", "env": {"PYTHONPATH": str(tmp_path)}}
+    assert "env.0.module" in {problem.key for problem in found(profile(env={"module": "evil.sub"}))}
+    assert "env.0.module" not in {problem.key for problem in found(profile(env=with_path))}
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "env.0.module" not in {problem.key for problem in found(profile(env={"module": "evil.sub"}))}
+    assert "env.0.module" in {problem.key for problem in found(profile(env={"module": "evil.no_such"}))}
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_class_that_the_file_does_not_have(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("import atroposlib\nfrom helper import Other\n\nclass Mine: ...\n")
+    problem = one(found(profile(env={"script": f"{script}:Mien"})), "env.0.script")
+    assert "no class 'Mien'" in problem.reason and "Mine, Other" in problem.fix
+    for named in ("Mine", "Other"):
+        assert not [p for p in found(profile(env={"script": f"{script}:{named}"})) if p.key == "env.0.script"]
+
+
+def test_what_a_file_imports_from_beside_it_counts(tmp_path: Path) -> None:
+    (tmp_path / "base.py").write_text("import atroposlib\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("from ..base import x\nfrom . import loop\n")
+    (tmp_path / "package" / "loop.py").write_text("import package\n")
+    for text, hosted in (
+        ("from base import Env", True),
+        ("import package", True),
+        ("import json", False),
+        ("x =", False),
+    ):
+        script = tmp_path / "mine.py"
+        script.write_text(text)
+        assert is_hostable(script) is hosted, text

@@ -154,6 +154,20 @@ def test_an_inherited_program_makes_room(tmp_path: Path) -> None:
     assert (profile.env[0].module, profile.env[0].script) == (None, "mine.py")
 
 
+def test_what_was_said_of_an_inherited_program_is_not_said_of_another(tmp_path: Path) -> None:
+    base = MINIMAL.replace(
+        "[env]", "[env]\nname = 'theirs'\nconfig = 'their.yaml'\nweight = 2\nargs = {env = {group_size = 4}}"
+    )
+    other, _ = load_profile(str(extended(tmp_path, base, "[env]\nscript = 'mine.py'\n[env.args]\nenv.seed = 1\n")))
+    env = other.env[0]
+    assert (env.name, env.config, env.weight, env.args) == ("env", None, None, {"env.seed": 1})
+    (tmp_path / "again").mkdir()
+    same, _ = load_profile(
+        str(extended(tmp_path / "again", base, "[env]\nmodule = 'json'\n[env.args]\nenv.seed = 1\n"))
+    )
+    assert (same.env[0].name, same.env[0].args) == ("theirs", {"env.group_size": 4, "env.seed": 1})
+
+
 def test_a_shipped_profile_can_be_extended_by_name(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('extends = "demo"\nname = "mine"\n')
     profile, _ = load_profile(str(tmp_path / "mine.toml"))

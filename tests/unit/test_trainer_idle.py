@@ -16,6 +16,7 @@ class Engines:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 50.0
         self.idle: list[float | None] = [0.0, 0.0]
+        self.life = ["a", "b"]
         monkeypatch.setattr("trainer_core.server.client.time.monotonic", lambda: self.now)
         self.meter = IdleMeter([ServerClient("http://x", transport=self._transport(at)) for at in range(2)])
 
@@ -24,7 +25,12 @@ class Engines:
             assert request.url.path == "/bridge/info"
             if self.idle[at] == -1:
                 return httpx.Response(503, json={"error": "the engine died"})
-            info: dict[str, Any] = {"instance_id": "i", "model": "m", "vllm_version": "0", "idle_s": self.idle[at]}
+            info: dict[str, Any] = {
+                "instance_id": self.life[at],
+                "model": "m",
+                "vllm_version": "0",
+                "idle_s": self.idle[at],
+            }
             return httpx.Response(200, json=info)
 
         return httpx.MockTransport(answer)
@@ -40,8 +46,9 @@ def test_the_share_is_of_the_time_since_the_last_look(monkeypatch: pytest.Monkey
     assert engines.look(0, 100.0, 7.0) is None, "nothing to compare with"
     assert engines.look(4, 103.0, 8.0) == pytest.approx(0.5)
     assert engines.look(2, 105.1, 10.0) == 1.0, "the way there takes time, too"
-    assert engines.look(2, 0.5, 11.0) is None, "one began anew"
-    assert engines.look(2, 0.5, 12.0) == pytest.approx(0.25)
-    assert engines.look(2, -1, 12.0) is None and engines.look(2, 1.0, 12.0) is None, "one did not answer"
-    assert engines.look(2, 2.0, 12.0) == pytest.approx(0.25)
+    engines.life[0] = "c"
+    assert engines.look(2, 106.0, 11.0) is None, "one began anew, however long it has idled since"
+    assert engines.look(2, 106.0, 12.0) == pytest.approx(0.25)
+    assert engines.look(2, -1, 12.0) is None and engines.look(2, 107.0, 12.0) is None, "one did not answer"
+    assert engines.look(2, 108.0, 12.0) == pytest.approx(0.25)
     assert engines.look(2, None, 13.0) is None, "a server that does not count"

@@ -15,7 +15,7 @@ from trainer_core.errors import EngineError, EngineGone
 from trainer_core.rollouts.batch import Batch, read_batch
 from trainer_core.rollouts.missing import MissingAsker
 from trainer_core.rollouts.source import LagMeter
-from vllm_server.recorded import CompletionStore, record
+from vllm_server.recorded import OVERHEAD, CompletionStore, record
 from vllm_server.versions import VersionHistory
 
 PROMPT = [5, 6]
@@ -38,8 +38,9 @@ def test_a_completion_is_found_by_its_prompt_and_how_it_begins() -> None:
 
 
 def test_the_oldest_prompts_go_first() -> None:
-    store = CompletionStore(most_tokens=10)
+    store = CompletionStore(most_tokens=3 * (3 + OVERHEAD))
     for prompt in range(6):
+        store.remember([9], [], [], temperature=1.0, oldest_version=0)  # one that was given up takes no room
         store.remember([prompt], [1, 2, 3], [-1.0] * 3, temperature=1.0, oldest_version=0)
     assert [_found(store, [1], [prompt]) is not None for prompt in range(6)] == [False] * 3 + [True] * 3
 
