@@ -212,6 +212,7 @@ DERIVED_FLAGS = {
         "openai.model_name": "model",
         "env.rollout_server_url": "api.port",
         "env.tokenizer_name": "model",
+        "env.total_steps": "trainer.training_steps",
     },
 }
 """Flags that the plan derives, and the profile key to set instead (none: it must stay as it is)."""
