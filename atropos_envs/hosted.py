@@ -295,8 +295,8 @@ def missing_package(error: ImportError) -> str:
     if isinstance(error, ModuleNotFoundError) and package:
         return (
             f"the environment needs the Python package {package!r}, which is not installed. Install what its own "
-            f"requirements name (perhaps: python -m pip install {package}); if it is a folder beside the script, put "
-            "the folder that holds it in env.PYTHONPATH of the [env]"
+            f"requirements name (perhaps: python -m pip install {package}); if it lies in another "
+            'folder than the script, name that folder: PYTHONPATH = "FOLDER" under [env.env]'
         )
     return f"the environment cannot be imported: {error}"
 

@@ -93,8 +93,8 @@ BY_EXIT = (
         "env_package_missing",
         "{name} needs the Python package {0}",
         "install it where atropos-tui is installed (python -m pip install {0}, or what the environment's own "
-        "requirements name: packages are not always called like their modules); a folder beside the script: put the "
-        "folder that holds it into env.PYTHONPATH of its [env]",
+        "requirements name: packages are not always called like their modules); one in another folder "
+        'than the script: PYTHONPATH = "FOLDER" under [env.env]',
         r"the environment needs the Python package '(\w+)', which is not installed",
     ),
     ExitRule(

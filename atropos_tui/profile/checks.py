@@ -348,7 +348,7 @@ def _single_copy_place(profile: Profile) -> Iterator[Problem]:
     if engine.gpus and trainer.settings.get("device") == "cpu":
         yield Problem(
             f"single copy shares the engine's memory, and that is on GPU {engine.gpus}",
-            'use "auto", or take vllm.gpus out',
+            'use "auto", or set vllm.gpus = []',
             key="trainer.device",
         )
 

@@ -103,8 +103,14 @@ def key_text(path: Sequence[str | int], data: Any) -> str:
     return text + note
 
 
+OTHER_NAMES = {"learning_rate": "lr", "max_steps": "training_steps", "steps": "training_steps"}
+"""What other trainers call a key."""
+
+
 def did_you_mean(word: str, known: Collection[str]) -> str:
     """ "did you mean NEAREST? ", or nothing."""
+    if (meant := OTHER_NAMES.get(word)) in known:
+        return f"did you mean {meant}? "
     near = difflib.get_close_matches(word[:100], known, n=1)
     return f"did you mean {near[0]}? " if near else ""
 

@@ -44,7 +44,7 @@ from trainer_core.config import TrainingConfig
 
 UNSEEN = "a process that this user may not see"
 ON_THE_CPU = (
-    'on the CPU, take vllm.gpus and trainer.gpus out and set trainer.device = "cpu", trainer.dtype = "float32", as the '
+    'on the CPU, set vllm.gpus = [], trainer.gpus = [], trainer.device = "cpu", trainer.dtype = "float32", as the '
     "demo profile does"
 )
 

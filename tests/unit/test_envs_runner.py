@@ -36,7 +36,7 @@ class {name}(BaseEnv):
     ("text", "target", "words"),
     [
         (None, "no.py", "there is no file no.py"),
-        ("import no_such_package_x.part", "e.py", "needs the Python package 'no_such_package_x'.*env.PYTHONPATH"),
+        ("import no_such_package_x.part", "e.py", "needs the Python package 'no_such_package_x'.*PYTHONPATH"),
         ("def f(:", "e.py", "e.py, line 1: invalid syntax"),
         ("x = 1", "e.py", "no environment class"),
         (ENV.format(name="A") + ENV.format(name="B"), "e.py", "defines A, B; name one: e.py:ClassName"),
