@@ -43,8 +43,9 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """A name for its files."""
-        return re.sub(r"\W+", "-", self.path.removeprefix("environments/").removesuffix(".py")).strip("-")
+        """A name for its files, and in a profile, where names end at 64 characters."""
+        words = re.sub(r"\W+", "-", self.path.removeprefix("environments/").removesuffix(".py"))
+        return words[-60:].strip("-")
 
     @property
     def target(self) -> str:
