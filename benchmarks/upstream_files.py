@@ -45,7 +45,7 @@ class Candidate:
     def name(self) -> str:
         """A name for its files, and in a profile, where names end at 64 characters."""
         words = re.sub(r"\W+", "-", self.path.removeprefix("environments/").removesuffix(".py"))
-        return words[-60:].strip("-")
+        return words[-60:].strip("-_")
 
     @property
     def target(self) -> str:
