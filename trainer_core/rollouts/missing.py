@@ -68,7 +68,8 @@ class MissingAsker:
 
     def _ask(self, ask: Known, rollouts: list[Rollout], gaps: list[_Gap]) -> list[_Gap]:
         """The gaps that are left."""
-        left = []
+        left: list[_Gap] = []
+        asked = 0
         for part in _parts(gaps):
             tokens = [rollouts[gap.rollout].tokens.tolist() for gap in part]
             prompts = [prompt_digest(row[: gap.start]) for row, gap in zip(tokens, part, strict=True)]
@@ -76,11 +77,12 @@ class MissingAsker:
             try:
                 found = ask(prompts, completions)
             except EngineGone:
-                return gaps  # it may know the next batch
+                return [*left, *gaps[asked:]]  # it may know the next batch
             except EngineError as error:
                 print(f"Missing logprobs are computed here: {error}")
                 self._servers.remove(ask)
-                return gaps
+                return [*left, *gaps[asked:]]
+            asked += len(part)
             for gap, known in zip(part, found, strict=True):
                 if known is None:
                     left.append(gap)
