@@ -27,6 +27,10 @@ class MemoryFullError(TrainerError):
     """Model, gradients, optimizer state and activations do not fit."""
 
 
+class DiskFull(TrainerError):
+    """The run was stopped, and there is no room for a checkpoint of its last steps."""
+
+
 class MismatchError(TrainerError):
     """Trainer and inference server disagree about logprobs, and `stop_on_mismatch` is set."""
 

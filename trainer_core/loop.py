@@ -10,6 +10,7 @@ publish the new version, report, now and then a checkpoint.
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from atropos_common.run_dir import RunDir
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import (
+    DiskFull,
     EngineGone,
     MemoryFullError,
     MismatchError,
@@ -76,6 +78,10 @@ NON_FINITE = """loss or gradient was not a finite number in {steps} steps in a r
   a lower --lr or --max-grad-norm, and that checkpoint or an earlier one (--resume CHECKPOINT)
   --dtype bfloat16 or float32 instead of float16, whose largest number is 65,504
   weights of the base model that are broken: does the server answer with NaN, too?"""
+
+FULL_DISK_RETRY_S = 60.0
+MORE_ROOM = 1 << 20
+"""Bytes by which the free room of a full disk must grow before a checkpoint is tried again at once."""
 
 DYING_S = 5.0
 """In this time a server whose engine has died ends too."""
@@ -135,12 +141,16 @@ class _Enough(Exception):
     """A stop condition came true while waiting for a batch."""
 
 
-def train(config: TrainingConfig, *, api: RunApi | None = None, stop: threading.Event | None = None) -> TrainResult:
+def train(
+    config: TrainingConfig, *, api: RunApi | None = None, stop: threading.Event | None = None,
+    start: checkpoint.StartingPoint | None = None,
+) -> TrainResult:  # fmt: skip
     """Train until `training_steps`, a stop condition, or until `stop` is set.
 
     Args:
         api: already registered with run-api; default: registers itself.
         stop: set it to end after the present optimizer step, or at once while waiting.
+        start: where it begins, which `api` was told; default: what `resume` means on this disk.
 
     Raises:
         TrainerError: what a user can act on, such as `EngineGone` or `MissingLogprobs`.
@@ -148,7 +158,7 @@ def train(config: TrainingConfig, *, api: RunApi | None = None, stop: threading.
     """
     stop = stop or threading.Event()
     config = config.in_run_dir(RunDir.from_env())
-    start = checkpoint.starting_point(config)
+    start = start or checkpoint.starting_point(config)
     print(checkpoint.describe(start, config))
     with ExitStack() as opened:
         api = api or open_api(config, start.step, stop)
@@ -379,11 +389,28 @@ class Run:
     def save(self) -> checkpoint.Saved:
         """Write step_N/ for the present step."""
         saved = checkpoint.save_step(
-            self.model, self.config, self.stepper, step=self.step, version=self.version, stopping=self.stopping.state()
-        )
+            self.model, self.config, self.stepper, step=self.step, version=self.version, stopping=self.stopping.state(),
+            wait_for_room=self.wait_for_room,
+        )  # fmt: skip
         self.saved_step = self.step
         self._record(saved)
         return saved
+
+    def wait_for_room(self, folder: Path, words: str) -> None:
+        """Pause until there is more room on a full disk, or a minute has passed: a quota does not show.
+
+        Raises:
+            DiskFull: the run is to stop, so there is nothing to wait for.
+        """
+        free = shutil.disk_usage(folder).free
+        text = f"{words}: step {self.step} cannot be saved in {folder} ({free / 1e9:.1f} GB free)"
+        if self.stop.is_set():
+            raise DiskFull(f"{text}. {_last_checkpoint(self.config)}")
+        print(f"[WARNING] {text}. Training pauses until there is room: free some, and it goes on by itself")
+        until = time.monotonic() + FULL_DISK_RETRY_S
+        while time.monotonic() < until and shutil.disk_usage(folder).free <= free + MORE_ROOM:
+            if self.stop.wait(1.0):
+                break
 
     def save_at_stop(self) -> TrainResult:
         """A checkpoint of what was trained since the last one."""
@@ -398,7 +425,7 @@ class Run:
         """The final model and the benchmark."""
         final = checkpoint.save(
             self.model, self.config, Path(self.config.save_path) / "final_model", step=self.step, version=self.version,
-            stepper=None,
+            stepper=None, wait_for_room=self.wait_for_room,
         )  # fmt: skip
         self._record(final)
         fields = self.bench.fields()
