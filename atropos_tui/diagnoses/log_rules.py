@@ -209,7 +209,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "a checkpoint is not what was written",
         "the run goes on from the one before; remove the damaged folder, and look after the disk (dmesg, smartctl)",
         (LogPattern("[WARNING] passed over: --resume"),),
-        roles=("trainer",),
+        roles=(Role.TRAINER,),
         passing=True,
     ),
     LogRule(

@@ -66,6 +66,8 @@ class SingleCopy(WeightSync):
         self._model = model = self._map(manifest)
         print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no weight memory of its own")
         clean = info.weight_version in (None, 0) and not info.dirty and not _spoiled(model)
+        if info.paused:  # by a trainer that is no more, or is stopped: what it declares counts no longer
+            self.engine.pause(dirty=info.dirty, lease_s=max(LEASE_S, self.config.engine_timeout))
         if info.held and not info.paused and not info.dirty:
             self._prove_sharing(model)
         else:
