@@ -53,9 +53,10 @@ async def test_snapshot_and_live_without_gap_or_duplicate(launch: Any) -> None:
     ]
     gate = part("last", python("pass"), ends_run=True, depends_on={"b14": "completed"})
 
-    async def listen(run_dir: Path, delay: float) -> tuple[int, list[int]]:
-        await asyncio.sleep(delay)
-        async with ControlClient(run_dir) as client:
+    async def listen(running: Any, records: int) -> tuple[int, list[int]]:
+        while len(running.records) < records:
+            await asyncio.sleep(0.001)
+        async with ControlClient(running.run.root) as client:
             stream = client.events()
             snapshot = await anext(stream)
             assert isinstance(snapshot, Snapshot)
@@ -63,7 +64,7 @@ async def test_snapshot_and_live_without_gap_or_duplicate(launch: Any) -> None:
 
     async with launch(*busy, gate) as running:
         await running.answers()
-        seen = await asyncio.gather(*(listen(running.run.root, number * 0.04) for number in range(10)))
+        seen = await asyncio.gather(*(listen(running, number * 4) for number in range(10)))
         assert await running.end() == 0
         last = running.records[-1].seq
         assert len({seq for seq, _ in seen}) > 2, "they should have joined at different moments"
