@@ -13,7 +13,7 @@ from pathlib import Path
 
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
-from atropos_tui.profile.checks import check_graph, check_notes, check_profile, placed
+from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile, placed
 from atropos_tui.profile.errors import in_words, printable, refused
 from atropos_tui.profile.memory import as_data, as_lines, site_budget, take_inventory
 from atropos_tui.profile.plan import Site, make_site, redacted, stack_of
@@ -56,7 +56,7 @@ def validate(options: argparse.Namespace) -> int:
     stack = checked(profile, file, site, machine=True)
     tell_unused(site.dotenv, stack.variables)
     warnings = site_budget(site, take_inventory(site)).warnings
-    for line in [*check_notes(site), *(f"WARNING {warning}" for warning in warnings)]:
+    for line in [*check_notes(site), *check_commands(stack), *(f"WARNING {warning}" for warning in warnings)]:
         print(line)
     names = ", ".join(component.name for component in stack.components)
     print(f"{file}: valid ({profile.mode}: {names})")
