@@ -206,6 +206,8 @@ class EnvSection(ComponentOptions):
     """Share of a batch beside other environments."""
     engine: Name | None = None
     """Name of the [[vllm]] that generates its rollouts; default: the first, which the trainer feeds."""
+    refill: bool = True
+    """A group whose scores came out equal is replaced at once, and as many more begun as will come out so."""
 
     @field_validator("args", mode="before")
     @classmethod
