@@ -67,6 +67,7 @@ OUT_OF_MEMORY = """{error}
 The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
   --gradient-checkpointing on, or --pack-tokens below {tokens}: fewer activations, the same gradient
   --master-weights kahan or stochastic, --optimizer adamw_8bit or adafactor: less state
+  --optimizer-offload true, --activation-offload true: into the host's memory; --gradient-dtype bfloat16: half of it
   a lower --gpu-memory-utilization of the server (vllm.gpu_memory_utilization in a profile)
   --train-layer-indices for the upper layers alone, or a shorter --seq-len
   another GPU, or a smaller model"""
@@ -451,8 +452,9 @@ def _stepper(model: torch.nn.Module, config: TrainingConfig, device: torch.devic
     if weights is not None:
         checkpoint.restore(weights, stepper)
     use_checkpointing(
-        model, config.gradient_checkpointing, device=device, optimizer=config.optimizer,
-        tokens=max(config.tokens_per_pass, config.seq_len),
+        model, config.gradient_checkpointing, device=device, tokens=max(config.tokens_per_pass, config.seq_len),
+        optimizer="" if config.optimizer_offload else config.optimizer, offload=config.activation_offload,
+        gradient_bytes=4 if config.gradient_dtype == "float32" else 2,
     )  # fmt: skip
     compile_layers(model, config.compile, device)
     return stepper
