@@ -79,6 +79,8 @@ class WeightBridge:
         self.workers = 1
         self.receives: TransferBackend | None = None
         """Over what a trainer can broadcast weights to the workers."""
+        self.not_in_place: str | None = None
+        """Why new weights must not be written over those in memory, in a server that takes new ones."""
         self.sleeping = False
         self.load_obstacle: str | None = None
         self.started_from: str | None = None

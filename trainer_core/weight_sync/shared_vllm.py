@@ -150,7 +150,7 @@ class SingleCopy(WeightSync):
         dtype = one_dtype(shard, self.config.dtype)
         tensors = open_tensors(shard, self.device)
         model = empty_model(config, dtype)
-        attach_views(model, tensors, shard.aliases, verbose=self.config.debug_loading)
+        attach_views(model, tensors, shard, verbose=self.config.debug_loading)
         return model
 
     def _place(self, model: torch.nn.Module, start: Start, *, clean: bool) -> None:
