@@ -6,7 +6,8 @@
                                has no tensor)
     save_path/adapter_step_N/  where adapters are trained: adapter_model.safetensors and adapter_config.json in place of
                                the model, for peft and vLLM; the same trainer state
-    save_path/final_model/     the one or the other without optimizer state
+    save_path/final_model/     the one or the other without optimizer state; with `lora_merged_export` the whole model,
+                               and final_adapter/ beside it
 
 Written aside and renamed, so a directory under its own name is complete. torch is imported only where tensors are
 touched: the starting point is looked up before it.
@@ -113,14 +114,15 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
 
 def save(
     model: torch.nn.Module, config: TrainingConfig, target: Path, *, step: int, version: int, stepper: Stepper | None,
-    stopping: dict[str, Any] | None = None,
+    stopping: dict[str, Any] | None = None, merged: bool = False,
 ) -> Saved:  # fmt: skip
-    """Write a checkpoint to `target`; without `stepper` only what inference needs."""
+    """Write a checkpoint to `target`; without `stepper` only what inference needs. `merged`: adapters as a
+    part of their model."""
     began = time.perf_counter()
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    if config.trains_adapters:
+    if config.trains_adapters and not merged:
         from trainer_core.policy.lora import write_adapter
 
         write_adapter(model, aside)
@@ -148,6 +150,14 @@ def save_step(
     return saved
 
 
+def save_final(model: torch.nn.Module, config: TrainingConfig, *, step: int, version: int) -> Saved:
+    """Write final_model/, and where that is to be a merged model the adapter as final_adapter/ first."""
+    folder, merged = Path(config.save_path), config.lora_merged_export
+    if merged:
+        save(model, config, folder / "final_adapter", step=step, version=version, stepper=None)
+    return save(model, config, folder / "final_model", step=step, version=version, stepper=None, merged=merged)
+
+
 def restore(path: Path, stepper: Stepper) -> None:
     """Optimizer, master weights and random generators as they were; weights are the weight strategy's business."""
     import numpy as np
@@ -170,8 +180,9 @@ def _write_model(model: torch.nn.Module, config: TrainingConfig, target: Path) -
     from huggingface_hub import save_torch_state_dict
 
     from trainer_core.policy.load import weights
+    from trainer_core.policy.lora import merged_weights
 
-    save_torch_state_dict(weights(model), target)
+    save_torch_state_dict(merged_weights(model, config) if config.trains_adapters else weights(model), target)
     model.config.save_pretrained(target)
     _save_companions(config.model_name, target)
 
