@@ -352,11 +352,16 @@ def assert_trained(run: LiveStack, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_lora_only_survives_its_engine(stack: Start_) -> None:
-    """The whole stack; vLLM is killed in the middle: its successor holds until it has the adapter; no step is lost."""
-    run = stack(mode="lora_only", trainer__training_steps=8, trainer__checkpoint_interval=4)
+@pytest.mark.parametrize("single_copy", [False, True], ids=["two copies", "one copy"])
+@pytest.mark.parametrize("how", ["kill", "restart"])
+def test_lora_only_survives_its_engine(stack: Start_, how: str, single_copy: bool) -> None:
+    """The whole stack; vLLM is killed in the middle: its successor holds until it has the adapter; no step is lost. Over
+    one copy the trainer goes on with the successor's base model."""
+    run = stack(
+        mode="lora_only", trainer__training_steps=8, trainer__checkpoint_interval=4, trainer__single_copy=single_copy
+    )
     run.until_step(3, 180)
-    assert run.cli("kill", "vllm", "--yes").returncode == 0
+    assert run.cli(how, "vllm", "--yes").returncode == 0
     code, output = run.wait(timeout=300)
     assert code == 0, output[-4000:]
     assert_trained(run, 8)
