@@ -6,7 +6,8 @@
                                has no tensor)
     save_path/adapter_step_N/  where adapters are trained: adapter_model.safetensors and adapter_config.json in place of
                                the model, for peft and vLLM; the same trainer state
-    save_path/final_model/     the one or the other without optimizer state
+    save_path/final_model/     the one or the other without optimizer state; with `lora_merged_export` the whole model,
+                               and final_adapter/ beside it
 
 Written aside, brought to the disk and renamed, so a directory under its own name is complete, whenever the machine
 died. `trainer_state.json` has a checksum of each file and of itself, by which a resume passes over what was damaged.
@@ -153,11 +154,13 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
 
 def save(
     model: torch.nn.Module, config: TrainingConfig, target: Path, *, step: int, version: int, stepper: Stepper | None,
-    stopping: dict[str, Any] | None = None, wait_for_room: Callable[[Path, str], None] | None = None,
+    stopping: dict[str, Any] | None = None, merged: bool = False,
+    wait_for_room: Callable[[Path, str], None] | None = None,
 ) -> Saved:  # fmt: skip
     """Write a checkpoint to `target`; without `stepper` only what inference needs.
 
     Args:
+        merged: adapters as a part of their model.
         wait_for_room: called when the disk is full, with the folder and the system's words, once what was written is
             gone again; then it is written anew. Without it that error is raised.
 
@@ -171,7 +174,7 @@ def save(
     while True:
         shutil.rmtree(aside, ignore_errors=True)
         try:
-            _write(model, config, aside, step, version, stepper, stopping)
+            _write(model, config, aside, step, version, stepper, stopping, merged)
             break
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
@@ -185,11 +188,11 @@ def save(
 
 def _write(
     model: torch.nn.Module, config: TrainingConfig, aside: Path, step: int, version: int, stepper: Stepper | None,
-    stopping: dict[str, Any] | None,
+    stopping: dict[str, Any] | None, merged: bool,
 ) -> None:  # fmt: skip
     """The whole folder, on the disk; what says that it is whole comes last."""
     aside.mkdir(parents=True)
-    if config.trains_adapters:
+    if config.trains_adapters and not merged:
         from trainer_core.policy.lora import write_adapter
 
         write_adapter(model, aside)
@@ -222,6 +225,23 @@ def save_step(
     return saved
 
 
+def save_final(
+    model: torch.nn.Module, config: TrainingConfig, *, step: int, version: int,
+    wait_for_room: Callable[[Path, str], None] | None = None,
+) -> Saved:  # fmt: skip
+    """Write final_model/, and where that is to be a merged model the adapter as final_adapter/ first."""
+
+    def write(name: str, *, merged: bool) -> Saved:
+        return save(
+            model, config, Path(config.save_path) / name, step=step, version=version, stepper=None, merged=merged,
+            wait_for_room=wait_for_room,
+        )  # fmt: skip
+
+    if config.lora_merged_export:
+        write("final_adapter", merged=False)
+    return write("final_model", merged=config.lora_merged_export)
+
+
 def restore(path: Path, stepper: Stepper) -> None:
     """Optimizer, master weights and random generators as they were; weights are the weight strategy's business."""
     import numpy as np
@@ -244,8 +264,9 @@ def _write_model(model: torch.nn.Module, config: TrainingConfig, target: Path) -
     from huggingface_hub import save_torch_state_dict
 
     from trainer_core.policy.load import weights
+    from trainer_core.policy.lora import merged_weights
 
-    save_torch_state_dict(weights(model), target)
+    save_torch_state_dict(merged_weights(model, config) if config.trains_adapters else weights(model), target)
     model.config.save_pretrained(target)
     _save_companions(config.model_name, target)
 

@@ -6,6 +6,7 @@ The command line is built from this class (`trainer_core/cli.py`), so a field he
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -204,6 +205,18 @@ class TrainingConfig(BaseModel):
     """Modules that get an adapter (default: q_proj v_proj); all-linear for every linear layer but the head."""
     lora_layer_indices: LayerIndices | None = None
     """Layers that get an adapter (such as 20-31); default: all that match."""
+    lora_use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(lora_r) instead of lora_alpha / lora_r, so that high ranks learn as fast (rsLoRA)."""
+    lora_use_dora: bool = False
+    """Refused: vLLM serves no DoRA."""
+    lora_modules_to_save: Words | None = None
+    """Refused: vLLM serves no adapter with whole layers (embeddings, head) beside its matrices."""
+    lora_adapter_path: str | None = None
+    """Start from the adapter in this folder, in peft's format, instead of a new one. Rank, alpha, scaling, modules and
+    layers are its own."""
+    lora_merged_export: bool = False
+    """At the end make final_model/ a whole model, the base with the adapter added, and put the adapter beside it as
+    final_adapter/. Exact in float32; in half precision each sum is rounded."""
 
     # vLLM
     vllm_port: int = Field(9001, ge=1, le=65535)
@@ -236,7 +249,8 @@ class TrainingConfig(BaseModel):
     engine_timeout: float = Field(600.0, gt=0)
     """Seconds to wait for the inference server and its manifest at the start."""
     single_copy: bool = False
-    """One copy of the weights, in the server's memory: what shared_vllm does anyway."""
+    """One copy of the weights, in the server's memory: what shared_vllm does anyway. With lora_only the frozen base
+    model is meant, and the trainer, on the server's GPU, has memory for the adapter alone."""
     use_shared_memory: bool = False
     """shared_vllm as a broadcast to a server on other GPUs."""
 
@@ -357,6 +371,14 @@ class TrainingConfig(BaseModel):
     }
     """Further flags for the same field."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_adapter(cls, values: Any) -> Any:
+        """What is not said of an adapter to start from is taken from it."""
+        if not isinstance(values, dict) or not values.get("lora_adapter_path"):
+            return values
+        return adapter_settings(Path(str(values["lora_adapter_path"]))) | values
+
     @model_validator(mode="after")
     def _combinations(self) -> TrainingConfig:
         if problems := contradictions(self):
@@ -418,9 +440,16 @@ def contradictions(config: TrainingConfig) -> list[str]:
         problems.append(
             "--single-copy and --use-shared-memory exclude each other: one copy, or a broadcast to a second"
         )
-    if (config.single_copy or config.use_shared_memory) and config.weight_bridge_mode != "shared_vllm":
-        flag = "--single-copy" if config.single_copy else "--use-shared-memory"
-        problems.append(f"{flag} belongs to --weight-bridge-mode shared_vllm, not {config.weight_bridge_mode}")
+    if config.use_shared_memory and config.weight_bridge_mode != "shared_vllm":
+        problems.append(
+            f"--use-shared-memory belongs to --weight-bridge-mode shared_vllm, not {config.weight_bridge_mode}"
+        )
+    if config.single_copy and config.weight_bridge_mode not in ("shared_vllm", "lora_only"):
+        why = ", whose server takes its memory along at each restart" if config.trains_adapters else ""
+        problems.append(
+            "--single-copy belongs to --weight-bridge-mode shared_vllm or lora_only, not "
+            f"{config.weight_bridge_mode}{why}"
+        )
     if config.group_size and config.sequences_per_step % config.group_size:
         problems.append(
             f"--batch-size {config.batch_size} x --gradient-accumulation-steps {config.gradient_accumulation_steps} = "
@@ -428,6 +457,7 @@ def contradictions(config: TrainingConfig) -> list[str]:
             "never fill a batch"
         )
     problems += _objective_contradictions(config)
+    problems += _adapter_contradictions(config)
     if config.trains_adapters and config.train_layer_indices is not None:
         problems.append(
             f"--train-layer-indices is for training the model itself; with --weight-bridge-mode "
@@ -435,7 +465,7 @@ def contradictions(config: TrainingConfig) -> list[str]:
         )
     if config.weight_bridge_mode == "lora_restart" and config.vllm_urls:
         problems.append("--vllm-urls does nothing for lora_restart, which restarts the one server at --vllm-port")
-    if config.mode == "shared_vllm" and config.vllm_urls:
+    if (config.mode == "shared_vllm" or config.single_copy) and config.vllm_urls:
         problems.append("--vllm-urls does nothing in single copy: the server is the one that the manifest names")
     if config.trains_adapters and config.in_flight != "keep":
         problems.append(f"--in-flight {config.in_flight} does nothing with adapters, which are swapped without a pause")
@@ -459,6 +489,68 @@ def contradictions(config: TrainingConfig) -> list[str]:
         problems.append(f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}")
     if config.alignment_ok and config.alignment_mismatch and config.alignment_ok > config.alignment_mismatch:
         problems.append("--alignment-ok must not be above --alignment-mismatch")
+    return problems
+
+
+_ADAPTER_FIELDS = {
+    "r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "lora_use_rslora",
+    "target_modules": "lora_target_modules", "layers_to_transform": "lora_layer_indices",
+}  # fmt: skip
+"""Keys of peft's adapter_config.json -> our settings."""
+_UNSERVED = {
+    "use_dora": "DoRA", "modules_to_save": "whole layers (modules_to_save)", "lora_bias": "biases of its own",
+    "rank_pattern": "several ranks (rank_pattern)", "alpha_pattern": "several scales (alpha_pattern)",
+    "target_parameters": "matrices of single parameters (target_parameters)",
+}  # fmt: skip
+"""Keys under which an adapter has what is not served."""
+
+
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """What the adapter in `folder` was made with, as fields of `TrainingConfig`.
+
+    Raises:
+        ValueError: no adapter of peft's LoRA, or one that vLLM does not serve.
+    """
+    said = f"--lora-adapter-path {folder}"
+    try:
+        found = json.loads((folder / "adapter_config.json").read_text())
+        kind, targets = found.get("peft_type"), found["target_modules"]
+        odd = [what for key, what in _UNSERVED.items() if found.get(key)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{said}: no adapter in peft's format ({type(error).__name__}: {error})") from None
+    if kind != "LORA" or odd or not isinstance(targets, list):
+        what = f"peft's {kind}" if kind != "LORA" else ", ".join(odd) or f"modules by a pattern ({targets})"
+        raise ValueError(f"{said}: an adapter with {what} cannot be trained on here, since vLLM would not serve it")
+    settings = {field: found[key] for key, field in _ADAPTER_FIELDS.items() if found.get(key) is not None}
+    if isinstance(layers := settings.get("lora_layer_indices"), int):
+        settings["lora_layer_indices"] = [layers]
+    return settings | {"lora_target_modules": sorted(targets)}
+
+
+def _adapter_contradictions(config: TrainingConfig) -> list[str]:
+    problems = []
+    if not config.trains_adapters:
+        return [
+            f"--{name.replace('_', '-')} is for adapters: use --weight-bridge-mode lora_only or lora_restart"
+            for name in ("lora_adapter_path", "lora_merged_export")
+            if getattr(config, name)
+        ]
+    if config.lora_use_dora:
+        problems.append("--lora-use-dora: vLLM serves no DoRA; leave it out (--lora-use-rslora is served)")
+    if config.lora_modules_to_save:
+        problems.append(
+            f"--lora-modules-to-save {' '.join(config.lora_modules_to_save)}: vLLM serves no adapter with whole "
+            "layers; leave it out, or train the whole model (--weight-bridge-mode shared_vllm)"
+        )
+    if config.lora_adapter_path:
+        theirs = adapter_settings(Path(config.lora_adapter_path))
+        for name in _ADAPTER_FIELDS.values():
+            ours, wanted = getattr(config, name), theirs.get(name, type(config).model_fields[name].default)
+            if (sorted(ours) if isinstance(ours, list) else ours) != wanted:
+                problems.append(
+                    f"--{name.replace('_', '-')} {ours}: the adapter in {config.lora_adapter_path} has {wanted}; leave "
+                    "it out to train that one on"
+                )
     return problems
 
 

@@ -424,10 +424,9 @@ class Run:
 
     def finish(self) -> TrainResult:
         """The final model and the benchmark."""
-        final = checkpoint.save(
-            self.model, self.config, Path(self.config.save_path) / "final_model", step=self.step, version=self.version,
-            stepper=None, wait_for_room=self.wait_for_room,
-        )  # fmt: skip
+        final = checkpoint.save_final(
+            self.model, self.config, step=self.step, version=self.version, wait_for_room=self.wait_for_room
+        )
         self._record(final)
         fields = self.bench.fields()
         self.telemetry.write(BenchmarkRecord, self.step, **fields)

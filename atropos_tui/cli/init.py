@@ -264,6 +264,7 @@ def profile_text(answers: Answers, *, file: str) -> str:
         text = _without_table(text, "prepare")  # which makes the template's own model
     env = {"name": "env", "module": None, "script": answers.script} if answers.kind == SCRIPT else {}
     changes: Changes = {"": top, "api": {"port": answers.api_port}, "env": env} | _placement(answers)
+    changes["trainer"] = changes.get("trainer", {}) | _adapters(answers)
     for table, values in changes.items():
         text = _with(text, table, values)
     head = (
@@ -295,6 +296,17 @@ def _placement(answers: Answers) -> Changes:
     if answers.kind != "arithmetic" and not set(answers.vllm_gpus) & set(answers.trainer_gpus or answers.vllm_gpus):
         vllm["gpu_memory_utilization"] = 0.85
     return {"vllm": vllm, "trainer": {"gpus": answers.trainer_gpus or answers.vllm_gpus}}
+
+
+def _adapters(answers: Answers) -> dict[str, Any]:
+    """Settings of the trainer in a mode of adapters: they want a higher rate than the template's model. Where trainer
+    and engine share one device, the base model is the engine's."""
+    if not TRAITS[answers.mode].lora:
+        return {}
+    rate = 2e-3 if answers.kind == "arithmetic" else 1e-4
+    settings: dict[str, Any] = {"lr": rate, "lora_target_modules": ["all-linear"]}
+    shares = len(answers.vllm_gpus) < 2 and (answers.trainer_gpus or answers.vllm_gpus) == answers.vllm_gpus
+    return settings | ({"single_copy": True} if shares and answers.mode == "lora_only" else {})
 
 
 def _with(text: str, table: str, values: dict[str, Any]) -> str:

@@ -28,6 +28,8 @@ SAFE_LOADING = ("auto", "safetensors", "pt", "hf", "mistral", "fastsafetensors")
 """Load formats that leave each weight in memory as the model has it."""
 PROCESSED = "processed_logprobs"
 IN_ARGV = "stands in its command line, which every user of this machine can read: hand it over as a variable under env"
+LEAST_ADAPTER_LR = 5e-5
+"""Below it a learning rate was meant for the model itself."""
 
 
 def check_profile(site: Site) -> list[Problem]:
@@ -37,7 +39,7 @@ def check_profile(site: Site) -> list[Problem]:
     problems += [*_derived(profile), *_server_types(profile), *_several(profile), *_gpu_lists(profile)]
     problems += [*_shares(profile), *_logprobs(profile)]
     if site.traits.shares_memory:
-        problems += [*_single_copy_place(profile), *_single_copy_flags(profile.vllm[0])]
+        problems += [*_single_copy_place(profile), *_single_copy_flags(profile.vllm[0], adapters=site.traits.lora)]
     if site.traits.other_gpus:
         problems += _other_gpus(profile)
     try:
@@ -93,6 +95,11 @@ def check_notes(site: Site) -> list[str]:
             f"WARNING {_meeting_key(settings)}: the broadcast's group meets at {place}, beyond the loopback. Its "
             "weights travel unencrypted, and whoever reaches that network can read them or break the group: keep it to "
             "machines that you trust"
+        )
+    if site.traits.lora and 0 < settings.lr < LEAST_ADAPTER_LR:
+        notes.append(
+            f"WARNING trainer.lr = {settings.lr:g} is one for the whole model, and an adapter learns next to nothing "
+            "with it: 1e-4 to 2e-4 are usual"
         )
     return notes
 
@@ -397,9 +404,11 @@ def _flag_key(engine: EngineSection, name: str) -> str:
     return f"vllm.0.args.{engine.flag_key(name)}"
 
 
-def _single_copy_flags(engine: EngineSection) -> Iterator[Problem]:
+def _single_copy_flags(engine: EngineSection, *, adapters: bool) -> Iterator[Problem]:
     """Flags after which the trainer does not find each weight where it looks, as it has it."""
     for name, why in _UNSHARED.items():
+        if adapters and name == "enable-lora":
+            continue
         if engine.flag(name) not in (None, False):
             yield Problem(why, "take it out, or use another mode", key=_flag_key(engine, name))
     for name in ("pipeline-parallel-size", "data-parallel-size"):

@@ -18,7 +18,7 @@ import psutil
 from atropos_common import model_math
 from atropos_tui.gpu import Nvml
 from atropos_tui.profile.models import LAYER, Model, Shapes, read_model
-from atropos_tui.profile.plan import TRAITS, Site, engine_model, resolve_path, training_config
+from atropos_tui.profile.plan import Site, engine_model, resolve_path, training_config, traits_of
 from atropos_tui.profile.sections import EngineSection, Profile
 from trainer_core.config import TrainingConfig
 
@@ -169,7 +169,7 @@ def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Hardwar
         return [HOST]
     if profile.trainer.gpus:
         return [f"GPU {index}" for index in profile.trainer.gpus]
-    if TRAITS[profile.mode].shares_memory:
+    if traits_of(profile).shares_memory:
         return engine_devices(profile.vllm[0], machine)
     return ["GPU 0"] if machine.gpus else [HOST]
 
@@ -179,7 +179,7 @@ class _Builder:
 
     def __init__(self, profile: Profile, settings: TrainingConfig, machine: Hardware) -> None:
         self.profile, self.settings, self.machine = profile, settings, machine
-        self.traits = TRAITS[profile.mode]
+        self.traits = traits_of(profile)
         self.devices: dict[str, Device] = {}
         self.warnings: list[str] = []
 
@@ -380,9 +380,11 @@ def effective_optimizer(settings: TrainingConfig, *, on_gpu: bool) -> str:
 def adapter_shapes(model: Model, settings: TrainingConfig) -> Shapes:
     """The two float32 matrices of each adapted linear layer."""
     wanted = set(settings.lora_target_modules or ["q_proj", "v_proj"])
+    everywhere = wanted == {"all-linear"}
     shapes: Shapes = {}
     for name, shape in model.trained(settings.lora_layer_indices).items():
-        if len(shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in wanted:
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if len(shape) == 2 and (module in wanted or (everywhere and LAYER.search(name))):
             shapes[f"{name}.lora_A"] = (settings.lora_r, shape[1])
             shapes[f"{name}.lora_B"] = (shape[0], settings.lora_r)
     return shapes

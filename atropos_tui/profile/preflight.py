@@ -28,7 +28,6 @@ from atropos_tui.profile import memory, ports
 from atropos_tui.profile.memory import Hardware, Inventory, take_inventory
 from atropos_tui.profile.models import Model
 from atropos_tui.profile.plan import (
-    TRAITS,
     Site,
     config_file,
     engine_model,
@@ -36,6 +35,7 @@ from atropos_tui.profile.plan import (
     resolve_path,
     trainer_gpus,
     training_config,
+    traits_of,
 )
 from atropos_tui.profile.sections import EngineSection, EnvSection, Profile
 from atropos_tui.profile.source import class_names
@@ -392,5 +392,5 @@ def _gpu_sets(profile: Profile, moved: Mapping[int, int]) -> Iterator[str]:
     for index, engine in enumerate(profile.vllm):
         own = engine.gpus or range(engine.tensor_parallel)
         yield f"vllm.{index}.gpus={[moved[gpu] for gpu in own]}"
-    if profile.trainer.gpus or not TRAITS[profile.mode].shares_memory:
+    if profile.trainer.gpus or not traits_of(profile).shares_memory:
         yield f"trainer.gpus={[moved[gpu] for gpu in profile.trainer.gpus or [min(moved)]]}"
