@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
@@ -53,18 +54,28 @@ def why_refused(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Dimensions:
-    """The sizes of a decoder: attention and MLP in every layer, an embedding and a head."""
+    """The sizes of a decoder: attention and MLP in every layer, an embedding and a head; in the sparse layers of a
+    mixture of experts a few of many MLPs for each token, and a router that chooses."""
 
     layers: int
     hidden: int
     inner: int
-    """Width inside the MLP."""
+    """Width inside the MLP of a dense layer."""
     heads: int
     kv_heads: int
     head_size: int
     vocab: int
     head_norms: bool = False
     """Queries and keys pass a norm of their own (Qwen3)."""
+    experts: int = 0
+    """Of each sparse layer; 0 where there are none."""
+    experts_per_token: int = 0
+    expert_inner: int = 0
+    """Width inside one expert."""
+    shared_inner: int = 0
+    """Width inside what every token of a sparse layer passes beside its own experts."""
+    dense_layers: int = 0
+    """Layers with an MLP as before, where others have experts."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, head_norms: bool = False) -> Dimensions:
@@ -76,7 +87,7 @@ class Dimensions:
         hidden = int(config.get("hidden_size") or config["n_embd"])
         heads = int(config.get("num_attention_heads") or config["n_head"])
         return cls(
-            layers=int(config.get("num_hidden_layers") or config["n_layer"]),
+            layers=_layers(config),
             hidden=hidden,
             inner=int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden),
             heads=heads,
@@ -84,7 +95,18 @@ class Dimensions:
             head_size=int(config.get("head_dim") or hidden // heads),
             vocab=int(config["vocab_size"]),
             head_norms=head_norms,
+            **_experts(config),
         )
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def chosen_inner(self) -> int:
+        """Width that one token meets inside a sparse layer: of its own experts and of those that all share."""
+        return self.experts_per_token * self.expert_inner + self.shared_inner
 
     @property
     def queries(self) -> int:
@@ -97,9 +119,41 @@ class Dimensions:
         return self.kv_heads * self.head_size
 
     @property
-    def layer(self) -> int:
-        """Weights of a layer that a token is multiplied with: all its matrices."""
-        return 2 * self.hidden * (self.queries + self.keys) + 3 * self.hidden * self.inner
+    def layer(self) -> float:
+        """Weights of a layer that a token is multiplied with: all its matrices, of experts those of the token alone; a
+        mean over layers where some are dense."""
+        attention = 2 * self.hidden * (self.queries + self.keys)
+        sparse = self.sparse_layers / self.layers
+        chosen = self.hidden * (3 * self.chosen_inner + self.experts)
+        return attention + (1 - sparse) * 3 * self.hidden * self.inner + sparse * chosen
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, int]:
+    """The fields of `Dimensions` about experts, by the names that config.json has for them; none for a dense model."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((int(config[name]) for name in names if config.get(name)), 0)
+    if experts < 2:
+        return {}
+    inner = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    shared = config.get("shared_expert_intermediate_size") or inner * (config.get("n_shared_experts") or 0)
+    return {
+        "experts": experts, "experts_per_token": int(config["num_experts_per_tok"]), "expert_inner": inner,
+        "shared_inner": int(shared), "dense_layers": sum(map(partial(_is_dense, config), range(_layers(config)))),
+    }  # fmt: skip
+
+
+def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether this layer of a mixture of experts has a plain MLP (Qwen's, GLM's and DeepSeek's ways to say so)."""
+    if kinds := config.get("mlp_layer_types"):
+        return bool(kinds[layer] == "dense")
+    skipped = (layer + 1) % int(config.get("decoder_sparse_step") or 1) != 0
+    return (
+        skipped or layer in (config.get("mlp_only_layers") or ()) or layer < (config.get("first_k_dense_replace") or 0)
+    )
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_hidden_layers") or config["n_layer"])
 
 
 @dataclass(frozen=True)
@@ -137,14 +191,18 @@ def activation_bytes(
     Per token and layer: two norms that keep their input in float32, queries, keys, values and the attention's output
     (keys and values repeated for each query head), four tensors inside the MLP, and four of the hidden size. On an H200
     within 5 % of the peak of uncompiled layers (Qwen3 0.6B and 1.7B, Llama 1B; 4,096-16,384 tokens); compiled layers
-    keep about 40 % less.
+    keep about 40 % less. A sparse layer keeps, for each expert of a token, its own copy of the input and of the
+    output as well.
 
     Args:
         width: bytes of one weight.
         layers: from the lowest trained one up, since those below keep nothing; default: all.
         largest: parameters of the largest trained tensor; default: those of the head.
     """
-    per_layer = 8 * model.hidden + width * 4 * (model.hidden + model.queries + model.inner)
+    sparse = model.sparse_layers / model.layers
+    inner = (1 - sparse) * model.inner + sparse * model.chosen_inner
+    copies = sparse * 3 * model.experts_per_token * model.hidden
+    per_layer = 8 * model.hidden + width * round(4 * (model.hidden + model.queries + inner) + copies)
     if model.head_norms:
         per_layer += 2 * (4 + width) * model.queries
     # Logits and their gradient; on a CPU the float32 softmax between them too, which a GPU computes in one kernel.
