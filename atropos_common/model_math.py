@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
-
 Shape = Sequence[int]
 
 LOGITS_AT_ONCE = {True: 1 << 29, False: 1 << 26}
@@ -37,19 +35,70 @@ CHANGING_ROTARY = ("dynamic", "longrope")
 neighbour (logprobs are off by 0.2 and 2.6 nats then), while vLLM fixes them when it starts."""
 
 
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+"""Kinds of layers that look at other tokens by attention alone."""
+_STATE = ("mamba_", "ssm_", "conv_L_cache", "rwkv_")
+"""How fields begin in the configurations of models whose layers carry a state from token to token."""
+_UNLIKE = (
+    "final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier",
+    "attention_chunk_size", "sliding_window", "residual_multiplier",
+)  # fmt: skip
+"""Fields of config.json that a forward pass of our own can miss."""
+_REFUSED = {
+    "llama4": ("its layers attend within chunks", "use another model, such as Qwen3-MoE or Mixtral"),
+    "nemotron": ("its attention in transformers takes no packed rows", "use another model, such as Llama or Qwen3"),
+}
+"""model_type -> why the trainer does not compute this architecture right, and the way out."""
+
+
 def why_refused(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why the trainer does not train the model of this config.json, in any mode, and the way out; None if it does."""
-    names = config.get("architectures") or ["(none)"]
-    if names[0] not in SINGLE_COPY_ARCHITECTURES:
-        return f"the trainer does not know {names[0]}", f"use a model of: {', '.join(SINGLE_COPY_ARCHITECTURES)}"
-    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rotary.get("rope_type") or rotary.get("type")
-    if kind in CHANGING_ROTARY:
+    """Why the trainer does not train the model of this config.json, in any mode, and the way out; None where nothing is
+    known against it: what nobody has tried is proved when the trainer starts."""
+    name = (config.get("architectures") or ["this model"])[0]
+    kind = str(config.get("model_type") or "").removesuffix("_text")
+    if kind in _REFUSED:
+        reason, fix = _REFUSED[kind]
+        return f"{name} does not train here: {reason}", fix
+    if beside := next((part for part in ("vision", "audio", "encoder") if config.get(f"{part}_config")), None):
         return (
-            f"its rotary embeddings ({kind}) change with the longest sequence of a packed row",
+            f"{name} has {beside} layers beside its language model, and the trainer trains models of text alone",
+            "use a model of text alone, or the language model saved by itself",
+        )
+    if config.get("is_encoder_decoder"):
+        return f"{name} is an encoder and a decoder", "use a model that only decodes"
+    if (rotary := _rotary(config)) in CHANGING_ROTARY:
+        return (
+            f"its rotary embeddings ({rotary}) change with the longest sequence of a packed row",
             "use a model with another rope_type, such as llama3, yarn or linear",
         )
     return None
+
+
+def carries_state(config: Mapping[str, Any]) -> bool:
+    """Whether layers carry a state from token to token (linear attention, Mamba, convolutions), which does not stop at
+    the end of a packed sequence: such sequences are computed one by one."""
+    if kinds := config.get("layer_types") or config.get("layers_block_type"):
+        return any(kind not in _ATTENTION for kind in kinds)
+    return any(name.startswith(_STATE) for name in config)
+
+
+def suspects(config: Mapping[str, Any]) -> list[str]:
+    """What in a configuration explains most likely that a forward pass of our own differs from the model's."""
+    found = [f"{name} = {config[name]}" for name in _UNLIKE if config.get(name) not in (None, False, 0, 1)]
+    kinds = {kind for kind in config.get("layer_types") or () if kind not in _ATTENTION[:2]}
+    if carries_state(config):
+        kinds = kinds or {"state-space"}
+    found += [f"layers of kind {kind}" for kind in sorted(kinds)]
+    rotary = _rotary(config)
+    return found + ([f"rope_type {rotary}"] if rotary not in (None, "default", "llama3") else [])
+
+
+def _rotary(config: Mapping[str, Any]) -> str | None:
+    """The kind of rotary embeddings; of several, for kinds of layers, one that changes."""
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    by_layer = [value for value in settings.values() if isinstance(value, Mapping)] or [settings]
+    kinds = [kind for one in by_layer if (kind := one.get("rope_type") or one.get("type"))]
+    return max(kinds, key=lambda kind: kind in CHANGING_ROTARY, default=None)
 
 
 @dataclass(frozen=True)
@@ -214,7 +263,7 @@ def activation_bytes(
 
 def optimizer_bytes(shapes: Iterable[Shape], optimizer: str) -> int:
     """State of `optimizer` over trained tensors of these shapes, in bytes; float32 but for adamw_8bit."""
-    return sum(_STATE[optimizer](shape) for shape in shapes)
+    return sum(_OPTIMIZER_STATE[optimizer](shape) for shape in shapes)
 
 
 def _adamw(shape: Shape) -> int:
@@ -235,7 +284,7 @@ def _adafactor(shape: Shape) -> int:
     return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
 
 
-_STATE = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
+_OPTIMIZER_STATE = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
 
 
 def effective_optimizer(optimizer: str, *, chosen: bool, on_gpu: bool) -> str:

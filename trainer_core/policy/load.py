@@ -29,7 +29,7 @@ _FUSED = dict.fromkeys(_QKV, ("qkv_proj", _QKV)) | dict.fromkeys(_GATE_UP, ("gat
 """Module of transformers -> the server's fused module and the order of its rows."""
 _PADDED = ("model.embed_tokens.weight", "lm_head.weight")
 """Tensors whose rows the server pads up to a round vocabulary size."""
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 def load_config(model_name: str) -> Any:
@@ -161,6 +161,11 @@ def _install(model: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
     left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     if left:
         raise UsageError("no memory for: " + ", ".join(left))
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's layers, whatever its class calls them."""
+    return next(module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
 
 
 def train_only(model: nn.Module, layers: list[int] | None) -> None:
