@@ -85,7 +85,7 @@ def _nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 CHANGING: dict[str, Any] = {"rope_theta": 10000.0, "original_max_position_embeddings": 26, "factor": 4.0}
-LONGROPE = CHANGING | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LONGROPE = CHANGING | {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
 PLANTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
     "soft-capping of logits": ("Gemma 2", _no_last_word, "final_logit_softcapping = 3.0"),
     "soft-capping of scores": ("Gemma 2", _whole_without(5), "attn_logit_softcapping = 2.0"),
