@@ -41,6 +41,7 @@ from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiff
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.load import end_tokens, train_only
+from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
 from trainer_core.probe import LogprobProbe, explain
@@ -208,6 +209,7 @@ class Run:
         opened.callback(self.sync.close)
         _seed(config.seed)
         self.model = self.sync.attach(Start(start.path, start.version))
+        print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         train_only(self.model, config.train_layer_indices)
         self.threads = use_cores(self.model, config, self.device)
         self.reference = Reference(config, self.model, self.device) if config.ref_kl_coef else None

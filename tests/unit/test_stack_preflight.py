@@ -118,10 +118,13 @@ def test_tensor_parallel_divides_the_heads(parallel: int, fits: bool) -> None:
 
 
 REFUSED = {
-    "an architecture": ({"architectures": ["Gemma3ForCausalLM"]}, "does not know Gemma3ForCausalLM"),
-    "GPT-2": (
-        {"architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16},
-        "does not know GPT2LMHeadModel",
+    "an architecture": (
+        {"architectures": ["NemotronForCausalLM"], "model_type": "nemotron"},
+        "NemotronForCausalLM does",
+    ),
+    "one that sees": (
+        {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {"depth": 1}},
+        "has vision layers",
     ),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rotary embeddings \(dynamic\)"),
     "longrope": (
@@ -137,10 +140,16 @@ def test_a_model_that_the_trainer_refuses(tmp_path: Path, name: str, mode: str) 
     """In every mode, and in the trainer's own words."""
     changes, words = REFUSED[name]
     problem = one(found(profile(model="a/b", mode=mode), config=LLAMA | changes, gpus=2), "model")
-    assert re.search(words, problem.reason) and problem.fix.startswith("use a model")
+    assert re.search(words, problem.reason) and problem.fix.startswith("use a")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "llama"} | changes))
     with pytest.raises(UsageError, match=words):
         load_config(str(tmp_path))
+
+
+def test_a_model_that_nobody_tried_is_left_to_the_proof() -> None:
+    """As a mixture of experts, and by a name that nobody knows."""
+    for kind in ({"model_type": "olmoe", "num_experts": 8}, {"model_type": "new", "architectures": ["NewForCausalLM"]}):
+        assert why_refused(LLAMA | kind) is None
 
 
 def test_rotary_embeddings_that_stay_as_they_are_train() -> None:

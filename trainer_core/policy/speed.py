@@ -24,7 +24,7 @@ from torch import nn
 from atropos_common import model_math
 from trainer_core.config import TrainingConfig
 from trainer_core.offload import SavedStates
-from trainer_core.policy.load import dimensions
+from trainer_core.policy.load import decoder_layers, dimensions
 
 SMALL_MODEL = 50_000_000
 """Parameters below which rows side by side are faster than threads within an operation."""
@@ -122,7 +122,7 @@ def compile_layers(model: nn.Module, mode: str, device: torch.device) -> bool:
     if mode == "off" or (mode == "auto" and not (device.type == "cuda" and large)):
         return False
     torch._dynamo.config.suppress_errors = True  # a compiler that is missing costs a warning, not the run
-    for layer in model.base_model.layers:
+    for layer in decoder_layers(model):
         layer.compile(dynamic=True)
     return True
 
@@ -173,7 +173,7 @@ def activation_bytes(model: nn.Module, tokens: int) -> int:
 
 def layers_reached(model: nn.Module) -> int:
     """Layers from the lowest with a trained parameter up: those that a gradient passes through."""
-    layers = model.base_model.layers
+    layers = decoder_layers(model)
     if any(p.requires_grad for p in model.get_input_embeddings().parameters()):
         return len(layers)
     trained = [i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
@@ -191,5 +191,5 @@ def _enable(model: nn.Module) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     # The hook that makes embeddings require a gradient is for reentrant checkpointing: frozen layers would pay for it.
     model.disable_input_require_grads()
-    for layer in model.base_model.layers:
+    for layer in decoder_layers(model):
         layer.training = True

@@ -207,9 +207,14 @@ class SingleCopy(WeightSync):
             torch.cuda.synchronize(self.device)
 
 
+_LAST_NORMS = ("norm", "final_layernorm", "embedding_norm", "ln_f")
+"""What classes of transformers call the norm behind the last layer."""
+
+
 def _proof_value(model: torch.nn.Module) -> torch.Tensor:
     """The one value that `_prove_sharing` changes, a view of shape (1,)."""
-    value: torch.Tensor = model.base_model.norm.weight[:1]
+    norm = next(getattr(model.base_model, name) for name in _LAST_NORMS if hasattr(model.base_model, name))
+    value: torch.Tensor = norm.weight[:1]
     return value
 
 
