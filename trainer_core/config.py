@@ -171,6 +171,11 @@ class TrainingConfig(BaseModel):
     master_weights: Literal["fp32", "kahan", "stochastic"] = "fp32"
     """How half-precision weights keep small updates. fp32: a float32 copy (4 bytes a parameter). kahan: what rounding
     lost, in half precision (2 bytes). stochastic: rounded at random (0 bytes, bfloat16 only)."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In what gradients of half-precision weights are collected: 4 or 2 bytes a parameter. bfloat16 loses small parts
+    of a sum over many packed rows; it is for models that fit in no other way."""
+    optimizer_offload: bool = False
+    """Keep master weights and optimizer state in the host's memory; the step streams them through the GPU."""
     lr: float = Field(1e-5, ge=0)
     """Learning rate."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -286,6 +291,8 @@ class TrainingConfig(BaseModel):
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Compute activations anew in the backward pass (non-reentrant): about a third slower, far less memory. auto does
     so when those of one forward pass would not fit into the free memory of the GPU; on a CPU it does not."""
+    activation_offload: bool = False
+    """Keep what gradient checkpointing saves, a hidden state per layer, in the host's memory; needs a GPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the transformer layers (torch.compile): some seconds at the first step, a fifth less in each. auto does
     so on CUDA for models from 100 million parameters."""

@@ -91,7 +91,7 @@ def init(options: argparse.Namespace) -> int:
     _refuse_existing(file)
     text = profile_text(answers, file=printable(str(file)))
     profile = parse_profile(tomllib.loads(text), printable(str(file)))
-    stack = checked(profile, file, planned_site(profile), machine=False)
+    stack = checked(profile, file, planned_site(profile), machine=False).stack
     _write(file, text)
     print(f"{file}: written, valid ({profile.mode}: {', '.join(part.name for part in stack.components)})")
     try:

@@ -47,14 +47,20 @@ class Model:
         return max(math.prod(shape) for shape in self.shapes.values())
 
     @property
+    def decoder(self) -> Mapping[str, Any]:
+        """The part of the configuration that describes the language model."""
+        inner = self.config.get("text_config")
+        return inner if isinstance(inner, dict) else self.config
+
+    @property
     def dimensions(self) -> Dimensions:
         """Sizes of its layers, by which memory is estimated."""
-        return Dimensions.of(self.config, head_norms=any("q_norm" in name for name in self.shapes))
+        return Dimensions.of(self.decoder, head_norms=any("q_norm" in name for name in self.shapes))
 
     @property
     def max_length(self) -> int | None:
         """Longest context the model was made for, in tokens."""
-        longest = self.config.get("max_position_embeddings") or self.config.get("n_positions")
+        longest = self.decoder.get("max_position_embeddings") or self.decoder.get("n_positions")
         return int(longest) if longest else None
 
     @property
