@@ -30,6 +30,8 @@ PART_PARAMETERS = 1 << 26
 """Parameters that an optimizer steps at a time where no float32 copy of them stays; a larger tensor alone."""
 MASTER_BYTES = {"fp32": 4, "kahan": 2, "stochastic": 0}
 """Of one trained parameter in half precision, between two steps: a float32 copy, or what rounding lost, or nothing."""
+STATE_BYTES = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
+"""About, of one trained parameter; exact in `optimizer_bytes`."""
 BITS8_SMALLEST, BITS8_BLOCK = 4096, 256
 """bitsandbytes keeps smaller tensors in float32, and one float32 scale for each block and moment."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
@@ -237,7 +239,7 @@ def activation_bytes(
     if not checkpointed:
         return Activations(tokens, kept, per_layer, 8 * model.hidden, head)
     inputs = width * model.hidden
-    away = tokens * inputs * max(0, kept - 2) if offloaded else 0  # one layer's is used while the next one's comes
+    away = tokens * inputs * max(0, kept - 2) if offloaded else 0  # one is used while the next one comes
     # The layer that is computed anew meets its own gradients.
     again = per_layer + width * round(2 * inner + 2 * model.hidden)
     return Activations(tokens, kept, inputs, 8 * model.hidden, head, again, away)
@@ -297,19 +299,33 @@ def step_flops(
     return 2.0 * weights * sum(lengths) + attention + head * predicted
 
 
-def step_bytes(masters: str, *, half: bool, offloaded: bool, largest: int) -> int:
-    """What the optimizer takes beside gradients and states while it steps, in bytes: activations are gone by then.
+def step_bytes(masters: str, optimizer: str, *, half: bool, narrow: bool, offloaded: bool, largest: int) -> int:
+    """What the optimizer takes beside gradients, masters and states while it steps, in bytes: a part of the parameters
+    at a time, when activations are gone.
 
     Args:
         masters: strategy of the master weights.
         half: the trained weights are in half precision.
-        offloaded: masters and states are streamed from the host's memory.
+        narrow: so are their gradients.
+        offloaded: masters and states are streamed from the host's memory: a part comes, one is there, one goes.
         largest: parameters of the largest trained tensor.
     """
     part = max(PART_PARAMETERS, largest)
+    size = 8 * largest if optimizer == "adafactor" else 0  # squares and updates of one tensor
+    if half:
+        size += 4 * part * (narrow + (masters != "fp32"))
+        size += 12 * PART_PARAMETERS if masters == "stochastic" else 0
     if offloaded:
-        return 16 * part  # weights and two moments of a part, and what of the next one is on its way
-    return 4 * part if half and masters != "fp32" else 0
+        each = STATE_BYTES[optimizer] + (MASTER_BYTES[masters] if half else 0)
+        size += each * (part + 2 * PART_PARAMETERS) + (2 * part if half else 0)
+    return size
+
+
+def pinned_bytes(shapes: Iterable[Shape], widths: Sequence[int]) -> int:
+    """What tensors of these shapes, one of each width (bytes of an element), take of the host's memory where a GPU reads
+    them: torch rounds each up to a power of two."""
+    sizes = [math.prod(shape) for shape in shapes]
+    return sum(1 << max(0, size * width - 1).bit_length() for size in sizes for width in widths)
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -83,8 +83,8 @@ def fits(budget: Budget, slack: float = 0.0) -> bool:
 
 
 def nearest(site: Site, inventory: Inventory, *, fixed: Iterable[str] = (), most: int = 3) -> list[Fit]:
-    """The cheapest combinations of settings with which all fits, at most `most`, none of which says all that a
-    cheaper one says; empty where nothing fits, or where nothing is known.
+    """The cheapest combinations of settings with which all fits, at most `most`, none of which sets all that a cheaper
+    one sets, and adapters where all of them cost precision; empty where nothing fits, or where nothing is known.
 
     Args:
         fixed: keys that stay as they are.
@@ -98,7 +98,9 @@ def nearest(site: Site, inventory: Inventory, *, fixed: Iterable[str] = (), most
         for ladder in _ladders(site, settings, first, inventory)
     ]
     found = _search(site, settings, inventory, ladders, most)
-    return found or ([] if "mode" in fixed else _with_adapters(site, settings, inventory))
+    if "mode" not in fixed and all(fit.cost >= LAST for fit in found):
+        found += _with_adapters(site, settings, inventory)
+    return found
 
 
 def on_gpus(profile: Profile, settings: TrainingConfig, inventory: Inventory) -> bool:
@@ -114,7 +116,7 @@ def _search(
     found: list[Fit] = []
     for options in combinations:
         chosen = dict(setting for option in options for setting in option.settings)
-        if any(fit.settings.items() <= chosen.items() for fit in found):
+        if any(fit.settings.keys() <= chosen.keys() for fit in found):
             continue
         budget = budget_with(site, settings, inventory, chosen)
         if fits(budget, SLACK if chosen else 0.0):

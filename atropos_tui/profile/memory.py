@@ -38,8 +38,6 @@ CONTEXT = 750 * 1024**2
 """A process's CUDA context and libraries, in bytes; 0.73 GiB on an H200."""
 GRAPH = 512 * 1024
 """A CUDA graph of one size and layer, in bytes: about 0.8 GiB for the 51 sizes of a model with 32 layers."""
-GRAPH_SIZES = 51
-"""That vLLM captures, up to 512 sequences."""
 LARGE_MODEL = 100_000_000
 """Parameters from which the trainer compiles on a GPU; its own figure stands in trainer_core/policy/speed.py."""
 MASTERS = {"fp32": "float32", "kahan": "what rounding lost"}
@@ -269,14 +267,21 @@ class _Builder:
             (2 if narrow else model_math.GRADIENT_BYTES) * parameters,
             f"{'bfloat16' if narrow else 'float32'}{said}",
         )
-        kept_at = [HOST] if settings.optimizer_offload and on_gpu else names
-        # In a step the others fill float32 copies a part at a time, when the activations' memory is free.
-        if half and (size := model_math.MASTER_BYTES[settings.master_weights] * parameters):
-            add("master weights", size, MASTERS[settings.master_weights], at=kept_at)
+        away = settings.optimizer_offload and on_gpu
         optimizer = effective_optimizer(settings, on_gpu=on_gpu)
-        add("optimizer state", model_math.optimizer_bytes(trained.values(), optimizer), optimizer, at=kept_at)
+        # In a step the others fill float32 copies a part at a time, when the activations' memory is free.
+        masters = model_math.MASTER_BYTES[settings.master_weights] if half else 0
+        states = model_math.optimizer_bytes(trained.values(), optimizer)
+        if away:
+            widths = [masters] * bool(masters) + [model_math.STATE_BYTES[optimizer] // 2] * 2
+            size = model_math.pinned_bytes(trained.values(), [width for width in widths if width])
+            add("masters, states", size, f"{settings.master_weights}, {optimizer}: optimizer_offload", at=[HOST])
+        else:
+            if masters:
+                add("master weights", masters * parameters, MASTERS[settings.master_weights])
+            add("optimizer state", states, optimizer)
         step = model_math.step_bytes(
-            settings.master_weights, half=half, offloaded=kept_at != names, largest=largest_of(trained)
+            settings.master_weights, optimizer, half=half, narrow=narrow, offloaded=away, largest=largest_of(trained)
         )
         if on_gpu:
             add("CUDA context", CONTEXT, estimate=True)
@@ -340,7 +345,8 @@ def graph_sizes(section: EngineSection, *, restarted: bool) -> int:
     sequences = section.flag_number("max-num-seqs", MOST_SEQUENCES)
     if restarted:
         return len(few_graph_sizes(sequences))
-    return max(1, GRAPH_SIZES * min(most, 2 * sequences, 512) // 512)
+    most = min(most, 2 * sequences)
+    return 3 + min(most, 256) // 8 + max(0, most - 256) // 16  # 1, 2, 4, then in steps of 8, then of 16
 
 
 def overflow(device: Device, profile: Profile, settings: TrainingConfig) -> str | None:
@@ -458,7 +464,8 @@ def adapter_shapes(model: Model, settings: TrainingConfig) -> Shapes:
     wanted = set(settings.lora_target_modules or ["q_proj", "v_proj"])
     shapes: Shapes = {}
     for name, shape in model.trained(settings.lora_layer_indices).items():
-        if len(shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in wanted:
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if len(shape) == 2 and LAYER.search(name) and (module in wanted or wanted == {"all-linear"}):
             shapes[f"{name}.lora_A"] = (settings.lora_r, shape[1])
             shapes[f"{name}.lora_B"] = (shape[0], settings.lora_r)
     return shapes

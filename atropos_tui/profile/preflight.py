@@ -28,6 +28,7 @@ from atropos_tui.profile import memory, ports
 from atropos_tui.profile.fit import nearest
 from atropos_tui.profile.hardware import Hardware
 from atropos_tui.profile.memory import Inventory, take_inventory
+from atropos_tui.profile.model_files import is_hub_id
 from atropos_tui.profile.models import Model
 from atropos_tui.profile.plan import (
     TRAITS,
@@ -236,7 +237,7 @@ def _models(site: Site) -> Iterator[Problem]:
     named: set[str] = set()
     for index, engine in enumerate(site.profile.vllm):
         model = engine_model(site, engine)
-        if model in made or model in named or _looks_like_hub_id(model):
+        if model in made or model in named or is_hub_id(model):
             continue
         named.add(model)
         key = f"vllm.{index}.model" if engine.model else "model"
@@ -247,11 +248,6 @@ def _models(site: Site) -> Iterator[Problem]:
         elif not (folder / "config.json").is_file():
             fix = "point at the folder that `save_pretrained` wrote"
             yield Problem(f"{model} holds no config.json: not a model", fix, key=key)
-
-
-def _looks_like_hub_id(model: str) -> bool:
-    """`owner/name`, as against a path: not absolute, not dotted, one slash, and no such folder here."""
-    return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not Path(model.split("/")[0]).is_dir()
 
 
 def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
