@@ -21,15 +21,27 @@ LOGITS_AT_ONCE = {True: 1 << 29, False: 1 << 26}
 """Logits that the trainer holds at a time, on a GPU (True) or not. There they are more (1 GB in half precision), since
 the head's product wants many rows."""
 GRADIENT_BYTES = 4
-"""Of one trained parameter: gradients are collected in float32."""
+"""Of one trained parameter: gradients are collected in float32, unless gradient_dtype says otherwise."""
+COMPILED = 0.6
+"""What compiled layers keep for the backward pass, as a share of what others do; measured on an H200."""
 PART_PARAMETERS = 1 << 26
 """Parameters that an optimizer steps at a time where no float32 copy of them stays; a larger tensor alone."""
 MASTER_BYTES = {"fp32": 4, "kahan": 2, "stochastic": 0}
 """Of one trained parameter in half precision, between two steps: a float32 copy, or what rounding lost, or nothing."""
+STATE_BYTES = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
+"""About, of one trained parameter; exact in `optimizer_bytes`."""
 BITS8_SMALLEST, BITS8_BLOCK = 4096, 256
 """bitsandbytes keeps smaller tensors in float32, and one float32 scale for each block and moment."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 """Dense bfloat16 by part of the device's name, from the makers' data sheets."""
+GPU_MEMORY = {
+    "B200": 183_359, "H200": 143_771, "H100": 81_559, "H100-80GB": 81_559, "H100-NVL": 95_830, "H20": 97_871,
+    "GH200": 97_871, "A100": 81_920, "A100-80GB": 81_920, "A100-40GB": 40_960, "L40S": 46_068, "L40": 46_068,
+    "L4": 23_034, "A40": 46_068, "A10": 23_028, "A10G": 23_028, "A6000": 49_140, "V100": 32_768, "V100-32GB": 32_768,
+    "V100-16GB": 16_384, "T4": 15_360, "RTX-PRO-6000": 97_887, "RTX-6000-ADA": 49_140, "RTX-5090": 32_607,
+    "RTX-4090": 24_564, "RTX-3090": 24_576,
+}  # fmt: skip
+"""MiB that the driver shows of each device, which is a little less or more than its name says."""
 CHANGING_ROTARY = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies follow the longest position that is computed at once: in a packed row that of a
 neighbour (logprobs are off by 0.2 and 2.6 nats then), while vLLM fixes them when it starts."""
@@ -215,50 +227,71 @@ class Activations:
     per_token_and_layer: int
     per_token: int
     """Outside of the layers."""
-    logits: int
-    largest_gradient: int
+    head: int
+    """Logits of one chunk, and the largest gradient while it is made."""
+    again: int = 0
+    """Of a token: what gradient checkpointing computes anew, one layer at a time; 0 without it."""
+    offloaded: int = 0
+    """Bytes that wait in the host's memory."""
 
     @property
     def total(self) -> int:
         per_token = self.layers * self.per_token_and_layer + self.per_token
-        return self.tokens * per_token + self.logits + self.largest_gradient
+        # The head is through before the first layer is computed anew.
+        return self.tokens * per_token - self.offloaded + max(self.head, self.tokens * self.again)
 
     @property
     def formula(self) -> str:
         """The sum in words."""
-        return (
-            f"{self.tokens:,} tokens x ({self.layers} layers x {self.per_token_and_layer:,} B + {self.per_token:,} B) "
-            "+ logits + largest gradient"
+        kept = (
+            f"{self.tokens:,} tokens x ({self.layers} layers x {self.per_token_and_layer:,} B + {self.per_token:,} B)"
         )
+        return kept + (" + logits + largest gradient" if self.head >= self.tokens * self.again else " + a layer anew")
 
 
 def activation_bytes(
-    model: Dimensions, tokens: int, *, width: int, on_gpu: bool, layers: int | None = None, largest: int | None = None
-) -> Activations:
+    model: Dimensions, tokens: int, *, width: int, on_gpu: bool, layers: int | None = None, largest: int | None = None,
+    compiled: bool = False, checkpointed: bool = False, offloaded: bool = False, frozen: bool = False,
+) -> Activations:  # fmt: skip
     """What a pass over `tokens` tokens keeps, the logits of one chunk, and the largest gradient while it is made.
 
     Per token and layer: two norms that keep their input in float32, queries, keys, values and the attention's output
-    (keys and values repeated for each query head), four tensors inside the MLP, and four of the hidden size. On an H200
-    within 5 % of the peak of uncompiled layers (Qwen3 0.6B and 1.7B, Llama 1B; 4,096-16,384 tokens); compiled layers
-    keep about 40 % less. A sparse layer keeps, for each expert of a token, its own copy of the input and of the
-    output as well.
+    (keys and values repeated for each query head), four tensors inside the MLP, and four of the hidden size. A sparse
+    layer keeps, for each expert of a token, its own copy of the input and of the output as well. Measured on an H200:
+    docs/benchmarks.md, "What plan says".
 
     Args:
         width: bytes of one weight.
         layers: from the lowest trained one up, since those below keep nothing; default: all.
         largest: parameters of the largest trained tensor; default: those of the head.
+        compiled: the layers are.
+        checkpointed: a layer keeps its input alone, and computes the rest anew.
+        offloaded: these inputs wait in the host's memory.
+        frozen: only adapters are trained, so a product keeps no input for its weight's gradient.
     """
     sparse = model.sparse_layers / model.layers
     inner = (1 - sparse) * model.inner + sparse * model.chosen_inner
     copies = sparse * 3 * model.experts_per_token * model.hidden
-    per_layer = 8 * model.hidden + width * round(4 * (model.hidden + model.queries + inner) + copies)
+    values = 4 * (model.hidden + model.queries + inner) + copies
+    if frozen:
+        values -= model.hidden + inner
+    per_layer = 8 * model.hidden + width * round(values)
     if model.head_norms:
         per_layer += 2 * (4 + width) * model.queries
+    if compiled:
+        per_layer = round(COMPILED * per_layer)
     # Logits and their gradient; on a CPU the float32 softmax between them too, which a GPU computes in one kernel.
     logits = min(tokens * model.vocab, LOGITS_AT_ONCE[on_gpu]) * (2 * width + (0 if on_gpu else 12))
     largest = model.vocab * model.hidden if largest is None else largest
+    head = logits + largest * (8 if width < 4 else 4)  # the sum in float32, and in half precision what is added to it
     kept = model.layers if layers is None else layers
-    return Activations(tokens, kept, per_layer, 8 * model.hidden, logits, largest * (4 + width))
+    if not checkpointed:
+        return Activations(tokens, kept, per_layer, 8 * model.hidden, head)
+    inputs = width * model.hidden
+    away = tokens * inputs * max(0, kept - 2) if offloaded else 0  # one is used while the next one comes
+    # The layer that is computed anew meets its own gradients.
+    again = per_layer + width * round(2 * inner + 2 * model.hidden)
+    return Activations(tokens, kept, inputs, 8 * model.hidden, head, again, away)
 
 
 def optimizer_bytes(shapes: Iterable[Shape], optimizer: str) -> int:
@@ -313,6 +346,35 @@ def step_flops(
     attention = sum(2.0 * (model.layers + 2 * reached) * model.queries * n * n for n in lengths)
     head = 2.0 * model.hidden * model.vocab * (2 if trained is not None else 3)
     return 2.0 * weights * sum(lengths) + attention + head * predicted
+
+
+def step_bytes(masters: str, optimizer: str, *, half: bool, narrow: bool, offloaded: bool, largest: int) -> int:
+    """What the optimizer takes beside gradients, masters and states while it steps, in bytes: a part of the parameters
+    at a time, when activations are gone.
+
+    Args:
+        masters: strategy of the master weights.
+        half: the trained weights are in half precision.
+        narrow: so are their gradients.
+        offloaded: masters and states are streamed from the host's memory: a part comes, one is there, one goes.
+        largest: parameters of the largest trained tensor.
+    """
+    part = max(PART_PARAMETERS, largest)
+    size = 8 * largest if optimizer == "adafactor" else 0  # squares and updates of one tensor
+    if half:
+        size += 4 * part * (narrow + (masters != "fp32"))
+        size += 12 * PART_PARAMETERS if masters == "stochastic" else 0
+    if offloaded:
+        each = STATE_BYTES[optimizer] + (MASTER_BYTES[masters] if half else 0)
+        size += each * (part + 2 * PART_PARAMETERS) + (2 * part if half else 0)
+    return size
+
+
+def pinned_bytes(shapes: Iterable[Shape], widths: Sequence[int]) -> int:
+    """What tensors of these shapes, one of each width (bytes of an element), take of the host's memory where a GPU reads
+    them: torch rounds each up to a power of two."""
+    sizes = [math.prod(shape) for shape in shapes]
+    return sum(1 << max(0, size * width - 1).bit_length() for size in sizes for width in widths)
 
 
 def peak_flops(device_name: str) -> float | None:

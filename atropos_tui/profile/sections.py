@@ -304,6 +304,9 @@ class TrainerSection(ComponentOptions):
     """GPUs by index; in single copy the engine's own, which is the default."""
     processes: int = Field(1, ge=1, le=1)
     """Trainer processes; this version runs one."""
+    memory: Literal["auto", "speed", "fit"] = "auto"
+    """What the plan may set, of what this table leaves open, to fit the GPU's memory: `plan` says what and why. auto:
+    nothing where all fits, else what costs least speed. speed: nothing. fit: as little of the GPU as can be."""
 
     @property
     def settings(self) -> dict[str, Any]:

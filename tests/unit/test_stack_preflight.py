@@ -15,7 +15,8 @@ import pytest
 
 from atropos_common.model_math import why_refused
 from atropos_tui.errors import Problem
-from atropos_tui.profile.memory import Gpu, Hardware, Inventory
+from atropos_tui.profile.hardware import Gpu, Hardware
+from atropos_tui.profile.memory import Inventory
 from atropos_tui.profile.models import Model, model_shapes
 from atropos_tui.profile.plan import build_stack, config_file
 from atropos_tui.profile.preflight import preflight
