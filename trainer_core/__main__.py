@@ -56,7 +56,7 @@ def _run(config: TrainingConfig) -> int:
         from trainer_core.rollouts.client import open_api
 
         # Before torch: environments register and warm up while the rest is imported and loaded.
-        api = open_api(config, starting_point(config).step, stop)
+        api = None if config.rollouts else open_api(config, starting_point(config).step, stop)
         from trainer_core.loop import train
 
         done = train(config, api=api, stop=stop).done
