@@ -531,7 +531,9 @@ def _lag_meter(api: RolloutSource, witnesses: Sequence[Witness]) -> LagMeter:
 
 @contextmanager
 def _process_as_it_was() -> Iterator[None]:
-    """Give back what belongs to the whole process: random generators, torch's threads, its compiler's patience."""
+    """Give back what belongs to the whole process: random generators, torch's threads, its compiler's patience, and
+    where modules are looked for."""
+    places = list(sys.path)
     generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     threads, compiler = torch.get_num_threads(), sys.modules.get("torch._dynamo.config")
@@ -545,6 +547,7 @@ def _process_as_it_was() -> Iterator[None]:
         for index, state in enumerate(cuda):
             torch.cuda.set_rng_state(state, index)
         torch.set_num_threads(threads)
+        sys.path[:] = places
         if (compiler := sys.modules.get("torch._dynamo.config")) is not None:
             compiler.suppress_errors = patience  # type: ignore[attr-defined]
 

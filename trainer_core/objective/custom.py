@@ -19,8 +19,10 @@ trainer's; a function that returns `LossSums` of its own does all of that itself
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +65,8 @@ def find_function(name: str) -> Formula:
         LossError: no such module or function, or the module raises as it is imported.
     """
     module, _, attribute = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # last: nothing of ours is to be hidden by a folder of its name
     try:
         found: Formula = getattr(import_module(module), attribute)
     except AttributeError:
