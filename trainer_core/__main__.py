@@ -57,7 +57,7 @@ def _run(config: TrainingConfig) -> int:
 
         # Before torch: environments register and warm up while the rest is imported and loaded.
         start = starting_point(config)
-        api = open_api(config, start.step, stop)
+        api = None if config.rollouts else open_api(config, start.step, stop)
         from trainer_core.loop import train
 
         done = train(config, api=api, stop=stop, start=start).done

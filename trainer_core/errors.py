@@ -53,5 +53,17 @@ class EngineGone(TrainerError):
         """Whether that is what a server said, rather than its silence."""
 
 
+class LossError(UsageError):
+    """The loss function of one's own cannot be found, or does not return what it should."""
+
+
+class CallbackError(TrainerError):
+    """A callback of one's own raised."""
+
+
+class RolloutsEnd(Exception):
+    """The recorded rollouts are all trained; not an error."""
+
+
 class Stopped(Exception):
     """A stop was asked for while waiting; not an error."""

@@ -48,6 +48,7 @@ def check_profile(site: Site) -> list[Problem]:
         fix = "change one of the two settings under [trainer]"
         return problems + [Problem(line, fix, key="trainer") for line in str(error).splitlines()]
     problems += [*_groups(profile, settings), *_meeting_place(site, settings), *_lengths(profile, settings)]
+    problems += _recorded(settings)
     if site.traits.shares_memory:
         problems += _single_copy_type(profile.vllm[0], settings)
     if site.traits.lora:
@@ -296,6 +297,15 @@ def _groups(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
                 f"set {change}, or another env.group_size",
                 key=f"env.{index}.args.env.group_size",
             )
+
+
+def _recorded(settings: TrainingConfig) -> Iterator[Problem]:
+    if settings.rollouts is not None:
+        yield Problem(
+            "a stack makes its rollouts, and a trainer with recorded ones asks nobody for any",
+            f"leave it out; without a stack: python -m trainer_core --model-name ... --rollouts {settings.rollouts}",
+            key="trainer.rollouts",
+        )
 
 
 def _several(profile: Profile) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from atropos_tui.profile.plan import (
     traits_of,
 )
 from atropos_tui.profile.sections import EngineSection, EnvSection, Profile
-from atropos_tui.profile.source import class_names
+from atropos_tui.profile.source import class_names, function_names
 from atropos_tui.profile.spec import StackSpec, expand, references
 from trainer_core.config import TrainingConfig
 
@@ -77,6 +77,7 @@ def lacks(site: Site, stack: StackSpec, machine: Hardware) -> list[Problem]:
         *_taken_ports(site),
         *_packages(site, training_config(site), machine),
         *_programs(site),
+        *_loss_function(site),
         *_models(site),
         *_launches(site, stack),
     ]
@@ -158,7 +159,7 @@ def _programs(site: Site) -> list[Problem]:
 
 
 def _environment_program(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
-    if env.module and not _module_exists(site.text(env.module), [env.cwd or ".", *_python_path(site, env)]):
+    if env.module and _module(site.text(env.module), [env.cwd or ".", *_python_path(site, env.env)]) is None:
         fix = "check the name, or use `script` with a path"
         yield Problem(f"no module {env.module!r}", fix, key=f"{key}.module")
     for name, value in (("script", (env.script or "").partition(":")[0]), ("config", env.config)):
@@ -212,8 +213,25 @@ def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> It
         )
 
 
-def _module_exists(name: str, folders: list[str]) -> bool:
-    """Whether `python -m` finds it: installed, or (unless it is ours) in one of the folders. Nothing is imported: the
+def _loss_function(site: Site) -> Iterator[Problem]:
+    """Where the trainer takes its loss from; whether that is one, it says itself."""
+    section = site.profile.trainer
+    name, _, function = site.text(section.settings.get("loss") or "").partition(":")
+    if not name:
+        return
+    found = _module(name, [section.cwd or ".", *_python_path(site, section.env)])
+    if found is None:
+        fix = f"check the name; a module of your own is looked for in {Path(section.cwd or '.').resolve()}"
+        yield Problem(f"no module {name!r}", fix, key="trainer.loss")
+        return
+    known = function_names(Path(found.origin)) if found.origin else None
+    if known is not None and function not in known:
+        fix = f"it has: {', '.join(sorted(known)) or 'none'}"
+        yield Problem(f"{found.origin} has no function {function}", fix, key="trainer.loss")
+
+
+def _module(name: str, folders: list[str]) -> ModuleSpec | None:
+    """What `python -m` finds: installed, or (unless it is ours) in one of the folders. Nothing is imported: the
     packages around a module would be run."""
     first, *parts = name.split(".")
     try:
@@ -225,11 +243,11 @@ def _module_exists(name: str, folders: list[str]) -> bool:
     for depth, _ in enumerate(parts, 2):
         inside = spec and spec.submodule_search_locations
         spec = PathFinder.find_spec(".".join(name.split(".")[:depth]), inside) if inside else None
-    return spec is not None
+    return spec
 
 
-def _python_path(site: Site, env: EnvSection) -> list[str]:
-    return [folder for folder in site.text(env.env.get("PYTHONPATH", "")).split(os.pathsep) if folder]
+def _python_path(site: Site, variables: Mapping[str, str]) -> list[str]:
+    return [folder for folder in site.text(variables.get("PYTHONPATH", "")).split(os.pathsep) if folder]
 
 
 def _models(site: Site) -> Iterator[Problem]:

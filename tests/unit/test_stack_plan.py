@@ -214,6 +214,9 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         ({"env": [{"name": "a", "module": "json", "args": {"env.group_size": 8}},
                   {"name": "b", "module": "json", "args": {"env.group_size": 3}}]},
          "env.1.args.env.group_size", "b's group size 3", "env.group_size"),
+        # Recorded rollouts
+        ({"trainer": {"rollouts": "r.jsonl"}, "mode": "none"}, "trainer.rollouts", "makes its rollouts",
+         "trainer_core --model-name ... --rollouts r.jsonl"),
         # Names, ports, addresses
         (env() | {"api": {"port": 9001}}, "vllm.0.port", "port 9001 is also api.port", "distinct"),
         (engines(port=9001), "vllm.1.port", "port 9001 is also vllm.0.port", "distinct"),

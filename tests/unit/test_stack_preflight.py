@@ -76,10 +76,21 @@ def test_a_taken_port_names_its_process(changes: Any, key: str, flag: str) -> No
         ({"env": {"script": "/no/such.py"}}, "env.0.script", "no such file"),
         ({"env": {"module": "json", "config": "/no/such.yaml"}}, "env.0.config", "no such file"),
         ({"component": {"x": {"command": ["no-such-program-x"]}}}, "component.x.command", "no such program"),
+        ({"trainer": {"loss": "no_such_module_x:f"}}, "trainer.loss", "no module 'no_such_module_x'"),
+        ({"trainer": {"loss": "tests.unit.my_losses:nothing"}}, "trainer.loss", "my_losses.py has no function"),
     ],
 )  # fmt: skip
 def test_what_is_missing(changes: dict[str, Any], key: str, expected: str) -> None:
     assert expected in one(found(profile(**changes)), key).reason
+
+
+def test_a_loss_function_of_ones_own_is_found(tmp_path: Path) -> None:
+    """Where the trainer runs, or on its PYTHONPATH."""
+    (tmp_path / "my_loss.py").write_text("def mine(logprobs, rollout_logprobs, advantages, sequences): ...\n")
+    for place in ({"cwd": str(tmp_path)}, {"env": {"PYTHONPATH": str(tmp_path)}}):
+        assert not [p for p in found(profile(trainer={"loss": "my_loss:mine", **place})) if "loss" in p.key]
+        problem = one(found(profile(trainer={"loss": "my_loss:other", **place})), "trainer.loss")
+        assert problem.fix == "it has: mine"
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ LEASE_S = 120.0
 class SingleCopy(WeightSync):
     """Strategy of mode `shared_vllm`."""
 
+    shares_memory = True
+
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
         self.path = manifest_path(config)
