@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import logging
 import os
 import signal
@@ -154,6 +155,12 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self.tally.sent += count
         if self.places is not None:
             self._drop(self.places.sent(_slot.get(), count))
+
+    def _post_json_with_compression(self, session: Any, url: str, payload: Any, **_: Any) -> Any:
+        """BaseEnv's, on a kept connection and without its gzip: that takes half a second for 8 x 8,192 tokens, nine
+        times what JSON takes, in which nothing else goes on."""
+        headers = {"Content-Type": "application/json"}
+        return self._registration.http().post(url, data=json.dumps(payload).encode(), headers=headers)
 
     # Which of them, and how many at a time
 
