@@ -481,6 +481,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         | ({} if section.refill else {ENV_REFILL: "0"}),
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stages=ENV_STAGES,
+        scratch=section.command is None,  # importing wandb, as atroposlib does, leaves two folders there
         stop=StopPolicy(signal="TERM", grace_s=5),
     )
 

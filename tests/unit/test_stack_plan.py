@@ -351,6 +351,11 @@ def test_a_foreign_environment_has_what_the_engine_computes_under_way(tmp_path: 
     assert planned([{"name": "ours", "module": "atropos_envs.arithmetic_server"}]) == [None]
 
 
+def test_an_environment_s_temporary_files_go_with_it() -> None:
+    for env, goes in (({"module": "json"}, True), ({"command": ["sleep", "1"]}, False)):
+        assert [part.scratch for part in stack(profile(env=env)).components if part.role == "env"] == [goes]
+
+
 def test_an_environment_is_told_not_to_refill() -> None:
     for refill, told in ((True, None), (False, "0")):
         parts = stack(profile(env={"module": "json", "refill": refill})).components
