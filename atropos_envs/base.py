@@ -175,10 +175,10 @@ class StackEnv(Hosted):
         next(islice(self.items, self._taken, self._taken), None)
 
     def _note_place(self) -> None:
-        """Items in flight are lost with this process, so the next one begins with as many before."""
+        """Items in flight, and those to come again, are lost with this process: the next one begins so many before."""
         if self._place is not None and self._taken is not None:
             with suppress(OSError):  # a full disk costs the place, not the environment
-                write_private(self._place, str(max(0, self._taken - len(self.workers))))
+                write_private(self._place, str(max(0, self._taken - len(self.workers) - len(self.backlog))))
 
     # Evaluation
 

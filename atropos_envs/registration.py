@@ -21,6 +21,9 @@ from atropos_envs import EnvFault
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+ANSWER_S = aiohttp.ClientTimeout(total=5)
+KEPT_S = 2.0
+"""uvicorn closes a connection that was idle for five seconds."""
 
 
 class Registration:
@@ -84,6 +87,12 @@ class Registration:
             await self._session.close()
             self._session = None
 
+    def http(self) -> aiohttp.ClientSession:
+        """Connections that are kept between calls, but not so long that run-api closes one that is just being used."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=KEPT_S, limit=0))
+        return self._session
+
     async def _free_earlier_lives(self, real_name: str, desired_name: str) -> None:
         """Disconnect the ids remembered, if this run-api knew us before; then remember the new one.
 
@@ -101,9 +110,7 @@ class Registration:
             self._memory.write_text(json.dumps({"env_ids": [self.env_id]}) + "\n")
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5))
-        async with self._session.request(method, self._url + path, json=body) as response:
+        async with self.http().request(method, self._url + path, json=body, timeout=ANSWER_S) as response:
             response.raise_for_status()
             answer: dict[str, Any] = await response.json()
             return answer

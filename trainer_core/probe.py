@@ -1,8 +1,9 @@
 """The probe: compare logprobs of tokens that the server decodes with ours at the same weights, and say why they differ.
 
 Decoding, not prefilling, without the prefix cache and once more with it: `prompt_logprobs` alone would miss stale
-CUDA graphs and stale KV. One more answer, the anchor, is to the same prompt with the same seed every time: a server
-with stale weights repeats itself. The server works in a background thread while the trainer waits for rollouts; the
+CUDA graphs and stale KV. One more answer, the anchor, is the likeliest one to the same prompt every time: a server with
+stale weights repeats itself. (A seed would do as well, but ends a vLLM on a CPU that prefills the prompt in parts: "CPU
+Generator does not use offset".) The server works in a background thread while the trainer waits for rollouts; the
 answer is collected before the next publish, so both sides still hold the same version.
 
 On a verdict that is not ok, `explain` supposes one cause after another, computes the logprobs of a few sequences anew
@@ -138,10 +139,10 @@ def _ask(
     if engine.info().weight_version != version:
         return None
 
-    def unseen(prompt: list[int], seed: int | None = None) -> Future[GeneratedTokens]:
-        return pool.submit(engine.generate, prompt, tokens, seed=seed, salt=secrets.token_hex(8))
+    def unseen(prompt: list[int], temperature: float = 1.0) -> Future[GeneratedTokens]:
+        return pool.submit(engine.generate, prompt, tokens, temperature=temperature, salt=secrets.token_hex(8))
 
-    again = unseen(anchor, seed=0)
+    again = unseen(anchor, temperature=0.0)
     fresh = [unseen(prompt) for prompt in prompts]
     cached = [pool.submit(_on_cached_prefix, engine, prompt, tokens) for prompt in prompts]
     wait([again, *fresh, *cached])  # none is under way when the publish comes, whatever became of the others

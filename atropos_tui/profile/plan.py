@@ -480,20 +480,20 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         role=Role.ENV,
         command=command,
         env=_tracked(site, settings, section.name)
-        | ({ENV_SEQUENCES: str(sequences_in_flight(site, engine, settings))} if derives_workers else {})
+        | ({ENV_SEQUENCES: str(sequences_in_flight(site, engine))} if derives_workers else {})
         | ({} if section.refill else {ENV_REFILL: "0"}),
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stages=ENV_STAGES,
+        scratch=section.command is None,  # importing wandb, as atroposlib does, leaves two folders there
         stop=StopPolicy(signal="TERM", grace_s=5),
     )
 
 
-def sequences_in_flight(site: Site, engine: EngineSection, settings: TrainingConfig) -> int:
-    """How many completions each environment of `engine` may have under way: those of two batches, since flat groups
-    are dropped and the next batch is made while one trains, but no more than the engine computes at a time."""
+def sequences_in_flight(site: Site, engine: EngineSection) -> int:
+    """How many completions each environment of `engine` may have under way: what the engine computes at a time. How
+    many it begins is for places in the queue, and for groups that come out flat (`atropos_envs/places.py`)."""
     asking = sum(env_engine(site.profile, env) is engine for env in site.profile.env)
-    room = engine.flag_number("max-num-seqs", MOST_SEQUENCES)
-    return min(room, 2 * settings.sequences_per_step) // asking
+    return engine.flag_number("max-num-seqs", MOST_SEQUENCES) // asking
 
 
 def _environment_program(section: EnvSection, site: Site) -> list[str]:

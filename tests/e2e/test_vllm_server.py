@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import torch
 
 from atropos_common import ports
 from atropos_common.bridge import prompt_digest
@@ -40,6 +42,8 @@ from tests.e2e.vllm_server_live import (
     still_running,
 )
 from tests.strangers import needs_another_user, squat, stranger
+from trainer_core.config import TrainingConfig
+from trainer_core.probe import LogprobProbe
 from trainer_core.server.client import ServerClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -47,6 +51,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 PROMPT = [3, 12, 4, 13]
 LONG_PROMPT = [2 + i * 7 % 12 for i in range(75)]
 """More than two cache blocks of 32 tokens."""
+PREFILLED_AT_ONCE = 128
+"""Tokens that the engine takes in one step: longer prompts come in parts."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +64,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Server]:
-    running = start_server(tmp_path_factory.mktemp("server"), model, ATROPOS_TOKEN=TOKEN)
+    in_parts = ("--max-num-batched-tokens", str(PREFILLED_AT_ONCE), "--max-num-seqs", "64")
+    running = start_server(tmp_path_factory.mktemp("server"), model, flags=in_parts, ATROPOS_TOKEN=TOKEN)
     print(f"\nstart to /health_generate: {running.started_s:.1f} s")
     yield running
     end_of(running.process)
@@ -87,6 +94,22 @@ async def test_atroposlib_s_own_client_gets_tokens_and_true_logprobs(server: Ser
         expected = reference_logprobs(reference, prompt, ids)
         assert max(abs(a - b) for a, b in zip(values, expected, strict=True)) < 1e-4
     assert len({tuple(ids) for ids in tokens}) > 1, "n completions are sampled, not copied"
+
+
+def test_a_probe_of_prompts_that_are_prefilled_in_parts(server: Server, reference: Any) -> None:
+    """The engine lives on, and its answers are those of the same weights: the sampled ones and the anchor."""
+    prompts = [[2 + i * (7 + n) % 12 for i in range(PREFILLED_AT_ONCE + 60)] for n in range(2)]
+    rollouts = [SimpleNamespace(tokens=torch.tensor(prompt), prompt_length=len(prompt)) for prompt in prompts]
+    asker = ServerClient(server.url, TOKEN)
+    prober = LogprobProbe(asker, TrainingConfig(model_name="m", probe_prompts=2, max_model_len=256))
+    prober.learn(SimpleNamespace(rollouts=rollouts))  # type: ignore[arg-type]
+    for step in (1, 2):
+        prober.start(step, asker.info().weight_version)  # type: ignore[arg-type]
+        found = prober.finish(reference)
+        assert found is not None and found.anchor is not None
+        assert max(found.fresh.abs_max, found.cached.abs_max, found.anchor.abs_max) < 1e-4
+        assert found.anchor.inference != found.fresh.inference
+    prober.close()
 
 
 async def test_atroposlib_s_client_scores_a_prompt(server: Server, reference: Any) -> None:

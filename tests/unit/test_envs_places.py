@@ -104,7 +104,7 @@ class World:
         self.flat, self.version = flat, 0
         self.began: list[tuple[float, int]] = []
         self.evaluating = False
-        self.seconds: Callable[[int], float] = lambda item: 0.02
+        self.seconds: Callable[[], float] = lambda: 0.02
         self.fails = False
 
     async def group(self, item: int) -> dict[str, Any]:
@@ -112,11 +112,11 @@ class World:
         self.began.append((time.monotonic(), item))
         if self.fails:
             raise ValueError("no rollout")
-        version, flat = self.version, self.dice.random() < self.flat
-        await asyncio.sleep(self.seconds(item))
+        version, flat, seconds = self.version, self.dice.random() < self.flat, self.seconds()
+        await asyncio.sleep(seconds)
         return {
-            "tokens": [[item % 97, version]] * GROUP,
-            "masks": [[-100, version]] * GROUP,
+            "tokens": [[3, version, int(seconds > 0.1)]] * GROUP,
+            "masks": [[-100, version, 1]] * GROUP,
             "scores": [0.0 if flat else float(at) for at in range(GROUP)],
         }
 
@@ -165,7 +165,7 @@ class Trainer:
         self.http, self.api, self.world = http, api, world
         self.after = ""
         self.lags: list[int] = []
-        self.items: list[int] = []
+        self.long: list[int] = []
 
     async def fetch(self) -> list[dict[str, Any]]:
         while True:
@@ -183,7 +183,7 @@ class Trainer:
             began = began or time.monotonic()
             ahead = asyncio.create_task(self.fetch())
             self.lags += [self.world.version - group["tokens"][0][1] for group in batch]
-            self.items += [group["tokens"][0][0] for group in batch]
+            self.long += [group["tokens"][0][2] for group in batch]
             await asyncio.sleep(step_s)
             self.world.version += 1
         ahead.cancel()
@@ -235,10 +235,9 @@ async def test_lag_follows_max_batches_offpolicy_where_it_is_larger(stack: Calla
 
 async def test_long_rollouts_are_trained_as_often_as_short_ones(stack: Callable[..., Any]) -> None:
     world = World(0.5)
-    world.seconds = lambda item: 0.15 if item % 2 else 0.01
-    trainer, _, _ = await stack(world, steps=15)
-    odd = sum(item % 2 for item in trainer.items) / len(trainer.items)
-    assert 0.38 < odd < 0.62, "97 items by their number modulo 97: half of them are odd"
+    world.seconds = lambda: world.dice.choice([0.15, 0.01])
+    trainer, _, _ = await stack(world, steps=30)
+    assert 0.35 < sum(trainer.long) / len(trainer.long) < 0.65
 
 
 async def test_what_fails_is_not_tried_again_faster_than_before(stack: Callable[..., Any]) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from atroposlib.api import server as api_module
 from atroposlib.envs import base as atropos_base
 
@@ -337,6 +339,24 @@ async def test_after_a_reset_of_run_api_the_next_life_gets_in(
         assert sum(len(group["tokens"]) for group in await asyncio.wait_for(next_batch(api), 20)) == 32
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
+
+
+async def test_groups_go_out_on_one_connection_and_uncompressed(make: Make) -> None:
+    seen = []
+
+    async def scored(request: web.Request) -> web.Response:
+        seen.append((request.transport, request.headers.get("Content-Encoding"), await request.json()))
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/scored_data", scored)
+    async with TestServer(app) as api:
+        env = make(api=f"http://127.0.0.1:{api.port}")
+        for score in (1.0, 2.0):
+            await env._send_scored_data_to_api({"tokens": [[3] * 5000], "scores": [score]})
+        await env._registration.close()
+    assert [(encoding, body["scores"]) for _, encoding, body in seen] == [(None, [1.0]), (None, [2.0])]
+    assert seen[0][0] is seen[1][0] and env.tally.sent == 2
 
 
 async def test_groups_received_while_run_api_answered_are_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

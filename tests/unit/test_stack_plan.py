@@ -364,23 +364,32 @@ def test_an_environment_may_name_its_engine() -> None:
     assert parts["env"]["openai.base_url"] == "http://127.0.0.1:9002/v1"
 
 
-def test_a_foreign_environment_has_two_batches_of_completions_under_way(tmp_path: Path) -> None:
-    """Shared by those of one engine, no more than it computes at a time; who sets a number of workers has chosen."""
+def test_a_foreign_environment_has_what_the_engine_computes_under_way(tmp_path: Path) -> None:
+    """Shared by those of one engine; who sets a number of workers has chosen."""
     script = tmp_path / "e.py"
     script.write_text("import atroposlib")
 
     def planned(envs: list[dict[str, Any]], **engine: Any) -> list[str | None]:
-        chosen = profile(
-            env=envs, vllm={"port": 9001, **engine}, trainer={"batch_size": 16, "gradient_accumulation_steps": 4}
-        )
+        chosen = profile(env=envs, vllm={"port": 9001, **engine})
         parts = [part for part in stack(chosen).components if part.role == "env"]
         return [part.env.get("ATROPOS_SEQUENCES_IN_FLIGHT") for part in parts]
 
     one = {"name": "a", "script": str(script)}
-    assert planned([one]) == ["128"] and planned([one, one | {"name": "b"}]) == ["64", "64"]
+    assert planned([one]) == ["1024"] and planned([one, one | {"name": "b"}]) == ["512", "512"]
     assert planned([one], args={"max-num-seqs": 32}) == ["32"]
     assert planned([one | {"args": {"env.max_num_workers": 3}}]) == [None]
     assert planned([{"name": "ours", "module": "atropos_envs.arithmetic_server"}]) == [None]
+
+
+def test_an_environment_s_temporary_files_go_with_it() -> None:
+    for env, goes in (({"module": "json"}, True), ({"command": ["sleep", "1"]}, False)):
+        assert [part.scratch for part in stack(profile(env=env)).components if part.role == "env"] == [goes]
+
+
+def test_an_environment_is_told_not_to_refill() -> None:
+    for refill, told in ((True, None), (False, "0")):
+        parts = stack(profile(env={"module": "json", "refill": refill})).components
+        assert [part.env.get("ATROPOS_REFILL") for part in parts if part.role == "env"] == [told]
 
 
 @pytest.mark.parametrize(("rank", "derived"), [(1, "1"), (16, "16"), (17, "32"), (512, "512")])

@@ -74,7 +74,7 @@ class ProbeDiffs:
     cached_tokens: int | None = None
     """Prompt tokens served from the prefix cache; null when the server does not say."""
     anchor: DiffSums | None = None
-    """The same prompt and seed in every probe, fresh: stale weights answer the same for ever."""
+    """The likeliest answer to the same prompt in every probe, fresh: stale weights answer the same for ever."""
 
     @property
     def both(self) -> DiffSums:

@@ -137,13 +137,11 @@ class ServerClient:
         max_tokens: int,
         *,
         temperature: float = 1.0,
-        seed: int | None = None,
         salt: str | None = None,
     ) -> GeneratedTokens:
         """Decode exactly `max_tokens` tokens after the token ids of `prompt`; with a new `salt`, without the cache."""
         request = {
             "prompt": {"prompt_token_ids": prompt, "cache_salt": salt},
-            "seed": seed,
             "max_tokens": max_tokens,
             "temperature": temperature,
             "logprobs": 0,
