@@ -388,7 +388,7 @@ async def require_safe_graphs(engine: Any, generator: Generator, *, eager: bool)
     what = f"{', '.join(stale)}: this model computes from a copy of these weights"
     if not eager:
         raise UnsafeGraphs(f"{what} with CUDA graphs or compiled code")
-    raise ConfigError(f"{what}, so it cannot run in single copy. Use another weight bridge mode (broadcast, lora_only)")
+    raise ConfigError(f"{what}, so it cannot run in single copy. Use another weight bridge mode (lora_only, none)")
 
 
 async def why_not_in_place(engine: Any, generator: Generator) -> str | None:

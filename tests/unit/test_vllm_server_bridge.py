@@ -149,6 +149,18 @@ async def test_sleep_and_pause_keep_out_of_each_other_s_way(config: ServerConfig
     assert engine.calls == ["pause:keep", "reset:True", "resume", "sleep", "wake_up"]
 
 
+async def test_a_broadcast_is_refused_where_layers_do_not_follow(config: ServerConfig) -> None:
+    bridge, engine = make(config)
+    bridge.not_in_place = "it computes from a copy of layers.1.kv_b_proj.weight"
+    request = TransferInit(
+        backend="gloo", address="127.0.0.1", port=5000, key="k", secret=b"s" * 32, first_rank=1, world_size=2,
+        timeout_s=1, chunk_bytes=1, tensors=[],
+    )  # fmt: skip
+    with pytest.raises(BrokenTransfer, match=r"^refused: .*a copy of layers.1.kv_b_proj.weight.*none, which restarts"):
+        await Transfers(bridge).join(request)
+    assert engine.calls == []
+
+
 async def test_what_one_rank_says_of_a_broadcast_is_heard(
     config: ServerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

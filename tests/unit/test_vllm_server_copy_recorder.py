@@ -74,7 +74,8 @@ def test_a_loader_that_computes_is_not_taken_for_copies() -> None:
 
 def test_a_tensor_that_does_not_come_is_a_gap() -> None:
     recorder, _ = loaded(Fused(), SENT[:2])
-    assert recorder.gaps() == ["both (16 of 24 elements)"]
+    assert recorder.gaps() == ["both (16 of 24 elements)"] and recorder.untouched() == []
+    assert loaded(Fused(), SENT[:1])[0].untouched() == ["both"]
 
 
 def test_every_tensor_that_was_copied_as_it_is_has_its_view() -> None:

@@ -69,6 +69,47 @@ def test_one_of_each_kind_from_the_middle() -> None:
     assert kinds(Model()) == ["embed.weight", "layers.1.qkv.weight", "layers.1.qkv.bias", "layers.1.norm.weight"]
 
 
+class OtherLayer(Layer):
+    pass
+
+
+def test_layers_of_another_class_or_shape_are_of_another_kind() -> None:
+    model = Model()
+    model.layers[0] = OtherLayer()
+    model.layers[0].qkv = torch.nn.Linear(8, 16)
+    assert set(kinds(model)) == {
+        "embed.weight", "layers.0.qkv.weight", "layers.2.qkv.weight", "layers.0.qkv.bias", "layers.2.qkv.bias",
+        "layers.1.norm.weight",
+    }  # fmt: skip
+
+
+def test_every_expert_is_changed_but_no_stack_is_copied_whole() -> None:
+    model = torch.nn.Module()
+    model.experts = torch.nn.Parameter(torch.randn(2000, 100, 3))
+    before = model.experts.detach().clone()
+    nudge(model, "experts")
+    changed = model.experts.detach() != before
+    assert changed[:, : graph_check.EXPERT_ROWS].flatten(1).any(1).all()
+    assert not changed[:, graph_check.EXPERT_ROWS :].any()
+    put_back(model, "experts")
+    assert torch.equal(model.experts, before)
+
+
+async def test_a_parameter_of_another_rank_is_tried_where_it_is() -> None:
+    """As in a pipeline: each rank has layers of its own."""
+
+    class TwoRanks(Server):
+        async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+            (mine,) = await super().collective_rpc(method, args)
+            other = torch.nn.Linear(3, 3)
+            do = {"atropos_parameter_kinds": kinds, "atropos_nudge": nudge, "atropos_put_back": put_back}[method]
+            return [do(other, *args), mine]
+
+    server = TwoRanks(Model())
+    # The other rank's layer has no part in the answer, so it alone is stale.
+    assert await stale_kinds(server, server) == ["weight", "bias"]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_nudge_is_undone_to_the_bit(dtype: torch.dtype) -> None:
     model = Model().to(dtype)

@@ -30,7 +30,7 @@ SAME_MODEL = (
 )  # fmt: skip
 """Fields of config.json that must agree on both sides."""
 
-ANOTHER_MODE = "Single copy cannot train this model; broadcast, lora_only, lora_restart and none need no views"
+ANOTHER_MODE = "Another weight bridge mode needs no shared tensors: broadcast, lora_only, lora_restart or none"
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 

@@ -21,7 +21,15 @@ from atropos_common.manifest import CudaIpc, Manifest, ManifestError, Shard, Ten
 from atropos_common.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
-from trainer_core.policy.load import attach_views, copy_weights, differences, empty_model, load_config, load_model
+from trainer_core.policy.load import (
+    ANOTHER_MODE,
+    attach_views,
+    copy_weights,
+    differences,
+    empty_model,
+    load_config,
+    load_model,
+)  # fmt: skip
 from trainer_core.policy.logprobs import sequence_logprobs
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Phases, Start, WeightSync
@@ -209,15 +217,11 @@ class SingleCopy(WeightSync):
             torch.cuda.synchronize(self.device)
 
 
-_LAST_NORMS = ("norm", "final_layernorm", "embedding_norm", "ln_f")
-"""What classes of transformers call the norm behind the last layer."""
-
-
 def _proof_value(model: torch.nn.Module) -> torch.Tensor:
-    """The one value that `_prove_sharing` changes, a view of shape (1,)."""
-    norm = next(getattr(model.base_model, name) for name in _LAST_NORMS if hasattr(model.base_model, name))
-    value: torch.Tensor = norm.weight[:1]
-    return value
+    """The one value that `_prove_sharing` changes, a view of shape (1,): of the last norm, or of what comes last."""
+    params = [param.detach() for param in model.parameters()]
+    norms = [param for param in params if param.ndim == 1]
+    return (norms or params)[-1].view(-1)[:1]
 
 
 def _spoiled(model: torch.nn.Module) -> bool:
@@ -275,12 +279,14 @@ def one_dtype(shard: Shard, wanted: str) -> torch.dtype:
         UsageError: several types, or another one.
         ManifestError: none that torch has.
     """
-    dtypes = {entry.dtype for entry in shard.param_mappings.values()}
+    dtypes = {entry.dtype: name for name, entry in shard.param_mappings.items()}
     if len(dtypes) != 1:
+        named = "; ".join(f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()))
         raise UsageError(
-            f"the server's tensors are of several types ({', '.join(sorted(dtypes))}); start it with --dtype"
+            f"the server's tensors are of several types ({named}). Start it with --dtype; a model that keeps a part of "
+            f"itself in another type all the same cannot be shared. {ANOTHER_MODE}"
         )
-    dtype = dtypes.pop()
+    (dtype,) = dtypes
     if wanted not in ("auto", dtype):
         raise UsageError(f"the server's weights are {dtype}, the trainer was told {wanted}: pass --dtype {dtype}")
     return _dtype(dtype)

@@ -78,6 +78,10 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
             if self._written[name] != parameter.numel()
         ]
 
+    def untouched(self) -> list[str]:
+        """Parameters of which nothing was written."""
+        return [name for name, parameter in self._named.items() if parameter.numel() and not self._written[name]]
+
     def passed_over(self) -> list[str]:
         """Given tensors of which nothing was copied, where that can be told."""
         elsewhere = any(type(module).__name__ == OTHER_RANKS_LAYER for module in self.model.modules())

@@ -294,7 +294,7 @@ def _views() -> dict[str, View]:
         SharedWeightsError: some lie nowhere as they are, or no longer.
     """
     if reason := why_not_in_place():
-        raise SharedWeightsError(f"{reason}. {ANOTHER_MODE}")
+        raise SharedWeightsError(f"{reason}. Or use another weight bridge mode (lora_only, lora_restart or none)")
     assert _trace is not None, "or there would be a reason"
     if without := _trace.without_view:
         named = "; ".join(f"{name} {why}" for name, why in list(without.items())[:3])

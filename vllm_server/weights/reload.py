@@ -306,10 +306,9 @@ def load_in_worker(worker: Any, path: str) -> dict[str, Any]:
     began = time.perf_counter()
     recorder = CopyRecorder(model)
     with recorder, set_current_vllm_config(worker.vllm_config):
-        written = model.load_weights(recorder.one_by_one(tensors()))
-    left = {name for name, _ in model.named_parameters()} - written
-    if left:
-        raise RuntimeError(f"{len(left)} parameters were not written, such as {', '.join(sorted(left)[:3])}")
+        model.load_weights(recorder.one_by_one(tensors()))
+    if left := recorder.untouched():
+        raise RuntimeError(f"{len(left)} parameters were not written, such as {', '.join(left[:3])}")
     loaded = time.perf_counter()
     if first.is_cuda:
         torch.cuda.synchronize(first.device)
