@@ -352,14 +352,13 @@ def assert_trained(run: LiveStack, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("single_copy", [False, True], ids=["two copies", "one copy"])
+@pytest.mark.parametrize("single_copy", ["false", "true"], ids=["two copies", "one copy"])
 @pytest.mark.parametrize("how", ["kill", "restart"])
-def test_lora_only_survives_its_engine(stack: Start_, how: str, single_copy: bool) -> None:
-    """The whole stack; vLLM is killed in the middle: its successor holds until it has the adapter; no step is lost. Over
+def test_lora_only_survives_its_engine(stack: Start_, how: str, single_copy: str) -> None:
+    """The whole stack; vLLM goes in the middle: its successor holds until it has the adapter, and no step is lost. Over
     one copy the trainer goes on with the successor's base model."""
-    run = stack(
-        mode="lora_only", trainer__training_steps=8, trainer__checkpoint_interval=4, trainer__single_copy=single_copy
-    )
+    settings = {"training_steps": 8, "checkpoint_interval": 4, "single_copy": single_copy}
+    run = stack(mode="lora_only", **{f"trainer__{name}": value for name, value in settings.items()})
     run.until_step(3, 180)
     assert run.cli(how, "vllm", "--yes").returncode == 0
     code, output = run.wait(timeout=300)
