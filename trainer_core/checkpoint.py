@@ -114,15 +114,15 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
 
 def save(
     model: torch.nn.Module, config: TrainingConfig, target: Path, *, step: int, version: int, stepper: Stepper | None,
-    stopping: dict[str, Any] | None = None, merged: bool = False,
+    stopping: dict[str, Any] | None = None, whole: bool = False,
 ) -> Saved:  # fmt: skip
-    """Write a checkpoint to `target`; without `stepper` only what inference needs. `merged`: adapters as a
-    part of their model."""
+    """Write a checkpoint to `target`; without `stepper` only what inference needs. `whole`: a model, though the trainer
+    trains adapters."""
     began = time.perf_counter()
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    if config.trains_adapters and not merged:
+    if config.trains_adapters and not whole:
         from trainer_core.policy.lora import write_adapter
 
         write_adapter(model, aside)
@@ -154,8 +154,11 @@ def save_final(model: torch.nn.Module, config: TrainingConfig, *, step: int, ver
     """Write final_model/, and where that is to be a merged model the adapter as final_adapter/ first."""
     folder, merged = Path(config.save_path), config.lora_merged_export
     if merged:
-        save(model, config, folder / "final_adapter", step=step, version=version, stepper=None)
-    return save(model, config, folder / "final_model", step=step, version=version, stepper=None, merged=merged)
+        from trainer_core.policy.lora import merged_model
+
+        adapter = save(model, config, folder / "final_adapter", step=step, version=version, stepper=None)
+        model = merged_model(model, config, adapter.path)
+    return save(model, config, folder / "final_model", step=step, version=version, stepper=None, whole=merged)
 
 
 def restore(path: Path, stepper: Stepper) -> None:
@@ -180,9 +183,8 @@ def _write_model(model: torch.nn.Module, config: TrainingConfig, target: Path) -
     from huggingface_hub import save_torch_state_dict
 
     from trainer_core.policy.load import weights
-    from trainer_core.policy.lora import merged_weights
 
-    save_torch_state_dict(merged_weights(model, config) if config.trains_adapters else weights(model), target)
+    save_torch_state_dict(weights(model), target)
     model.config.save_pretrained(target)
     _save_companions(config.model_name, target)
 
