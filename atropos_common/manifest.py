@@ -3,6 +3,9 @@
 Plain JSON fields, never pickle. Written by the server (mode 0600, aside and renamed), read by the trainer, which
 refuses a file that another user owns or can write, another model's, or one whose server is gone. A manifest holds one
 entry per tensor-parallel rank; single copy uses rank 0.
+
+Where which tensor of the checkpoint lies is what the server saw its own loader do, so neither side keeps a list of
+architectures or of fused names.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ import stat
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from atropos_common.files import write_private
+from atropos_common.strided import extent
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 
 SINGLE_COPY_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Dense models whose layers on the server compute from the parameter itself, so that a write from outside is seen, and
@@ -57,6 +61,16 @@ class TensorEntry(BaseModel):
     """Present for CUDA; null for the shared file."""
 
 
+class View(BaseModel):
+    """Where one tensor of the checkpoint lies in a parameter of the server, in elements from the parameter's first."""
+
+    model_config = ConfigDict(extra="forbid")
+    parameter: str
+    offset: int = Field(ge=0)
+    shape: list[int]
+    stride: list[int]
+
+
 class Shard(BaseModel):
     """Tensors of one rank."""
 
@@ -67,6 +81,20 @@ class Shard(BaseModel):
     param_mappings: dict[str, TensorEntry]
     aliases: dict[str, str] = Field(default_factory=dict)
     """Names that share a tensor already listed, such as a tied `lm_head`."""
+    views: dict[str, View]
+    """Every tensor of the checkpoint under the checkpoint's own name."""
+
+    @model_validator(mode="after")
+    def _views_lie_in_parameters(self) -> Shard:
+        for name, view in self.views.items():
+            whole = self.param_mappings.get(view.parameter)
+            if whole is None:
+                raise ValueError(f"{name} lies in {view.parameter}, which is no parameter")
+            if len(view.shape) != len(view.stride) or min([1, *view.shape]) < 1 or min([0, *view.stride]) < 0:
+                raise ValueError(f"{name} has shape {view.shape} and stride {view.stride}")
+            if view.offset + extent(view.shape, view.stride) > extent(whole.shape, whole.stride):
+                raise ValueError(f"{name} reaches beyond {view.parameter}")
+        return self
 
 
 class Manifest(BaseModel):
@@ -95,6 +123,12 @@ class Manifest(BaseModel):
         return ranks
 
 
+class _Versioned(BaseModel):
+    """What is read first of a manifest of any version."""
+
+    version: int
+
+
 def write_manifest(manifest: Manifest, path: Path) -> None:
     """Write `path` atomically with mode 0600."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -115,14 +149,18 @@ def read_manifest(path: Path) -> Manifest:
         ) from None
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise ManifestError(f"{path}: must be a regular file of this user with mode 0600; delete it and restart vLLM")
+    raw = path.read_bytes()
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
+        version = _Versioned.model_validate_json(raw).version
+        if version != MANIFEST_VERSION:
+            raise ManifestError(
+                f"{path}: manifest version {version}, this trainer reads {MANIFEST_VERSION}; server and trainer must "
+                "be of the same release of atropos-tui"
+            )
+        return Manifest.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"
         raise ManifestError(
             f"{path}: not a manifest ({where}: {first['msg']}); restart vLLM to write it anew"
         ) from None
-    if manifest.version != MANIFEST_VERSION:
-        raise ManifestError(f"{path}: manifest version {manifest.version}, this trainer reads {MANIFEST_VERSION}")
-    return manifest

@@ -21,7 +21,7 @@ from atropos_common import ports
 from atropos_common.bridge import ENV_SAMPLING
 from atropos_common.files import write_private
 from atropos_common.http import allowed_hosts
-from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES, Shard
+from atropos_common.manifest import Shard
 from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, plugin, refusals
 from vllm_server.auth import Access, GenerationHold
@@ -185,13 +185,12 @@ def _prepare_single_copy(args: Namespace) -> None:
                 "weights of one rank. Drop the flag, or use another weight bridge mode (broadcast, lora_only)"
             )
     args.worker_extension_cls = WORKER_EXTENSION
-    if compat.is_cpu():
-        if args.load_format not in reload.SAFETENSORS_FORMATS:
-            raise ConfigError(f"single copy on the CPU loads safetensors: leave out --load-format {args.load_format}")
-        from vllm_server.weights.loaders import SHARED_FORMAT, register_loaders
+    if args.load_format not in reload.SAFETENSORS_FORMATS:
+        raise ConfigError(f"single copy loads safetensors: leave out --load-format {args.load_format}")
+    from vllm_server.weights.loaders import FOLDER_FORMAT, SHARED_FORMAT, register_loaders
 
-        register_loaders()
-        args.load_format = SHARED_FORMAT
+    register_loaders()
+    args.load_format = SHARED_FORMAT if compat.is_cpu() else FOLDER_FORMAT
 
 
 def _prepare_weight_updates(args: Namespace, config: ServerConfig) -> None:
@@ -207,12 +206,11 @@ def _prepare_weight_updates(args: Namespace, config: ServerConfig) -> None:
     register_engine()
     args.weight_transfer_config = {"backend": BACKEND}
     args.worker_extension_cls = WORKER_EXTENSION
-    on_cpu = compat.is_cpu()
-    if on_cpu and args.load_format not in reload.SAFETENSORS_FORMATS:
+    if compat.is_cpu() and args.load_format not in reload.SAFETENSORS_FORMATS:
         raise ConfigError(
             f"ATROPOS_WEIGHT_UPDATES=1 on the CPU loads safetensors: leave out --load-format {args.load_format}"
         )
-    reload.prepare_start(config, args, plain=on_cpu)
+    reload.prepare_start(config, args, plain=compat.is_cpu())
 
 
 async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -> int:
@@ -352,6 +350,8 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     await generator.probe(tokens=2, logprobs=1)
     if config.shared_weights:
         await require_safe_graphs(engine, generator, eager=bool(args.enforce_eager))
+    if config.weight_updates:
+        bridge.not_in_place = await why_not_in_place(engine, generator)
     bridge.stamp()
 
     sleep_mode = bool(args.enable_sleep_mode) and not compat.is_cpu()
@@ -391,22 +391,28 @@ async def require_safe_graphs(engine: Any, generator: Generator, *, eager: bool)
     raise ConfigError(f"{what}, so it cannot run in single copy. Use another weight bridge mode (broadcast, lora_only)")
 
 
+async def why_not_in_place(engine: Any, generator: Generator) -> str | None:
+    """Why new weights must not be written over those in memory; null when every kind of layer is seen to follow."""
+    if quantization := engine.model_config.quantization:
+        return f"its weights are quantized ({quantization})"
+    if reason := next((each for each in await engine.collective_rpc("atropos_why_not_in_place") if each), None):
+        return str(reason)
+    stale = await stale_kinds(engine, generator)
+    return f"it computes from a copy of {', '.join(stale)}" if stale else None
+
+
 async def export_weights(bridge: WeightBridge, args: Namespace, address: str) -> None:
     """Ask the worker for its parameters and write the manifest.
 
     Raises:
-        ConfigError: an architecture whose layers may not follow in-place writes.
+        ConfigError: some of the model's tensors do not lie in memory as they are trained.
     """
     from vllm_server.weights.loaders import write_manifest_for
 
     engine = bridge.engine
-    architectures = engine.model_config.hf_config.architectures or []
-    if not set(architectures) & set(SINGLE_COPY_ARCHITECTURES):
-        raise ConfigError(
-            f"single copy is not known to be safe for {', '.join(architectures) or 'this model'}; known are "
-            f"{', '.join(SINGLE_COPY_ARCHITECTURES)}, which are also all that the trainer takes, in any mode"
-        )
     (described,) = await engine.collective_rpc("atropos_export_weights")
+    if reason := described.get("refused"):
+        raise ConfigError(f"--model {args.model}: {reason}")
     bridge.manifest = write_manifest_for(
         Shard.model_validate(described),
         config=bridge.config,

@@ -28,7 +28,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from atropos_common import parent_death
 from atropos_common.run_dir import ENV_WAIT_FOR_GO, GO_LINE
 from vllm_server import compat
-from vllm_server.config import ENV_FORK_ENGINE, ENV_INSTANCE_ID, ENV_SHM_PATH, ENV_WEIGHT_UPDATES
+from vllm_server.config import ENV_FORK_ENGINE, ENV_INSTANCE_ID, ENV_SHARED_WEIGHTS, ENV_WEIGHT_UPDATES
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def register() -> None:
     configure_logging()
     die_with_parent()
     wait_in_engine(os.environ)
-    if ENV_SHM_PATH in os.environ or ENV_WEIGHT_UPDATES in os.environ:
+    if ENV_SHARED_WEIGHTS in os.environ or ENV_WEIGHT_UPDATES in os.environ:
         from vllm_server.weights.loaders import register_loaders
 
         register_loaders()
@@ -224,12 +224,16 @@ class AtroposWorkerExtension:
     """
 
     def atropos_export_weights(self) -> dict[str, Any]:
-        """Describe this rank's parameters for the manifest (a `Shard` as plain data)."""
+        """Describe this rank's parameters for the manifest (a `Shard` as plain data), or say under `refused` why they
+        cannot be shared."""
         from vllm_server.weights import loaders
 
         model = self.get_model()  # type: ignore[attr-defined]
         on_cpu = next(model.parameters()).device.type == "cpu"
-        shard = loaders.describe_shared_file(model) if on_cpu else loaders.describe_cuda(model)
+        try:
+            shard = loaders.describe_shared_file(model) if on_cpu else loaders.describe_cuda(model)
+        except loaders.SharedWeightsError as error:
+            return {"refused": str(error)}
         return shard.model_dump()
 
     def atropos_whole_distribution(self) -> None:
@@ -256,6 +260,12 @@ class AtroposWorkerExtension:
         from vllm_server.weights import graph_check
 
         graph_check.put_back(self.get_model(), name)  # type: ignore[attr-defined]
+
+    def atropos_why_not_in_place(self) -> str | None:
+        """Why weights must not be written over this rank's; null when they may."""
+        from vllm_server.weights import loaders
+
+        return loaders.why_not_in_place()
 
     def atropos_load_weights(self, path: str) -> dict[str, Any]:
         """Load the safetensors of a folder over this rank's parameters; returns what was read and seconds by phase, or

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from atropos_common.bridge import ENV_SAMPLING, few_graph_sizes, server_rank
 from atropos_common.control import Role
-from atropos_common.run_dir import ENV_HOLD_GENERATION, ENV_SEQUENCES, ENV_TRAINER_HOSTS, RunDir
+from atropos_common.run_dir import ENV_HOLD_GENERATION, ENV_REFILL, ENV_SEQUENCES, ENV_TRAINER_HOSTS, RunDir
 from atropos_common.transfer import is_loopback, meeting_place
 from atropos_tui.profile.load import CACHE, cache_dir, shipped_profiles
 from atropos_tui.profile.redact import hide_tree
@@ -480,7 +480,8 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         role=Role.ENV,
         command=command,
         env=_tracked(site, settings, section.name)
-        | ({ENV_SEQUENCES: str(sequences_in_flight(site, engine, settings))} if derives_workers else {}),
+        | ({ENV_SEQUENCES: str(sequences_in_flight(site, engine, settings))} if derives_workers else {})
+        | ({} if section.refill else {ENV_REFILL: "0"}),
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stages=ENV_STAGES,
         stop=StopPolicy(signal="TERM", grace_s=5),

@@ -212,6 +212,8 @@ class EnvSection(ComponentOptions):
     """Share of a batch beside other environments."""
     engine: Name | None = None
     """Name of the [[vllm]] that generates its rollouts; default: the first, which the trainer feeds."""
+    refill: bool = True
+    """A group whose scores came out equal is replaced at once, and as many more begun as will come out so."""
 
     @field_validator("args", mode="before")
     @classmethod
@@ -302,6 +304,9 @@ class TrainerSection(ComponentOptions):
     """GPUs by index; in single copy the engine's own, which is the default."""
     processes: int = Field(1, ge=1, le=1)
     """Trainer processes; this version runs one."""
+    memory: Literal["auto", "speed", "fit"] = "auto"
+    """What the plan may set, of what this table leaves open, to fit the GPU's memory: `plan` says what and why. auto:
+    nothing where all fits, else what costs least speed. speed: nothing. fit: as little of the GPU as can be."""
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -39,21 +39,38 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Name -> transformers' prefix and what differs from the common shape."""
 
+_TWO_EXPERTS = {"num_experts_per_tok": 2}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("Phi3", {}),
+    "gemma3": ("Gemma3", {"head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32}),
+    "glm4": ("Glm4", {"head_dim": 32}),
+    "smollm3": ("SmolLM3", {}),
+    "olmo2": ("Olmo2", {}),
+    "granite": ("Granite", {}),
+    "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, "num_experts": 4, "moe_intermediate_size": 96, **_TWO_EXPERTS}),
+    "mixtral": ("Mixtral", {"head_dim": 32, "num_local_experts": 4, "sliding_window": None, **_TWO_EXPERTS}),
+}  # fmt: skip
+"""Whose tensors lie on the server in ways of their own: fused in checkpoint or server alone, one for each expert."""
+_CONFIGS = {"Gemma3": "Gemma3Text"}
+"""Prefixes of configurations where they are others."""
+
 
 TINY = "tiny qwen3"
 """The demo's model."""
 
 
 def make_model(name: str, path: Path, *, seed: int = 5, generation: dict[str, Any] | None = None, **shape: Any) -> Path:
-    """Save a random float32 model of `ARCHITECTURES`, or the demo's; `generation` goes into its
+    """Save a random float32 model of `ARCHITECTURES` or `OTHERS`, or the demo's; `generation` goes into its
     generation_config.json, `shape` changes its configuration."""
     if name == TINY:
         return make_tiny_model(path)
     import torch
     import transformers
 
-    prefix, changes = ARCHITECTURES[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, "dtype": "float32", **changes, **shape})
+    prefix, changes = (ARCHITECTURES | OTHERS)[name]
+    config = getattr(transformers, f"{_CONFIGS.get(prefix, prefix)}Config")(
+        **{**_SHAPE, "dtype": "float32", **changes, **shape}
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config).float()
@@ -62,7 +79,7 @@ def make_model(name: str, path: Path, *, seed: int = 5, generation: dict[str, An
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 else:
-                    parameter.copy_(torch.randn_like(parameter) * 1.2 / parameter.shape[1] ** 0.5)
+                    parameter.copy_(torch.randn_like(parameter) * 1.2 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     asked = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, **(generation or {})}

@@ -22,7 +22,7 @@ from atropos_tui.cli.profiles import schema_text
 from atropos_tui.errors import Exit
 from atropos_tui.profile import memory
 from atropos_tui.profile.checks import check_notes
-from atropos_tui.profile.memory import Gpu, Hardware
+from atropos_tui.profile.hardware import Gpu, Hardware
 from atropos_tui.profile.plan import TRAITS, make_site
 from atropos_tui.profile.ports import is_free
 from atropos_tui.profile.sections import Profile, load_profile, profile_schema

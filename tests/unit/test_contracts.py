@@ -88,7 +88,10 @@ def test_control_messages_round_trip() -> None:
 
 def _manifest() -> manifest.Manifest:
     entry = manifest.TensorEntry(shape=[2, 2], stride=[2, 1], dtype="float32")
-    shard = manifest.Shard(kind="shm", shm_path="/dev/shm/x", shm_bytes=16, param_mappings={"w": entry})
+    view = manifest.View(parameter="w", offset=2, shape=[2], stride=[1])
+    shard = manifest.Shard(
+        kind="shm", shm_path="/dev/shm/x", shm_bytes=16, param_mappings={"w": entry}, views={"row": view}
+    )
     return manifest.Manifest(
         model="m", architecture="Qwen3ForCausalLM", config={}, instance_id="i", server_pid=1, server_create_time=1.0,
         base_url="http://127.0.0.1:9001", vllm_version="0.32.0", ranks={0: shard},
@@ -115,8 +118,10 @@ def test_manifest_that_must_not_be_used(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(whole) | {"ranks": {}}))
     with pytest.raises(manifest.ManifestError, match="rank 0 is missing"):
         manifest.read_manifest(path)
-    path.write_text(json.dumps(json.loads(whole) | {"version": 2}))
-    with pytest.raises(manifest.ManifestError, match="manifest version 2, this trainer reads 1"):
+    older = json.loads(whole) | {"version": 1}
+    del older["ranks"]["0"]["views"]
+    path.write_text(json.dumps(older))
+    with pytest.raises(manifest.ManifestError, match=r"version 1, this trainer reads 2; .* of the same release"):
         manifest.read_manifest(path)
     path.write_text(whole)
     path.chmod(0o644)
@@ -126,6 +131,29 @@ def test_manifest_that_must_not_be_used(tmp_path: Path) -> None:
     link.symlink_to(path)
     with pytest.raises(manifest.ManifestError, match="regular file"):
         manifest.read_manifest(link)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"parameter": "v"}, "row lies in v, which is no parameter"),
+        ({"offset": 3}, "row reaches beyond w"),
+        ({"offset": -1}, "greater than or equal to 0"),
+        ({"shape": [3]}, "row reaches beyond w"),
+        ({"stride": [3]}, "row reaches beyond w"),
+        ({"stride": [-1]}, "has shape"),
+        ({"shape": [0]}, "has shape"),
+        ({"stride": [1, 1]}, "has shape"),
+    ],
+)
+def test_a_view_beyond_its_parameter_is_not_believed(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = tmp_path / "m.json"
+    manifest.write_manifest(_manifest(), path)
+    raw = json.loads(path.read_text())
+    raw["ranks"]["0"]["views"]["row"] |= change
+    path.write_text(json.dumps(raw))
+    with pytest.raises(manifest.ManifestError, match=words):
+        manifest.read_manifest(path)
 
 
 def test_digest_survives_json_and_tells_completions_apart() -> None:

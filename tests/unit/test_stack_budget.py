@@ -13,12 +13,11 @@ from transformers.optimization import Adafactor
 
 from atropos_common import model_math
 from atropos_tui.profile import memory
+from atropos_tui.profile.hardware import Gpu, Hardware
 from atropos_tui.profile.memory import (
     HOST,
     Budget,
     Device,
-    Gpu,
-    Hardware,
     Inventory,
     as_data,
     as_lines,

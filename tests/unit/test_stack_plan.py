@@ -13,12 +13,12 @@ import tomli_w
 
 from atropos_tui.cli.up import _profile_data
 from atropos_tui.errors import UserError
-from atropos_tui.profile.checks import check_graph, check_notes, check_profile
+from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile
 from atropos_tui.profile.plan import Site, build_stack, make_site, redacted
 from atropos_tui.profile.recipes import recipe
 from atropos_tui.profile.redact import hide_command, hide_tree
 from atropos_tui.profile.sections import Profile, load_profile, parse_profile
-from atropos_tui.profile.spec import RestartPolicy, StackSpec, StopPolicy
+from atropos_tui.profile.spec import ComponentSpec, RestartPolicy, StackSpec, StopPolicy
 
 
 def profile(**changes: Any) -> Profile:
@@ -214,6 +214,9 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         ({"env": [{"name": "a", "module": "json", "args": {"env.group_size": 8}},
                   {"name": "b", "module": "json", "args": {"env.group_size": 3}}]},
          "env.1.args.env.group_size", "b's group size 3", "env.group_size"),
+        # Recorded rollouts
+        ({"trainer": {"rollouts": "r.jsonl"}, "mode": "none"}, "trainer.rollouts", "makes its rollouts",
+         "trainer_core --model-name ... --rollouts r.jsonl"),
         # Names, ports, addresses
         (env() | {"api": {"port": 9001}}, "vllm.0.port", "port 9001 is also api.port", "distinct"),
         (engines(port=9001), "vllm.1.port", "port 9001 is also vllm.0.port", "distinct"),
@@ -320,6 +323,26 @@ def test_a_variable_that_does_nothing_is_said_and_accepted() -> None:
     (note,) = check_notes(site(chosen))
     assert note == "vllm.0.env.VLLM_USE_V1 is ignored: vLLM has only one engine now"
     assert check_notes(site(profile())) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 lets everybody on that network reach it"),
+        (["--host=::"], "--host :: lets everybody"),
+        (["--middleware", "mine.Spy"], "--middleware mine.Spy is code that sees every request"),
+        (["--trust-remote-code"], "--trust-remote-code runs Python code that came with the model"),
+        (["--api-key", "abcdef123456"], "the value of --api-key stands in its command line"),
+        (["--key=${MY_TOKEN}"], "${MY_TOKEN} stands in its command line"),
+    ],
+)
+def test_a_command_line_that_opens_a_door_is_told(words: list[str], note: str) -> None:
+    quiet = ComponentSpec(name="quiet", command=["serve", "--host", "127.0.0.1", "--max-tokens", "7", "${HOME}"])
+    loud = ComponentSpec(name="loud", command=["serve", *words, "--port", "1"])
+    stack = StackSpec(run_id="r", name="n", mode="none", run_dir="/r", components=[quiet, loud])
+    (line,) = check_commands(stack)
+    assert line.startswith("WARNING loud: ") and note in line
+    assert "abcdef123456" not in line
 
 
 def test_the_trainer_feeds_the_first_engine_alone() -> None:

@@ -17,11 +17,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig
 
 from atropos_common.transfer import ALIGNMENT, SentTensor, chunks
 from atropos_tui.profile.checks import check_notes, check_profile
 from atropos_tui.profile.plan import build_stack, make_site
-from tests.unit.small_models import CONFIGS, build
+from tests.unit.small_models import CONFIGS, SMALL, build
 from tests.unit.test_stack_plan import profile
 from tests.unit.transfer_stand_in import Fault, Receiver
 from trainer_core.config import TrainingConfig
@@ -107,7 +109,8 @@ def test_parameters_lie_in_one_piece_and_compute_the_same(base: Path) -> None:
         model = build(CONFIGS[name]).eval()
         tokens = torch.tensor([[1, 2, 3]])
         before = model(tokens).logits
-        stream, tensors = into_one_piece(model)
+        stream, tensors, copied = into_one_piece(model)
+        assert not copied
         assert torch.equal(model(tokens).logits, before)
         assert ("lm_head.weight" in {tensor.name for tensor in tensors}) == (name != "qwen3 tied")
         model(tokens).logits.sum().backward()
@@ -115,6 +118,24 @@ def test_parameters_lie_in_one_piece_and_compute_the_same(base: Path) -> None:
         (whole,) = chunks(tensors, 1 << 40)
         for sent, view in named_views(whole, stream):
             assert torch.equal(view, dict(model.named_parameters())[sent]), f"{sent}: a step is seen in what is sent"
+
+
+@pytest.mark.parametrize("width", [64, 5])
+def test_experts_are_sent_singly_under_the_checkpoint_s_names(width: int, tmp_path: Path) -> None:
+    """In place where each lies at a round address in its stack, by a copy before every broadcast where it does not."""
+    config = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=width, head_dim=16)
+    model = build(config).eval()
+    stream, tensors, copied = into_one_piece(model)
+    assert len(copied) == (0 if width == 64 else 3 * 4 * 3)
+    step(model)
+    for sent, tensor in copied:
+        sent.copy_(tensor)
+    model.save_pretrained(tmp_path)
+    checkpoint = load_file(tmp_path / "model.safetensors")
+    (whole,) = chunks(tensors, 1 << 40)
+    sent = dict(named_views(whole, stream))
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in sent and sent.keys() == checkpoint.keys()
+    assert all(torch.equal(tensor, checkpoint[name]) for name, tensor in sent.items())
 
 
 SIZES = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=20)

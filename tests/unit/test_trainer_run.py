@@ -58,8 +58,9 @@ def _attach(engine: Engine, base: Path, tmp_path: Path, start: Start | None = No
 def test_every_parameter_is_a_view(engine: Engine, base: Path) -> None:
     config = load_config(str(base))
     model = empty_model(config, torch.float32)
-    tensors = open_tensors(engine.manifest.ranks[0], CPU)
-    assert attach_views(model, tensors, {}) == len(list(model.parameters()))
+    shard = engine.manifest.ranks[0]
+    tensors = open_tensors(shard, CPU)
+    assert attach_views(model, tensors, shard) == len(list(model.parameters()))
     original = load_model(str(base), torch.float32, CPU)
     for name, value in original.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), value, atol=0, rtol=0)
@@ -73,19 +74,31 @@ def test_every_parameter_is_a_view(engine: Engine, base: Path) -> None:
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
-        (lambda t: t.pop("model.layers.0.mlp.gate_up_proj.weight"), "gate_proj.weight: the server has no"),
-        (lambda t: t.update({"model.extra.weight": torch.ones(3)}), "model.extra.weight: a tensor of the server"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(64)}), r"model.norm.weight: \[128\] does not fit"),
+        (lambda tensors, views: views.pop(GATE), "gate_proj.weight: the server has no such tensor"),
+        (
+            lambda tensors, views: tensors.update({"model.extra.weight": torch.ones(3)}),
+            "model.extra.weight: a tensor of",
+        ),
+        (lambda tensors, views: setattr(views[GATE], "shape", [64]), r"gate_proj.weight: \[.*\] does not fit"),
+        (
+            lambda tensors, views: setattr(views[GATE], "stride", [0, 1]),
+            "gate_proj.weight: its 1 parts do not lie evenly",
+        ),
     ],
 )
 def test_a_partial_mapping_is_refused_with_the_list(engine: Engine, base: Path, break_it: Any, words: str) -> None:
-    tensors = open_tensors(engine.manifest.ranks[0], CPU)
-    break_it(tensors)
-    with pytest.raises(UsageError, match=words):
-        attach_views(empty_model(load_config(str(base)), torch.float32), tensors, {})
+    shard = engine.manifest.ranks[0].model_copy(deep=True)
+    tensors = open_tensors(shard, CPU)
+    break_it(tensors, shard.views)
+    with pytest.raises(UsageError, match=words) as refused:
+        attach_views(empty_model(load_config(str(base)), torch.float32), tensors, shard)
+    assert "broadcast, lora_only" in str(refused.value), "and what works instead"
 
 
 def test_attach_proves_sharing_and_resumes_as_version_0(
@@ -178,6 +191,14 @@ def test_a_used_server_gets_the_base_weights_back(engine: Engine, base: Path, tm
     sync, _ = _attach(engine, base, tmp_path)
     assert torch.equal(engine.tensors["model.norm.weight"], before)
     assert engine.version == 0
+    sync.close()
+
+
+def test_a_pause_that_a_dead_trainer_left_is_taken_over(engine: Engine, base: Path, tmp_path: Path) -> None:
+    engine.version, engine.held, engine.paused = 0, False, True
+    sync, _ = _attach(engine, base, tmp_path)
+    assert engine.calls.index("/bridge/pause") < engine.calls.index("/bridge/resume")
+    assert not engine.paused
     sync.close()
 
 

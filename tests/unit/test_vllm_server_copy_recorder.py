@@ -77,6 +77,52 @@ def test_a_tensor_that_does_not_come_is_a_gap() -> None:
     assert recorder.gaps() == ["both (16 of 24 elements)"]
 
 
+def test_every_tensor_that_was_copied_as_it_is_has_its_view() -> None:
+    model = Fused()
+    recorder, _ = loaded(model, SENT)
+    views, without = recorder.views()
+    assert not without
+    assert {name: (view.parameter, view.offset, view.shape, view.stride) for name, view in views.items()} == {
+        "embed": ("embed", 0, [5, 4], [4, 1]), "first": ("both", 0, [4, 4], [4, 1]),
+        "second": ("both", 16, [2, 4], [4, 1]),
+    }  # fmt: skip
+
+
+def test_every_tensor_without_a_view_is_told_why() -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = torch.nn.Parameter(torch.zeros(4, 4)), torch.nn.Parameter(torch.zeros(4, 4))
+            self.wide = torch.nn.Parameter(torch.zeros(2, 4))
+            self.register_buffer("scale", torch.zeros(4))
+
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+            given = dict(weights)
+            self.one.data[:2].copy_(given["twice"])
+            self.two.data[:2].copy_(given["twice"])
+            self.one.data[2:].copy_(given["halved"])
+            self.one.data[2:].mul_(0.5)
+            self.scale.copy_(given["buffer"])
+            self.two.data[2:].copy_(given["spread"])
+            self.wide.data[:, :1].copy_(given["backwards"][2:].view(2, 1))
+            self.wide.data[:, 1:2].copy_(given["backwards"][:2].view(2, 1))
+
+    shapes = {"twice": (2, 4), "halved": (2, 4), "buffer": (4,), "spread": (1, 4), "backwards": (4,), "unread": (3,)}
+    recorder = CopyRecorder(model := Odd())
+    with recorder, torch.no_grad():
+        model.load_weights(recorder.give([(name, torch.ones(shape)) for name, shape in shapes.items()]))
+    views, without = recorder.views()
+    assert not views
+    assert without == {
+        "backwards": "does not lie evenly in wide",
+        "buffer": "is a buffer of the model, scale",
+        "halved": "is computed with while it is loaded into one",
+        "spread": "is not copied into the model as it is",
+        "twice": "goes into several parameters (one, two)",
+        "unread": "is not copied into the model as it is",
+    }
+
+
 BIAS = SentTensor(name="bias", dtype="float32", shape=[4])
 
 

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from atropos_common.bridge import completion_digest
-from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
+from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, View, write_manifest
 from tests.unit.json_server import JsonServer
 from trainer_core.config import TrainingConfig
 
@@ -128,16 +128,26 @@ class Engine:
             )
             for name, t in self.tensors.items()
         }  # fmt: skip
+        views = {name: self._where(name, param) for name, param in self.model.named_parameters()}
         if self.device.type == "cuda":
-            shard = Shard(kind="cuda_ipc", param_mappings=entries)
+            shard = Shard(kind="cuda_ipc", param_mappings=entries, views=views)
         else:
-            shard = Shard(kind="shm", shm_path=str(path), shm_bytes=self.size, param_mappings=entries)
+            shard = Shard(kind="shm", shm_path=str(path), shm_bytes=self.size, param_mappings=entries, views=views)
         self.manifest = Manifest(
             model="m", architecture="Qwen3ForCausalLM", config=self.model.config.to_dict(), instance_id="i-1",
             server_pid=os.getpid(), server_create_time=psutil.Process().create_time(), base_url=self.url,
             vllm_version="0", ranks={0: shard},
         )  # fmt: skip
         write_manifest(self.manifest, self.manifest_path)
+
+    def _where(self, name: str, param: torch.Tensor) -> View:
+        part = slice_of(self.tensors, name, param)
+        whole = next(each for each, tensor in self.tensors.items() if tensor.data_ptr() <= part.data_ptr()
+                     < tensor.data_ptr() + tensor.nbytes)  # fmt: skip
+        return View(
+            parameter=whole, offset=part.storage_offset() - self.tensors[whole].storage_offset(),
+            shape=list(part.shape), stride=list(part.stride()),
+        )  # fmt: skip
 
     def info(self) -> dict[str, Any]:
         return {

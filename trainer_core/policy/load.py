@@ -1,22 +1,28 @@
 """The policy as a transformers model whose parameters may be views into another process's tensors.
 
-The model is built without memory, then every parameter becomes a view of the server's tensor: q, k, v are rows of qkv,
-gate and up rows of gate_up, a tied head is the embedding. What cannot be mapped is refused with the list.
+The model is built without memory, then every parameter becomes a view of the server's tensor: by the names of the
+checkpoint, of which the server says where it has loaded them to and transformers of what it made them. What cannot be
+mapped is refused with the list.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from atropos_common.manifest import Shard, View
 from atropos_common.model_math import Dimensions, why_refused
+from atropos_common.strided import Box, joined
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
+from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout, checkpoint_tensors
 
 SAME_MODEL = (
     "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -24,12 +30,8 @@ SAME_MODEL = (
 )  # fmt: skip
 """Fields of config.json that must agree on both sides."""
 
-_QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-_FUSED = dict.fromkeys(_QKV, ("qkv_proj", _QKV)) | dict.fromkeys(_GATE_UP, ("gate_up_proj", _GATE_UP))
-"""Module of transformers -> the server's fused module and the order of its rows."""
-_PADDED = ("model.embed_tokens.weight", "lm_head.weight")
-"""Tensors whose rows the server pads up to a round vocabulary size."""
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+ANOTHER_MODE = "Single copy cannot train this model; broadcast, lora_only, lora_restart and none need no views"
+_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 def load_config(model_name: str) -> Any:
@@ -70,12 +72,30 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """The model without memory (meta device), with packed attention, in evaluation mode: no dropout."""
+    """The model with packed attention, in evaluation mode: no dropout. Its parameters have no memory (meta device); its
+    buffers, such as rotary frequencies, are transformers' own, on the CPU."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with _parameters_without_memory():
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register())
     return model.eval()
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Parameters made meanwhile, in this process, give up their memory before anything is written there."""
+    register_parameter = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # else a tied one, which must stay the same object
+            param = nn.Parameter(param.to("meta"))
+        register_parameter(module, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
 
 
 def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -90,60 +110,53 @@ def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device)
     return model.to(device).eval()
 
 
-def attach_views(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], *, verbose: bool = False
-) -> int:
+def attach_views(model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: Shard, *, verbose: bool = False) -> int:
     """Make every parameter of `model` a trainable view of the server's `tensors`; returns how many.
 
     Args:
         model: from `empty_model`.
         tensors: the server's parameters by the server's names.
-        aliases: names that share a tensor already listed.
+        shard: what the server says of them.
         verbose: print where each parameter lies.
 
     Raises:
-        UsageError: a parameter without a tensor, a tensor without a parameter, or shapes that do not fit; all listed.
+        UsageError: a parameter without a tensor, a tensor without a parameter, or one that lies there in another order;
+            all listed.
     """
     wanted = dict(model.named_parameters())
-    sizes = {name: tuple(param.shape) for name, param in wanted.items()}
-    views: dict[str, torch.Tensor] = {}
-    used: set[str] = set()
+    parts: defaultdict[str, list[tuple[Spot, View]]] = defaultdict(list)
     problems = []
-    for name, shape in sizes.items():
-        source, start, whole = _locate(name, sizes)
-        tensor = tensors.get(source, tensors.get(aliases.get(source, "")))
-        if tensor is None:
-            problems.append(f"{name}: the server has no {source}")
+    for name, spot in checkpoint_layout(model).items():
+        view = shard.views.get(name)
+        if spot is None:
+            problems.append(f"{name}: transformers makes it anew from its parameters")
+        elif spot.parameter not in wanted:
+            problems.append(f"{name}: a buffer, and the server shares parameters alone")
+        elif view is None:
+            problems.append(f"{name}: the server has no such tensor")
+        elif tuple(view.shape) != spot.shape:
+            problems.append(f"{name}: {list(spot.shape)} does not fit the server's {view.shape}")
+        else:
+            parts[spot.parameter].append((spot, view))
+    views: dict[str, torch.Tensor] = {}
+    for name, pairs in parts.items():
+        sources = {view.parameter for _, view in pairs}
+        shape = tuple(wanted[name].shape)
+        place = joined(shape, [Box(s.shape, s.stride, s.offset, tuple(v.stride), v.offset) for s, v in pairs])
+        if len(sources) > 1 or place is None:
+            problems.append(f"{name}: its {len(pairs)} parts do not lie evenly in the server's {', '.join(sources)}")
             continue
-        view = tensor[start : start + shape[0]] if tensor.ndim else tensor
-        fits = tensor.shape[0] == whole or (source in _PADDED and tensor.shape[0] > whole)
-        if tuple(view.shape) != shape or not fits:
-            problems.append(f"{name}: {list(shape)} does not fit the server's {source} {list(tensor.shape)}")
-            continue
-        used |= {source, aliases.get(source, source)}
-        views[name] = view
+        tensor = tensors[sources.pop()]
+        views[name] = tensor.as_strided(shape, place[1], tensor.storage_offset() + place[0])
         if verbose:
-            print(f"  {name} {list(shape)} <- {source}[{start}:{start + shape[0]}]")
-    unused = set(tensors) - used
-    if model.config.tie_word_embeddings:
-        unused.discard("lm_head.weight")
+            print(f"  {name} {list(shape)} <- {pairs[0][1].parameter} from element {place[0]}, stride {list(place[1])}")
+    unused = set(tensors) - {view.parameter for pairs in parts.values() for _, view in pairs}
     problems += [f"{name}: a tensor of the server that this model does not have" for name in sorted(unused)]
     print(f"Mapped {len(views)}/{len(wanted)} params")
     if problems:
-        raise UsageError("the server's tensors do not fit the model:\n  " + "\n  ".join(problems))
+        raise UsageError("the server's tensors do not fit the model:\n  " + "\n  ".join(problems) + f"\n{ANOTHER_MODE}")
     _install(model, views)
     return len(views)
-
-
-def _locate(name: str, sizes: Mapping[str, tuple[int, ...]]) -> tuple[str, int, int]:
-    """The server's tensor for a parameter of transformers, its first row there, and the rows of the whole tensor."""
-    parent, _, leaf = name.rpartition(".")
-    stem, _, module = parent.rpartition(".")
-    if module not in _FUSED:
-        return name, 0, sizes[name][0]
-    fused, order = _FUSED[module]
-    rows = [sizes[f"{stem}.{part}.{leaf}"][0] for part in order]
-    return f"{stem}.{fused}.{leaf}", sum(rows[: order.index(module)]), sum(rows)
 
 
 def _install(model: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
@@ -152,15 +165,15 @@ def _install(model: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
         setattr(model.get_submodule(parent), leaf, nn.Parameter(view))
     if model.config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    device = next(iter(views.values())).device
-    # Buffers (rotary frequencies) are built by the module's own class, so theta and scaling are transformers' own.
-    for name, module in list(model.named_modules()):
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, type(module)(config=model.config).to(device))
-    left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    left = [name for name, param in model.named_parameters() if param.is_meta]
     if left:
         raise UsageError("no memory for: " + ", ".join(left))
+    model.to(next(iter(views.values())).device)  # the buffers; every parameter is there already
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's layers, whatever its class calls them."""
+    return next(module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
 
 
 def train_only(model: nn.Module, layers: list[int] | None) -> None:
@@ -197,8 +210,8 @@ def copy_weights(model: nn.Module, source: str | Path) -> None:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of every parameter on the CPU, unfused and contiguous, a tied head once."""
-    return {name: p.detach().to("cpu", copy=True).contiguous() for name, p in model.named_parameters()}
+    """A copy of every tensor of the checkpoint on the CPU, under its name there and contiguous, a tied head once."""
+    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in checkpoint_tensors(model).items()}
 
 
 def end_tokens(model: nn.Module) -> frozenset[int]:

@@ -1,8 +1,9 @@
 """Mode `broadcast` (`shared_vllm --use-shared-memory`): the trainer has GPUs of its own and broadcasts its weights.
 
 All workers of all servers form one group with the trainer, over NCCL between GPUs and gloo on CPUs. The model's
-parameters lie one after the other in a single piece of memory, so that a publish packs nothing: a few large broadcasts
-leave from where the weights are. A server freezes generation only while it receives.
+parameters lie one after the other in a single piece of memory, so that a publish packs nothing that a checkpoint holds
+as it is trained: a few large broadcasts leave from where the weights are. A server freezes generation only while it
+receives.
 
 A server that dies takes the group along: what it was and in which phase is said, its return is awaited, and a new group
 gives everyone the present weights.
@@ -10,9 +11,11 @@ gives everyone the present weights.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,9 +24,11 @@ from typing import Generic, TypeVar
 import torch
 
 from atropos_common.bridge import BridgeInfo
+from atropos_common.strided import contiguous
 from atropos_common.transfer import SentTensor, TransferInit, TransferReport, TransferUpdate, chunks, place
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
+from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout, view_of
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Phases, SeparateWeights
 from trainer_core.weight_sync.collectives import BroadcastGroup, Rendezvous, connect, meeting_point
@@ -51,7 +56,7 @@ class Broadcast(SeparateWeights):
 
     def load(self, weights: Path | None) -> torch.nn.Module:
         model = super().load(weights)
-        self._stream, self._tensors = into_one_piece(model)
+        self._stream, self._tensors, self._copied = into_one_piece(model)
         self._parts = chunks(self._tensors, CHUNK_BYTES)
         return model
 
@@ -151,6 +156,9 @@ class Broadcast(SeparateWeights):
             weight_version=self.version, timeout_s=self._limit_s, in_flight=self.config.in_flight,
             wait_s=self.config.in_flight_timeout,
         )  # fmt: skip
+        with torch.no_grad():
+            for sent, tensor in self._copied:
+                sent.copy_(tensor)
         updates = Calls({engine.base_url: partial(engine.receive, request) for engine in self.engines})
         group.send(self._stream, self._parts)
         self._until(
@@ -258,23 +266,60 @@ def require_nodes(config: TrainingConfig, env: Mapping[str, str] = os.environ) -
         )
 
 
+Copied = list[tuple[torch.Tensor, torch.Tensor]]
+"""Places in what is sent, and the tensors that are copied there before."""
+
+
 @torch.no_grad()
-def into_one_piece(model: torch.nn.Module) -> tuple[torch.Tensor, list[SentTensor]]:
-    """Move every parameter into one tensor of bytes, in the order in which it is sent; a tied one lies there once."""
+def into_one_piece(model: torch.nn.Module) -> tuple[torch.Tensor, list[SentTensor], Copied]:
+    """Move every parameter into one tensor of bytes, in the order in which it is sent and under the names of the
+    checkpoint; a tied one lies there once. What cannot be trained as it is sent is copied there instead.
+
+    Raises:
+        UsageError: some of the checkpoint's tensors are not views of the parameters.
+    """
     named = dict(model.named_parameters())
+    parts = _parts_of(model)
+    spots = [(name, spot) for owner in named for name, spot in parts[owner]]
     tensors = [
         SentTensor.model_validate(
-            {"name": name, "dtype": str(param.dtype).removeprefix("torch."), "shape": list(param.shape)}
+            {"name": name, "dtype": str(named[spot.parameter].dtype).removeprefix("torch."), "shape": list(spot.shape)}
         )
-        for name, param in named.items()
+        for name, spot in spots
     ]
     placed, total = place(tensors)
     stream = torch.zeros(total, dtype=torch.uint8, device=next(model.parameters()).device)
-    for spot, param in zip(placed, named.values(), strict=True):
-        view = stream[spot.start : spot.start + spot.tensor.nbytes].view(param.dtype).view(param.shape)
-        view.copy_(param)
-        param.data = view
-    return stream, tensors
+    starts = {spot.tensor.name: spot.start for spot in placed}
+    copied: Copied = []
+    for owner, param in named.items():
+        first = starts[parts[owner][0][0]]
+        if all(_lies_so(spot, starts[name] - first, param) for name, spot in parts[owner]):
+            view = stream[first : first + param.nbytes].view(param.dtype).view(param.shape)
+            view.copy_(param)
+            param.data = view
+            continue
+        for name, spot in parts[owner]:
+            sent = stream[starts[name] :][: math.prod(spot.shape) * param.element_size()]
+            copied.append((sent.view(param.dtype).view(spot.shape), view_of(param.detach(), spot)))
+    return stream, tensors, copied
+
+
+def _parts_of(model: torch.nn.Module) -> dict[str, list[tuple[str, Spot]]]:
+    """Parameter -> what checkpoints hold of it, in the order in which it lies there."""
+    parts: defaultdict[str, list[tuple[str, Spot]]] = defaultdict(list)
+    for name, spot in checkpoint_layout(model).items():
+        if spot is None:
+            raise UsageError(
+                f"mode broadcast cannot send {name}: transformers makes it anew from its parameters when it saves. Use "
+                "another weight bridge mode (none or lora_only)"
+            )
+        parts[spot.parameter].append((name, spot))
+    return {owner: sorted(found, key=lambda part: part[1].offset) for owner, found in parts.items()}
+
+
+def _lies_so(spot: Spot, start: int, param: torch.Tensor) -> bool:
+    """Whether a contiguous `param` has this part `start` bytes after its first one, in one piece."""
+    return spot.stride == contiguous(spot.shape) and start == spot.offset * param.element_size()
 
 
 def _phases(reports: Mapping[str, TransferReport], seconds: float) -> dict[str, float]:

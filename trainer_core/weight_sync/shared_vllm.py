@@ -36,6 +36,8 @@ LEASE_S = 120.0
 class SingleCopy(WeightSync):
     """Strategy of mode `shared_vllm`."""
 
+    shares_memory = True
+
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
         self.path = manifest_path(config)
@@ -66,6 +68,8 @@ class SingleCopy(WeightSync):
         self._model = model = self.map_model(manifest)
         print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no weight memory of its own")
         clean = info.weight_version in (None, 0) and not info.dirty and not _spoiled(model)
+        if info.paused:  # by a trainer that is no more, or is stopped: what it declares counts no longer
+            self.engine.pause(dirty=info.dirty, lease_s=max(LEASE_S, self.config.engine_timeout))
         if info.held and not info.paused and not info.dirty:
             self._prove_sharing(model)
         else:
@@ -154,7 +158,7 @@ class SingleCopy(WeightSync):
         dtype = one_dtype(shard, self.config.dtype)
         tensors = open_tensors(shard, self.device)
         model = empty_model(config, dtype)
-        attach_views(model, tensors, shard.aliases, verbose=self.config.debug_loading)
+        attach_views(model, tensors, shard, verbose=self.config.debug_loading)
         return model
 
     def _place(self, model: torch.nn.Module, start: Start, *, clean: bool) -> None:
@@ -205,9 +209,14 @@ class SingleCopy(WeightSync):
             torch.cuda.synchronize(self.device)
 
 
+_LAST_NORMS = ("norm", "final_layernorm", "embedding_norm", "ln_f")
+"""What classes of transformers call the norm behind the last layer."""
+
+
 def _proof_value(model: torch.nn.Module) -> torch.Tensor:
     """The one value that `_prove_sharing` changes, a view of shape (1,)."""
-    value: torch.Tensor = model.base_model.norm.weight[:1]
+    norm = next(getattr(model.base_model, name) for name in _LAST_NORMS if hasattr(model.base_model, name))
+    value: torch.Tensor = norm.weight[:1]
     return value
 
 

@@ -41,11 +41,13 @@ class Transfers:
         """Let every worker join; what answers does not change.
 
         Raises:
-            BrokenTransfer: the group did not form, or would form at an address that nobody has named here.
+            BrokenTransfer: the group did not form, or would form at an address that nobody has named here, or this
+                model does not take weights in place.
         """
         async with self.bridge.lock:
             self._require_awake()
             self._require_known(request.address)
+            self._require_in_place()
             await self._workers(self._join(request), request.timeout_s)
             return self.bridge.info()
 
@@ -80,6 +82,13 @@ class Transfers:
             raise BrokenTransfer(
                 f"{REFUSED}weights would come from {address}, which is not this machine's loopback; to take them from "
                 f"there, start this server with {ENV_TRAINER_HOSTS}={address}"
+            )
+
+    def _require_in_place(self) -> None:
+        if reason := self.bridge.not_in_place:
+            raise BrokenTransfer(
+                f"{REFUSED}a broadcast would write weights in place, and {reason}. Use another weight bridge mode "
+                "(none, which restarts the server where it must, or lora_only)"
             )
 
     async def _join(self, request: TransferInit) -> None:

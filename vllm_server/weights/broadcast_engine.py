@@ -18,7 +18,6 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
 from atropos_common.transfer import SLOTS, Chunk, TransferInit, TransferUpdate, chunks
 from vllm_server.weights import collectives
 from vllm_server.weights.copy_recorder import Copies, CopyRecorder, addresses, named_views
@@ -89,10 +88,13 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         """Join the trainer's group and make room for what it will send.
 
-        Noted as failures: another device, a model whose layers may not follow writes in place, no group.
+        Noted as failures: another device, no group. Whether layers follow writes in place the server knows.
         """
         self.shutdown()
-        self._refuse_unsafe(init_info)
+        if (init_info.backend == "nccl") != (self.device.type == "cuda"):
+            raise TransferRefused(
+                f"the trainer broadcasts over {init_info.backend}, and the weights here are on {self.device.type}"
+            )
         self._chunks = chunks(init_info.tensors, init_info.chunk_bytes)
         self._copies, self._buffers = None, []  # their memory first: there may be no room for both
         size = max(chunk.nbytes for chunk in self._chunks)
@@ -182,15 +184,3 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             if targets:
                 torch._foreach_copy_(targets, sources)
             link.emptied(slot)
-
-    def _refuse_unsafe(self, init: TransferInit) -> None:
-        device = self.device.type
-        if (init.backend == "nccl") != (device == "cuda"):
-            raise TransferRefused(f"the trainer broadcasts over {init.backend}, and the weights here are on {device}")
-        architectures = self.model_config.hf_config.architectures or []
-        if not set(architectures) & set(SINGLE_COPY_ARCHITECTURES) or self.model_config.quantization:
-            raise TransferRefused(
-                f"writing weights in place is not known to be safe for {', '.join(architectures) or 'this model'}"
-                f"{' with ' + self.model_config.quantization if self.model_config.quantization else ''}; known are "
-                f"{', '.join(SINGLE_COPY_ARCHITECTURES)} without quantization"
-            )

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from atropos_common.manifest import View
+from atropos_common.strided import Box, joined
 from atropos_common.transfer import Chunk
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -35,7 +37,11 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         self._named = dict(model.named_parameters())
         self._given: list[tuple[int, int, str]] = []
         self._unread: set[str] = set()
-        self._names = {_storage(parameter): name for name, parameter in self._named.items()}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._boxes: defaultdict[str, defaultdict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
+        self._places = self._named | dict(model.named_buffers())
+        self._names = {_storage(tensor): name for name, tensor in self._places.items() if tensor.numel()}
+        self._computed: set[str] = set()
         self._written: defaultdict[str, int] = defaultdict(int)
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
@@ -47,6 +53,7 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         given = list(tensors)
         self._given = sorted((each.data_ptr(), each.data_ptr() + each.nbytes, name) for name, each in given)
         self._unread.update(name for name, _ in given)
+        self._shapes.update((name, tuple(each.shape)) for name, each in given)
         return given
 
     def one_by_one(self, tensors: Iterable[Named]) -> Iterator[Named]:
@@ -72,11 +79,40 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         ]
 
     def passed_over(self) -> list[str]:
-        """Given tensors of which nothing was copied, where that can be told: a tied head is no tensor of its own."""
-        tied = getattr(getattr(self.model, "config", None), "tie_word_embeddings", False)
-        no_weights = {name for name in self._unread if name.endswith(NO_WEIGHT) or (tied and name == TIED_HEAD)}
+        """Given tensors of which nothing was copied, where that can be told."""
         elsewhere = any(type(module).__name__ == OTHER_RANKS_LAYER for module in self.model.modules())
-        return sorted(self._unread - no_weights) if self.whole and not elsewhere else []
+        return sorted(self._unread - self._no_weights()) if self.whole and not elsewhere else []
+
+    def views(self) -> tuple[dict[str, View], dict[str, str]]:
+        """Where each given tensor lies in a parameter as a whole; and why others do not, as the end of a sentence."""
+        views, without = {}, {}
+        for name in self._shapes.keys() - self._no_weights():
+            found = self._view(name)
+            if isinstance(found, View):
+                views[name] = found
+            else:
+                without[name] = found
+        return dict(sorted(views.items())), dict(sorted(without.items()))
+
+    def _view(self, name: str) -> View | str:
+        shape, boxes = self._shapes[name], self._boxes[name]
+        if not boxes:
+            return "is not copied into the model as it is"
+        if len(boxes) > 1:
+            return f"goes into several parameters ({', '.join(boxes)})"
+        ((parameter, parts),) = boxes.items()
+        if parameter not in self._named:
+            return f"is a buffer of the model, {parameter}"
+        if parameter in self._computed:
+            return f"is computed with while it is loaded into {parameter}"
+        if (place := joined(shape, parts)) is None:
+            return f"does not lie evenly in {parameter}"
+        return View(parameter=parameter, offset=place[0], shape=list(shape), stride=list(place[1]))
+
+    def _no_weights(self) -> set[str]:
+        """Given names that stand for nothing to be loaded: a tied head is no tensor of its own."""
+        tied = getattr(getattr(self.model, "config", None), "tie_word_embeddings", False)
+        return {name for name in self._unread if name.endswith(NO_WEIGHT) or (tied and name == TIED_HEAD)}
 
     def without_place(self) -> str | None:
         """What to say of `passed_over`; null when every tensor found its place."""
@@ -91,24 +127,32 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args else None
         if isinstance(target, torch.Tensor) and func._schema.is_mutable and _storage(target) in self._names:
-            self._written[self._names[_storage(target)]] += target.numel()
-            if func is torch.ops.aten.copy_.default and (name := self._giver(args[1])) is not None:
+            place = self._names[_storage(target)]
+            self._written[place] += target.numel()
+            if func is torch.ops.aten.copy_.default and (giver := self._giver(args[1])) is not None:
+                name, offset = giver
                 self._unread.discard(name)
                 self._targets.append(target)
                 self._sources.append(args[1])
+                if target.shape == args[1].shape:  # else it is spread, and no view shows it
+                    there = target.storage_offset() - self._places[place].storage_offset()
+                    self._boxes[name][place].append(
+                        Box(tuple(target.shape), args[1].stride(), offset, target.stride(), there)
+                    )
             elif func not in _CONSTANT:
                 self.whole = False
+                self._computed.add(place)
         return func(*args, **(kwargs or {}))
 
-    def _giver(self, source: torch.Tensor) -> str | None:
-        """The name of the given tensor that `source` is a view of."""
+    def _giver(self, source: torch.Tensor) -> tuple[str, int] | None:
+        """The name of the given tensor that `source` is a view of, and where in there it begins, in elements."""
         start = _storage(source) + source.storage_offset() * source.element_size()
         find = bisect_right if source.numel() else bisect_left  # nothing, such as a rank's share, lies at an end
         index = find(self._given, start, key=lambda span: span[0]) - 1
         if index < 0:
             return None
-        _, end, name = self._given[index]
-        return name if start < end or not source.numel() else None
+        begin, end, name = self._given[index]
+        return (name, (start - begin) // source.element_size()) if start < end or not source.numel() else None
 
 
 def addresses(parameters: Iterable[torch.nn.Parameter]) -> list[int]:

@@ -23,6 +23,8 @@ FOLLOWS = 1e-5
 """Nats; an answer that moves by more has followed. A tensor changed by as much as it is large moves far more."""
 ROWS = 1024
 """Of a larger tensor only these first rows are changed: the prompt's tokens are among them."""
+EXPERT_ROWS = 64
+"""Of each expert, where one tensor holds them all: any of them may have been chosen for the token."""
 
 
 class UnsafeGraphs(RuntimeError):
@@ -34,20 +36,26 @@ _kept: dict[str, torch.Tensor] = {}
 
 
 def kinds(model: torch.nn.Module) -> list[str]:
-    """Worker: one parameter of each kind, from the middle layer where there are layers."""
-    names = [name for name, parameter in model.named_parameters() if parameter.is_floating_point()]
-    found: dict[str, list[str]] = {}
-    for name in names:
+    """Worker: one parameter of each kind, from the middle one of the layers that have it.
+
+    Of one kind are parameters whose names differ in numbers alone, and which have the same shape in the same class of
+    layer: models that mix several kinds of attention, or dense layers with experts, name them alike.
+    """
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for name, parameter in model.named_parameters():
+        owner = type(model.get_submodule(name.rpartition(".")[0]))
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
-        found.setdefault(kind, []).append(name)
+        if parameter.is_floating_point():
+            found.setdefault((kind, owner, parameter.shape), []).append(name)
     return [same[len(same) // 2] for same in found.values()]
 
 
 def nudge(model: torch.nn.Module, name: str) -> None:
-    """Worker: change the parameter in place, by as much as it is large."""
+    """Worker: change the parameter in place, by as much as it is large; nothing where another rank has it."""
     import torch
 
-    part = _part(model, name)
+    if (part := _part(model, name)) is None:
+        return
     _kept[name] = part.detach().clone()
     generator = torch.Generator(part.device).manual_seed(len(_kept[name]))
     noise = torch.empty(part.shape, dtype=torch.float32, device=part.device).normal_(generator=generator)
@@ -57,11 +65,16 @@ def nudge(model: torch.nn.Module, name: str) -> None:
 
 def put_back(model: torch.nn.Module, name: str) -> None:
     """Worker: undo `nudge`."""
-    _part(model, name).copy_(_kept.pop(name))
+    if (part := _part(model, name)) is not None:
+        part.copy_(_kept.pop(name))
 
 
-def _part(model: torch.nn.Module, name: str) -> torch.Tensor:
-    parameter = model.get_parameter(name).detach()
+def _part(model: torch.nn.Module, name: str) -> torch.Tensor | None:
+    if (parameter := dict(model.named_parameters()).get(name)) is None:
+        return None
+    parameter = parameter.detach()
+    if parameter.ndim > 2:
+        return parameter[:, :EXPERT_ROWS]
     return parameter[:ROWS] if parameter.ndim > 1 else parameter
 
 
@@ -75,7 +88,8 @@ async def stale_kinds(engine: Any, generator: Generator) -> list[str]:
     before, again = await generator.first_token(body), await generator.first_token(body)
     least = max(FOLLOWS, 4 * _distance(before, again))
     stale = []
-    (names, *_) = await engine.collective_rpc("atropos_parameter_kinds")
+    found = await engine.collective_rpc("atropos_parameter_kinds")
+    names = list(dict.fromkeys(name for rank in found for name in rank))
     for name in names:
         await engine.collective_rpc("atropos_nudge", args=(name,))
         try:

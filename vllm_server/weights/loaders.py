@@ -21,6 +21,7 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,11 @@ import torch
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from atropos_common.manifest import (
-    SINGLE_COPY_ARCHITECTURES,
-    CudaIpc,
-    Manifest,
-    Shard,
-    TensorEntry,
-    write_manifest,
-)
+from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, View, write_manifest
+from atropos_common.strided import extent
 from vllm_server.config import ENV_SHM_PATH, ENV_START_WEIGHTS, ServerConfig
 from vllm_server.weights.copy_recorder import CopyRecorder, Named
+from vllm_server.weights.plain_layers import PlainLayers
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +44,14 @@ PLAIN_FORMAT = "atropos_plain"
 SHARED_FORMAT = "atropos_shared_memory"
 ALIGNMENT = 64
 """Bytes; a cache line, and a multiple of every dtype's size."""
+SAMPLED = 256
+"""Values of a parameter by which another layout of it is told: hardly one of them stays in its place."""
 
 _mapping: torch.UntypedStorage | None = None
 """The mapped file of this process, kept for `describe_shared_file`."""
+
+
+ANOTHER_MODE = "Single copy needs that; use another weight bridge mode (broadcast, lora_only, lora_restart or none)"
 
 
 class SharedWeightsError(RuntimeError):
@@ -65,14 +66,55 @@ def register_loaders() -> None:
     register_model_loader(SHARED_FORMAT)(SharedMemoryLoader)
 
 
+@dataclass(frozen=True)
+class Trace:
+    """What a worker saw while its model was loaded."""
+
+    views: dict[str, View]
+    """Where the tensors of the checkpoint lie, under its own names."""
+    without_view: dict[str, str]
+    """The others, and why, as the end of a sentence."""
+    laid_anew: list[str]
+    """Parameters that vLLM gave another layout after its loader had filled them."""
+
+
+_trace: Trace | None = None
+"""Of this process's model, draft models aside; null where another loader, or a quantized model's own, was at work."""
+
+
+def why_not_in_place() -> str | None:
+    """Why weights must not be written over those of this worker's model; null when they may."""
+    if _trace is None:
+        return "how its weights were loaded was not recorded: leave out --load-format and --quantization"
+    if anew := _trace.laid_anew:
+        return (
+            f"after loading vLLM lays out {len(anew)} parameters anew for its kernels, such as {anew[0]}; for a "
+            "mixture of experts on a GPU --moe-backend triton leaves them as they are"
+        )
+    return None
+
+
 class FolderLoader(DefaultModelLoader):
-    """vLLM's default loader, with the weights of another folder."""
+    """vLLM's default loader, with the weights of another folder, which records what it copies where."""
 
     def __init__(self, load_config: Any) -> None:
         load_config = copy.copy(load_config)
         load_config.load_format = "auto"
         super().__init__(load_config)
         self._recorder: CopyRecorder | None = None
+        self._samples: dict[str, torch.Tensor] = {}
+
+    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Load, process and look what became of the parameters meanwhile."""
+        global _trace
+        model = super().load_model(*args, **kwargs)
+        self.keep_plain()
+        if (recorder := self._recorder) is not None:
+            now = dict(model.named_parameters())
+            anew = [name for name, was in self._samples.items() if name not in now or not _same(was, now[name])]
+            _trace = Trace(*recorder.views(), anew)
+            self._recorder, self._samples = None, {}
+        return model
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Load, and say which tensors the model has no place for.
@@ -85,13 +127,14 @@ class FolderLoader(DefaultModelLoader):
             model_config = copy.copy(model_config)
             model_config.model = folder
             model_config.revision = None
-        if model_config.quantization is not None or type(model).__name__ not in SINGLE_COPY_ARCHITECTURES:
-            super().load_weights(model, model_config)  # how others take their weights is theirs
+        if model_config.quantization is not None or is_draft:
+            super().load_weights(model, model_config)  # how those take their weights is theirs
             return
         self._recorder = CopyRecorder(model)
         with self._recorder:
             super().load_weights(model, model_config)
-        reason, self._recorder = self._recorder.without_place(), None
+        self._samples = {name: _sample(parameter) for name, parameter in model.named_parameters()}
+        reason = self._recorder.without_place()
         if reason and folder:
             raise ValueError(reason)
         if reason:
@@ -101,34 +144,43 @@ class FolderLoader(DefaultModelLoader):
         weights = super().get_all_weights(model_config, model)
         return self._recorder.one_by_one(weights) if self._recorder else weights
 
+    def keep_plain(self) -> None:
+        """Undo what vLLM makes of weights after loading; nothing here."""
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor:
+    """Some of its values, the same places every time."""
+    generator = torch.Generator().manual_seed(0)
+    places = [torch.randint(max(size, 1), (SAMPLED,), generator=generator) for size in parameter.shape]
+    values = parameter.detach()
+    if parameter.numel() and places:
+        values = values[tuple(each.to(parameter.device) for each in places)]
+    return values.clone()
+
+
+def _same(sample: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Bit for bit: what nobody has filled may be NaN."""
+    now = _sample(parameter)
+    alike = (sample.dtype, sample.shape) == (now.dtype, now.shape)
+    return alike and torch.equal(sample.reshape(-1).view(torch.uint8), now.reshape(-1).view(torch.uint8))
+
 
 class PlainLoader(FolderLoader):
     """After it no layer on the CPU holds a repacked copy of its weight."""
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
-        self._weights: dict[torch.nn.Module, torch.nn.Parameter] = {}
+        self._plain: PlainLayers | None = None
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         super().load_weights(model, model_config)
-        if model_config.quantization is not None:
-            return  # such layers need what vLLM makes of them
-        for module in model.modules():
-            weight = module._parameters.get("weight")
-            if weight is not None:
-                self._weights[module] = weight
-                # vLLM's own switch (0.28 and later) for layers whose weight is read elsewhere: no repacking.
-                module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+        if model_config.quantization is None:  # else layers need what vLLM makes of them
+            self._plain = PlainLayers(model)
 
-    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        model = super().load_model(*args, **kwargs)
-        for module, weight in self._weights.items():
-            if module._parameters["weight"] is not weight:
-                module.weight = weight  # releases without the switch replaced it by an empty one
-            if hasattr(module, "cpu_linear"):
-                module.cpu_linear = torch.nn.functional.linear
-        self._weights.clear()
-        return model
+    def keep_plain(self) -> None:
+        if self._plain is not None:
+            self._plain.restore()
+        self._plain = None
 
 
 class SharedMemoryLoader(PlainLoader):
@@ -169,8 +221,8 @@ def _layout(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], 
     """Byte offset of each parameter, and the bytes of all."""
     offsets, end = {}, 0
     for name, parameter in parameters.items():
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.size(), parameter.stride(), strict=True))
-        if parameter.device.type != "cpu" or parameter.numel() == 0 or extent != parameter.numel():
+        spans = extent(parameter.size(), parameter.stride())
+        if parameter.device.type != "cpu" or parameter.numel() == 0 or spans != parameter.numel():
             raise SharedWeightsError(
                 f"{name} ({parameter.device}, shape {tuple(parameter.shape)}, stride {parameter.stride()}) is not a "
                 "plain dense CPU tensor; this model cannot run in single copy, use another weight bridge mode"
@@ -216,6 +268,7 @@ def describe_shared_file(model: torch.nn.Module) -> Shard:
         shm_bytes=_mapping.nbytes(),
         param_mappings=entries,
         aliases=_aliases(model),
+        views=_views(),
     )
 
 
@@ -231,7 +284,25 @@ def describe_cuda(model: torch.nn.Module) -> Shard:
         entry = _entry(parameter, parameter.storage_offset())
         entry.ipc_handle = _cuda_handle(parameter.untyped_storage())
         entries[name] = entry
-    return Shard(kind="cuda_ipc", param_mappings=entries, aliases=_aliases(model))
+    return Shard(kind="cuda_ipc", param_mappings=entries, aliases=_aliases(model), views=_views())
+
+
+def _views() -> dict[str, View]:
+    """Of every tensor of the checkpoint.
+
+    Raises:
+        SharedWeightsError: some lie nowhere as they are, or no longer.
+    """
+    if reason := why_not_in_place():
+        raise SharedWeightsError(f"{reason}. {ANOTHER_MODE}")
+    assert _trace is not None, "or there would be a reason"
+    if without := _trace.without_view:
+        named = "; ".join(f"{name} {why}" for name, why in list(without.items())[:3])
+        raise SharedWeightsError(
+            f"{len(without)} tensors of the checkpoint do not lie in vLLM's parameters as they are: {named}. "
+            f"{ANOTHER_MODE}"
+        )
+    return _trace.views
 
 
 def _cuda_handle(storage: torch.UntypedStorage) -> CudaIpc:

@@ -1,8 +1,9 @@
 """`POST /bridge/load`: a folder of safetensors becomes what this server answers with, in place or at its next start.
 
 In place, vLLM's own `load_weights` of the model writes over the parameters as they lie in memory: it splits for tensor
-parallelism, a tied head is one parameter, and CUDA graphs stay valid. That is right for dense models whose layers
-compute from the parameter itself; others are told apart (`obstacle`), and begin with the new weights at a restart.
+parallelism, a tied head is one parameter, and CUDA graphs stay valid. That is right where every kind of layer was seen
+to compute from the parameter itself; other models are told apart (`obstacle`), and begin with the new weights at a
+restart.
 
 vLLM's `reload_weights` is not used: it lets every layer process its weights anew, which on a CPU repacks them again and
 leaves a tied head behind, and renames the served model to the folder.
@@ -25,7 +26,6 @@ from safetensors import SafetensorError, safe_open
 
 from atropos_common.bridge import LoadWeightsRequest, WeightsLoaded
 from atropos_common.files import write_private
-from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
 from vllm_server.auth import error_response
 from vllm_server.bridge import ASLEEP, WeightBridge, timed
 from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
@@ -73,8 +73,8 @@ def note_of(config: ServerConfig) -> StartWeights | None:
 def prepare_start(config: ServerConfig, args: Namespace, *, plain: bool) -> None:
     """Choose the loader: one that keeps weights writable (`plain`), and begins with those that were noted."""
     os.environ.pop(ENV_START_WEIGHTS, None)
-    if plain:
-        args.load_format = PLAIN_FORMAT
+    if args.load_format in SAFETENSORS_FORMATS:
+        args.load_format = PLAIN_FORMAT if plain else FOLDER_FORMAT
     if note := note_of(config):
         os.environ[ENV_START_WEIGHTS] = note.path
         args.load_format = PLAIN_FORMAT if plain else FOLDER_FORMAT
@@ -152,14 +152,10 @@ class Reloader:
 
     def obstacle(self) -> str | None:
         """Why weights cannot be written over those in memory; null when they can."""
-        engine, args = self.bridge.engine, self._args
-        architectures = engine.model_config.hf_config.architectures or ["this model"]
+        args = self._args
         found = {
             "it was started without ATROPOS_WEIGHT_UPDATES=1": not self.bridge.config.weight_updates,
-            f"layers of {', '.join(architectures)} may not compute from their parameters": not (
-                set(architectures) & set(SINGLE_COPY_ARCHITECTURES)
-            ),
-            f"its weights are quantized ({engine.model_config.quantization})": engine.model_config.quantization,
+            f"{self.bridge.not_in_place}": self.bridge.not_in_place,
             "it serves adapters (--enable-lora)": args.enable_lora,
             "a part of its weights is offloaded (--cpu-offload-gb)": getattr(args, "cpu_offload_gb", 0),
             "it has several replicas (--data-parallel-size)": int(args.data_parallel_size) > 1,
