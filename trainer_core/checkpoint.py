@@ -160,7 +160,7 @@ def save(
     """Write a checkpoint to `target`; without `stepper` only what inference needs.
 
     Args:
-        merged: adapters as a part of their model.
+        merged: `model` is whole, its adapters a part of it.
         wait_for_room: called when the disk is full, with the folder and the system's words, once what was written is
             gone again; then it is written anew. Without it that error is raised.
 
@@ -231,15 +231,18 @@ def save_final(
 ) -> Saved:  # fmt: skip
     """Write final_model/, and where that is to be a merged model the adapter as final_adapter/ first."""
 
-    def write(name: str, *, merged: bool) -> Saved:
+    def write(what: torch.nn.Module, name: str, *, merged: bool = False) -> Saved:
         return save(
-            model, config, Path(config.save_path) / name, step=step, version=version, stepper=None, merged=merged,
+            what, config, Path(config.save_path) / name, step=step, version=version, stepper=None, merged=merged,
             wait_for_room=wait_for_room,
         )  # fmt: skip
 
-    if config.lora_merged_export:
-        write("final_adapter", merged=False)
-    return write("final_model", merged=config.lora_merged_export)
+    if not config.lora_merged_export:
+        return write(model, "final_model")
+    from trainer_core.policy.lora import merged_model
+
+    adapter = write(model, "final_adapter")
+    return write(merged_model(model, config, adapter.path), "final_model", merged=True)
 
 
 def restore(path: Path, stepper: Stepper) -> None:
@@ -264,9 +267,8 @@ def _write_model(model: torch.nn.Module, config: TrainingConfig, target: Path) -
     from huggingface_hub import save_torch_state_dict
 
     from trainer_core.policy.load import weights
-    from trainer_core.policy.lora import merged_weights
 
-    save_torch_state_dict(merged_weights(model, config) if config.trains_adapters else weights(model), target)
+    save_torch_state_dict(weights(model), target)
     model.config.save_pretrained(target)
     _save_companions(config.model_name, target)
 

@@ -334,7 +334,7 @@ def _adapters(answers: Answers) -> dict[str, Any]:
     and engine share one device, the base model is the engine's."""
     if not TRAITS[answers.mode].lora:
         return {}
-    rate = 2e-3 if answers.kind == "arithmetic" else 1e-4
+    rate = 1e-3 if answers.kind == "arithmetic" else 1e-4
     settings: dict[str, Any] = {"lr": rate, "lora_target_modules": ["all-linear"]}
     shares = len(answers.vllm_gpus) < 2 and (answers.trainer_gpus or answers.vllm_gpus) == answers.vllm_gpus
     return settings | ({"single_copy": True} if shares and answers.mode == "lora_only" else {})

@@ -229,12 +229,13 @@ def own_bytes() -> int:
 
 
 def test_adapters_over_the_one_copy(sharing: Server, tmp_path: Path, alone: None) -> None:
-    """The trainer computes with the server's base model and never writes to it: no second copy, the same numbers."""
+    """The trainer computes with the server's base model and never writes to it: no second copy, the same numbers. Of an
+    rsLoRA adapter, which is trained on then."""
     shard = sharing.manifest().ranks[0]
     before = hashlib.sha256(Path(shard.shm_path or "").read_bytes()).digest()
     fields = {
         "weight_bridge_mode": "lora_only", "vllm_port": int(sharing.url.rpartition(":")[2]), "lora_r": 16,
-        "lora_target_modules": ["all-linear"], "vllm_config_path": str(sharing.bridge_dir / MANIFEST_NAME),
+        "lora_use_rslora": True, "vllm_config_path": str(sharing.bridge_dir / MANIFEST_NAME),
     }  # fmt: skip
     grown = {}
     for single_copy in (True, False):
@@ -252,6 +253,11 @@ def test_adapters_over_the_one_copy(sharing: Server, tmp_path: Path, alone: None
     assert hashlib.sha256(Path(shard.shm_path or "").read_bytes()).digest() == before
     final = tmp_path / "out" / "final_model"
     assert max(tensor.abs().max() for name, tensor in load_file(final / WEIGHTS_NAME).items() if "lora_B" in name) > 0
+    again = Trainer(LoraSwap, gate.config(sharing, tmp_path, single_copy=True, lora_adapter_path=str(final), **fields))
+    done = ask(sharing.url)
+    base = sequence_logprobs(load_model(sharing.model, torch.float32, CPU), PROMPT, done.token_ids)
+    assert again.gap(done, 0) < EXACT < max(abs(a - b) for a, b in zip(base, done.logprobs, strict=True))
+    again.sync.close()
 
 
 def own_servers() -> set[psutil.Process]:
@@ -352,14 +358,13 @@ def assert_trained(run: LiveStack, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("single_copy", [False, True], ids=["two copies", "one copy"])
+@pytest.mark.parametrize("single_copy", ["false", "true"], ids=["two copies", "one copy"])
 @pytest.mark.parametrize("how", ["kill", "restart"])
-def test_lora_only_survives_its_engine(stack: Start_, how: str, single_copy: bool) -> None:
-    """The whole stack; vLLM is killed in the middle: its successor holds until it has the adapter; no step is lost. Over
+def test_lora_only_survives_its_engine(stack: Start_, how: str, single_copy: str) -> None:
+    """The whole stack; vLLM goes in the middle: its successor holds until it has the adapter, and no step is lost. Over
     one copy the trainer goes on with the successor's base model."""
-    run = stack(
-        mode="lora_only", trainer__training_steps=8, trainer__checkpoint_interval=4, trainer__single_copy=single_copy
-    )
+    settings = {"training_steps": 8, "checkpoint_interval": 4, "single_copy": single_copy}
+    run = stack(mode="lora_only", **{f"trainer__{name}": value for name, value in settings.items()})
     run.until_step(3, 180)
     assert run.cli(how, "vllm", "--yes").returncode == 0
     code, output = run.wait(timeout=300)

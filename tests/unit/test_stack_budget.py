@@ -13,6 +13,7 @@ from transformers.optimization import Adafactor
 
 from atropos_common import model_math
 from atropos_tui.profile import memory
+from atropos_tui.profile.fit import nearest
 from atropos_tui.profile.hardware import Gpu, Hardware
 from atropos_tui.profile.memory import (
     HOST,
@@ -193,6 +194,16 @@ def test_adapters_over_the_one_copy_need_no_weights_of_their_own() -> None:
     a_layer = (2048 + 2048) * 2 + (2048 + 1024) * 2 + (2048 + 6144) * 3
     assert found["trainer adapters"] == 4 * 28 * 8 * a_layer
     assert found["vllm weights"] == 2 * PARAMETERS and "trainer weights" not in found
+
+
+def test_adapters_that_are_advised_need_no_second_copy() -> None:
+    """On 9 GiB the model in training fits in no way without loss; one copy of it and an adapter do, two would not."""
+    chosen = profile(vllm={"gpus": [0], "max_model_len": 2048}, trainer={"optimizer": "adamw"})
+    model = Model("/models/m", QWEN.to_dict(), sizes_of(QWEN), "config.json")
+    inventory = Inventory(Hardware((Gpu("small", 9 * GIB),), 64 * GIB), {"vllm": model})
+    advised = nearest(make_site(chosen, Path("/runs/r"), run_id="r"), inventory)[-1]
+    assert advised.settings["mode"] == "lora_only" and advised.settings["trainer.single_copy"] is True
+    assert "trainer weights" not in items(advised.budget, "GPU 0")
 
 
 def test_a_frozen_reference_is_a_copy_but_for_adapters() -> None:

@@ -19,12 +19,13 @@ from trainer_core.config import TrainingConfig, validate
 from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
-from trainer_core.policy.load import load_model
+from trainer_core.policy.load import load_config, load_model
 from trainer_core.policy.logprobs import completions_logprobs, sequence_logprobs
 from trainer_core.policy.lora import adapter_parameters, add_adapter, load_adapter, save_adapter
 from trainer_core.policy.speed import use_checkpointing
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
+from vllm_server.lora import linear_shapes, misfit
 
 CPU = torch.device("cpu")
 ARCHITECTURES = ["llama", "mistral tied", "qwen2", "qwen3 tied", "llama biases"]
@@ -113,6 +114,7 @@ def test_peft_loads_what_is_saved(base: Path, tmp_path: Path, scale: float) -> N
     model = adapted(base, config(base, lora_target_modules=["all-linear"], lora_use_rslora=scale == 4))
     scramble(model)
     save_adapter(model, tmp_path / "adapter")
+    assert misfit(tmp_path / "adapter", linear_shapes(load_config(str(base)))) is None, "the server takes it"
     assert {m.scaling["default"] for m in model.modules() if hasattr(m, "lora_A")} == {scale}
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"))
     pairs = [(PROMPT, COMPLETION), (PROMPT[:2], COMPLETION[:3]), ([7] * 9, COMPLETION)]

@@ -106,23 +106,17 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def merged_weights(model: nn.Module, config: TrainingConfig) -> dict[str, torch.Tensor]:
-    """The base model from disk with the adapter of `model` added by peft, on the CPU: exact in float32, else each
-    weight is rounded once, to the base model's type."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+def merged_model(model: nn.Module, config: TrainingConfig, folder: Path) -> nn.Module:
+    """The base of `model` from disk with the adapter in `folder` added by peft, on the CPU: exact in float32, else each
+    weight is rounded once, to the base's type."""
+    from peft import PeftModel
 
     dtype = next(iter(base_parameters(model).values())).dtype
     if dtype != torch.float32:
         print(f"The adapter is added in {dtype}: each weight is rounded once, so logprobs differ a little from its own")
-    merged = load_model(config.model_name, dtype, torch.device("cpu"))
-    add_adapter(merged, config)
-    with torch.no_grad():
-        for name, parameter in adapter_parameters(merged).items():
-            parameter.copy_(adapter_parameters(model)[name])
-    for layer in merged.modules():
-        if isinstance(layer, BaseTunerLayer):
-            layer.merge()
-    return {name: parameter.detach() for name, parameter in base_parameters(merged).items()}
+    base = load_model(config.model_name, dtype, torch.device("cpu"))
+    merged: nn.Module = PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
+    return merged
 
 
 def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
