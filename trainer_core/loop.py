@@ -272,11 +272,14 @@ class Run:
         if step < self.config.training_steps and not broken and self.failed is None:
             self.probe.start(step + 1, self.version)
         checkpoint_s = 0.0 if broken else self.save_if_due()
+        taught = [r for r in batch.rollouts if self.objective.teaches(r.advantages[r.trained])]
         self.report(
             StepReport(
                 step, self.version, self.config.objective, batch, outcome, lags, probe_diffs, alignment, sync,
                 wait_s=fetched - began, train_s=trained - fetched, checkpoint_s=checkpoint_s,
-                mfu=self.mfu.measure([len(r.tokens) for r in batch.rollouts], outcome.tokens, trained - fetched),
+                mfu=self.mfu.measure(
+                    [len(r.tokens) for r in taught], sum(int(r.trained.sum()) for r in taught), trained - fetched
+                ),
                 engine_idle=self.idle.measure(), step_s=time.perf_counter() - began,
             )
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -252,3 +253,42 @@ def test_train_only_some_layers(model: torch.nn.Module) -> None:
     assert outcome.finite and outcome.grad_norm > 0
     with pytest.raises(UsageError, match="layers 0-3"):
         train_only(model, [4])
+
+
+def _with_flat_ones(flat: int) -> list[Rollout]:
+    """Twelve rollouts, the first `flat` of which have no advantage."""
+    return [replace(r, advantages=r.advantages * 0) if i < flat else r for i, r in enumerate(rollouts_of(spread=6.0))]
+
+
+@pytest.mark.parametrize("fields", [{}, {"ratio_base": "proximal"}], ids=["rollout", "proximal"])
+@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+def test_rows_without_advantage_need_no_backward_pass(
+    base: Path, monkeypatch: pytest.MonkeyPatch, objective: str, fields: dict[str, str]
+) -> None:
+    """Loss, gradient and all that is told are the same to the last bit; only the others are differentiated."""
+    rows = pack(_with_flat_ones(7), 40)
+    flat = [row for row in rows if not row.advantages.any()]
+    assert len(flat) >= 2 and sum(bool(row.advantages.all()) for row in rows) == len(rows) - len(flat)
+    found, differentiated = [], []
+    for always in (False, True):
+        if always:
+            monkeypatch.setattr(Objective, "teaches", lambda *_: True)
+        model = load_model(str(base), torch.float32, CPU)
+        seen: list[bool] = []
+        model.base_model.register_forward_hook(lambda *_, seen=seen: seen.append(torch.is_grad_enabled()))
+        found.append(_gradient(model, rows, objective=objective, seq_len=32, **fields))
+        differentiated.append(sum(seen))
+    assert differentiated == [len(rows) - len(flat), len(rows)]
+    assert found[0][0] == found[1][0], "everything that a step tells"
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_another_term_of_the_loss_needs_all_of_them(base: Path) -> None:
+    outcome, gradient = _gradient(load_model(str(base), torch.float32, CPU), pack(_with_flat_ones(12), 40), kl_coef=0.1)
+    assert outcome.loss > 0 and gradient.norm() > 0
+    config = _config(max_grad_norm=0)
+    model = load_model(str(base), torch.float32, CPU)
+    stepper = Stepper(model, config)
+    outcome = accumulate(model, stepper, pack(_with_flat_ones(12), 40), Objective(config), 1)
+    assert outcome.loss == 0 and outcome.finite
+    assert all(p.grad is not None and not p.grad.any() for p in stepper.params), "0, so that momentum moves on"

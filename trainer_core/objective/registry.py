@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -88,6 +88,12 @@ class Objective:
             vocab_size, end_tokens, config.group_of_one, reference=config.ref_kl_coef > 0,
             teacher=config.distill_coef > 0,
         )  # fmt: skip
+
+    def teaches(self, advantages: Any) -> bool:
+        """Whether tokens with these advantages, an array or a tensor, have a gradient at all: without another term of
+        the loss those of advantage 0 have none, whatever their ratio."""
+        config = self._config
+        return bool(config.kl_coef or config.ref_kl_coef or config.distill_coef or advantages.any())
 
     def sums(
         self, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor,

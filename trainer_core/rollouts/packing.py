@@ -68,8 +68,9 @@ class PackedRow:
 def pack(rollouts: Sequence[Rollout], max_tokens: int, threads: int = 1) -> list[PackedRow]:
     """Pack into rows of at most `max_tokens` (a longer single sequence gets a row of its own).
 
-    Rows hold sequences of similar length, which bounds padding where attention cannot do without it. The order is
-    deterministic; sequences without a trained token are left out.
+    Rows hold sequences of similar length, which bounds padding where attention cannot do without it. Those whose
+    advantages are all 0 have rows of their own, which may need no backward pass. The order is deterministic; sequences
+    without a trained token are left out.
 
     Args:
         threads: rows that are computed at a time: as many rows as fill all of them, of about equal size.
@@ -77,9 +78,14 @@ def pack(rollouts: Sequence[Rollout], max_tokens: int, threads: int = 1) -> list
     # A sequence is read up to, and without, its last trained token.
     needed = [(int(np.flatnonzero(r.trained)[-1]), r) for r in rollouts if r.trained.any()]
     needed.sort(key=lambda pair: pair[0], reverse=True)
-    lengths = [length for length, _ in needed]
-    room = max_tokens if threads == 1 else _equal_room(lengths, max_tokens, threads)
-    return [_row(needed[a:b]) for a, b in pairwise(_cuts(lengths, room))]
+    flat = [not pair[1].advantages[pair[1].trained].any() for pair in needed]
+    rows = []
+    for alike in (False, True):
+        members = [pair for pair, is_flat in zip(needed, flat, strict=True) if is_flat is alike]
+        lengths = [length for length, _ in members]
+        room = max_tokens if threads == 1 else _equal_room(lengths, max_tokens, threads)
+        rows += [_row(members[a:b]) for a, b in pairwise(_cuts(lengths, room))]
+    return rows
 
 
 def _cuts(lengths: Sequence[int], room: int) -> list[int]:
