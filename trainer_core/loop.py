@@ -39,6 +39,7 @@ from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiff
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.load import end_tokens, train_only
+from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
 from trainer_core.probe import LogprobProbe, explain
@@ -199,6 +200,7 @@ class Run:
         _seed(config.seed)
         self.model = self.sync.attach(Start(start.path, start.version))
         train_only(self.model, config.train_layer_indices)
+        use_head(self.model, config.head_dtype)
         self.threads = use_cores(self.model, config, self.device)
         self.reference = Reference(config, self.model, self.device) if config.ref_kl_coef else None
         self.stepper = _stepper(self.model, config, self.device, start.path)

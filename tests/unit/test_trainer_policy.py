@@ -16,7 +16,7 @@ from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.load import load_model, train_only
-from trainer_core.policy.logprobs import chunked_scores, row_logprobs, sequence_logprobs
+from trainer_core.policy.logprobs import chunked_scores, row_logprobs, sequence_logprobs, use_head
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.step import StepOutcome, accumulate
@@ -127,7 +127,7 @@ def test_gradient_against_float64(base: Path) -> None:
     assert error < 1e-5
 
 
-def test_chunks_of_the_head_agree_in_value_and_gradient() -> None:
+def test_chunks_of_the_head_agree_in_value_and_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(37, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     labels, temperatures = torch.randint(11, (37,)), torch.rand(37) + 0.5
@@ -136,6 +136,43 @@ def test_chunks_of_the_head_agree_in_value_and_gradient() -> None:
     torch.testing.assert_close(whole, parts)
     expected = torch.autograd.grad(whole.sum(), [hidden, weight])
     torch.testing.assert_close(torch.autograd.grad(parts.sum(), [hidden, weight]), expected)
+    kept = chunked_scores(hidden, weight, None, labels, temperatures, chunk_elements=55, keep=True).logprobs
+    with monkeypatch.context() as patched:
+        patched.setattr("trainer_core.policy.logprobs._logits", None)  # nothing is computed twice
+        again = torch.autograd.grad(kept.sum(), [hidden, weight])
+    assert all(map(torch.equal, again, torch.autograd.grad(
+        chunked_scores(hidden, weight, None, labels, temperatures, chunk_elements=55).logprobs.sum(), [hidden, weight]
+    )))  # fmt: skip
+
+
+def test_a_float32_head_does_not_round_logits() -> None:
+    """Of half-precision states and weights it is what float64 says; rounded logits are off by hundreds of that."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 64).bfloat16().requires_grad_() for n in (37, 11))
+    labels, ones = torch.randint(11, (37,)), torch.ones(37)
+    exact = chunked_scores(hidden.double(), weight.double(), None, labels, ones).logprobs
+    wide = chunked_scores(hidden, weight, None, labels, ones, wide=True).logprobs
+    half = chunked_scores(hidden, weight, None, labels, ones).logprobs
+    assert (wide - exact).abs().max() < 1e-5 < 1e-3 < (half - exact).abs().max()
+    for got, wanted in zip(
+        torch.autograd.grad(wide.sum(), [hidden, weight]),
+        torch.autograd.grad(exact.sum(), [hidden, weight]),
+        strict=True,
+    ):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.05)
+
+
+def test_the_head_of_a_run_is_the_head_of_all_its_scores(base: Path) -> None:
+    model = load_model(str(base), torch.bfloat16, CPU)
+    (row,) = pack(rollouts_of(), 10_000)
+    half = row_logprobs(model, row)
+    use_head(model, "model")
+    assert torch.equal(row_logprobs(model, row), half)
+    use_head(model, "float32")
+    wide = row_logprobs(model, row)
+    assert torch.equal(wide, row_logprobs(model, row, head_dtype=torch.float32)) and not torch.equal(wide, half)
+    assert torch.equal(row_logprobs(model, row, head_dtype=torch.bfloat16), half)
 
 
 def test_temperature_scales_logits(model: torch.nn.Module) -> None:
