@@ -27,7 +27,7 @@ import torch
 from trainer_core import optim
 from trainer_core.config import TrainingConfig
 
-SIDE = 1024
+SIDE = 512
 """Rows and columns of each weight."""
 RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 """Freed memory of a tensor goes back to the system, so that it is not counted."""
@@ -99,8 +99,8 @@ def measure(row: Row, options: argparse.Namespace) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, default=3e7)
-    parser.add_argument("--part", type=float, default=1 << 20, help="parameters that are stepped at a time")
+    parser.add_argument("--parameters", type=float, default=1.6e7)
+    parser.add_argument("--part", type=float, default=1 << 18, help="parameters that are stepped at a time")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "adamw_8bit", "adafactor"])
     parser.add_argument("--model-size", type=float, default=8.03e9, help="parameters of the model in the last column")
