@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -399,6 +400,7 @@ def main() -> int:
         feed(sys.argv[2], sys.argv[3], *map(int, sys.argv[4:]))
         return 0
     options = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the others end, too
     with tempfile.TemporaryDirectory(prefix="atropos-large-") as temporary:
         run = Run(options, options.folder or Path(temporary))
         try:

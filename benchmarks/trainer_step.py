@@ -33,6 +33,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.attention import register
+from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
 from trainer_core.rollouts.batch import read_batch
 from trainer_core.rollouts.packing import pack
@@ -44,6 +45,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "rope_theta": 1e6,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "rope_theta": 1e6,
+        "tie_word_embeddings": False,
     },
     "tiny": {
         "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -77,7 +83,7 @@ MIXES = {
 def model_config(shape: str) -> Any:
     from transformers import Qwen3Config
 
-    return Qwen3Config(**SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=16_384)
+    return Qwen3Config(**({"tie_word_embeddings": True, "max_position_embeddings": 16_384} | SHAPES[shape]))
 
 
 def build(shape: str, device: torch.device, attention: str) -> torch.nn.Module:
@@ -132,9 +138,12 @@ class Ours:
         self.threads = use_cores(self.model, self.config, device)
         self.stepper = Stepper(self.model, self.config)
         use_checkpointing(
-            self.model, self.config.gradient_checkpointing, device=device, optimizer=self.config.optimizer,
-            tokens=self.config.tokens_per_pass,
+            self.model, self.config.gradient_checkpointing, device=device, tokens=self.config.tokens_per_pass,
+            optimizer="" if self.config.optimizer_offload else self.config.optimizer,
+            offload=self.config.activation_offload,
+            gradient_bytes=4 if self.config.gradient_dtype == "float32" else 2,
         )  # fmt: skip
+        use_head(self.model, self.config.head_dtype)
         self.taken = 0
 
     def step(self, batch: list[dict[str, Any]]) -> None:
@@ -216,7 +225,7 @@ def check_gradient(shape: str, device: torch.device) -> dict[str, float]:
     read = read_batch(batch, seq_len=8192)
     rows = pack(read.rollouts, 1024, ours.threads)
     accumulate(ours.model, ours.stepper, rows, Objective(ours.config), 1, threads=ours.threads)
-    mine = torch.cat([master.grad.double().flatten().cpu() for master in ours.stepper.masters])
+    mine = torch.cat([gradient.double().flatten().cpu() for gradient in ours.stepper.gradients])
     wide = build(shape, device, "eager").double()
     wide.load_state_dict({k: v.double() for k, v in ours.model.state_dict().items()})
     del ours

@@ -327,6 +327,9 @@ class TrainingConfig(BaseModel):
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the transformer layers (torch.compile): some seconds at the first step, a fifth less in each. auto does
     so on CUDA for models from 100 million parameters."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Type of the logits. float32: the head's products are not rounded to half precision, which costs a little time and
+    memory; the server does the same with --hf-overrides '{"head_dtype": "float32"}'."""
     torch_threads: int | None = Field(None, ge=1)
     """CPU threads. A model under 50 million parameters on a CPU trains that many rows side by side, each on one thread.
     Default: the cores, or OMP_NUM_THREADS."""

@@ -47,6 +47,7 @@ from trainer_core.objective.loss import Formula
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.load import end_tokens, train_only
+from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
@@ -221,6 +222,7 @@ class Run:
         self.model = self.sync.attach(Start(start.path, start.version))
         print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         train_only(self.model, config.train_layer_indices)
+        use_head(self.model, config.head_dtype)
         self.threads = use_cores(self.model, config, self.device)
         self.reference = Reference(config, self.model, self.device) if config.ref_kl_coef else None
         self.stepper = _stepper(self.model, config, self.device, start.path)
@@ -307,13 +309,14 @@ class Run:
         if step < self.config.training_steps and not broken and self.failed is None:
             self.probe.start(step + 1, self.version)
         checkpoint_s = 0.0 if broken else self.save_if_due()
+        taught = [r for r in batch.rollouts if self.objective.teaches(r.advantages[r.trained])]
         self.report(
             StepReport(
                 step, self.version, self.config.objective, batch, outcome, lags, probe_diffs, alignment, sync,
                 wait_s=fetched - began, train_s=trained - fetched, checkpoint_s=checkpoint_s,
                 mfu=self.mfu.measure(
-                    [len(r.tokens) for r in batch.rollouts] * self.config.epochs,
-                    outcome.tokens * self.config.epochs,
+                    [len(r.tokens) for r in taught] * self.config.epochs,
+                    sum(int(r.trained.sum()) for r in taught) * self.config.epochs,
                     trained - fetched,
                 ),
                 engine_idle=self.idle.measure(), step_s=time.perf_counter() - began,

@@ -65,6 +65,11 @@ class HostMemory:
         self._device = device
         self._host: dict[torch.Tensor, torch.Tensor] = {}
 
+    @property
+    def bytes(self) -> int:
+        """In the host's memory."""
+        return sum(tensor.nbytes for tensor in self._host.values())
+
     @torch.no_grad()
     def put_away(self, tensor: torch.Tensor, content: torch.Tensor | None = None) -> torch.Tensor:
         """Keep `tensor` in the host's memory from now on, with its content or the one given; returns it, emptied."""

@@ -24,7 +24,7 @@ from atropos_common.records import HEAD_DTYPE, OTHER_WEIGHTS, POLICY_LAG, SAMPLI
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.objective.alignment import Alignment, DiffSums, ProbeDiffs, diff_sums
-from trainer_core.policy.logprobs import chunked_scores, completions_logprobs, predicting_states
+from trainer_core.policy.logprobs import chunked_scores, completions_logprobs, head_type, predicting_states
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.server.client import GeneratedTokens, ServerClient
@@ -260,7 +260,7 @@ def _of_head(model: torch.nn.Module, answers: Answers) -> str | None:
         mine = completions_logprobs(model, pairs, head_dtype=dtype)
         return float((torch.tensor([value for one in mine for value in one]) - theirs).abs().mean())
 
-    own = model.get_output_embeddings().weight.dtype
+    own = head_type(model)
     before = left(None)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if dtype != own and left(dtype) <= LEFT * before:

@@ -3,6 +3,9 @@
 The denominator belongs to the whole step (its tokens, its sequences or a constant) and is known before the first
 backward pass, so the split into rows and ranks changes neither loss nor gradient. Sums stay on the device; one transfer
 at the end brings them to the CPU.
+
+Rows whose advantages are all 0 have no gradient where no other term of the loss gives them one: they pass forward
+alone, for what is told of all tokens (ratio, entropy, alignment), which stays the same.
 """
 
 from __future__ import annotations
@@ -69,6 +72,8 @@ class _DeviceRow:
     packed: PackedRow
     sequences: Sequences
     correction: Correction | None
+    learns: bool = True
+    """Whether it needs a backward pass."""
     measured: torch.Tensor | None = None
     """[T] bool, false where the trainer's own logprob stands in for a missing one; null: all came with the rollouts."""
 
@@ -89,7 +94,12 @@ def accumulate(
     device = next(model.parameters()).device
     if reference is not None:
         rows = reference.fill(rows, threads)
-    ready = in_threads(lambda row, _: _on_device(model, row, objective, device), rows, threads)
+    learns = [objective.teaches(row.advantages) for row in rows]
+    learns[0] |= not any(learns)  # an optimizer's momentum moves on when a gradient is 0, not where there is none
+    ready = in_threads(
+        lambda pair, _: _on_device(model, pair[0], objective, device, pair[1]),
+        list(zip(rows, learns, strict=True)), threads,
+    )  # fmt: skip
     counts = count([(row.sequences, row.correction) for row in ready], device)
     denominator = objective.denominator(counts if others is None else counts + others)
     scale = None if stepper.scale is None else stepper.scale.factor(denominator)
@@ -99,10 +109,13 @@ def accumulate(
 
     def train(row: _DeviceRow, thread: int) -> tuple[LossSums, TokenScores, torch.Tensor]:
         packed = row.packed
-        scores, penalty, penalties = _forward(model, packed, objective)
-        part = objective.sums(
-            scores.logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction, penalty
-        )
+        with torch.set_grad_enabled(row.learns):
+            scores, penalty, penalties = _forward(model, packed, objective)
+            part = objective.sums(
+                scores.logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction, penalty
+            )
+        if not row.learns:
+            return part, scores, penalties
         loss = part.loss / denominator if scale is None else part.loss * (scale / denominator)
         if gradients is None:
             loss.backward()
@@ -125,15 +138,17 @@ def accumulate(
     return outcome
 
 
-def _on_device(model: torch.nn.Module, row: PackedRow, objective: Objective, device: torch.device) -> _DeviceRow:
-    """The row moved. The trainer's own logprobs of it, before the batch changes anything, are the base of the ratio
-    with `ratio_base = proximal`, and stand in where the rollouts came without."""
+def _on_device(
+    model: torch.nn.Module, row: PackedRow, objective: Objective, device: torch.device, learns: bool
+) -> _DeviceRow:
+    """The row moved. The trainer's own logprobs of it, before the batch changes anything, are the base of the
+    ratio with `ratio_base = proximal`, and stand in where the rollouts came without."""
     ids, missing = row.sequences, row.logprobs.isnan()
     some_missing = bool(missing.any())  # asked of the CPU's copy: a GPU would have to be waited for
     row = row.to(device)
     sequences = Sequences(ids.to(device, non_blocking=True), len(row.lengths))
     if objective.bounds is None and not some_missing:
-        return _DeviceRow(row, sequences, None)
+        return _DeviceRow(row, sequences, None, learns)
     with torch.no_grad():
         base = row_logprobs(model, row) if row.base is None else row.base
     measured = None
@@ -141,7 +156,7 @@ def _on_device(model: torch.nn.Module, row: PackedRow, objective: Objective, dev
         missing = missing.to(device, non_blocking=True)
         row, measured = replace(row, logprobs=torch.where(missing, base.float(), row.logprobs)), ~missing
     correction = None if objective.bounds is None else objective.correction(base, row.logprobs, sequences)
-    return _DeviceRow(row, sequences, correction, measured)
+    return _DeviceRow(row, sequences, correction, learns, measured)
 
 
 def _forward(

@@ -315,8 +315,8 @@ CAUSE_FIXES = {
     ),
     MISSING: NO_LOGPROBS_FIX,
     HEAD_DTYPE: (
-        "give both sides the same types: dtype under [trainer] and [vllm], and no head_dtype under [vllm.args] "
-        "hf-overrides"
+        "give both sides the same types: dtype under [trainer] and [vllm], and head_dtype under [trainer] and under "
+        "[vllm.args] hf-overrides, or under neither"
     ),
     BROKEN_WEIGHTS: (
         "NaN or infinity in the weights: atropos-tui up PROFILE --resume RUN goes back to the last checkpoint; lower "

@@ -76,6 +76,7 @@ def test_auto_goes_by_free_memory(
     monkeypatch.setattr(speed, "_free_bytes", lambda _: free)
     model = load_model(str(base), torch.float32, CPU)
     assert _switch(model, "auto", torch.device("cuda")) is on
+    assert model.keeps_logits is not on
     assert f"Gradient checkpointing {'on' if on else 'off'}: 16384 tokens need about" in capsys.readouterr().out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.load import load_model, train_only
-from trainer_core.policy.logprobs import chunked_scores, row_logprobs, sequence_logprobs
+from trainer_core.policy.logprobs import chunked_scores, row_logprobs, sequence_logprobs, use_head
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.step import StepOutcome, accumulate
@@ -127,7 +128,7 @@ def test_gradient_against_float64(base: Path) -> None:
     assert error < 1e-5
 
 
-def test_chunks_of_the_head_agree_in_value_and_gradient() -> None:
+def test_chunks_of_the_head_agree_in_value_and_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(37, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     labels, temperatures = torch.randint(11, (37,)), torch.rand(37) + 0.5
@@ -136,6 +137,43 @@ def test_chunks_of_the_head_agree_in_value_and_gradient() -> None:
     torch.testing.assert_close(whole, parts)
     expected = torch.autograd.grad(whole.sum(), [hidden, weight])
     torch.testing.assert_close(torch.autograd.grad(parts.sum(), [hidden, weight]), expected)
+    kept = chunked_scores(hidden, weight, None, labels, temperatures, chunk_elements=55, keep=True).logprobs
+    with monkeypatch.context() as patched:
+        patched.setattr("trainer_core.policy.logprobs._logits", None)  # nothing is computed twice
+        again = torch.autograd.grad(kept.sum(), [hidden, weight])
+    assert all(map(torch.equal, again, torch.autograd.grad(
+        chunked_scores(hidden, weight, None, labels, temperatures, chunk_elements=55).logprobs.sum(), [hidden, weight]
+    )))  # fmt: skip
+
+
+def test_a_float32_head_does_not_round_logits() -> None:
+    """Of half-precision states and weights it is what float64 says; rounded logits are off by hundreds of that."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 64).bfloat16().requires_grad_() for n in (37, 11))
+    labels, ones = torch.randint(11, (37,)), torch.ones(37)
+    exact = chunked_scores(hidden.double(), weight.double(), None, labels, ones).logprobs
+    wide = chunked_scores(hidden, weight, None, labels, ones, wide=True).logprobs
+    half = chunked_scores(hidden, weight, None, labels, ones).logprobs
+    assert (wide - exact).abs().max() < 1e-5 < 1e-3 < (half - exact).abs().max()
+    for got, wanted in zip(
+        torch.autograd.grad(wide.sum(), [hidden, weight]),
+        torch.autograd.grad(exact.sum(), [hidden, weight]),
+        strict=True,
+    ):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.05)
+
+
+def test_the_head_of_a_run_is_the_head_of_all_its_scores(base: Path) -> None:
+    model = load_model(str(base), torch.bfloat16, CPU)
+    (row,) = pack(rollouts_of(), 10_000)
+    half = row_logprobs(model, row)
+    use_head(model, "model")
+    assert torch.equal(row_logprobs(model, row), half)
+    use_head(model, "float32")
+    wide = row_logprobs(model, row)
+    assert torch.equal(wide, row_logprobs(model, row, head_dtype=torch.float32)) and not torch.equal(wide, half)
+    assert torch.equal(row_logprobs(model, row, head_dtype=torch.bfloat16), half)
 
 
 def test_temperature_scales_logits(model: torch.nn.Module) -> None:
@@ -253,3 +291,42 @@ def test_train_only_some_layers(model: torch.nn.Module) -> None:
     assert outcome.finite and outcome.grad_norm > 0
     with pytest.raises(UsageError, match="layers 0-3"):
         train_only(model, [4])
+
+
+def _with_flat_ones(flat: int) -> list[Rollout]:
+    """Twelve rollouts, the first `flat` of which have no advantage."""
+    return [replace(r, advantages=r.advantages * 0) if i < flat else r for i, r in enumerate(rollouts_of(spread=6.0))]
+
+
+@pytest.mark.parametrize("fields", [{}, {"ratio_base": "proximal"}], ids=["rollout", "proximal"])
+@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+def test_rows_without_advantage_need_no_backward_pass(
+    base: Path, monkeypatch: pytest.MonkeyPatch, objective: str, fields: dict[str, str]
+) -> None:
+    """Loss, gradient and all that is told are the same to the last bit; only the others are differentiated."""
+    rows = pack(_with_flat_ones(7), 40)
+    flat = [row for row in rows if not row.advantages.any()]
+    assert len(flat) >= 2 and sum(bool(row.advantages.all()) for row in rows) == len(rows) - len(flat)
+    found, differentiated = [], []
+    for always in (False, True):
+        if always:
+            monkeypatch.setattr(Objective, "teaches", lambda *_: True)
+        model = load_model(str(base), torch.float32, CPU)
+        seen: list[bool] = []
+        model.base_model.register_forward_hook(lambda *_, seen=seen: seen.append(torch.is_grad_enabled()))
+        found.append(_gradient(model, rows, objective=objective, seq_len=32, **fields))
+        differentiated.append(sum(seen))
+    assert differentiated == [len(rows) - len(flat), len(rows)]
+    assert found[0][0] == found[1][0], "everything that a step tells"
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_another_term_of_the_loss_needs_all_of_them(base: Path) -> None:
+    outcome, gradient = _gradient(load_model(str(base), torch.float32, CPU), pack(_with_flat_ones(12), 40), kl_coef=0.1)
+    assert outcome.loss > 0 and gradient.norm() > 0
+    config = _config(max_grad_norm=0)
+    model = load_model(str(base), torch.float32, CPU)
+    stepper = Stepper(model, config)
+    outcome = accumulate(model, stepper, pack(_with_flat_ones(12), 40), Objective(config), 1)
+    assert outcome.loss == 0 and outcome.finite
+    assert all(p.grad is not None and not p.grad.any() for p in stepper.params), "0, so that momentum moves on"

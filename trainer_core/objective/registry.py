@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -81,6 +81,7 @@ class Objective:
             self.bounds = Bounds(config.tis_cap, config.tis_mask, config.tis_mask_low, config.tis_mask_high)
         self.ref_kl_coef, self.distill_coef = config.ref_kl_coef, config.distill_coef
         self._config = config
+        self._own_formula = formula is not None
 
     def selection(self, vocab_size: int | None = None, end_tokens: frozenset[int] = frozenset()) -> Selection:
         """What of a batch this objective trains on, for a model of so many tokens, some of which end a completion."""
@@ -93,6 +94,14 @@ class Objective:
             vocab_size, end_tokens, config.group_of_one, reference=config.ref_kl_coef > 0,
             teacher=config.distill_coef > 0,
         )  # fmt: skip
+
+    def teaches(self, advantages: Any) -> bool:
+        """Whether tokens with these advantages, an array or a tensor, have a gradient at all: without another term of
+        the loss those of advantage 0 have none, whatever their ratio; of a formula of the caller's nobody knows."""
+        config = self._config
+        return bool(
+            self._own_formula or config.kl_coef or config.ref_kl_coef or config.distill_coef or advantages.any()
+        )
 
     def sums(
         self, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor,

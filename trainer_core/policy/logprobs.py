@@ -36,16 +36,32 @@ def row_scores(
     Args:
         model: a causal language model of transformers with the packed attention.
         row: on the model's device.
-        head_dtype: multiply with the head in this type; default: the head's own.
+        head_dtype: multiply with the head in this type; default: as `head_type` says.
         labels: [T, K] int64, several at each position in the place of the row's own; then [T, K] are returned.
     """
     head = model.get_output_embeddings()
     hidden, weight, bias = predicting_states(model, row), head.weight, getattr(head, "bias", None)
-    if head_dtype is not None:
+    head_dtype = head_dtype or head_type(model)
+    wide = head_dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
+    if not wide:
         hidden, weight = hidden.to(head_dtype), weight.to(head_dtype)
         bias = None if bias is None else bias.to(head_dtype)
-    labels = row.labels if labels is None else labels
-    return chunked_scores(hidden, weight, bias, labels, row.temperatures, last=last_word(model.config))
+    return chunked_scores(
+        hidden, weight, bias, row.labels if labels is None else labels, row.temperatures, last=last_word(model.config),
+        wide=wide, keep=getattr(model, "keeps_logits", False),
+    )  # fmt: skip
+
+
+def head_type(model: torch.nn.Module) -> torch.dtype:
+    """The type of the model's logits: what `use_head` chose, else that of the head."""
+    found: torch.dtype = getattr(model, "logits_dtype", model.get_output_embeddings().weight.dtype)
+    return found
+
+
+def use_head(model: torch.nn.Module, head_dtype: str) -> None:
+    """Logits of `model` in `head_dtype` from now on, wherever it is scored: "model", the head's own, or "float32"."""
+    if head_dtype == "float32":
+        model.logits_dtype = torch.float32
 
 
 def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
@@ -140,6 +156,8 @@ def chunked_scores(
     *,
     chunk_elements: int | None = None,
     last: LastWord = LastWord(),  # noqa: B008
+    wide: bool = False,
+    keep: bool = False,
 ) -> TokenScores:
     """Of p = softmax(last(hidden @ weight.T + bias) / temperature): log p[label] and -sum p log p, float32 (float64 for
     float64 weights).
@@ -147,34 +165,42 @@ def chunked_scores(
     Args:
         hidden: [T, H]; weight: [V, H]; bias: [V] or null; labels: [T] int64, or [T, K]; temperatures: [T] float32.
         chunk_elements: at most this many logits live at once; the backward pass computes them anew.
+        wide: logits of half-precision states and weights in float32, as their products are summed, instead of rounded.
+            That is a head in float32, whose products of half-precision numbers are exact, at the price of one in half.
+        keep: logits stay until the backward pass instead: a quarter fewer products, T * V logits more.
     """
     limit = chunk_elements or LOGITS_AT_ONCE[hidden.is_cuda]
-    size = max(1, limit // weight.shape[0])
+    size = max(1, limit // weight.shape[0] // (2 if wide else 1))
+    keep = keep and torch.is_grad_enabled()
     # cap * tanh(scale * x / cap) / t = c * tanh(x / c) / (t / scale) with c = cap / scale: one number less to carry.
     cap = None if last.cap is None else last.cap / last.scale
-    return TokenScores(*_HeadScores.apply(hidden, weight, bias, labels, temperatures / last.scale, size, cap))
+    values = _HeadScores.apply(hidden, weight, bias, labels, temperatures / last.scale, size, cap, wide, keep)
+    return TokenScores(*values)
 
 
 class _HeadScores(torch.autograd.Function):
     """The head and its log-softmax, chunk by chunk in both directions: full logits never exist.
 
     The gradient of a logprob with respect to its logits is (one-hot - softmax) / temperature, so one more product with
-    the head is all that the backward pass computes twice. The gradient of the head is summed in float32.
+    the head is all that the backward pass computes twice, unless logits are kept. The gradient of the head is summed in
+    float32.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-                temperatures: torch.Tensor, size: int, cap: float | None,
+                temperatures: torch.Tensor, size: int, cap: float | None, wide: bool, keep: bool,
                 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        parts = [
-            _pick(F.linear(hidden[a : a + size], weight, bias), labels[a : a + size], temperatures[a : a + size], cap)
-            for a in range(0, len(labels), size)
-        ]
+        parts, ctx.kept = [], []
+        for a in range(0, len(labels), size):
+            logits = _logits(hidden[a : a + size], weight, bias, wide)
+            parts.append(_pick(logits, labels[a : a + size], temperatures[a : a + size], cap))
+            if keep:
+                ctx.kept.append(logits)
         nothing = (temperatures.new_zeros(0),)
         logprobs, normalizers, entropy = map(torch.cat, zip(*parts, strict=True) if parts else [nothing] * 3)
         ctx.save_for_backward(hidden, weight, bias, labels, temperatures, normalizers)
         ctx.mark_non_differentiable(entropy)
-        ctx.size, ctx.cap = size, cap
+        ctx.size, ctx.cap, ctx.wide = size, cap, wide
         return logprobs, entropy
 
     @staticmethod
@@ -187,8 +213,10 @@ class _HeadScores(torch.autograd.Function):
         to_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
         for a in range(0, len(labels), ctx.size):
             part = slice(a, a + ctx.size)
-            logits = F.linear(hidden[part], weight, bias)
-            to_logits = _spread(logits, labels[part], temperatures[part], normalizers[part], grads[0][part], ctx.cap)
+            logits = ctx.kept.pop(0) if ctx.kept else _logits(hidden[part], weight, bias, ctx.wide)
+            to_logits = _spread(
+                logits, labels[part], temperatures[part], normalizers[part], grads[0][part], ctx.cap, weight.dtype
+            )
             if to_hidden is not None:
                 torch.mm(to_logits, weight, out=to_hidden[part])
             if to_weight is not None:
@@ -197,8 +225,19 @@ class _HeadScores(torch.autograd.Function):
                 to_bias += to_logits.sum(0, dtype=wide)
         return (
             to_hidden, None if to_weight is None else to_weight.to(weight.dtype),
-            None if to_bias is None else to_bias.to(weight.dtype), None, None, None, None,
+            None if to_bias is None else to_bias.to(weight.dtype), None, None, None, None, None, None,
         )  # fmt: skip
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
+    """hidden @ weight.T + bias; `wide` in float32, as it is summed."""
+    if not wide:
+        return F.linear(hidden, weight, bias)
+    if hidden.is_cuda:
+        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    else:
+        logits = F.linear(hidden.float(), weight.float())
+    return logits if bias is None else logits + bias
 
 
 def _add_product(total: torch.Tensor, to_logits: torch.Tensor, hidden: torch.Tensor) -> None:
@@ -231,9 +270,9 @@ def _pick(
 @compiled_on_cuda
 def _spread(
     logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, normalizers: torch.Tensor,
-    grads: torch.Tensor, cap: float | None,
+    grads: torch.Tensor, cap: float | None, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """Gradient of the logits, [T, V] in their own type, from that of the logprobs."""
+    """Gradient of the logits, [T, V] in `dtype`, from that of the logprobs."""
     wide = logits.to(normalizers.dtype)
     bent = wide if cap is None else cap * torch.tanh(wide / cap)
     share = (bent / temperatures[:, None] - normalizers[:, None]).exp()
@@ -244,4 +283,4 @@ def _spread(
         result = (own.to(share.dtype) - share) * (grads / temperatures)[:, None]
     if cap is not None:
         result = result * (1 - (bent / cap) ** 2)
-    return result.to(logits.dtype)
+    return result.to(dtype)

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer_core.config import TrainingConfig
 from trainer_core.policy.load import load_model
-from trainer_core.policy.logprobs import row_logprobs
+from trainer_core.policy.logprobs import row_logprobs, use_head
 from trainer_core.policy.lora import adapters_off
 from trainer_core.policy.speed import in_threads
 from trainer_core.rollouts.packing import PackedRow
@@ -32,6 +32,7 @@ class Reference:
             return
         dtype = next(policy.parameters()).dtype
         self._model = load_model(config.model_name, dtype, device).requires_grad_(False)
+        use_head(self._model, config.head_dtype)
         size = sum(p.numel() * p.element_size() for p in self._model.parameters())
         print(f"Frozen reference of --ref-kl-coef: {config.model_name}, a copy of {size / 1e9:.2f} GB")
 

@@ -131,7 +131,8 @@ def use_checkpointing(
     model: nn.Module, mode: str, *, tokens: int, optimizer: str, device: torch.device, offload: bool = False,
     gradient_bytes: int = model_math.GRADIENT_BYTES,
 ) -> bool:  # fmt: skip
-    """Switch gradient checkpointing for `mode` (auto, on or off); returns whether it is on, and says why.
+    """Switch gradient checkpointing for `mode` (auto, on or off); returns whether it is on, and says why. With auto the
+    logits stay for the backward pass, too, where there is room for those of the largest pass.
 
     Args:
         tokens: of the largest forward pass.
@@ -148,6 +149,8 @@ def use_checkpointing(
         state = model_math.optimizer_bytes(trained, optimizer) if optimizer else 0
         free = _free_bytes(device) - gradients - state
         on = wanted > free
+        logits = tokens * dimensions(model).vocab * next(model.parameters()).element_size()
+        model.keeps_logits = wanted + logits <= free  # type: ignore[assignment]
         print(
             f"Gradient checkpointing {'on' if on else 'off'}: {tokens} tokens need about {wanted / 1e9:.1f} GB, "
             f"{max(0, free) / 1e9:.1f} GB are free"

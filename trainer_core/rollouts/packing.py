@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -71,21 +71,29 @@ class PackedRow:
 def pack(rollouts: Sequence[Rollout], max_tokens: int, threads: int = 1) -> list[PackedRow]:
     """Pack into rows of at most `max_tokens` (a longer single sequence gets a row of its own).
 
-    Rows hold sequences of similar length, which bounds padding where attention cannot do without it. The order is
-    deterministic; sequences without a trained token are left out.
+    Rows hold sequences of similar length, which bounds padding where attention cannot do without it. Those whose
+    advantages are all 0 have rows of their own, which may need no backward pass. The order is deterministic; sequences
+    without a trained token are left out.
 
     Args:
         threads: rows that are computed at a time: as many rows as fill all of them, of about equal size.
     """
-    needed = [(_needed(r), r) for r in packing_order(rollouts)]
-    lengths = [length for length, _ in needed]
-    room = max_tokens if threads == 1 else _equal_room(lengths, max_tokens, threads)
-    return [_row(needed[a:b]) for a, b in pairwise(_cuts(lengths, room))]
+    rows = []
+    for _, alike in groupby(packing_order(rollouts), _is_flat):
+        needed = [(_needed(r), r) for r in alike]
+        lengths = [length for length, _ in needed]
+        room = max_tokens if threads == 1 else _equal_room(lengths, max_tokens, threads)
+        rows += [_row(needed[a:b]) for a, b in pairwise(_cuts(lengths, room))]
+    return rows
 
 
 def packing_order(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Those that train, in the order in which rows hold them: the longest first."""
-    return sorted((r for r in rollouts if r.trained.any()), key=_needed, reverse=True)
+    """Those that train, in the order in which rows hold them: without any advantage last, else the longest first."""
+    return sorted((r for r in rollouts if r.trained.any()), key=lambda r: (_is_flat(r), -_needed(r)))
+
+
+def _is_flat(rollout: Rollout) -> bool:
+    return not rollout.advantages[rollout.trained].any()
 
 
 def _needed(rollout: Rollout) -> int:
