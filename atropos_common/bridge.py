@@ -54,6 +54,10 @@ they end with the old weights first. recompute: they begin anew with the new wei
 with the finish reason "abort"."""
 
 
+MAX_VERSION = 1 << 53
+"""Beyond it not every JSON reader keeps an integer."""
+
+
 class BridgeMessage(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -96,14 +100,18 @@ class PauseRequest(BridgeMessage):
     """Without a resume in this time a clean server resumes by itself; a dirty one turns unhealthy."""
     dirty: bool = False
     """Set when weights are about to be written in place."""
+    holder: str = Field("", max_length=64)
+    """Who pauses. From then on only a resume of the same holder counts; a pause by another takes the lease over."""
     in_flight: InFlight = "keep"
     wait_s: float = Field(30.0, gt=0)
     """After this time `wait` freezes what is left."""
 
 
 class ResumeRequest(BridgeMessage):
-    weight_version: int
+    weight_version: int = Field(le=MAX_VERSION)
     """Optimizer steps behind the weights that are now in place; 0 is the base model."""
+    holder: str = Field("", max_length=64)
+    """As in the `PauseRequest` before."""
 
 
 class LoadWeightsRequest(BridgeMessage):

@@ -12,9 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-from atropos_common.manifest import SINGLE_COPY_ARCHITECTURES
 
 Shape = Sequence[int]
 
@@ -22,49 +21,122 @@ LOGITS_AT_ONCE = {True: 1 << 29, False: 1 << 26}
 """Logits that the trainer holds at a time, on a GPU (True) or not. There they are more (1 GB in half precision), since
 the head's product wants many rows."""
 GRADIENT_BYTES = 4
-"""Of one trained parameter: gradients are collected in float32."""
+"""Of one trained parameter: gradients are collected in float32, unless gradient_dtype says otherwise."""
+COMPILED = 0.6
+"""What compiled layers keep for the backward pass, as a share of what others do; measured on an H200."""
 PART_PARAMETERS = 1 << 26
 """Parameters that an optimizer steps at a time where no float32 copy of them stays; a larger tensor alone."""
 MASTER_BYTES = {"fp32": 4, "kahan": 2, "stochastic": 0}
 """Of one trained parameter in half precision, between two steps: a float32 copy, or what rounding lost, or nothing."""
+STATE_BYTES = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
+"""About, of one trained parameter; exact in `optimizer_bytes`."""
 BITS8_SMALLEST, BITS8_BLOCK = 4096, 256
 """bitsandbytes keeps smaller tensors in float32, and one float32 scale for each block and moment."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 """Dense bfloat16 by part of the device's name, from the makers' data sheets."""
+GPU_MEMORY = {
+    "B200": 183_359, "H200": 143_771, "H100": 81_559, "H100-80GB": 81_559, "H100-NVL": 95_830, "H20": 97_871,
+    "GH200": 97_871, "A100": 81_920, "A100-80GB": 81_920, "A100-40GB": 40_960, "L40S": 46_068, "L40": 46_068,
+    "L4": 23_034, "A40": 46_068, "A10": 23_028, "A10G": 23_028, "A6000": 49_140, "V100": 32_768, "V100-32GB": 32_768,
+    "V100-16GB": 16_384, "T4": 15_360, "RTX-PRO-6000": 97_887, "RTX-6000-ADA": 49_140, "RTX-5090": 32_607,
+    "RTX-4090": 24_564, "RTX-3090": 24_576,
+}  # fmt: skip
+"""MiB that the driver shows of each device, which is a little less or more than its name says."""
 CHANGING_ROTARY = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies follow the longest position that is computed at once: in a packed row that of a
 neighbour (logprobs are off by 0.2 and 2.6 nats then), while vLLM fixes them when it starts."""
 
 
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+"""Kinds of layers that look at other tokens by attention alone."""
+_STATE = ("mamba_", "ssm_", "conv_L_cache", "rwkv_")
+"""How fields begin in the configurations of models whose layers carry a state from token to token."""
+_UNLIKE = (
+    "final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier",
+    "attention_chunk_size", "sliding_window", "residual_multiplier",
+)  # fmt: skip
+"""Fields of config.json that a forward pass of our own can miss."""
+_REFUSED = {
+    "llama4": ("its layers attend within chunks", "use another model, such as Qwen3-MoE or Mixtral"),
+    "nemotron": ("its attention in transformers takes no packed rows", "use another model, such as Llama or Qwen3"),
+}
+"""model_type -> why the trainer does not compute this architecture right, and the way out."""
+
+
 def why_refused(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why the trainer does not train the model of this config.json, in any mode, and the way out; None if it does."""
-    names = config.get("architectures") or ["(none)"]
-    if names[0] not in SINGLE_COPY_ARCHITECTURES:
-        return f"the trainer does not know {names[0]}", f"use a model of: {', '.join(SINGLE_COPY_ARCHITECTURES)}"
-    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rotary.get("rope_type") or rotary.get("type")
-    if kind in CHANGING_ROTARY:
+    """Why the trainer does not train the model of this config.json, in any mode, and the way out; None where nothing is
+    known against it: what nobody has tried is proved when the trainer starts."""
+    name = (config.get("architectures") or ["this model"])[0]
+    kind = str(config.get("model_type") or "").removesuffix("_text")
+    if kind in _REFUSED:
+        reason, fix = _REFUSED[kind]
+        return f"{name} does not train here: {reason}", fix
+    if beside := next((part for part in ("vision", "audio", "encoder") if config.get(f"{part}_config")), None):
         return (
-            f"its rotary embeddings ({kind}) change with the longest sequence of a packed row",
+            f"{name} has {beside} layers beside its language model, and the trainer trains models of text alone",
+            "use a model of text alone, or the language model saved by itself",
+        )
+    if config.get("is_encoder_decoder"):
+        return f"{name} is an encoder and a decoder", "use a model that only decodes"
+    if (rotary := _rotary(config)) in CHANGING_ROTARY:
+        return (
+            f"its rotary embeddings ({rotary}) change with the longest sequence of a packed row",
             "use a model with another rope_type, such as llama3, yarn or linear",
         )
     return None
 
 
+def carries_state(config: Mapping[str, Any]) -> bool:
+    """Whether layers carry a state from token to token (linear attention, Mamba, convolutions), which does not stop at
+    the end of a packed sequence: such sequences are computed one by one."""
+    if kinds := config.get("layer_types") or config.get("layers_block_type"):
+        return any(kind not in _ATTENTION for kind in kinds)
+    return any(name.startswith(_STATE) for name in config)
+
+
+def suspects(config: Mapping[str, Any]) -> list[str]:
+    """What in a configuration explains most likely that a forward pass of our own differs from the model's."""
+    found = [f"{name} = {config[name]}" for name in _UNLIKE if config.get(name) not in (None, False, 0, 1)]
+    kinds = {kind for kind in config.get("layer_types") or () if kind not in _ATTENTION[:2]}
+    if carries_state(config):
+        kinds = kinds or {"state-space"}
+    found += [f"layers of kind {kind}" for kind in sorted(kinds)]
+    rotary = _rotary(config)
+    return found + ([f"rope_type {rotary}"] if rotary not in (None, "default", "llama3") else [])
+
+
+def _rotary(config: Mapping[str, Any]) -> str | None:
+    """The kind of rotary embeddings; of several, for kinds of layers, one that changes."""
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    by_layer = [value for value in settings.values() if isinstance(value, Mapping)] or [settings]
+    kinds = [kind for one in by_layer if (kind := one.get("rope_type") or one.get("type"))]
+    return max(kinds, key=lambda kind: kind in CHANGING_ROTARY, default=None)
+
+
 @dataclass(frozen=True)
 class Dimensions:
-    """The sizes of a decoder: attention and MLP in every layer, an embedding and a head."""
+    """The sizes of a decoder: attention and MLP in every layer, an embedding and a head; in the sparse layers of a
+    mixture of experts a few of many MLPs for each token, and a router that chooses."""
 
     layers: int
     hidden: int
     inner: int
-    """Width inside the MLP."""
+    """Width inside the MLP of a dense layer."""
     heads: int
     kv_heads: int
     head_size: int
     vocab: int
     head_norms: bool = False
     """Queries and keys pass a norm of their own (Qwen3)."""
+    experts: int = 0
+    """Of each sparse layer; 0 where there are none."""
+    experts_per_token: int = 0
+    expert_inner: int = 0
+    """Width inside one expert."""
+    shared_inner: int = 0
+    """Width inside what every token of a sparse layer passes beside its own experts."""
+    dense_layers: int = 0
+    """Layers with an MLP as before, where others have experts."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, head_norms: bool = False) -> Dimensions:
@@ -76,7 +148,7 @@ class Dimensions:
         hidden = int(config.get("hidden_size") or config["n_embd"])
         heads = int(config.get("num_attention_heads") or config["n_head"])
         return cls(
-            layers=int(config.get("num_hidden_layers") or config["n_layer"]),
+            layers=_layers(config),
             hidden=hidden,
             inner=int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden),
             heads=heads,
@@ -84,7 +156,18 @@ class Dimensions:
             head_size=int(config.get("head_dim") or hidden // heads),
             vocab=int(config["vocab_size"]),
             head_norms=head_norms,
+            **_experts(config),
         )
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def chosen_inner(self) -> int:
+        """Width that one token meets inside a sparse layer: of its own experts and of those that all share."""
+        return self.experts_per_token * self.expert_inner + self.shared_inner
 
     @property
     def queries(self) -> int:
@@ -97,9 +180,41 @@ class Dimensions:
         return self.kv_heads * self.head_size
 
     @property
-    def layer(self) -> int:
-        """Weights of a layer that a token is multiplied with: all its matrices."""
-        return 2 * self.hidden * (self.queries + self.keys) + 3 * self.hidden * self.inner
+    def layer(self) -> float:
+        """Weights of a layer that a token is multiplied with: all its matrices, of experts those of the token alone; a
+        mean over layers where some are dense."""
+        attention = 2 * self.hidden * (self.queries + self.keys)
+        sparse = self.sparse_layers / self.layers
+        chosen = self.hidden * (3 * self.chosen_inner + self.experts)
+        return attention + (1 - sparse) * 3 * self.hidden * self.inner + sparse * chosen
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, int]:
+    """The fields of `Dimensions` about experts, by the names that config.json has for them; none for a dense model."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((int(config[name]) for name in names if config.get(name)), 0)
+    if experts < 2:
+        return {}
+    inner = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    shared = config.get("shared_expert_intermediate_size") or inner * (config.get("n_shared_experts") or 0)
+    return {
+        "experts": experts, "experts_per_token": int(config["num_experts_per_tok"]), "expert_inner": inner,
+        "shared_inner": int(shared), "dense_layers": sum(map(partial(_is_dense, config), range(_layers(config)))),
+    }  # fmt: skip
+
+
+def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether this layer of a mixture of experts has a plain MLP (Qwen's, GLM's and DeepSeek's ways to say so)."""
+    if kinds := config.get("mlp_layer_types"):
+        return bool(kinds[layer] == "dense")
+    skipped = (layer + 1) % int(config.get("decoder_sparse_step") or 1) != 0
+    return (
+        skipped or layer in (config.get("mlp_only_layers") or ()) or layer < (config.get("first_k_dense_replace") or 0)
+    )
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_hidden_layers") or config["n_layer"])
 
 
 @dataclass(frozen=True)
@@ -112,51 +227,76 @@ class Activations:
     per_token_and_layer: int
     per_token: int
     """Outside of the layers."""
-    logits: int
-    largest_gradient: int
+    head: int
+    """Logits of one chunk, and the largest gradient while it is made."""
+    again: int = 0
+    """Of a token: what gradient checkpointing computes anew, one layer at a time; 0 without it."""
+    offloaded: int = 0
+    """Bytes that wait in the host's memory."""
 
     @property
     def total(self) -> int:
         per_token = self.layers * self.per_token_and_layer + self.per_token
-        return self.tokens * per_token + self.logits + self.largest_gradient
+        # The head is through before the first layer is computed anew.
+        return self.tokens * per_token - self.offloaded + max(self.head, self.tokens * self.again)
 
     @property
     def formula(self) -> str:
         """The sum in words."""
-        return (
-            f"{self.tokens:,} tokens x ({self.layers} layers x {self.per_token_and_layer:,} B + {self.per_token:,} B) "
-            "+ logits + largest gradient"
+        kept = (
+            f"{self.tokens:,} tokens x ({self.layers} layers x {self.per_token_and_layer:,} B + {self.per_token:,} B)"
         )
+        return kept + (" + logits + largest gradient" if self.head >= self.tokens * self.again else " + a layer anew")
 
 
 def activation_bytes(
-    model: Dimensions, tokens: int, *, width: int, on_gpu: bool, layers: int | None = None, largest: int | None = None
-) -> Activations:
+    model: Dimensions, tokens: int, *, width: int, on_gpu: bool, layers: int | None = None, largest: int | None = None,
+    compiled: bool = False, checkpointed: bool = False, offloaded: bool = False, frozen: bool = False,
+) -> Activations:  # fmt: skip
     """What a pass over `tokens` tokens keeps, the logits of one chunk, and the largest gradient while it is made.
 
     Per token and layer: two norms that keep their input in float32, queries, keys, values and the attention's output
-    (keys and values repeated for each query head), four tensors inside the MLP, and four of the hidden size. On an H200
-    within 5 % of the peak of uncompiled layers (Qwen3 0.6B and 1.7B, Llama 1B; 4,096-16,384 tokens); compiled layers
-    keep about 40 % less.
+    (keys and values repeated for each query head), four tensors inside the MLP, and four of the hidden size. A sparse
+    layer keeps, for each expert of a token, its own copy of the input and of the output as well. Measured on an H200:
+    docs/benchmarks.md, "What plan says".
 
     Args:
         width: bytes of one weight.
         layers: from the lowest trained one up, since those below keep nothing; default: all.
         largest: parameters of the largest trained tensor; default: those of the head.
+        compiled: the layers are.
+        checkpointed: a layer keeps its input alone, and computes the rest anew.
+        offloaded: these inputs wait in the host's memory.
+        frozen: only adapters are trained, so a product keeps no input for its weight's gradient.
     """
-    per_layer = 8 * model.hidden + width * 4 * (model.hidden + model.queries + model.inner)
+    sparse = model.sparse_layers / model.layers
+    inner = (1 - sparse) * model.inner + sparse * model.chosen_inner
+    copies = sparse * 3 * model.experts_per_token * model.hidden
+    values = 4 * (model.hidden + model.queries + inner) + copies
+    if frozen:
+        values -= model.hidden + inner
+    per_layer = 8 * model.hidden + width * round(values)
     if model.head_norms:
         per_layer += 2 * (4 + width) * model.queries
+    if compiled:
+        per_layer = round(COMPILED * per_layer)
     # Logits and their gradient; on a CPU the float32 softmax between them too, which a GPU computes in one kernel.
     logits = min(tokens * model.vocab, LOGITS_AT_ONCE[on_gpu]) * (2 * width + (0 if on_gpu else 12))
     largest = model.vocab * model.hidden if largest is None else largest
+    head = logits + largest * (8 if width < 4 else 4)  # the sum in float32, and in half precision what is added to it
     kept = model.layers if layers is None else layers
-    return Activations(tokens, kept, per_layer, 8 * model.hidden, logits, largest * (4 + width))
+    if not checkpointed:
+        return Activations(tokens, kept, per_layer, 8 * model.hidden, head)
+    inputs = width * model.hidden
+    away = tokens * inputs * max(0, kept - 2) if offloaded else 0  # one is used while the next one comes
+    # The layer that is computed anew meets its own gradients.
+    again = per_layer + width * round(2 * inner + 2 * model.hidden)
+    return Activations(tokens, kept, inputs, 8 * model.hidden, head, again, away)
 
 
 def optimizer_bytes(shapes: Iterable[Shape], optimizer: str) -> int:
     """State of `optimizer` over trained tensors of these shapes, in bytes; float32 but for adamw_8bit."""
-    return sum(_STATE[optimizer](shape) for shape in shapes)
+    return sum(_OPTIMIZER_STATE[optimizer](shape) for shape in shapes)
 
 
 def _adamw(shape: Shape) -> int:
@@ -177,7 +317,7 @@ def _adafactor(shape: Shape) -> int:
     return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
 
 
-_STATE = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
+_OPTIMIZER_STATE = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
 
 
 def effective_optimizer(optimizer: str, *, chosen: bool, on_gpu: bool) -> str:
@@ -206,6 +346,35 @@ def step_flops(
     attention = sum(2.0 * (model.layers + 2 * reached) * model.queries * n * n for n in lengths)
     head = 2.0 * model.hidden * model.vocab * (2 if trained is not None else 3)
     return 2.0 * weights * sum(lengths) + attention + head * predicted
+
+
+def step_bytes(masters: str, optimizer: str, *, half: bool, narrow: bool, offloaded: bool, largest: int) -> int:
+    """What the optimizer takes beside gradients, masters and states while it steps, in bytes: a part of the parameters
+    at a time, when activations are gone.
+
+    Args:
+        masters: strategy of the master weights.
+        half: the trained weights are in half precision.
+        narrow: so are their gradients.
+        offloaded: masters and states are streamed from the host's memory: a part comes, one is there, one goes.
+        largest: parameters of the largest trained tensor.
+    """
+    part = max(PART_PARAMETERS, largest)
+    size = 8 * largest if optimizer == "adafactor" else 0  # squares and updates of one tensor
+    if half:
+        size += 4 * part * (narrow + (masters != "fp32"))
+        size += 12 * PART_PARAMETERS if masters == "stochastic" else 0
+    if offloaded:
+        each = STATE_BYTES[optimizer] + (MASTER_BYTES[masters] if half else 0)
+        size += each * (part + 2 * PART_PARAMETERS) + (2 * part if half else 0)
+    return size
+
+
+def pinned_bytes(shapes: Iterable[Shape], widths: Sequence[int]) -> int:
+    """What tensors of these shapes, one of each width (bytes of an element), take of the host's memory where a GPU reads
+    them: torch rounds each up to a power of two."""
+    sizes = [math.prod(shape) for shape in shapes]
+    return sum(1 << max(0, size * width - 1).bit_length() for size in sizes for width in widths)
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -181,6 +181,8 @@ class StepRecord(TrainerRecord):
     """Generated tokens of a sequence, all of its turns together."""
     truncated_fraction: Number | None = None
     """Share of completions that were cut off; null where nothing tells it."""
+    optimizer_steps: int = 1
+    """On this batch (`minibatches` x `epochs`); the figures beside it are their means."""
     tis_mean: Number | None = None
     """Mean importance weight trainer/rollout; null with `ratio_base = rollout`, as the next two."""
     tis_truncated_fraction: Number | None = None

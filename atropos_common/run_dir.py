@@ -36,6 +36,8 @@ ENV_HELD_PORT = "ATROPOS_HELD_PORT"
 """The port that whoever started this process holds for it (`atropos_common/ports.py`)."""
 ENV_SEQUENCES = "ATROPOS_SEQUENCES_IN_FLIGHT"
 """Completions that an environment may have under way where neither it nor the profile limits its workers."""
+ENV_REFILL = "ATROPOS_REFILL"
+"""`0`: an environment begins no more groups than there are places for, and the next ones in atroposlib's rounds."""
 ENV_ALLOWED_HOSTS = "ATROPOS_ALLOWED_HOSTS"
 """Names, divided by commas, that our servers take in the Host header besides the loopback's and the bound one."""
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -24,12 +25,13 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum
 from atroposlib.envs.server_handling.server_baseline import ServerBaseline
 from tenacity import RetryError
 
-from atropos_common.run_dir import ENV_SEQUENCES
+from atropos_common.run_dir import ENV_REFILL, ENV_SEQUENCES
 from atropos_envs import EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused
 from atropos_envs.evaluation import EvalLog, component_name, eval_path
+from atropos_envs.places import Places, Slot
 from atropos_envs.registration import Registration
-from atropos_envs.tally import NOT_FINITE, Tally
+from atropos_envs.tally import FLAT, NOT_FINITE, SURPLUS, Tally
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,10 @@ NO_CHOICE = (-1, LEAST_WORKERS)
 """atroposlib's defaults of `max_num_workers` and `max_num_workers_per_node`: eight groups in flight starve a GPU."""
 SUMMARY_S = 5.0
 """Between two lines of progress."""
+LOOK_S = 0.02
+"""Between two looks whether the trainer took a batch, where the queue is full."""
+_slot: ContextVar[Slot | None] = ContextVar("slot", default=None)
+"""The group that the present task makes."""
 
 
 class Hosted(BaseEnv):  # type: ignore[misc]
@@ -60,6 +66,10 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self.component = component_name(self.name or type(self).__name__)
         self.eval_log = EvalLog(eval_path(self.component, config.data_dir_to_save_evals), self.component)
         self.tally = Tally()
+        self.places = Places() if os.environ.get(ENV_REFILL) != "0" and config.min_batch_allocation is None else None
+        self._beginning = asyncio.Lock()
+        self._coming = 0
+        """Groups on their way to run-api."""
         self.num_steps: int | None = None
         self.status_dict: dict[str, Any] = {}
         self._serving = False
@@ -79,6 +89,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self._serving, self._main = True, asyncio.current_task()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
+        watcher = asyncio.create_task(self._watch_queue())
         try:
             await super().env_manager()
         except asyncio.CancelledError:
@@ -87,6 +98,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         except (RetryError, aiohttp.ClientError) as error:
             self._fault = self._fault or EnvFault(self._registration.gone(error))
         finally:
+            watcher.cancel()
             await self._leave()
         if self._fault is not None:
             raise self._fault
@@ -119,6 +131,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         for group in groups:
             self._sign(group)
         reasons = [self.tally.group(group, self.config, self.max_token_len) for group in groups]
+        if not await self._has_place(reasons, item):
+            return
         sendable = [group for group, reason in zip(groups, reasons, strict=True) if reason != NOT_FINITE]
         if isinstance(scored_data, list):
             await super().handle_send_to_api(sendable, item, *args, **kwargs)
@@ -131,8 +145,82 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             group["generation_params"] = {"env": self.component} | params
 
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        await super()._send_scored_data_to_api(scored_data)
-        self.tally.sent += len(scored_data) if isinstance(scored_data, list) else 1
+        count = len(scored_data) if isinstance(scored_data, list) else 1
+        self._coming += count
+        try:
+            await super()._send_scored_data_to_api(scored_data)
+        finally:
+            self._coming -= count
+        self.tally.sent += count
+        if self.places is not None:
+            self._drop(self.places.sent(_slot.get(), count))
+
+    # Which of them, and how many at a time
+
+    async def handle_env(self, item_uuid: str) -> Any:
+        """One group; the next begins as soon as this one is over, not in the manager's next round."""
+        if self.places is None:
+            return await super().handle_env(item_uuid)
+        slot, late = self.places.begin(self.running_items[item_uuid]["item"], item_uuid)
+        _slot.set(slot)
+        self._drop(late)
+        try:
+            made = await super().handle_env(item_uuid)
+        finally:
+            self._drop(self.places.end(slot))
+        self.workers.discard(asyncio.current_task())
+        if slot.made:  # who fails is tried again in the manager's rounds, not as fast as it can fail
+            with suppress(Exception):  # of their next item: the manager's next round meets it, too
+                await self.add_train_workers()
+        return made
+
+    async def _has_place(self, reasons: list[str | None], item: Any) -> bool:
+        """Wait for a place where there is something to send; False for a spare group that is not needed."""
+        slot = _slot.get()
+        if self.places is None or slot is None:
+            return True
+        slot.made = True
+        self.places.came_out(flat=all(reason == FLAT for reason in reasons))
+        useful = reasons.count(None)
+        if not useful or await slot.place():
+            return True
+        self.tally.left_out[SURPLUS] += useful
+        self.backlog.append(item)
+        return False
+
+    def _drop(self, late: list[Slot]) -> None:
+        """End the rollouts of groups that cannot go out any more; their items come again, as those that were made."""
+        for slot in late:
+            if running := self.running_items.pop(slot.uuid, None):
+                running["worker"].cancel()
+                self.workers.discard(running["worker"])
+                self.backlog.append(slot.item)
+
+    async def add_train_workers(self) -> None:
+        """BaseEnv's, with room for spare groups: it bounds the number of workers by the places that it sees free."""
+        if self.places is None:
+            await super().add_train_workers()
+            return
+        async with self._beginning:
+            status = self.status_dict
+            seen, wanted = status["queue_size"], max(self.places.wanted(), len(self.workers))
+            status["queue_size"] = self._all_places() - wanted
+            try:
+                await super().add_train_workers()
+            finally:
+                status["queue_size"] = seen
+
+    def _all_places(self) -> int:
+        return self.config.max_batches_offpolicy * self.derived_batch_size // self.config.group_size
+
+    async def _watch_queue(self) -> None:
+        """Begin the next batch's groups as soon as the trainer took one, not in the manager's next round."""
+        while self.places is not None:
+            await asyncio.sleep(LOOK_S)
+            if self.places.full and await self._registration.current_step() not in (None, self.places.step):
+                with suppress(Exception):  # the manager's next round meets it, too
+                    await self.get_status()
+                    await self.add_train_workers()
 
     async def get_status(self) -> None:
         """run-api's view, with groups counted that it received while it answered.
@@ -144,7 +232,14 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         await super().get_status()
         status = self.status_dict
         others = status["queue_size"] - status.get("self_queue_size", 0)
-        status["queue_size"] += self.tally.sent - sent_before
+        came = self.tally.sent - sent_before
+        if self.places is not None:
+            late = self.places.looked(
+                queued=status["queue_size"], came=came, coming=self._coming, places=self._all_places(),
+                ahead=self.config.max_batches_offpolicy, step=status["current_step"],
+            )  # fmt: skip
+            self._drop(late)
+        status["queue_size"] += came
         if others <= 0 and self.config.batch_size > 0:
             # Our own rollouts in flight have their place already; BaseEnv must not cancel them.
             places = self.config.max_batches_offpolicy * self.config.batch_size // self.config.group_size

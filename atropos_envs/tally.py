@@ -12,6 +12,8 @@ from openai import APIStatusError
 log = logging.getLogger(__name__)
 
 LONGEST_REASON = 160
+FLAT = "all scores equal"
+SURPLUS = "surplus: begun for groups that might come out flat"
 NOT_FINITE = "a score that is not a finite number"
 COUNTED = ("Scores are the same in a group", "Group structure invalid", "Token length is too long in a group")
 """How BaseEnv's warnings about such groups begin: one line each, which the counts make needless."""
@@ -77,7 +79,7 @@ def why_left_out(group: Any, config: Any, max_token_len: int) -> str | None:
     if len(group.get("tokens", [])) != overrides.get("group_size", config.group_size):
         return "another number of completions than group_size"
     if config.ensure_scores_are_not_same and len(set(group["scores"])) == 1:
-        return "all scores equal"
+        return FLAT
     if max_token_len > 0 and any(len(tokens) >= max_token_len for tokens in group["tokens"]):
         return f"a sequence of {max_token_len} tokens or more"
     return None

@@ -52,12 +52,11 @@ def installed(package: str) -> str | None:
     return None
 
 
-def save_model(shape: str, folder: Path, device: torch.device) -> None:
-    """Random weights of the shape, with a byte-level tokenizer of its vocabulary's size."""
+def save_tokenizer(size: int, folder: Path) -> None:
+    """A byte-level tokenizer with a vocabulary of `size`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GenerationConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    size = SHAPES[shape]["vocab_size"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [(a, b) for a in letters for b in letters]
     merges = (pairs + [(a + b, c) for a, b in pairs for c in letters])[: size - 1 - len(letters)]
@@ -65,6 +64,13 @@ def save_model(shape: str, folder: Path, device: torch.device) -> None:
     core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
+
+
+def save_model(shape: str, folder: Path, device: torch.device) -> None:
+    """Random weights of the shape, with a tokenizer of its vocabulary's size."""
+    from transformers import GenerationConfig
+
+    save_tokenizer(SHAPES[shape]["vocab_size"], folder)
     model = build(shape, device, "sdpa")
     model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
     model.save_pretrained(folder)

@@ -3,7 +3,17 @@
     python -m trainer_core --model-name DIR --weight-bridge-mode shared_vllm --training-steps 60
     from trainer_core import TrainingConfig, train, grpo_loss
 
-Exports are lazy: importing this package imports neither torch nor pydantic.
+A run as a function is `train`; what it is made of can be used by itself, in this order:
+
+    read_batch         groups as run-api has them -> a `Batch` of `Rollout`s with advantages (`group_advantages`)
+    pack               rollouts -> rows without padding
+    load_model         the policy, ready for packed rows; `row_logprobs` are its logprobs of a row
+    Objective          the loss of a run's settings; `grpo_loss`, `gspo_loss`, `cispo_loss` are its formulas, `correct`
+                       the importance weights and masks of `ratio_base = proximal`
+    Stepper            optimizer and master weights; `accumulate` brings it the gradient of one optimizer step
+
+Exports are lazy: importing this package imports neither torch nor pydantic. An example that runs: README.md beside this
+file.
 """
 
 from __future__ import annotations
@@ -12,19 +22,79 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer_core.config import TrainingConfig as TrainingConfig
-    from trainer_core.loop import train as train
-    from trainer_core.objective.loss import cispo_loss as cispo_loss
-    from trainer_core.objective.loss import grpo_loss as grpo_loss
-    from trainer_core.objective.loss import gspo_loss as gspo_loss
+    from trainer_core.callbacks import Callback, TrainResult
+    from trainer_core.config import TrainingConfig
+    from trainer_core.errors import (
+        ApiError,
+        CallbackError,
+        EngineError,
+        EngineGone,
+        LossError,
+        MemoryFullError,
+        MismatchError,
+        MissingLogprobs,
+        NonFiniteError,
+        RolloutsEnd,
+        Stopped,
+        TooMuchLeftOut,
+        TrainerError,
+        UsageError,
+    )
+    from trainer_core.loop import train
+    from trainer_core.objective.loss import (
+        Bounds,
+        Correction,
+        LossSums,
+        Sequences,
+        cispo_loss,
+        correct,
+        grpo_loss,
+        gspo_loss,
+    )
+    from trainer_core.objective.registry import Objective
+    from trainer_core.optim import Stepper
+    from trainer_core.policy.load import load_model
+    from trainer_core.policy.logprobs import row_logprobs
+    from trainer_core.rollouts.batch import Batch, Rollout, group_advantages, read_batch
+    from trainer_core.rollouts.client import RolloutSource
+    from trainer_core.rollouts.packing import PackedRow, pack
+    from trainer_core.rollouts.recorded import RecordedRollouts, Recorder
+    from trainer_core.step import StepOutcome, accumulate
 
-_EXPORTS = {"TrainingConfig": "trainer_core.config", "train": "trainer_core.loop"}
-_EXPORTS |= dict.fromkeys(("grpo_loss", "gspo_loss", "cispo_loss"), "trainer_core.objective.loss")
+_MODULES = {
+    "callbacks": "Callback TrainResult",
+    "config": "TrainingConfig",
+    "errors": "ApiError CallbackError EngineError EngineGone LossError MemoryFullError MismatchError MissingLogprobs "
+    "NonFiniteError RolloutsEnd Stopped TooMuchLeftOut TrainerError UsageError",
+    "loop": "train",
+    "objective.loss": "Bounds Correction LossSums Sequences cispo_loss correct grpo_loss gspo_loss",
+    "objective.registry": "Objective",
+    "optim": "Stepper",
+    "policy.load": "load_model",
+    "policy.logprobs": "row_logprobs",
+    "rollouts.batch": "Batch Rollout group_advantages read_batch",
+    "rollouts.client": "RolloutSource",
+    "rollouts.packing": "PackedRow pack",
+    "rollouts.recorded": "RecordedRollouts Recorder",
+    "step": "StepOutcome accumulate",
+}
+_EXPORTS = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
 
-__all__ = ["TrainingConfig", "cispo_loss", "grpo_loss", "gspo_loss", "train"]
+__all__ = [
+    "ApiError", "Batch", "Bounds", "Callback", "CallbackError", "Correction", "EngineError", "EngineGone", "LossError",
+    "LossSums", "MemoryFullError", "MismatchError", "MissingLogprobs", "NonFiniteError", "Objective", "PackedRow",
+    "RecordedRollouts", "Recorder", "Rollout", "RolloutSource", "RolloutsEnd", "Sequences", "StepOutcome", "Stepper",
+    "Stopped", "TooMuchLeftOut", "TrainResult", "TrainerError", "TrainingConfig", "UsageError", "accumulate",
+    "cispo_loss", "correct", "group_advantages", "grpo_loss", "gspo_loss", "load_model", "pack", "read_batch",
+    "row_logprobs", "train",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

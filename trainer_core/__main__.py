@@ -56,10 +56,11 @@ def _run(config: TrainingConfig) -> int:
         from trainer_core.rollouts.client import open_api
 
         # Before torch: environments register and warm up while the rest is imported and loaded.
-        api = open_api(config, starting_point(config).step, stop)
+        start = starting_point(config)
+        api = None if config.rollouts else open_api(config, start.step, stop)
         from trainer_core.loop import train
 
-        done = train(config, api=api, stop=stop).done
+        done = train(config, api=api, stop=stop, start=start).done
     except Stopped:
         done = False
     except (TrainerError, ManifestError) as error:

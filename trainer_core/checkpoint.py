@@ -6,24 +6,29 @@
                                has no tensor)
     save_path/adapter_step_N/  where adapters are trained: adapter_model.safetensors and adapter_config.json in place of
                                the model, for peft and vLLM; the same trainer state
-    save_path/final_model/     the one or the other without optimizer state
+    save_path/final_model/     the one or the other without optimizer state; with `lora_merged_export` the whole model,
+                               and final_adapter/ beside it
 
-Written aside and renamed, so a directory under its own name is complete. torch is imported only where tensors are
-touched: the starting point is looked up before it.
+Written aside, brought to the disk and renamed, so a directory under its own name is complete, whenever the machine
+died. `trainer_state.json` has a checksum of each file and of itself, by which a resume passes over what was damaged.
+torch is imported only where tensors are touched: the starting point is looked up before it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_core.config import TrainingConfig
+from trainer_core.durable import damage, seal, sync, why_full
 from trainer_core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +42,8 @@ _TENSOR, _ITEMS = "$tensor", "$items"
 """Marks of a tensor and of a dict in `trainer_state.json`."""
 ADAPTER_JSON = "adapter_config.json"
 _STEP = re.compile(r"(adapter_)?step_(\d+)")
+_WRITING, _OLD = re.compile(r"\.(.+)\.writing"), re.compile(r"\.(.+)\.old")
+"""Folders that a write left which ended in its middle."""
 
 
 @dataclass(frozen=True)
@@ -60,43 +67,77 @@ class Saved:
 
 
 def complete_checkpoints(save_path: Path, adapters: bool = False) -> list[Path]:
-    """Complete step_N/ in `save_path`, of adapters or of whole models, oldest first."""
-    if not save_path.is_dir():
-        return []
-    names = ((path, _STEP.fullmatch(path.name)) for path in save_path.iterdir())
-    numbered = [(int(match[2]), path) for path, match in names if match and bool(match[1]) == adapters]
-    return [path for _, path in sorted(numbered) if (path / STATE_JSON).is_file() and (path / STATE_TENSORS).is_file()]
+    """step_N/ in `save_path`, of adapters or of whole models, whose files are all there, oldest first."""
+    return [path for path in _numbered(save_path, adapters) if _why_damaged(path, deep=False) is None]
 
 
 def starting_point(config: TrainingConfig) -> StartingPoint:
-    """What `resume` means on this disk.
+    """What `resume` means on this disk; `auto` passes over damaged checkpoints, and says so.
 
     Raises:
         UsageError: the named checkpoint is not one, or is not whole.
     """
     if config.resume == "never":
         return StartingPoint()
-    if config.resume == "auto":
-        checkpoints = complete_checkpoints(Path(config.save_path), config.trains_adapters)
-        if not checkpoints:
-            return StartingPoint()
-        path = checkpoints[-1]
-    else:
-        path = Path(config.resume)
-    try:
-        state = json.loads((path / STATE_JSON).read_text())
-        point = StartingPoint(int(state["step"]), int(state["weight_version"]), path, dict(state.get("stopping", {})))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--resume {path}: not a checkpoint of this trainer ({error})") from None
-    if not (path / STATE_TENSORS).is_file():
-        raise UsageError(f"--resume {path}: {STATE_TENSORS} is missing, so optimizer and random state are lost")
+    if config.resume != "auto":
+        return _point(Path(config.resume), config)
+    save_path = Path(config.save_path)
+    _clear_interrupted(save_path)
+    for path in reversed(_numbered(save_path, config.trains_adapters)):
+        try:
+            return _point(path, config)
+        except UsageError as error:
+            print(f"[WARNING] passed over: {error}")
+    return StartingPoint()
+
+
+def _numbered(save_path: Path, adapters: bool) -> list[Path]:
+    if not save_path.is_dir():
+        return []
+    names = ((path, _STEP.fullmatch(path.name)) for path in save_path.iterdir())
+    return [path for _, path in sorted((int(m[2]), path) for path, m in names if m and bool(m[1]) == adapters)]
+
+
+def _point(path: Path, config: TrainingConfig) -> StartingPoint:
+    if reason := _why_damaged(path, deep=True):
+        raise UsageError(f"--resume {path}: {reason}")
     if (path / ADAPTER_JSON).is_file() != config.trains_adapters:
         theirs, ours = ("a whole model", "adapters") if config.trains_adapters else ("an adapter", "the whole model")
         raise UsageError(
             f"--resume {path}: a checkpoint of {theirs}, and --weight-bridge-mode {config.weight_bridge_mode} trains "
             f"{ours}"
         )
-    return point
+    facts = json.loads((path / STATE_JSON).read_text())
+    return StartingPoint(int(facts["step"]), int(facts["weight_version"]), path, dict(facts["stopping"]))
+
+
+def _why_damaged(path: Path, *, deep: bool) -> str | None:
+    """Why a run cannot go on from `path`, in words; null when it can."""
+    try:
+        facts = json.loads((path / STATE_JSON).read_text())
+        if not {"step", "weight_version", "stopping", "state", "files", "sha256"} <= facts.keys():
+            return f"not a checkpoint of this trainer: {STATE_JSON} lacks what an exact resume needs"
+        if facts.pop("sha256") != _facts_digest(facts):
+            return f"the content of {STATE_JSON} is not what was written"
+        return damage(path, facts["files"], deep=deep)
+    except (OSError, ValueError, AttributeError) as error:
+        return f"not a checkpoint of this trainer ({error})"
+
+
+def _facts_digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _clear_interrupted(save_path: Path) -> None:
+    """Remove what writes left that ended in their middle; one that had moved the older folder aside is undone."""
+    for path in save_path.iterdir() if save_path.is_dir() else ():
+        if match := _OLD.fullmatch(path.name):
+            target = path.with_name(match[1])
+            if not target.exists():
+                path.rename(target)
+                continue
+        if match or _WRITING.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def describe(point: StartingPoint, config: TrainingConfig) -> str:
@@ -113,14 +154,45 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
 
 def save(
     model: torch.nn.Module, config: TrainingConfig, target: Path, *, step: int, version: int, stepper: Stepper | None,
-    stopping: dict[str, Any] | None = None,
+    stopping: dict[str, Any] | None = None, merged: bool = False,
+    wait_for_room: Callable[[Path, str], None] | None = None,
 ) -> Saved:  # fmt: skip
-    """Write a checkpoint to `target`; without `stepper` only what inference needs."""
+    """Write a checkpoint to `target`; without `stepper` only what inference needs.
+
+    Args:
+        merged: adapters as a part of their model.
+        wait_for_room: called when the disk is full, with the folder and the system's words, once what was written is
+            gone again; then it is written anew. Without it that error is raised.
+
+    Raises:
+        OSError: it cannot be written, or not read back; nothing is left of it.
+    """
+    from safetensors import SafetensorError
+
     began = time.perf_counter()
     aside = target.with_name(f".{target.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
+    while True:
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            _write(model, config, aside, step, version, stepper, stopping, merged)
+            break
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            if wait_for_room is None or not (words := why_full(error)):
+                raise
+            wait_for_room(target.parent, words)
+    _replace(target, aside)
+    size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+    return Saved(target, time.perf_counter() - began, size)
+
+
+def _write(
+    model: torch.nn.Module, config: TrainingConfig, aside: Path, step: int, version: int, stepper: Stepper | None,
+    stopping: dict[str, Any] | None, merged: bool,
+) -> None:  # fmt: skip
+    """The whole folder, on the disk; what says that it is whole comes last."""
     aside.mkdir(parents=True)
-    if config.trains_adapters:
+    if config.trains_adapters and not merged:
         from trainer_core.policy.lora import write_adapter
 
         write_adapter(model, aside)
@@ -129,23 +201,45 @@ def save(
     facts = {"step": step, "weight_version": version, "model": config.model_name, "optimizer": config.optimizer}
     if stepper is not None:
         facts |= {"stopping": stopping or {}, "state": _save_state(aside / STATE_TENSORS, stepper)}
+    facts["files"] = seal(aside)
+    facts = json.loads(json.dumps(facts))  # as it will be read
+    facts["sha256"] = _facts_digest(facts)
     (aside / STATE_JSON).write_text(json.dumps(facts, indent=1) + "\n")
-    _replace(target, aside)
-    size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
-    return Saved(target, time.perf_counter() - began, size)
+    sync(aside / STATE_JSON)
+    sync(aside)
 
 
 def save_step(
     model: torch.nn.Module, config: TrainingConfig, stepper: Stepper, *, step: int, version: int,
-    stopping: dict[str, Any] | None = None,
+    stopping: dict[str, Any] | None = None, wait_for_room: Callable[[Path, str], None] | None = None,
 ) -> Saved:  # fmt: skip
-    """Write step_N/ or adapter_step_N/, and drop what `keep_checkpoints` no longer keeps."""
+    """Write step_N/ or adapter_step_N/, and drop what `keep_checkpoints` no longer keeps: damaged ones do not count."""
     save_path, name = Path(config.save_path), f"{'adapter_' if config.trains_adapters else ''}step_{step}"
-    saved = save(model, config, save_path / name, step=step, version=version, stepper=stepper, stopping=stopping)
+    saved = save(
+        model, config, save_path / name, step=step, version=version, stepper=stepper, stopping=stopping,
+        wait_for_room=wait_for_room,
+    )  # fmt: skip
     if config.keep_checkpoints:
         for old in complete_checkpoints(save_path, config.trains_adapters)[: -config.keep_checkpoints]:
             shutil.rmtree(old, ignore_errors=True)
     return saved
+
+
+def save_final(
+    model: torch.nn.Module, config: TrainingConfig, *, step: int, version: int,
+    wait_for_room: Callable[[Path, str], None] | None = None,
+) -> Saved:  # fmt: skip
+    """Write final_model/, and where that is to be a merged model the adapter as final_adapter/ first."""
+
+    def write(name: str, *, merged: bool) -> Saved:
+        return save(
+            model, config, Path(config.save_path) / name, step=step, version=version, stepper=None, merged=merged,
+            wait_for_room=wait_for_room,
+        )  # fmt: skip
+
+    if config.lora_merged_export:
+        write("final_adapter", merged=False)
+    return write("final_model", merged=config.lora_merged_export)
 
 
 def restore(path: Path, stepper: Stepper) -> None:
@@ -170,8 +264,9 @@ def _write_model(model: torch.nn.Module, config: TrainingConfig, target: Path) -
     from huggingface_hub import save_torch_state_dict
 
     from trainer_core.policy.load import weights
+    from trainer_core.policy.lora import merged_weights
 
-    save_torch_state_dict(weights(model), target)
+    save_torch_state_dict(merged_weights(model, config) if config.trains_adapters else weights(model), target)
     model.config.save_pretrained(target)
     _save_companions(config.model_name, target)
 
@@ -218,6 +313,7 @@ def _replace(target: Path, aside: Path) -> None:
     if target.exists():
         target.rename(old)
     aside.rename(target)
+    sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -6,6 +6,7 @@ The command line is built from this class (`trainer_core/cli.py`), so a field he
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -103,6 +104,10 @@ class TrainingConfig(BaseModel):
     """What is minimised. grpo: clipped ratio by token. dr_grpo: no division by std, constant length as denominator.
     dapo: higher upper clip bound, groups of equal scores left out. gspo: one ratio for each sequence. cispo: the
     importance weight is clipped, so every token keeps its gradient."""
+    loss: str | None = None
+    """A function of one's own in place of the objective's formula, as package.module:function, found beside the
+    directory that the trainer runs in too: (logprobs, rollout logprobs, advantages, sequences) -> the loss of each
+    token. What else belongs to the objective stays: advantages, denominator, what is left out."""
     clip_eps: float = Field(0.2, gt=0)
     """The importance ratio is clipped to [1 - clip_eps, 1 + clip_eps], on both sides. Unless set, dapo takes 0.2 and
     0.28, gspo 3e-4 and 4e-4, cispo 1 and 4, as published."""
@@ -111,7 +116,7 @@ class TrainingConfig(BaseModel):
     dual_clip: float = Field(3.0, ge=0)
     """Tokens with a negative advantage lose at most this times it, whatever their ratio, and have no gradient beyond:
     one token whose rollout logprob is far too low would outweigh a whole batch. Above 1; 0 is no bound. Nothing to do
-    for cispo and for ratio_base proximal."""
+    for cispo, and for ratio_base proximal with one optimizer step per batch."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the sampled-token KL term (k3) against the rollout policy."""
     ref_kl_coef: float = Field(0.0, ge=0)
@@ -138,7 +143,8 @@ class TrainingConfig(BaseModel):
     """Divide a group's advantages, which have mean 0, by their standard deviation. Default: yes, but no for dr_grpo."""
     ratio_base: Literal["rollout", "proximal"] = "rollout"
     """rollout: the ratio is against the logprobs that came with the rollouts. proximal: against the trainer's own at
-    batch start (one more forward pass), times a truncated importance weight trainer/rollout. Never both."""
+    batch start (one more forward pass), times a truncated importance weight trainer/rollout. Never both. With one
+    optimizer step per batch that ratio is 1, so the objective's clip range does nothing: see minibatches."""
     tis_cap: float = Field(2.0, gt=0)
     """Upper bound of the importance weight; for ratio_base proximal."""
     tis_mask: Literal["none", "token", "sequence"] = "none"
@@ -164,6 +170,13 @@ class TrainingConfig(BaseModel):
     """Sampling temperature of rollouts that name none in their overrides or generation_params."""
     group_size: int | None = Field(None, ge=1)
     """Completions per prompt, when known: a batch that is no multiple of it would never fill in run-api."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps of one pass over a batch, each on its share of the sequences (about equal tokens, drawn anew in
+    every epoch). Everything that counts steps (training_steps, the learning rate's schedule) counts batches. A batch
+    makes one weight version; in single copy, where the server sees each write, as many as it has optimizer steps."""
+    epochs: int = Field(1, ge=1)
+    """Passes over each batch. From the second optimizer step of a batch on the ratio leaves 1 with ratio_base proximal,
+    too, and its clip range acts."""
 
     # Optimizer
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw_8bit"
@@ -171,6 +184,11 @@ class TrainingConfig(BaseModel):
     master_weights: Literal["fp32", "kahan", "stochastic"] = "fp32"
     """How half-precision weights keep small updates. fp32: a float32 copy (4 bytes a parameter). kahan: what rounding
     lost, in half precision (2 bytes). stochastic: rounded at random (0 bytes, bfloat16 only)."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In what gradients of half-precision weights are collected: 4 or 2 bytes a parameter. bfloat16 loses small parts
+    of a sum over many packed rows; it is for models that fit in no other way."""
+    optimizer_offload: bool = False
+    """Keep master weights and optimizer state in the host's memory; the step streams them through the GPU."""
     lr: float = Field(1e-5, ge=0)
     """Learning rate."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -199,6 +217,18 @@ class TrainingConfig(BaseModel):
     """Modules that get an adapter (default: q_proj v_proj); all-linear for every linear layer but the head."""
     lora_layer_indices: LayerIndices | None = None
     """Layers that get an adapter (such as 20-31); default: all that match."""
+    lora_use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(lora_r) instead of lora_alpha / lora_r, so that high ranks learn as fast (rsLoRA)."""
+    lora_use_dora: bool = False
+    """Refused: vLLM serves no DoRA."""
+    lora_modules_to_save: Words | None = None
+    """Refused: vLLM serves no adapter with whole layers (embeddings, head) beside its matrices."""
+    lora_adapter_path: str | None = None
+    """Start from the adapter in this folder, in peft's format, instead of a new one. Rank, alpha, scaling, modules and
+    layers are its own."""
+    lora_merged_export: bool = False
+    """At the end make final_model/ a whole model, the base with the adapter added, and put the adapter beside it as
+    final_adapter/. Exact in float32; in half precision each sum is rounded."""
 
     # vLLM
     vllm_port: int = Field(9001, ge=1, le=65535)
@@ -231,7 +261,8 @@ class TrainingConfig(BaseModel):
     engine_timeout: float = Field(600.0, gt=0)
     """Seconds to wait for the inference server and its manifest at the start."""
     single_copy: bool = False
-    """One copy of the weights, in the server's memory: what shared_vllm does anyway."""
+    """One copy of the weights, in the server's memory: what shared_vllm does anyway. With lora_only the frozen base
+    model is meant, and the trainer, on the server's GPU, has memory for the adapter alone."""
     use_shared_memory: bool = False
     """shared_vllm as a broadcast to a server on other GPUs."""
 
@@ -240,6 +271,11 @@ class TrainingConfig(BaseModel):
     """Where run-api listens."""
     api_timeout: float = Field(300.0, gt=0)
     """Seconds that run-api may be out of reach before the trainer gives up."""
+    rollouts: str | None = Field(None, min_length=1)
+    """Train on the rollouts in this file (JSON lines: batches or groups as run-api has them), without run-api and
+    without a server, until it ends. A mode then only says whether adapters are trained (lora_only) or the model."""
+    record_rollouts: str | None = Field(None, min_length=1)
+    """Append every batch that trains to this file, for --rollouts; in a run directory a relative path starts there."""
 
     # Stop conditions
     max_time: Duration | None = None
@@ -286,6 +322,8 @@ class TrainingConfig(BaseModel):
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Compute activations anew in the backward pass (non-reentrant): about a third slower, far less memory. auto does
     so when those of one forward pass would not fit into the free memory of the GPU; on a CPU it does not."""
+    activation_offload: bool = False
+    """Keep what gradient checkpointing saves, a hidden state per layer, in the host's memory; needs a GPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the transformer layers (torch.compile): some seconds at the first step, a fifth less in each. auto does
     so on CUDA for models from 100 million parameters."""
@@ -350,6 +388,14 @@ class TrainingConfig(BaseModel):
     }
     """Further flags for the same field."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_adapter(cls, values: Any) -> Any:
+        """What is not said of an adapter to start from is taken from it."""
+        if not isinstance(values, dict) or not values.get("lora_adapter_path"):
+            return values
+        return adapter_settings(Path(str(values["lora_adapter_path"]))) | values
+
     @model_validator(mode="after")
     def _combinations(self) -> TrainingConfig:
         if problems := contradictions(self):
@@ -385,7 +431,10 @@ class TrainingConfig(BaseModel):
         if run_dir is None:
             return self
         defaults = {"save_path": str(run_dir.checkpoints), "resume": "auto"}
-        return self.model_copy(update={k: v for k, v in defaults.items() if k not in self.model_fields_set})
+        update = {k: v for k, v in defaults.items() if k not in self.model_fields_set}
+        if self.record_rollouts is not None:
+            update["record_rollouts"] = str(run_dir.root / self.record_rollouts)
+        return self.model_copy(update=update)
 
     def to_args(self) -> list[str]:
         """The command line that gives this configuration: every field that was set, under its own flag."""
@@ -411,16 +460,26 @@ def contradictions(config: TrainingConfig) -> list[str]:
         problems.append(
             "--single-copy and --use-shared-memory exclude each other: one copy, or a broadcast to a second"
         )
-    if (config.single_copy or config.use_shared_memory) and config.weight_bridge_mode != "shared_vllm":
-        flag = "--single-copy" if config.single_copy else "--use-shared-memory"
-        problems.append(f"{flag} belongs to --weight-bridge-mode shared_vllm, not {config.weight_bridge_mode}")
+    if config.use_shared_memory and config.weight_bridge_mode != "shared_vllm":
+        problems.append(
+            f"--use-shared-memory belongs to --weight-bridge-mode shared_vllm, not {config.weight_bridge_mode}"
+        )
+    if config.single_copy and config.weight_bridge_mode not in ("shared_vllm", "lora_only"):
+        why = ", whose server takes its memory along at each restart" if config.trains_adapters else ""
+        problems.append(
+            "--single-copy belongs to --weight-bridge-mode shared_vllm or lora_only, not "
+            f"{config.weight_bridge_mode}{why}"
+        )
     if config.group_size and config.sequences_per_step % config.group_size:
         problems.append(
             f"--batch-size {config.batch_size} x --gradient-accumulation-steps {config.gradient_accumulation_steps} = "
             f"{config.sequences_per_step} sequences is no multiple of --group-size {config.group_size}: run-api would "
             "never fill a batch"
         )
+    if config.loss is not None and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", config.loss):
+        problems.append(f"--loss {config.loss!r} is no function: write it as package.module:function")
     problems += _objective_contradictions(config)
+    problems += _adapter_contradictions(config)
     if config.trains_adapters and config.train_layer_indices is not None:
         problems.append(
             f"--train-layer-indices is for training the model itself; with --weight-bridge-mode "
@@ -428,26 +487,100 @@ def contradictions(config: TrainingConfig) -> list[str]:
         )
     if config.weight_bridge_mode == "lora_restart" and config.vllm_urls:
         problems.append("--vllm-urls does nothing for lora_restart, which restarts the one server at --vllm-port")
-    if config.mode == "shared_vllm" and config.vllm_urls:
+    if (config.mode == "shared_vllm" or config.single_copy) and config.vllm_urls:
         problems.append("--vllm-urls does nothing in single copy: the server is the one that the manifest names")
     if config.trains_adapters and config.in_flight != "keep":
         problems.append(f"--in-flight {config.in_flight} does nothing with adapters, which are swapped without a pause")
     lag, every = config.max_policy_lag, config.vllm_restart_interval
-    if lag is not None and lag < every - 1 and config.weight_bridge_mode in ("none", "lora_restart"):
+    reloads = config.weight_bridge_mode in ("none", "lora_restart") and config.rollouts is None
+    if lag is not None and lag < every - 1 and reloads:
         problems.append(
             f"--max-policy-lag {lag} leaves out all rollouts before the server gets new weights: it has them every "
             f"{every} steps; set --vllm-restart-interval {lag + 1} or lower, or --max-policy-lag {every - 1} or more"
         )
+    if config.rollouts is not None and config.weight_bridge_mode in ("shared_vllm", "lora_restart"):
+        problems.append(
+            f"--rollouts trains without a server, and --weight-bridge-mode {config.weight_bridge_mode} needs one: "
+            "leave it out, or lora_only to train adapters"
+        )
+    if config.rollouts is not None and config.record_rollouts is not None:
+        problems.append("--record-rollouts does nothing with --rollouts: they are in a file already")
     if config.engine_reload == "restart" and config.vllm_urls:
         problems.append("--engine-reload restart restarts the one server at --vllm-port: leave out --vllm-urls")
     if config.engine_reload != "in_place" and config.weight_bridge_mode != "none":
         problems.append(f"--engine-reload does nothing with --weight-bridge-mode {config.weight_bridge_mode}")
+    if config.activation_offload and config.gradient_checkpointing == "off":
+        problems.append("--activation-offload keeps what gradient checkpointing saves: leave out its off")
+    if config.gradient_dtype == "bfloat16" and config.dtype == "float16":
+        problems.append("--gradient-dtype bfloat16 goes with --dtype bfloat16: gradients of float16 are scaled")
     if config.world_size > 1:
         problems.append(f"--world-size {config.world_size}: this version trains in one process; leave it at 1")
     if config.trainer_rank >= config.world_size:
         problems.append(f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}")
     if config.alignment_ok and config.alignment_mismatch and config.alignment_ok > config.alignment_mismatch:
         problems.append("--alignment-ok must not be above --alignment-mismatch")
+    return problems
+
+
+_ADAPTER_FIELDS = {
+    "r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "lora_use_rslora",
+    "target_modules": "lora_target_modules", "layers_to_transform": "lora_layer_indices",
+}  # fmt: skip
+"""Keys of peft's adapter_config.json -> our settings."""
+_UNSERVED = {
+    "use_dora": "DoRA", "modules_to_save": "whole layers (modules_to_save)", "lora_bias": "biases of its own",
+    "rank_pattern": "several ranks (rank_pattern)", "alpha_pattern": "several scales (alpha_pattern)",
+    "target_parameters": "matrices of single parameters (target_parameters)",
+}  # fmt: skip
+"""Keys under which an adapter has what is not served."""
+
+
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """What the adapter in `folder` was made with, as fields of `TrainingConfig`.
+
+    Raises:
+        ValueError: no adapter of peft's LoRA, or one that vLLM does not serve.
+    """
+    said = f"--lora-adapter-path {folder}"
+    try:
+        found = json.loads((folder / "adapter_config.json").read_text())
+        kind, targets = found.get("peft_type"), found["target_modules"]
+        odd = [what for key, what in _UNSERVED.items() if found.get(key)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{said}: no adapter in peft's format ({type(error).__name__}: {error})") from None
+    if kind != "LORA" or odd or not isinstance(targets, list):
+        what = f"peft's {kind}" if kind != "LORA" else ", ".join(odd) or f"modules by a pattern ({targets})"
+        raise ValueError(f"{said}: an adapter with {what} cannot be trained on here, since vLLM would not serve it")
+    settings = {field: found[key] for key, field in _ADAPTER_FIELDS.items() if found.get(key) is not None}
+    if isinstance(layers := settings.get("lora_layer_indices"), int):
+        settings["lora_layer_indices"] = [layers]
+    return settings | {"lora_target_modules": sorted(targets)}
+
+
+def _adapter_contradictions(config: TrainingConfig) -> list[str]:
+    problems = []
+    if not config.trains_adapters:
+        return [
+            f"--{name.replace('_', '-')} is for adapters: use --weight-bridge-mode lora_only or lora_restart"
+            for name in ("lora_adapter_path", "lora_merged_export")
+            if getattr(config, name)
+        ]
+    if config.lora_use_dora:
+        problems.append("--lora-use-dora: vLLM serves no DoRA; leave it out (--lora-use-rslora is served)")
+    if config.lora_modules_to_save:
+        problems.append(
+            f"--lora-modules-to-save {' '.join(config.lora_modules_to_save)}: vLLM serves no adapter with whole "
+            "layers; leave it out, or train the whole model (--weight-bridge-mode shared_vllm)"
+        )
+    if config.lora_adapter_path:
+        theirs = adapter_settings(Path(config.lora_adapter_path))
+        for name in _ADAPTER_FIELDS.values():
+            ours, wanted = getattr(config, name), theirs.get(name, type(config).model_fields[name].default)
+            if (sorted(ours) if isinstance(ours, list) else ours) != wanted:
+                problems.append(
+                    f"--{name.replace('_', '-')} {ours}: the adapter in {config.lora_adapter_path} has {wanted}; leave "
+                    "it out to train that one on"
+                )
     return problems
 
 
@@ -460,6 +593,11 @@ def _objective_contradictions(config: TrainingConfig) -> list[str]:
             for name in ("tis_cap", "tis_mask", "tis_mask_low", "tis_mask_high")
             if getattr(config, name) != type(config).model_fields[name].default
         ]
+    if config.minibatches > config.sequences_per_step:
+        problems.append(
+            f"--minibatches {config.minibatches} is more than the {config.sequences_per_step} sequences of a batch "
+            "(--batch-size x --gradient-accumulation-steps)"
+        )
     if config.tis_mask_low > config.tis_mask_high:
         problems.append("--tis-mask-low must not be above --tis-mask-high")
     if 0 < config.dual_clip <= 1:

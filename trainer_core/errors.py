@@ -27,6 +27,10 @@ class MemoryFullError(TrainerError):
     """Model, gradients, optimizer state and activations do not fit."""
 
 
+class DiskFull(TrainerError):
+    """The run was stopped, and there is no room for a checkpoint of its last steps."""
+
+
 class MismatchError(TrainerError):
     """Trainer and inference server disagree about logprobs, and `stop_on_mismatch` is set."""
 
@@ -47,6 +51,18 @@ class EngineGone(TrainerError):
         super().__init__(message)
         self.answered = answered
         """Whether that is what a server said, rather than its silence."""
+
+
+class LossError(UsageError):
+    """The loss function of one's own cannot be found, or does not return what it should."""
+
+
+class CallbackError(TrainerError):
+    """A callback of one's own raised."""
+
+
+class RolloutsEnd(Exception):
+    """The recorded rollouts are all trained; not an error."""
 
 
 class Stopped(Exception):

@@ -2,20 +2,22 @@
 
     from trainer_core import TrainingConfig, train
     train(TrainingConfig(model_name="...", weight_bridge_mode="shared_vllm"))
+    train(TrainingConfig(model_name="..."), rollouts="rollouts.jsonl", loss_fn=..., callbacks=[...])
 
-Each optimizer step: wait for one batch, gradient over all of it, compare with the server at the same weights, write and
-publish the new version, report, now and then a checkpoint.
+Each step: wait for one batch, gradient over all of it (or over one minibatch after another), compare with the server at
+the same weights, write and publish the new version, report, now and then a checkpoint.
 """
 
 from __future__ import annotations
 
 import random
+import shutil
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,27 @@ import torch
 from atropos_common.records import BenchmarkRecord, CheckpointRecord
 from atropos_common.run_dir import RunDir
 from trainer_core import checkpoint
-from trainer_core.config import TrainingConfig
+from trainer_core.callbacks import Callback, Callbacks, TrainResult
+from trainer_core.config import TrainingConfig, validate
 from trainer_core.errors import (
+    DiskFull,
     EngineGone,
     MemoryFullError,
     MismatchError,
     NonFiniteError,
+    RolloutsEnd,
     Stopped,
     TrainerError,
     UsageError,
 )
+from trainer_core.minibatches import Minibatches, merged
 from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiffs, thresholds
+from trainer_core.objective.custom import own_loss
+from trainer_core.objective.loss import Formula
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.load import end_tokens, train_only
+from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
 from trainer_core.probe import LogprobProbe, explain
@@ -48,13 +57,15 @@ from trainer_core.report import (
     StepReport,
     TextReader,
     console_line,
+    step_fields,
     tracker_metrics,
     write_records,
 )
 from trainer_core.rollouts.batch import Batch
-from trainer_core.rollouts.client import RunApi, open_api
+from trainer_core.rollouts.client import RolloutSource, open_api
 from trainer_core.rollouts.missing import MissingAsker
-from trainer_core.rollouts.packing import pack
+from trainer_core.rollouts.packing import PackedRow
+from trainer_core.rollouts.recorded import RecordedLags, RecordedRollouts, Recorder, Witness, open_rollouts
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
 from trainer_core.server.client import IdleMeter
 from trainer_core.step import StepOutcome, accumulate
@@ -65,6 +76,7 @@ OUT_OF_MEMORY = """{error}
 The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
   --gradient-checkpointing on, or --pack-tokens below {tokens}: fewer activations, the same gradient
   --master-weights kahan or stochastic, --optimizer adamw_8bit or adafactor: less state
+  --optimizer-offload true, --activation-offload true: into the host's memory; --gradient-dtype bfloat16: half of it
   a lower --gpu-memory-utilization of the server (vllm.gpu_memory_utilization in a profile)
   --train-layer-indices for the upper layers alone, or a shorter --seq-len
   another GPU, or a smaller model"""
@@ -77,22 +89,12 @@ NON_FINITE = """loss or gradient was not a finite number in {steps} steps in a r
   --dtype bfloat16 or float32 instead of float16, whose largest number is 65,504
   weights of the base model that are broken: does the server answer with NaN, too?"""
 
+FULL_DISK_RETRY_S = 60.0
+MORE_ROOM = 1 << 20
+"""Bytes by which the free room of a full disk must grow before a checkpoint is tried again at once."""
+
 DYING_S = 5.0
 """In this time a server whose engine has died ends too."""
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended: `done` when all steps are trained or a stop condition held, else it was stopped and a checkpoint
-    saved."""
-
-    step: int
-    weight_version: int
-    done: bool
-    path: Path | None
-    """final_model/, or the checkpoint written at the stop."""
-    reason: str = ""
-    """The stop condition that ended the run early."""
 
 
 class StopConditions:
@@ -135,27 +137,40 @@ class _Enough(Exception):
     """A stop condition came true while waiting for a batch."""
 
 
-def train(config: TrainingConfig, *, api: RunApi | None = None, stop: threading.Event | None = None) -> TrainResult:
-    """Train until `training_steps`, a stop condition, or until `stop` is set.
+def train(
+    config: TrainingConfig, *, api: RolloutSource | None = None, stop: threading.Event | None = None,
+    start: checkpoint.StartingPoint | None = None, rollouts: str | Path | RolloutSource | None = None,
+    loss_fn: Formula | None = None, callbacks: Sequence[Callback] = (),
+) -> TrainResult:  # fmt: skip
+    """Train until `training_steps`, a stop condition, the end of recorded rollouts, or until `stop` is set.
+
+    Random generators, torch's threads and the settings of its compiler are the caller's again when it returns. What
+    there is to say is printed to the standard output.
 
     Args:
-        api: already registered with run-api; default: registers itself.
-        stop: set it to end after the present optimizer step, or at once while waiting.
+        api: where batches come from; default: run-api, with which it registers itself.
+        stop: set it to end after the present step, or at once while waiting.
+        start: where it begins, which `api` was told; default: what `resume` means on this disk.
+        rollouts: train on these without run-api and without a server: a file, as `config.rollouts`, or a source of
+            one's own.
+        loss_fn: takes the place of the objective's formula, as `config.loss`.
+        callbacks: are told of the start, each step, each checkpoint and the end.
 
     Raises:
-        TrainerError: what a user can act on, such as `EngineGone` or `MissingLogprobs`.
+        TrainerError: what a user can act on, such as `EngineGone`, `MissingLogprobs`, `LossError` or `CallbackError`.
         Stopped: stopped before the first step.
     """
     stop = stop or threading.Event()
-    config = config.in_run_dir(RunDir.from_env())
-    start = checkpoint.starting_point(config)
+    config = _offline(config, rollouts).in_run_dir(RunDir.from_env())
+    start = start or checkpoint.starting_point(config)
     print(checkpoint.describe(start, config))
     with ExitStack() as opened:
-        api = api or open_api(config, start.step, stop)
+        opened.enter_context(_process_as_it_was())
+        api = api or _source(config, rollouts, start.step, stop)
         opened.callback(api.close)
         try:
             try:
-                run = Run(config, start, api, stop, opened)
+                run = Run(config, start, api, stop, opened, loss_fn=loss_fn, callbacks=callbacks)
             except Stopped:
                 raise
             except Exception:  # nothing can be rescued yet: say what a next attempt begins with
@@ -170,8 +185,8 @@ class Run:
     """One attempt: what the loop holds, and its step. The policy is attached and ready once this is constructed."""
 
     def __init__(
-        self, config: TrainingConfig, start: checkpoint.StartingPoint, api: RunApi, stop: threading.Event,
-        opened: ExitStack,
+        self, config: TrainingConfig, start: checkpoint.StartingPoint, api: RolloutSource, stop: threading.Event,
+        opened: ExitStack, *, loss_fn: Formula | None = None, callbacks: Sequence[Callback] = (),
     ) -> None:  # fmt: skip
         """Get the policy with the starting weights on both sides, and an optimizer over it.
 
@@ -184,10 +199,17 @@ class Run:
         self.saved_step = start.step
         self.skipped = 0
         """Steps in a row without an update."""
+        self.partly = False
+        """Whether the batch in training has changed the weights already, and is not done."""
         self.stop = stop
         self.stopping = StopConditions(config, start.stopping)
         self.failed: TrainerError | None = None
         """Why the present step, which is complete, is the last one of this attempt."""
+        self.reason = ""
+        """What ended the run before its last step."""
+        self.callbacks = Callbacks(callbacks)
+        self.history: list[dict[str, Any]] = []
+        self.objective = Objective(config, own_loss(config, loss_fn, self.device))
         self.telemetry = open_telemetry(config.save_path, config.trainer_rank)
         opened.callback(self.telemetry.close)
         self.tracker = Trackers(config, start.step + 1)
@@ -197,25 +219,31 @@ class Run:
         opened.callback(self.sync.close)
         _seed(config.seed)
         self.model = self.sync.attach(Start(start.path, start.version))
+        print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         train_only(self.model, config.train_layer_indices)
         self.threads = use_cores(self.model, config, self.device)
         self.reference = Reference(config, self.model, self.device) if config.ref_kl_coef else None
         self.stepper = _stepper(self.model, config, self.device, start.path)
+        self.minibatches = Minibatches(config, self.model, self.objective, self.threads)
         self.mfu = MfuMeter(self.model, self.device)
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))
-        self.probe = LogprobProbe(self.sync.engine, config)
+        self.probe = LogprobProbe(next(iter(self.sync.engines), None), config)
         opened.callback(self.probe.close)
         self.idle = IdleMeter(self.sync.engines)
         self.idle.measure()
-        self.objective = Objective(config)
+        witnesses: list[Witness] = [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
+        recorder = _recorder(config, opened)
+        if recorder is not None:
+            witnesses = [recorder.overhear(witness) for witness in witnesses]
         self.batches = BatchSource(
             config, api, self.telemetry,
             selection=self.objective.selection(self.model.config.vocab_size, end_tokens(self.model)),
             advantage_std=self.objective.advantage_std,
-            lag_meter=LagMeter([engine.versions for engine in self.sync.engines]),
+            lag_meter=_lag_meter(api, witnesses),
             while_waiting=self.while_waiting,
-            missing=MissingAsker([engine.logprobs for engine in self.sync.engines]),
+            missing=MissingAsker([witness.logprobs for witness in witnesses]),
+            record=None if recorder is None else recorder.write,
         )  # fmt: skip
         self.bench = BenchmarkTotals(config.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
@@ -223,7 +251,10 @@ class Run:
     def to_the_end(self) -> TrainResult:
         """All steps, or as many as there are before a stop condition or the stop; after a crash, save what is left."""
         try:
-            return self._train()
+            self.callbacks.tell("on_start", self.config, self.step)
+            result = self._train()
+            self.callbacks.tell("on_end", result)
+            return result
         except (Stopped, MismatchError, NonFiniteError):
             raise
         except Exception as error:
@@ -240,6 +271,9 @@ class Run:
                     raise
         except _Enough:
             return self.finish()
+        except RolloutsEnd as end:
+            self.reason = str(end)
+            return self.finish()
         except Stopped:
             return self.save_at_stop()
         return self.finish() if self.ended() else self.save_at_stop()
@@ -249,23 +283,25 @@ class Run:
         return self.step >= self.config.training_steps or self.stopping.reason() is not None
 
     def one_step(self) -> None:
-        """One batch, one optimizer step, one version."""
+        """One batch: one optimizer step, or one on each of its minibatches."""
         began = time.perf_counter()
         batch, lags = self.batches.next_batch(self.step, self.version)
         step = self.step + 1
         self.probe.learn(batch)
         self.probe.start(step, self.version)
         fetched = time.perf_counter()
-        rows = pack(batch.rollouts, self.config.tokens_per_pass, self.threads)
-        outcome = accumulate(
-            self.model, self.stepper, rows, self.objective, step, threads=self.threads, reference=self.reference
-        )
+        parts = self.minibatches.rows(batch.rollouts, step)
+        outcomes = [self.accumulate(next(parts), step)]
         probe_diffs = self.probe.finish(self.model)
-        alignment = self.judge(outcome, probe_diffs, lags, batch)
-        if outcome.finite:
+        alignment = self.judge(outcomes[0], probe_diffs, lags, batch)
+        for rows in parts:
+            self.write_between(outcomes[-1])
+            outcomes.append(self.accumulate(rows, step))
+        outcome, last = merged(outcomes, self.config.epochs), outcomes[-1]
+        if last.finite:
             self.stepper.compute()
         trained = time.perf_counter()
-        sync = self.publish(outcome)
+        sync = self.publish(last)
         self.stopping.saw(float(batch.scores.mean()))
         broken = self.config.stop_on_mismatch and alignment.verdict == "mismatch"
         if step < self.config.training_steps and not broken and self.failed is None:
@@ -275,7 +311,11 @@ class Run:
             StepReport(
                 step, self.version, self.config.objective, batch, outcome, lags, probe_diffs, alignment, sync,
                 wait_s=fetched - began, train_s=trained - fetched, checkpoint_s=checkpoint_s,
-                mfu=self.mfu.measure([len(r.tokens) for r in batch.rollouts], outcome.tokens, trained - fetched),
+                mfu=self.mfu.measure(
+                    [len(r.tokens) for r in batch.rollouts] * self.config.epochs,
+                    outcome.tokens * self.config.epochs,
+                    trained - fetched,
+                ),
                 engine_idle=self.idle.measure(), step_s=time.perf_counter() - began,
             )
         )  # fmt: skip
@@ -304,31 +344,68 @@ class Run:
             time.sleep(0.1)
             self.sync.check()
 
-    def publish(self, outcome: StepOutcome) -> SyncReport | None:
-        """Write the update and let the server see it; null when the gradient is not finite and nothing changes."""
-        self.skipped = 0 if outcome.finite else self.skipped + 1
+    def accumulate(self, rows: list[PackedRow], step: int) -> StepOutcome:
+        """The gradient of one optimizer step."""
+        return accumulate(
+            self.model, self.stepper, rows, self.objective, step, threads=self.threads, reference=self.reference
+        )
+
+    def write_between(self, outcome: StepOutcome) -> None:
+        """Write the update of a minibatch that others follow; one whose gradient is not finite changes nothing.
+
+        A server learns of the batch as a whole, with its last minibatch; but one that computes with this very memory
+        sees what is written, so there each update is a version of its own. Pausing it all the while would cost the time
+        in which it makes the next rollouts, and an update under an old version's name would be a lie about their lag.
+        """
         if not outcome.finite:
             self.stepper.zero_grad()
+            return
+        self.stepper.compute()
+        self.partly = True
+        if self.sync.shares_memory:
+            self._publish(self.write_version)
+        else:
+            self.stepper.write()
+
+    def publish(self, outcome: StepOutcome) -> SyncReport | None:
+        """Write the batch's last update and let the server see it; null when no gradient of the batch was finite and
+        nothing has changed."""
+        changes = outcome.finite or self.partly
+        self.skipped = 0 if changes else self.skipped + 1
+        if not outcome.finite:
+            self.stepper.zero_grad()
+        if not changes:
             self.step += 1
             if self.skipped == MOST_SKIPPED:
                 last = _last_checkpoint(self.config)
                 self.failed = NonFiniteError(NON_FINITE.format(steps=MOST_SKIPPED, last=last))
             return None
-        began = time.perf_counter()
+        return self._publish(self.write)
+
+    def _publish(self, write: Callable[[], None]) -> SyncReport:
+        """Call `write` and let the server see the next version; without a server, `write` alone."""
+        began, before = time.perf_counter(), self.version
         try:
-            return self.sync.publish(self.version + 1, self.write)
+            if self.failed is not None:
+                raise self.failed
+            return self.sync.publish(self.version + 1, write)
         except TrainerError as error:
             if self.sync.let_go(self.stepper.copies()):
                 raise
-            if self.stepper.unwritten:
-                self.write()  # the update needs no server: complete it, so that the batch is not lost with one
+            if self.version == before:
+                write()  # the update needs no server: complete it, so that the batch is not lost with one
             self.failed, lasted = error, time.perf_counter() - began
             return SyncReport(self.config.mode, self.version, lasted, {"server_gone": lasted}, moved=False)
 
     def write(self) -> None:
         """Put the computed update into the policy: with this the step is done."""
-        self.stepper.write()
+        self.write_version()
         self.step += 1
+        self.partly = False
+
+    def write_version(self) -> None:
+        """Put the computed update into the policy."""
+        self.stepper.write()
         self.version += 1
 
     def rescue(self, error: Exception) -> None:
@@ -336,7 +413,9 @@ class Run:
         cause = "the server" if isinstance(error, EngineGone) else "the error"
         try:
             lost = self.sync.let_go(self.stepper.copies())
-            if not lost and self.stepper.unwritten:
+            if self.partly and not self.stepper.unwritten:
+                self.stepper.zero_grad()  # of a minibatch that broke off; the batch counts with what it has changed
+            if not lost and (self.stepper.unwritten or self.partly):
                 self.write()
             if not lost and self.step > self.saved_step:
                 self.save()
@@ -370,6 +449,8 @@ class Run:
         print(console_line(report, self.config.training_steps, benchmark=self.config.benchmark))
         self.tracker.log(report.step, tracker_metrics(report))
         self.bench.add(report)
+        self.history.append({"step": report.step, **step_fields(report)})
+        self.callbacks.tell("on_step", report)
 
     def save_if_due(self) -> float:
         """Seconds spent on a checkpoint, 0 when none is due."""
@@ -379,11 +460,28 @@ class Run:
     def save(self) -> checkpoint.Saved:
         """Write step_N/ for the present step."""
         saved = checkpoint.save_step(
-            self.model, self.config, self.stepper, step=self.step, version=self.version, stopping=self.stopping.state()
-        )
+            self.model, self.config, self.stepper, step=self.step, version=self.version, stopping=self.stopping.state(),
+            wait_for_room=self.wait_for_room,
+        )  # fmt: skip
         self.saved_step = self.step
         self._record(saved)
         return saved
+
+    def wait_for_room(self, folder: Path, words: str) -> None:
+        """Pause until there is more room on a full disk, or a minute has passed: a quota does not show.
+
+        Raises:
+            DiskFull: the run is to stop, so there is nothing to wait for.
+        """
+        free = shutil.disk_usage(folder).free
+        text = f"{words}: step {self.step} cannot be saved in {folder} ({free / 1e9:.1f} GB free)"
+        if self.stop.is_set():
+            raise DiskFull(f"{text}. {_last_checkpoint(self.config)}")
+        print(f"[WARNING] {text}. Training pauses until there is room: free some, and it goes on by itself")
+        until = time.monotonic() + FULL_DISK_RETRY_S
+        while time.monotonic() < until and shutil.disk_usage(folder).free <= free + MORE_ROOM:
+            if self.stop.wait(1.0):
+                break
 
     def save_at_stop(self) -> TrainResult:
         """A checkpoint of what was trained since the last one."""
@@ -392,30 +490,92 @@ class Run:
         path = self.save().path if self.step > self.saved_step else None
         self.tracker.finish({})
         print(f"Stopped after step {self.step}. {_last_checkpoint(self.config)}")
-        return TrainResult(self.step, self.version, False, path)
+        return TrainResult(self.step, self.version, False, path, history=self.history)
 
     def finish(self) -> TrainResult:
         """The final model and the benchmark."""
-        final = checkpoint.save(
-            self.model, self.config, Path(self.config.save_path) / "final_model", step=self.step, version=self.version,
-            stepper=None,
-        )  # fmt: skip
+        final = checkpoint.save_final(
+            self.model, self.config, step=self.step, version=self.version, wait_for_room=self.wait_for_room
+        )
         self._record(final)
         fields = self.bench.fields()
         self.telemetry.write(BenchmarkRecord, self.step, **fields)
         self.tracker.finish(fields)
         if self.config.benchmark or RunDir.from_env() is not None:
             print(self.bench.summary())
-        reason = self.stopping.reason() if self.step < self.config.training_steps else None
+        early = self.step < self.config.training_steps
+        reason = (self.reason or self.stopping.reason() or "") if early else ""
         why = f" ({reason})" if reason else ""
         print(f"Training finished: {self.step} steps{why}, final model in {final.path}")
-        return TrainResult(self.step, self.version, True, final.path, reason or "")
+        return TrainResult(self.step, self.version, True, final.path, reason, self.history)
 
     def _record(self, saved: checkpoint.Saved) -> None:
         self.telemetry.write(
             CheckpointRecord, self.step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes
         )
         print(f"Saved {saved.path.name} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
+        self.callbacks.tell("on_checkpoint", saved)
+
+
+def _offline(config: TrainingConfig, rollouts: str | Path | RolloutSource | None) -> TrainingConfig:
+    """The configuration with `rollouts`, which a source of one's own enters by its type.
+
+    Raises:
+        UsageError: something in it needs a server.
+    """
+    if rollouts is None:
+        return config
+    name = str(rollouts) if isinstance(rollouts, (str, Path)) else type(rollouts).__name__
+    changed, problems = validate(config.model_dump(exclude_unset=True) | {"rollouts": name})
+    if changed is None:
+        raise UsageError("\n".join(problems))
+    return changed
+
+
+def _source(
+    config: TrainingConfig, rollouts: str | Path | RolloutSource | None, step: int, stop: threading.Event
+) -> RolloutSource:
+    """Where batches come from, with `step` optimizer steps done."""
+    if rollouts is not None and not isinstance(rollouts, (str, Path)):
+        return rollouts
+    return open_api(config, step, stop) if config.rollouts is None else open_rollouts(config)
+
+
+def _recorder(config: TrainingConfig, opened: ExitStack) -> Recorder | None:
+    if config.record_rollouts is None:
+        return None
+    recorder = Recorder(config.record_rollouts)
+    opened.callback(recorder.close)
+    return recorder
+
+
+def _lag_meter(api: RolloutSource, witnesses: Sequence[Witness]) -> LagMeter:
+    if isinstance(api, RecordedRollouts):
+        return RecordedLags(api)
+    return LagMeter([witness.versions for witness in witnesses])
+
+
+@contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """Give back what belongs to the whole process: random generators, torch's threads, its compiler's patience, and
+    where modules are looked for."""
+    places = list(sys.path)
+    generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    threads, compiler = torch.get_num_threads(), sys.modules.get("torch._dynamo.config")
+    patience = getattr(compiler, "suppress_errors", False)
+    try:
+        yield
+    finally:
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        torch.set_rng_state(generators[2])
+        for index, state in enumerate(cuda):
+            torch.cuda.set_rng_state(state, index)
+        torch.set_num_threads(threads)
+        sys.path[:] = places
+        if (compiler := sys.modules.get("torch._dynamo.config")) is not None:
+            compiler.suppress_errors = patience  # type: ignore[attr-defined]
 
 
 def _stepper(model: torch.nn.Module, config: TrainingConfig, device: torch.device, weights: Path | None) -> Stepper:
@@ -424,8 +584,9 @@ def _stepper(model: torch.nn.Module, config: TrainingConfig, device: torch.devic
     if weights is not None:
         checkpoint.restore(weights, stepper)
     use_checkpointing(
-        model, config.gradient_checkpointing, device=device, optimizer=config.optimizer,
-        tokens=max(config.tokens_per_pass, config.seq_len),
+        model, config.gradient_checkpointing, device=device, tokens=max(config.tokens_per_pass, config.seq_len),
+        optimizer="" if config.optimizer_offload else config.optimizer, offload=config.activation_offload,
+        gradient_bytes=4 if config.gradient_dtype == "float32" else 2,
     )  # fmt: skip
     compile_layers(model, config.compile, device)
     return stepper

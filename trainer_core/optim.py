@@ -8,9 +8,11 @@ AdamW on bf16 loses most small updates. What of them stays between two steps is 
     kahan        only what rounding lost stays, in half precision; 2 bytes
     stochastic   nothing stays: rounded up or down at random, right on average
 
-Every strategy shows the optimizer float32 tensors, so all optimizers work with all of them. Those that keep no copy
-fill them a part at a time and put what a step made of them into the gradients' memory, so that a step takes little more
-than the gradients did. What is measured: `benchmarks/optimizer_memory.py`.
+Every strategy shows the optimizer float32 tensors, so all optimizers work with all of them. Those that keep no copy on
+the device fill them a part at a time and put what a step made of them, rounded, into the gradients' memory, so that a
+step takes little more than the gradients did. With `gradient_dtype = bfloat16` gradients stay as backward passes leave
+them, and become float32 a part at a time. With `optimizer_offload` what stays between two steps lies in the host's
+memory and comes with its part (`offload.py`). What is measured: `benchmarks/optimizer_memory.py`.
 
 In float16 the loss is scaled by a power of two (`LossScale`), or most of a gradient would be too small for it.
 """
@@ -19,8 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +29,14 @@ import torch
 from atropos_common.model_math import PART_PARAMETERS, effective_optimizer
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
+from trainer_core.offload import SMALL, HostMemory
 
 CPU_PACK_TOKENS = 2048
 """Tokens of a forward pass on a CPU: larger rows leave its caches and gain nothing."""
 
 
 class Stepper:
-    """One optimizer over the trainable parameters of a model; gradients are collected in float32."""
+    """One optimizer over the trainable parameters of a model; gradients are collected in float32, or as they are."""
 
     def __init__(self, model: torch.nn.Module, config: TrainingConfig) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
@@ -43,11 +45,16 @@ class Stepper:
         self.config = config
         # float32 parameters are stepped in place; the others as what `masters` makes of them.
         half = [p for p in self.params if p.dtype != torch.float32]
-        self.half: MasterWeights = make_master_weights(config.master_weights, half, config.seed)
+        self.host = HostMemory(self.params[0].device) if config.optimizer_offload else None
+        self.half: MasterWeights = make_master_weights(config.master_weights, half, config.seed, self.host)
         copies = iter(self.half.masters)
         self.masters = [p if p.dtype == torch.float32 else next(copies) for p in self.params]
-        for param, master in zip(half, self.half.masters, strict=True):
-            param.register_post_accumulate_grad_hook(_collect_into(master))
+        self._wide = config.gradient_dtype == "float32"
+        if self._wide:
+            for param, master in zip(half, self.half.masters, strict=True):
+                param.register_post_accumulate_grad_hook(_collect_into(master))
+        self._shrink: torch.Tensor | None = None
+        """What half-precision gradients are still to be multiplied with, once they are float32."""
         self.optimizer = _build(self.masters, config)
         self.scale = LossScale() if any(p.dtype == torch.float16 for p in model.parameters()) else None
         """Null where gradients need none."""
@@ -63,21 +70,34 @@ class Stepper:
             group["lr"] = None if own_lr else lr
         return lr
 
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """What was collected, in the order of `params`, without those that nothing depends on."""
+        pairs = zip(self.params, self.masters, strict=True)
+        found = (master.grad if param.grad is None else param.grad for param, master in pairs)
+        return [gradient for gradient in found if gradient is not None]
+
     def take_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Use `gradients` of `params`, float32, instead of what backward passes collect."""
-        for master, gradient in zip(self.masters, gradients, strict=True):
-            master.grad = gradient
+        for param, master, gradient in zip(self.params, self.masters, gradients, strict=True):
+            if self._wide or gradient is None:
+                master.grad = gradient
+            else:
+                param.grad = gradient.to(param.dtype)
 
     def unscale(self, factor: torch.Tensor) -> None:
         """Divide the gradient by what the loss was multiplied with."""
-        torch._foreach_div_([m.grad for m in self.masters if m.grad is not None], factor.float())
+        torch._foreach_div_(self.gradients, factor.float())
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient to `max_grad_norm`; returns its norm before, a scalar."""
-        grads = [m.grad for m in self.masters if m.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        if self.config.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in self.gradients if g.dtype == torch.bfloat16]
+        wide = [g for g in self.gradients if g.dtype != torch.bfloat16]
+        norm = torch.nn.utils.get_total_norm([*wide, *norms])
+        limit = self.config.max_grad_norm
+        if limit:
+            torch.nn.utils.clip_grads_with_norm_(self.masters, limit, norm)
+            self._shrink = (limit / (norm + 1e-6)).clamp(max=1.0) if norms else None  # as torch does
         return norm
 
     def compute(self) -> None:
@@ -86,6 +106,8 @@ class Stepper:
         self._pending = len(self.half.masters) < len(self.params)
         if not self._pending:
             self._step()
+        if self.params[0].is_cuda:  # the server's pause begins after it
+            torch.cuda.current_stream(self.params[0].device).synchronize()
 
     @torch.no_grad()
     def write(self) -> None:
@@ -102,26 +124,57 @@ class Stepper:
 
     def _step(self) -> None:
         gradients = {master: master.grad for master in self.masters}
+        for master in self.masters:  # an optimizer passes over what has no gradient
+            master.grad = None
         in_place = [param for param in self.params if param.dtype == torch.float32]
-        for part in filter(None, chain([in_place], self.half.parts())):
-            for master in self.masters:  # an optimizer passes over what has no gradient
-                master.grad = None
-            for master in part:
-                master.grad = gradients[master]
+        for param in in_place:
+            param.grad = gradients[param]
+        if in_place:
             self.optimizer.step()
+        for param in in_place:
+            param.grad = None
+        half = self.half
+        collected = [gradients[m] if p.grad is None else p.grad for p, m in zip(half.params, half.masters, strict=True)]
+        parts: Iterable[list[int]] = half.parts([i for i, gradient in enumerate(collected) if gradient is not None])
+        if self.host is not None:
+            parts = self.host.streamed(list(parts), self._streamed)
+        for part in parts:
+            for index in part:
+                half.fill(index)
+                half.masters[index].grad = self._widened(collected[index])
+            self.optimizer.step()
+            for index in part:
+                half.masters[index].grad = None
+                half.keep(index, collected[index])
+
+    def _widened(self, gradient: torch.Tensor) -> torch.Tensor:
+        """float32, and clipped."""
+        if gradient.dtype == torch.float32:
+            return gradient
+        wide = gradient.float()
+        return wide if self._shrink is None else wide.mul_(self._shrink)
+
+    def _streamed(self, part: list[int]) -> list[torch.Tensor]:
+        """What of a part lies in the host's memory between two steps."""
+        states = (value for i in part for value in self.optimizer.state[self.half.masters[i]].values())
+        large = [value for value in states if isinstance(value, torch.Tensor) and value.numel() > SMALL]
+        return [*(tensor for index in part for tensor in self.half.in_host(index)), *large]
 
     def zero_grad(self) -> None:
         self.unwritten = False
+        self._shrink = None
         for param, master in zip(self.params, self.masters, strict=True):
             param.grad = None
             master.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        """Everything that a later attempt needs, wherever it lies: the same with `optimizer_offload` and without."""
+        state = {
             "name": self.config.optimizer, "masters": self.half.name, "parameters": len(self.params),
             "optimizer": self.optimizer.state_dict(), "weights": self.half.state_dict(),
             "loss_scale": self.scale and self.scale.state(),
         }  # fmt: skip
+        return state if self.host is None else self.host.content(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore moments, weights and what else was gathered; learning rate, decay and betas stay this run's own.
@@ -137,13 +190,22 @@ class Stepper:
                 "the checkpoint was written with --optimizer {} and --master-weights {} over {} parameters, this run "
                 "has {} and {} over {}: use the same, or --resume never".format(*theirs, *mine)
             )
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(own)
+        self._load_optimizer(state["optimizer"])
         self.half.load_state_dict(state["weights"])
         if self.scale is not None and state.get("loss_scale"):
             self.scale = LossScale(*state["loss_scale"])
+
+    def _load_optimizer(self, saved: dict[str, Any]) -> None:
+        if self.host is not None:  # never all of it on the device
+            for index, entry in saved["state"].items():
+                named = (v.items() if isinstance(v, dict) else [(k, v)] for k, v in entry.items())  # bitsandbytes nests
+                state = {key: self.host.adopt(value) for items in named for key, value in items}
+                self.optimizer.state[self.masters[index]] = state
+            return
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(saved)
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
 
 
 class LossScale:
@@ -204,6 +266,10 @@ def for_device(config: TrainingConfig, device: torch.device) -> TrainingConfig:
     if optimizer != config.optimizer:
         print(f"Optimizer: {optimizer} (the default {config.optimizer} needs a GPU)")
         update["optimizer"] = optimizer
+    for name in ("optimizer_offload", "activation_offload"):
+        if getattr(config, name):
+            print(f"--{name.replace('_', '-')} does nothing on a CPU: its memory is the host's")
+            update[name] = False
     return config.model_copy(update=update)
 
 
@@ -245,25 +311,49 @@ def _collect_into(master: torch.Tensor) -> Any:
 
 
 class MasterWeights(ABC):
-    """A strategy over some half-precision parameters (none is fine)."""
+    """A strategy over some half-precision parameters (none is fine).
+
+    A step goes by parts. For each parameter of a part: `fill`, then the optimizer's step, then `keep`.
+    """
 
     name: str
     params: list[torch.Tensor]
     masters: list[torch.Tensor]
-    """float32 stand-ins with the parameters' shapes, which carry the gradient."""
+    """float32 stand-ins with the parameters' shapes, which carry the gradient while their part is stepped."""
+
+    def parts(self, indices: list[int]) -> Iterator[list[int]]:
+        """`indices`, as many together as have `PART_PARAMETERS` elements; a larger parameter alone."""
+        part: list[int] = []
+        size = 0
+        for index in indices:
+            count = self.params[index].numel()
+            if part and size + count > PART_PARAMETERS:
+                yield part
+                part, size = [], 0
+            part.append(index)
+            size += count
+        if part:
+            yield part
 
     @abstractmethod
-    def parts(self) -> Iterator[list[torch.Tensor]]:
-        """Masters that hold the weights now, some at a time: each part is to be stepped before the next is asked for,
-        and loses its gradient then."""
+    def fill(self, index: int) -> None:
+        """See to it that a master holds the weights."""
+
+    @abstractmethod
+    def keep(self, index: int, gradient: torch.Tensor) -> None:
+        """Its part is stepped: until `write` what came out may lie in the memory of `gradient`."""
+
+    def in_host(self, index: int) -> list[torch.Tensor]:
+        """What of a parameter lies in the host's memory between two steps; optimizer state is not counted."""
+        return []
 
     @abstractmethod
     def copies(self) -> Sequence[torch.Tensor | None]:
-        """For each parameter its weights in float32, where they are kept at this moment."""
+        """For each parameter its weights in memory of this process, where they are kept at this moment."""
 
     @abstractmethod
     def write(self) -> None:
-        """Round what the step made into the parameters, in place."""
+        """Put what the step made into the parameters, in place."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
@@ -274,7 +364,7 @@ class MasterWeights(ABC):
 
 
 class Float32Copy(MasterWeights):
-    """A float32 copy of every parameter."""
+    """A float32 copy of every parameter, on its device."""
 
     name = "fp32"
 
@@ -282,8 +372,11 @@ class Float32Copy(MasterWeights):
         self.params = params
         self.masters = [p.detach().float().clone().requires_grad_() for p in params]
 
-    def parts(self) -> Iterator[list[torch.Tensor]]:
-        yield self.masters
+    def fill(self, index: int) -> None:
+        """It does."""
+
+    def keep(self, index: int, gradient: torch.Tensor) -> None:
+        """It is kept."""
 
     def copies(self) -> Sequence[torch.Tensor | None]:
         return self.masters
@@ -302,9 +395,9 @@ class Float32Copy(MasterWeights):
             master.copy_(saved)
 
 
-class _FilledForAStep(MasterWeights):
-    """Float32 tensors that have memory only while their part is stepped; what came out waits in the gradients' memory
-    until it is written."""
+class _Rounded(MasterWeights):
+    """Masters that have memory only while their part is stepped. What came out is rounded at once, and waits in the
+    gradients' memory until it is written: a copy is all that the server's pause has to wait for."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.params = params
@@ -314,57 +407,74 @@ class _FilledForAStep(MasterWeights):
             self.masters[-1].untyped_storage().resize_(0)
         self._stepped: list[torch.Tensor | None] = [None] * len(params)
 
-    def parts(self) -> Iterator[list[torch.Tensor]]:
-        for part in _parts(self.params):
-            for index in part:
-                self._fill(index)
-            yield [self.masters[index] for index in part]
-            for index in part:
-                self._stepped[index] = self._into_gradient(self.masters[index])
-
     @torch.no_grad()
-    def _fill(self, index: int) -> None:
+    def fill(self, index: int) -> None:
         master = self.masters[index]
         master.untyped_storage().resize_(master.numel() * master.element_size())
         master.copy_(self.params[index])
 
     @torch.no_grad()
-    def _into_gradient(self, master: torch.Tensor) -> torch.Tensor | None:
-        """The weights where the gradient was, which is not needed any more; null where there was none."""
-        stepped = None if master.grad is None else master.grad.copy_(master)
+    def keep(self, index: int, gradient: torch.Tensor) -> None:
+        master = self.masters[index]
+        self._round(index, master.detach(), gradient)
+        self._stepped[index] = gradient
         master.untyped_storage().resize_(0)
-        return stepped
+
+    @abstractmethod
+    def _round(self, index: int, weights: torch.Tensor, into: torch.Tensor) -> None:
+        """Put float32 `weights`, rounded to the type of parameter `index`, into `into`."""
 
     def copies(self) -> Sequence[torch.Tensor | None]:
         return self._stepped
 
     @torch.no_grad()
     def write(self) -> None:
-        for index, stepped in enumerate(self._stepped):
+        for param, stepped in zip(self.params, self._stepped, strict=True):
             if stepped is not None:
-                self._round(index, stepped)
+                param.copy_(stepped)
         self._stepped = [None] * len(self.params)
 
-    @abstractmethod
-    def _round(self, index: int, weights: torch.Tensor) -> None:
-        """Put float32 `weights` into parameter `index`."""
+
+class Float32InHost(_Rounded):
+    """A float32 copy of every parameter in the host's memory; needs its part to be streamed."""
+
+    name = "fp32"
+
+    def __init__(self, params: list[torch.Tensor], host: HostMemory) -> None:
+        self.params = params
+        self.masters = [
+            host.put_away(torch.empty_like(p, dtype=torch.float32), p.detach()).requires_grad_() for p in params
+        ]
+        self._host = host
+        self._stepped = [None] * len(params)
+
+    def fill(self, index: int) -> None:
+        """It came with its part."""
+
+    @torch.no_grad()
+    def keep(self, index: int, gradient: torch.Tensor) -> None:
+        self._round(index, self.masters[index].detach(), gradient)
+        self._stepped[index] = gradient
+
+    def _round(self, index: int, weights: torch.Tensor, into: torch.Tensor) -> None:
+        into.copy_(weights.to(self.params[index].dtype))
+
+    def in_host(self, index: int) -> list[torch.Tensor]:
+        return [self.masters[index]]
+
+    def copies(self) -> Sequence[torch.Tensor | None]:
+        return [self._host.content(master) for master in self.masters]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"masters": self.masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for master, saved in zip(self.masters, state["masters"], strict=True):
+            self._host.content(master).copy_(saved)
 
 
-def _parts(params: list[torch.Tensor]) -> Iterator[list[int]]:
-    """Indices of parameters, as many together as have `PART_PARAMETERS` elements; a larger one alone."""
-    part: list[int] = []
-    size = 0
-    for index, param in enumerate(params):
-        if part and size + param.numel() > PART_PARAMETERS:
-            yield part
-            part, size = [], 0
-        part.append(index)
-        size += param.numel()
-    if part:
-        yield part
-
-
-class Kahan(_FilledForAStep):
+class Kahan(_Rounded):
     """Kahan summation: what rounding lost is added again in the next step.
 
     "Revisiting BFloat16 Training" (Zamirai et al. 2020, arXiv:2010.06192, algorithm 1): the pair of parameter and
@@ -373,18 +483,25 @@ class Kahan(_FilledForAStep):
 
     name = "kahan"
 
-    def __init__(self, params: list[torch.Tensor]) -> None:
+    def __init__(self, params: list[torch.Tensor], host: HostMemory | None) -> None:
         super().__init__(params)
-        self.lost = [torch.zeros_like(p, requires_grad=False) for p in params]
+        self._host = host
+        self.lost = []
+        for param in params:
+            lost = torch.zeros_like(param, requires_grad=False)
+            self.lost.append(lost if host is None else host.put_away(lost))
 
     @torch.no_grad()
-    def _fill(self, index: int) -> None:
-        super()._fill(index)
+    def fill(self, index: int) -> None:
+        super().fill(index)
         self.masters[index].add_(self.lost[index])
 
-    def _round(self, index: int, weights: torch.Tensor) -> None:
-        self.params[index].copy_(weights)
-        self.lost[index].copy_(weights.sub_(self.params[index]))
+    def _round(self, index: int, weights: torch.Tensor, into: torch.Tensor) -> None:
+        into.copy_(weights.to(self.params[index].dtype))
+        self.lost[index].copy_(weights.sub_(into))
+
+    def in_host(self, index: int) -> list[torch.Tensor]:
+        return [] if self._host is None else [self.lost[index]]
 
     def state_dict(self) -> dict[str, Any]:
         return {"lost": self.lost}
@@ -392,10 +509,10 @@ class Kahan(_FilledForAStep):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for lost, saved in zip(self.lost, state["lost"], strict=True):
-            lost.copy_(saved)
+            (lost if self._host is None else self._host.content(lost)).copy_(saved)
 
 
-class Stochastic(_FilledForAStep):
+class Stochastic(_Rounded):
     """Stochastic rounding to bfloat16 (Gupta et al. 2015): up with the probability of the part that is cut off."""
 
     name = "stochastic"
@@ -407,11 +524,10 @@ class Stochastic(_FilledForAStep):
         super().__init__(params)
         self._generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in params}
 
-    def _round(self, index: int, weights: torch.Tensor) -> None:
-        param = self.params[index]
-        rows = max(1, PART_PARAMETERS * len(param) // param.numel())  # rounding takes several times their memory
-        for some, values in zip(param.split(rows), weights.split(rows), strict=True):
-            some.copy_(round_stochastically(values, self._generators[param.device]))
+    def _round(self, index: int, weights: torch.Tensor, into: torch.Tensor) -> None:
+        rows = max(1, PART_PARAMETERS * len(weights) // weights.numel())  # rounding takes several times their memory
+        for some, values in zip(into.split(rows), weights.split(rows), strict=True):
+            some.copy_(round_stochastically(values, self._generators[weights.device]))
 
     def state_dict(self) -> dict[str, Any]:
         return {"generators": [g.get_state() for g in self._generators.values()]}
@@ -430,8 +546,12 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
-def make_master_weights(name: str, params: list[torch.Tensor], seed: int) -> MasterWeights:
-    """The strategy `name` over half-precision `params`."""
+def make_master_weights(
+    name: str, params: list[torch.Tensor], seed: int, host: HostMemory | None = None
+) -> MasterWeights:
+    """The strategy `name` over half-precision `params`; with `host` what it keeps lies there."""
     if name == "stochastic":
         return Stochastic(params, seed)
-    return Kahan(params) if name == "kahan" else Float32Copy(params)
+    if name == "kahan":
+        return Kahan(params, host)
+    return Float32Copy(params) if host is None else Float32InHost(params, host)

@@ -54,10 +54,13 @@ class ProbeAnswers:
 class LogprobProbe:
     """Takes a probe every `probe_interval` steps."""
 
-    def __init__(self, engine: ServerClient, config: TrainingConfig) -> None:
+    def __init__(self, engine: ServerClient | None, config: TrainingConfig) -> None:
+        """Args:
+        engine: null where there is none: then no probe is ever taken.
+        """
         self.engine = engine
         self.config = config
-        self._block = (engine.info().block_size if config.probe_interval else None) or 16
+        self._block = (engine.info().block_size if engine and config.probe_interval else None) or 16
         self._prompts: list[list[int]] = []
         self._anchor: list[int] = []
         self.answers: Answers = []
@@ -82,7 +85,7 @@ class LogprobProbe:
         """Begin the probe that belongs to `step`, unless it runs already, none is due, or the server answers with
         another weight version than `version`."""
         due = self.config.probe_interval and (step - 1) % self.config.probe_interval == 0
-        if due and self._prompts and self._running is None:
+        if due and self.engine is not None and self._prompts and self._running is None:
             self._running = self._pool.submit(
                 _ask, self.engine, self._pool, self._prompts, self._anchor, self.config.probe_tokens, version
             )

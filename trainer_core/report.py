@@ -132,6 +132,7 @@ def step_fields(report: StepReport) -> dict[str, Any]:
         "entropy_mean": outcome.entropy,
         "completion_tokens_mean": report.batch.completion_tokens_mean,
         "truncated_fraction": report.batch.truncated_fraction,
+        "optimizer_steps": outcome.steps,
         "tis_mean": outcome.tis_mean,
         "tis_truncated_fraction": outcome.tis_truncated,
         "tis_masked_fraction": outcome.tis_masked,

@@ -53,6 +53,8 @@ class StepOutcome:
     ref_kl: float | None = None
     distill_kl: float | None = None
     """KL to the frozen reference and to the teacher, by the trained tokens that have one; null where none has."""
+    steps: int = 1
+    """Optimizer steps that these are the means of."""
 
     @property
     def finite(self) -> bool:
@@ -124,8 +126,8 @@ def accumulate(
 
 
 def _on_device(model: torch.nn.Module, row: PackedRow, objective: Objective, device: torch.device) -> _DeviceRow:
-    """The row moved. The trainer's own logprobs of it, before anything changes, are the base of the ratio with
-    `ratio_base = proximal`, and stand in where the rollouts came without."""
+    """The row moved. The trainer's own logprobs of it, before the batch changes anything, are the base of the ratio
+    with `ratio_base = proximal`, and stand in where the rollouts came without."""
     ids, missing = row.sequences, row.logprobs.isnan()
     some_missing = bool(missing.any())  # asked of the CPU's copy: a GPU would have to be waited for
     row = row.to(device)
@@ -133,7 +135,7 @@ def _on_device(model: torch.nn.Module, row: PackedRow, objective: Objective, dev
     if objective.bounds is None and not some_missing:
         return _DeviceRow(row, sequences, None)
     with torch.no_grad():
-        base = row_logprobs(model, row)
+        base = row_logprobs(model, row) if row.base is None else row.base
     measured = None
     if some_missing:
         missing = missing.to(device, non_blocking=True)

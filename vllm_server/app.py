@@ -174,7 +174,6 @@ def _prepare_single_copy(args: Namespace) -> None:
         f"{ranks(args)} ranks (--tensor-parallel-size, --pipeline-parallel-size, --data-parallel-size)": ranks(args)
         > 1,
         "--quantization": bool(args.quantization),
-        "--enable-lora": bool(args.enable_lora),
         "--enable-sleep-mode": bool(args.enable_sleep_mode),
         "--cpu-offload-gb": bool(getattr(args, "cpu_offload_gb", 0)),
         "--worker-extension-cls": bool(args.worker_extension_cls),

@@ -45,6 +45,13 @@ PROBE_TIMEOUT_S = 10.0
 ASLEEP = "the engine sleeps: POST /bridge/wake_up first"
 
 
+NOT_THE_HOLDER = "another trainer paused generation, and its weights may be half-written: POST /bridge/pause takes over"
+
+
+class NotTheHolder(ValueError):
+    """A resume by someone who did not pause, or whose pause another has taken over."""
+
+
 @contextlib.contextmanager
 def timed(phases: dict[str, float], name: str) -> Iterator[None]:
     """Note the seconds of a phase."""
@@ -118,12 +125,13 @@ class WeightBridge:
     async def freeze(self, request: PauseRequest) -> None:
         """As `pause`; the caller holds the lock."""
         was_paused = self.state.paused
-        self.state.pause(lease_s=request.lease_s, dirty=request.dirty, now=time.monotonic())
+        lease: dict[str, Any] = {"lease_s": request.lease_s, "dirty": request.dirty, "holder": request.holder}
+        self.state.pause(**lease, now=time.monotonic())
         self.gate.refusal = None
         self._arm_lease(request.lease_s + request.wait_s)  # already now, should the engine refuse
         if not was_paused:
             await self._stop_generating(request)
-            self.state.pause(lease_s=request.lease_s, dirty=request.dirty, now=time.monotonic())
+            self.state.pause(**lease, now=time.monotonic())
         self._arm_lease(request.lease_s)
 
     async def freeze_to_write(self, request: LoadWeightsRequest | TransferUpdate, limit_s: float) -> None:
@@ -161,9 +169,12 @@ class WeightBridge:
 
         Raises:
             ValueError: a version that cannot be, or an engine that sleeps.
+            NotTheHolder: the pause is another's.
         """
         async with self.lock:
             self._require_awake()
+            if self.state.holder not in ("", request.holder):
+                raise NotTheHolder(NOT_THE_HOLDER)
             if request.weight_version < 0:
                 raise ValueError(f"weight_version must not be negative, not {request.weight_version}")
             if not self.state.paused:
@@ -284,6 +295,8 @@ async def _changing(action: Coroutine[Any, Any, Any]) -> Any:
     """The answer of an action on the engine, or why it was refused or failed."""
     try:
         return await action
+    except NotTheHolder as error:
+        return error_response(409, str(error))
     except ValueError as error:
         return error_response(400, str(error))
     except Exception as error:

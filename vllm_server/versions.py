@@ -109,11 +109,13 @@ class BridgeState:
     paused: bool = False
     dirty: bool = False
     lease_until: float | None = None
+    holder: str = ""
+    """Whose pause it is; empty: anybody's."""
     fault: str | None = None
     """Why the server is unhealthy, in words for a user."""
 
-    def pause(self, *, lease_s: float, dirty: bool, now: float) -> None:
-        """Enter or renew a pause.
+    def pause(self, *, lease_s: float, dirty: bool, now: float, holder: str = "") -> None:
+        """Enter or renew a pause, or take over that of another holder.
 
         Raises:
             ValueError: a lease that is not a positive, finite number of seconds.
@@ -121,6 +123,7 @@ class BridgeState:
         if not 0 < lease_s <= MAX_LEASE_S:
             raise ValueError(f"lease_s must be above 0 and at most {MAX_LEASE_S:.0f} seconds, not {lease_s}")
         self.paused = True
+        self.holder = holder
         self.dirty = self.dirty or dirty
         self.lease_until = now + lease_s
         self.fault = None
@@ -158,6 +161,7 @@ class BridgeState:
 
     def _release(self) -> None:
         self.paused = False
+        self.holder = ""
         self.dirty = False
         self.lease_until = None
         self.fault = None

@@ -30,7 +30,7 @@ from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import Progress, benchmark_runs, benchmarks_json, render_benchmarks
 from atropos_tui.monitor.format import plain_text
 from atropos_tui.profile.errors import refused
-from atropos_tui.profile.memory import read_machine
+from atropos_tui.profile.hardware import read_machine
 from atropos_tui.profile.plan import make_site
 from atropos_tui.profile.preflight import separate
 from atropos_tui.profile.sections import Profile, find_profile, load_profile
@@ -150,7 +150,8 @@ def prepare(entries: Sequence[ComparedStack], base: Path, *, sequential: bool) -
         file = find_profile(entry.name)
         run_id, dotenv = runs.new_run_id(entry.label), read_env_files(file)
         site = make_site(entry.profile, base / entry.label, run_id=run_id, dotenv=dotenv)
-        entry.spec = checked(entry.profile, file, site, machine=True)
+        ready = checked(entry.profile, file, site, machine=True)
+        entry.profile, entry.spec = ready.site.profile, ready.stack
 
     _each(entries, plan)
     return said

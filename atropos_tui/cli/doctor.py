@@ -89,7 +89,7 @@ def _preflight(name: str) -> Iterator[Check]:
 
     try:
         profile, file = load_profile(name, [])
-        stack = checked(profile, file, planned_site(profile), machine=True)
+        stack = checked(profile, file, planned_site(profile), machine=True).stack
     except UserError as error:
         for problem in error.problems:
             place = ": ".join(part for part in (problem.file, problem.key) if part)

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from atropos_tui.cli.profiles import checked, planned_site, schema_text
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile import ports
 from atropos_tui.profile.errors import did_you_mean, printable, value_text
+from atropos_tui.profile.fit import lack, nearest
 from atropos_tui.profile.load import shipped_profiles
-from atropos_tui.profile.memory import gpu_count
+from atropos_tui.profile.memory import gpu_count, site_budget
 from atropos_tui.profile.plan import TRAITS
 from atropos_tui.profile.schema import TITLE
 from atropos_tui.profile.sections import Mode, parse_profile
@@ -89,11 +90,13 @@ def init(options: argparse.Namespace) -> int:
     answers = Answers(**{key: given[key] for key in Answers.__dataclass_fields__})
     file = options.file or Path(f"{answers.name}.toml")
     _refuse_existing(file)
-    text = profile_text(answers, file=printable(str(file)))
+    text, said = fitted(profile_text(answers, file=printable(str(file))), file)
     profile = parse_profile(tomllib.loads(text), printable(str(file)))
-    stack = checked(profile, file, planned_site(profile), machine=False)
+    stack = checked(profile, file, planned_site(profile), machine=False).stack
     _write(file, text)
     print(f"{file}: written, valid ({profile.mode}: {', '.join(part.name for part in stack.components)})")
+    if said:
+        print(said)
     try:
         checked(profile, file, planned_site(profile), machine=True)
     except UserError as error:
@@ -101,6 +104,34 @@ def init(options: argparse.Namespace) -> int:
         print("\n".join(f"  {problem}" for problem in error.problems))
     print(f"next: atropos-tui plan {file} · atropos-tui up {file}")
     return Exit.DONE
+
+
+def fitted(text: str, file: Path) -> tuple[str, str]:
+    """The profile with settings that fit this machine's GPUs, and what was set and why, or that nothing helps."""
+    profile = parse_profile(tomllib.loads(text), printable(str(file)))
+    site = planned_site(profile)
+    inventory = checked(profile, file, site, machine=False).inventory
+    model = inventory.models[profile.vllm[0].name]
+    if isinstance(model, str):
+        return text, f"whether it fits is not known: {model}" if inventory.machine.gpus else ""
+    missing = lack(site_budget(site, inventory))
+    if not missing:
+        return text, ""
+    found = nearest(site, inventory, fixed={"mode"}, most=1)
+    if not found:
+        return text, f"nothing that is known here makes it fit: {missing}; take a smaller model, or adapters"
+    for table, values in by_table(found[0].settings).items():
+        text = _with(text, table, values)
+    return text, f"set, so that it fits: {found[0].text} ({missing})"
+
+
+def by_table(settings: Mapping[str, Any]) -> Changes:
+    """Settings by key, as changes of the tables of a profile."""
+    changes: Changes = {}
+    for key, value in settings.items():
+        table, _, name = key.rpartition(".")
+        changes.setdefault(table, {})[name] = value
+    return changes
 
 
 def _from_flags(options: argparse.Namespace) -> Given:
@@ -264,6 +295,7 @@ def profile_text(answers: Answers, *, file: str) -> str:
         text = _without_table(text, "prepare")  # which makes the template's own model
     env = {"name": "env", "module": None, "script": answers.script} if answers.kind == SCRIPT else {}
     changes: Changes = {"": top, "api": {"port": answers.api_port}, "env": env} | _placement(answers)
+    changes["trainer"] = changes.get("trainer", {}) | _adapters(answers)
     for table, values in changes.items():
         text = _with(text, table, values)
     head = (
@@ -295,6 +327,17 @@ def _placement(answers: Answers) -> Changes:
     if answers.kind != "arithmetic" and not set(answers.vllm_gpus) & set(answers.trainer_gpus or answers.vllm_gpus):
         vllm["gpu_memory_utilization"] = 0.85
     return {"vllm": vllm, "trainer": {"gpus": answers.trainer_gpus or answers.vllm_gpus}}
+
+
+def _adapters(answers: Answers) -> dict[str, Any]:
+    """Settings of the trainer in a mode of adapters: they want a higher rate than the template's model. Where trainer
+    and engine share one device, the base model is the engine's."""
+    if not TRAITS[answers.mode].lora:
+        return {}
+    rate = 2e-3 if answers.kind == "arithmetic" else 1e-4
+    settings: dict[str, Any] = {"lr": rate, "lora_target_modules": ["all-linear"]}
+    shares = len(answers.vllm_gpus) < 2 and (answers.trainer_gpus or answers.vllm_gpus) == answers.vllm_gpus
+    return settings | ({"single_copy": True} if shares and answers.mode == "lora_only" else {})
 
 
 def _with(text: str, table: str, values: dict[str, Any]) -> str:

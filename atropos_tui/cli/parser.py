@@ -103,10 +103,14 @@ def _up(commands) -> None:  # type: ignore[no-untyped-def]
 
 
 def _profiles(commands) -> None:  # type: ignore[no-untyped-def]
-    _profile_arguments(_command(commands, "validate", "profiles:validate", "check a profile: every problem at once"))
+    validate = _command(commands, "validate", "profiles:validate", "check a profile: every problem at once")
+    _profile_arguments(validate)
     plan = _command(commands, "plan", "profiles:plan", "show what a profile would start: commands, order, ports")
     _profile_arguments(plan)
     plan.add_argument("--json", action="store_true", help="as JSON")
+    for parser in (validate, plan):
+        text = "for GPUs that are not here, such as 8xH100, 2xH200, A100-40GB or 4x80GB"
+        parser.add_argument("--gpus", metavar="GPUS", help=text)
     schema = _command(commands, "schema", "profiles:schema", "print the JSON Schema of a profile, for editors")
     schema.add_argument("-o", "--output", metavar="FILE", type=Path, help="write it to FILE")
     _init(commands)

@@ -8,25 +8,42 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
-from atropos_tui.profile.checks import check_graph, check_notes, check_profile, placed
+from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile, placed
 from atropos_tui.profile.errors import in_words, printable, refused
-from atropos_tui.profile.memory import as_data, as_lines, site_budget, take_inventory
+from atropos_tui.profile.fit import advice, settle
+from atropos_tui.profile.hardware import EXAMPLES, Hardware, named_machine
+from atropos_tui.profile.memory import Inventory, as_data, as_lines, site_budget, take_inventory
 from atropos_tui.profile.plan import Site, make_site, redacted, stack_of
-from atropos_tui.profile.preflight import preflight, unfit
+from atropos_tui.profile.preflight import lacks, mismatches, preflight, unfit
 from atropos_tui.profile.sections import Profile, load_profile, profile_schema
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 
-def checked(profile: Profile, file: Path, site: Site, *, machine: bool) -> StackSpec:
-    """The stack of a profile that passed every check.
+@dataclass(frozen=True)
+class Checked:
+    """A profile that passed every check, with what `memory` chose for it."""
+
+    site: Site
+    stack: StackSpec
+    inventory: Inventory
+    chosen: str
+    """What was set to fit the memory, and why, in a line; empty where there was nothing to choose."""
+
+
+def checked(profile: Profile, file: Path, site: Site, *, machine: bool, named: Hardware | None = None) -> Checked:
+    """The stack of a profile that passed every check, on the machine where it shall run.
+
+    Args:
+        machine: whether what this machine lacks is a problem, too.
+        named: another machine's GPUs.
 
     Raises:
-        UserError: with all problems; `machine` adds those of this machine.
+        UserError: with all problems, and whether they are the profile's or this machine's.
     """
     with in_words(printable(str(file))):
         problems = check_profile(site)
@@ -35,12 +52,24 @@ def checked(profile: Profile, file: Path, site: Site, *, machine: bool) -> Stack
         except ValueError:
             if not problems:  # else the trainer's settings contradict each other, which is among them
                 raise
-        else:
-            problems += check_graph(profile, stack)
-            problems += preflight(site, stack) if machine else []
-            if not problems:
-                return stack
-        raise refused([placed(problem, profile) for problem in problems], "cannot start this profile")
+            raise _refused(problems, profile) from None
+        problems += check_graph(profile, stack)
+        if problems:
+            inventory = take_inventory(site, named)
+            raise _refused([*problems, *(preflight(site, stack, inventory) if machine else [])], profile)
+        inventory = take_inventory(site, named)
+        site, chosen = settle(site, inventory)
+        stack = stack_of(site)
+        if machine and (wrong := mismatches(site, inventory)):
+            raise _refused([*wrong, *lacks(site, stack, inventory.machine), *unfit(site, inventory)], profile)
+        if machine and (lacking := preflight(site, stack, inventory)):
+            problems = [placed(problem, profile) for problem in lacking]
+            raise refused(problems, "the profile is sound, but this machine cannot start it")
+        return Checked(site, stack, inventory, chosen)
+
+
+def _refused(problems: list[Problem], profile: Profile) -> UserError:
+    return refused([placed(problem, profile) for problem in problems], "cannot start this profile")
 
 
 def planned_site(profile: Profile, dotenv: Mapping[str, str] | None = None) -> Site:
@@ -50,39 +79,59 @@ def planned_site(profile: Profile, dotenv: Mapping[str, str] | None = None) -> S
 
 
 def validate(options: argparse.Namespace) -> int:
-    """Check the profile and this machine; silent problems are none."""
+    """Check the profile and this machine, or the machine that is named; silent problems are none."""
     profile, file = load_profile(options.profile, options.sets)
-    site = planned_site(profile, read_env_files(file))
-    stack = checked(profile, file, site, machine=True)
+    named = _named(options)
+    ready = checked(profile, file, planned_site(profile, read_env_files(file)), machine=named is None, named=named)
+    site, stack = ready.site, ready.stack
     tell_unused(site.dotenv, stack.variables)
-    warnings = site_budget(site, take_inventory(site)).warnings
-    for line in [*check_notes(site), *(f"WARNING {warning}" for warning in warnings)]:
+    if named is not None:
+        wrong = [*mismatches(site, ready.inventory), *unfit(site, ready.inventory)]
+        if wrong:
+            raise refused(
+                [placed(problem, profile) for problem in wrong], f"cannot start this profile on {options.gpus}"
+            )
+        for problem in lacks(site, stack, named):
+            print(f"here, not there: {placed(problem, profile).reason}")
+    warnings = site_budget(site, ready.inventory).warnings
+    notes = [*check_notes(site), *check_commands(stack), *filter(None, [ready.chosen])]
+    for line in [*notes, *(f"WARNING {warning}" for warning in warnings)]:
         print(line)
     names = ", ".join(component.name for component in stack.components)
     print(f"{file}: valid ({profile.mode}: {names})")
     return Exit.DONE
 
 
+def _named(options: argparse.Namespace) -> Hardware | None:
+    """The machine of `--gpus`; None for this one."""
+    try:
+        return named_machine(options.gpus) if options.gpus is not None else None
+    except ValueError as error:
+        raise UserError("no such hardware", [Problem(str(error), f"write GPUs as {EXAMPLES}", key="--gpus")]) from None
+
+
 def plan(options: argparse.Namespace) -> int:
     """Print what would run, and the memory it wants; of this machine only memory, GPUs and local models are asked.
 
     Raises:
-        UserError: after printing, when this machine lacks GPUs or memory for it.
+        UserError: after printing, when the machine lacks GPUs or memory for it.
     """
     profile, file = load_profile(options.profile, options.sets)
-    site = planned_site(profile)
-    stack = checked(profile, file, site, machine=False)
+    named = _named(options)
+    ready = checked(profile, file, planned_site(profile), machine=False, named=named)
+    site, inventory = ready.site, ready.inventory
     with in_words(printable(str(file))):
-        inventory = take_inventory(site)
         budget = site_budget(site, inventory)
         lacking = [placed(problem, profile) for problem in unfit(site, inventory)]
+        ways = advice(site, inventory)
+    notes = [*check_notes(site), *filter(None, [ready.chosen])]
     if options.json:
-        more = {"notes": check_notes(site), "budget": as_data(budget), "problems": [asdict(p) for p in lacking]}
-        print(json.dumps(redacted(stack) | more, indent=2))
+        more = {"notes": notes, "budget": as_data(budget), "advice": ways, "problems": [asdict(p) for p in lacking]}
+        print(json.dumps(redacted(ready.stack) | more, indent=2))
     else:
-        _print_plan(stack, [*check_notes(site), *as_lines(budget)])
+        _print_plan(ready.stack, [*notes, *as_lines(budget), *(f"  {line}" for line in ways)])
     if lacking:
-        raise refused(lacking, "this machine cannot run this profile")
+        raise refused(lacking, f"{'this machine' if named is None else options.gpus} cannot run this profile")
     return Exit.DONE
 
 

@@ -61,7 +61,10 @@ def up(options: argparse.Namespace) -> int:
     root, run_id = _choose_run(options, profile)
     if left := left_text(with_processes(but={run_id})):
         print(left, file=sys.stderr)
-    stack = checked(profile, file, make_site(profile, root, run_id=run_id, dotenv=dotenv), machine=True)
+    ready = checked(profile, file, make_site(profile, root, run_id=run_id, dotenv=dotenv), machine=True)
+    profile, stack = ready.site.profile, ready.stack
+    if ready.chosen:
+        print(ready.chosen)
     tell_unused(dotenv, stack.variables)
     run = RunDir(root)
     if options.resume is not None:

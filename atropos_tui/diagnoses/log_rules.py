@@ -196,12 +196,20 @@ LOG_RULES: tuple[LogRule, ...] = (
         "disk_full",
         "a disk is full",
         "free space (df -h; du -sh RUN/checkpoints), or put the run elsewhere: --run-dir DIR; the run itself goes on "
-        "as far as its parts do",
+        "as far as its parts do, and training pauses at a checkpoint until it can be written",
         (
             LogPattern("No space left on device", r"^(?!.*(?:/dev/shm|</torch_)).*No space left on device"),
             LogPattern("Disk quota exceeded"),
         ),
         unless=("shm_full",),
+        passing=True,
+    ),
+    LogRule(
+        "checkpoint_damaged",
+        "a checkpoint is not what was written",
+        "the run goes on from the one before; remove the damaged folder, and look after the disk (dmesg, smartctl)",
+        (LogPattern("[WARNING] passed over: --resume"),),
+        roles=(Role.TRAINER,),
         passing=True,
     ),
     LogRule(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from atropos_common.bridge import LORA_RANKS, server_rank
@@ -16,9 +16,10 @@ from atropos_tui.errors import Problem
 from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.memory import VLLM_FRACTION
 from atropos_tui.profile.plan import TRAITS, Site, env_engine, fed_engines, meeting_address, training_config
+from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
-from atropos_tui.profile.spec import StackSpec, dependency_faults
+from atropos_tui.profile.spec import StackSpec, dependency_faults, references
 from trainer_core.config import TrainingConfig
 
 MAX_REASON = 1000
@@ -26,6 +27,9 @@ MAX_REASON = 1000
 SAFE_LOADING = ("auto", "safetensors", "pt", "hf", "mistral", "fastsafetensors")
 """Load formats that leave each weight in memory as the model has it."""
 PROCESSED = "processed_logprobs"
+IN_ARGV = "stands in its command line, which every user of this machine can read: hand it over as a variable under env"
+LEAST_ADAPTER_LR = 5e-5
+"""Below it a learning rate was meant for the model itself."""
 
 
 def check_profile(site: Site) -> list[Problem]:
@@ -35,7 +39,7 @@ def check_profile(site: Site) -> list[Problem]:
     problems += [*_derived(profile), *_server_types(profile), *_several(profile), *_gpu_lists(profile)]
     problems += [*_shares(profile), *_logprobs(profile)]
     if site.traits.shares_memory:
-        problems += [*_single_copy_place(profile), *_single_copy_flags(profile.vllm[0])]
+        problems += [*_single_copy_place(profile), *_single_copy_flags(profile.vllm[0], adapters=site.traits.lora)]
     if site.traits.other_gpus:
         problems += _other_gpus(profile)
     try:
@@ -44,6 +48,7 @@ def check_profile(site: Site) -> list[Problem]:
         fix = "change one of the two settings under [trainer]"
         return problems + [Problem(line, fix, key="trainer") for line in str(error).splitlines()]
     problems += [*_groups(profile, settings), *_meeting_place(site, settings), *_lengths(profile, settings)]
+    problems += _recorded(settings)
     if site.traits.shares_memory:
         problems += _single_copy_type(profile.vllm[0], settings)
     if site.traits.lora:
@@ -92,7 +97,42 @@ def check_notes(site: Site) -> list[str]:
             "weights travel unencrypted, and whoever reaches that network can read them or break the group: keep it to "
             "machines that you trust"
         )
+    if site.traits.lora and 0 < settings.lr < LEAST_ADAPTER_LR:
+        notes.append(
+            f"WARNING trainer.lr = {settings.lr:g} is one for the whole model, and an adapter learns next to nothing "
+            "with it: 1e-4 to 2e-4 are usual"
+        )
     return notes
+
+
+def check_commands(stack: StackSpec) -> list[str]:
+    """What command lines open to others: warnings, since a profile is its author's."""
+    return [f"WARNING {part.name}: {note}" for part in stack.components for note in _exposed(part.command)]
+
+
+def _exposed(command: Sequence[str]) -> Iterator[str]:
+    for flag, value in _flags(command):
+        if flag == "--host" and not is_loopback(value.strip("[]")):
+            yield (
+                f"--host {printable(value)} lets everybody on that network reach it: leave it out for the loopback, "
+                "and reach it from elsewhere through ssh -L"
+            )
+        elif flag == "--middleware":
+            yield f"--middleware {printable(value)} is code that sees every request, the run's token included"
+        elif flag == "--trust-remote-code" and value.lower() != "false":
+            yield "--trust-remote-code runs Python code that came with the model: read it first, and pin its revision"
+        elif is_secret_name(flag) and value and not is_plain_setting(value):
+            yield f"the value of {printable(flag)} {IN_ARGV}"
+    for name in sorted({name for word in command for name in references(word) if is_secret_name(name)}):
+        yield f"${{{name}}} {IN_ARGV}"
+
+
+def _flags(command: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each `--flag value` and `--flag=value`; a flag without one has an empty value."""
+    for word, after in zip(command, [*command[1:], ""], strict=True):
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            yield flag, value if equals else ("" if after.startswith("--") else after)
 
 
 def _meeting_key(settings: TrainingConfig) -> str:
@@ -259,6 +299,15 @@ def _groups(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
             )
 
 
+def _recorded(settings: TrainingConfig) -> Iterator[Problem]:
+    if settings.rollouts is not None:
+        yield Problem(
+            "a stack makes its rollouts, and a trainer with recorded ones asks nobody for any",
+            f"leave it out; without a stack: python -m trainer_core --model-name ... --rollouts {settings.rollouts}",
+            key="trainer.rollouts",
+        )
+
+
 def _several(profile: Profile) -> Iterator[Problem]:
     """Rollouts must come from an engine that the trainer feeds."""
     first = profile.vllm[0]
@@ -365,9 +414,11 @@ def _flag_key(engine: EngineSection, name: str) -> str:
     return f"vllm.0.args.{engine.flag_key(name)}"
 
 
-def _single_copy_flags(engine: EngineSection) -> Iterator[Problem]:
+def _single_copy_flags(engine: EngineSection, *, adapters: bool) -> Iterator[Problem]:
     """Flags after which the trainer does not find each weight where it looks, as it has it."""
     for name, why in _UNSHARED.items():
+        if adapters and name == "enable-lora":
+            continue
         if engine.flag(name) not in (None, False):
             yield Problem(why, "take it out, or use another mode", key=_flag_key(engine, name))
     for name in ("pipeline-parallel-size", "data-parallel-size"):

@@ -1,24 +1,33 @@
 """What this machine has, and how much memory a stack will want of it: the budget, before the stack says so itself.
 
-`take_inventory` looks at the machine; the budget is a function of that. What is allocated for certain (weights,
-gradients, master weights, optimizer state, vLLM's share of a GPU) is exact for each tensor; activations are an
-estimate, and its formula is shown. In single copy the weights count once, on the engine. Bytes are per device; what
-several devices share is divided evenly.
+`take_inventory` looks at the machine; the budget is a function of that, and of any other machine (`hardware.py`). What
+is allocated for certain (weights, gradients, master weights, optimizer state, vLLM's share of a GPU) is exact for each
+tensor; activations, CUDA graphs and contexts are estimates, and the formula of the first is shown. In single copy the
+weights count once, on the engine. What is offloaded counts on the host. Bytes are per device; what several devices
+share is divided evenly. How near it comes to what is measured: docs/benchmarks.md, "What plan says".
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import psutil
-
 from atropos_common import model_math
-from atropos_tui.gpu import Nvml
+from atropos_common.bridge import few_graph_sizes, server_rank
+from atropos_tui.profile.hardware import Hardware, read_machine
 from atropos_tui.profile.models import LAYER, Model, Shapes, read_model
-from atropos_tui.profile.plan import TRAITS, Site, engine_model, resolve_path, training_config
+from atropos_tui.profile.plan import (
+    LORA_SLOTS,
+    MOST_SEQUENCES,
+    Site,
+    engine_model,
+    resolve_path,
+    training_config,
+    traits_of,
+)
 from atropos_tui.profile.sections import EngineSection, Profile
 from trainer_core.config import TrainingConfig
 
@@ -27,25 +36,13 @@ VLLM_FRACTION = 0.92
 """vLLM's default for gpu_memory_utilization."""
 CONTEXT = 750 * 1024**2
 """A process's CUDA context and libraries, in bytes; 0.73 GiB on an H200."""
+GRAPH = 512 * 1024
+"""A CUDA graph of one size and layer, in bytes: about 0.8 GiB for the 51 sizes of a model with 32 layers."""
+LARGE_MODEL = 100_000_000
+"""Parameters from which the trainer compiles on a GPU; its own figure stands in trainer_core/policy/speed.py."""
 MASTERS = {"fp32": "float32", "kahan": "what rounding lost"}
 """What is kept of the weights beside them, for people."""
 _BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU; memory in bytes."""
-
-    name: str
-    total: int
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """GPUs by index, and the host's memory in bytes."""
-
-    gpus: tuple[Gpu, ...]
-    host: int
 
 
 @dataclass(frozen=True)
@@ -54,15 +51,8 @@ class Inventory:
 
     machine: Hardware
     models: dict[str, Model | str]
-
-
-def read_machine() -> Hardware:
-    """This machine; without a driver it has no GPUs."""
-    try:
-        gpus = tuple(Gpu(card.name, card.total) for card in Nvml().read())
-    except Exception:  # NVML has an error class per cause, and none of them matters here
-        gpus = ()
-    return Hardware(gpus, psutil.virtual_memory().total)
+    has_eight_bit: bool = True
+    """Whether the package of the 8-bit optimizer is there; taken for granted of a machine that is not here."""
 
 
 def gpu_count() -> int:
@@ -70,15 +60,16 @@ def gpu_count() -> int:
     return len(read_machine().gpus)
 
 
-def take_inventory(site: Site) -> Inventory:
-    """What this machine has for a profile; the network is never asked."""
+def take_inventory(site: Site, machine: Hardware | None = None) -> Inventory:
+    """What there is for a profile: on this machine, or on the one that is named."""
     names = {section.name: engine_model(site, section) for section in site.profile.vllm}
     known = {name: read_model(name) for name in set(names.values())}
     for step in site.profile.prepare:
         made = site.text(step.creates or "")
         if isinstance(known.get(made), str) and not resolve_path(made).exists():
             known[made] = f"{step.name} makes the model when the run starts"
-    return Inventory(read_machine(), {section: known[name] for section, name in names.items()})
+    eight_bit = machine is not None or importlib.util.find_spec("bitsandbytes") is not None
+    return Inventory(machine or read_machine(), {section: known[name] for section, name in names.items()}, eight_bit)
 
 
 @dataclass(frozen=True)
@@ -125,6 +116,8 @@ class Budget:
     devices: list[Device]
     notes: list[str]
     warnings: list[str]
+    too_small_caches: list[str]
+    """The warnings about engines that cannot start, since their KV cache holds not even one sequence."""
 
 
 def make_budget(
@@ -149,7 +142,7 @@ def make_budget(
         notes.append("the programs themselves are not counted on the host")
     devices = [builder.devices[name] for name in sorted(builder.devices, key=lambda n: (n == HOST, len(n), n))]
     overflows = [warning for device in devices if (warning := overflow(device, profile, settings))]
-    return Budget(devices, notes, [*builder.warnings, *overflows])
+    return Budget(devices, notes, [*builder.warnings, *overflows], builder.warnings)
 
 
 def site_budget(site: Site, inventory: Inventory) -> Budget:
@@ -169,7 +162,7 @@ def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Hardwar
         return [HOST]
     if profile.trainer.gpus:
         return [f"GPU {index}" for index in profile.trainer.gpus]
-    if TRAITS[profile.mode].shares_memory:
+    if traits_of(profile).shares_memory:
         return engine_devices(profile.vllm[0], machine)
     return ["GPU 0"] if machine.gpus else [HOST]
 
@@ -179,7 +172,7 @@ class _Builder:
 
     def __init__(self, profile: Profile, settings: TrainingConfig, machine: Hardware) -> None:
         self.profile, self.settings, self.machine = profile, settings, machine
-        self.traits = TRAITS[profile.mode]
+        self.traits = traits_of(profile)
         self.devices: dict[str, Device] = {}
         self.warnings: list[str] = []
 
@@ -200,19 +193,23 @@ class _Builder:
         names = engine_devices(section, self.machine)
         fed = section is self.profile.vllm[0]
         width = dtype_bytes(section.dtype or self.settings.dtype, model)
-        weights = math.ceil(model.parameters * width / section.gpus_per_copy)
+        held = 0
+
+        def add(what: str, size: int, note: str = "", *, estimate: bool = False) -> None:
+            nonlocal held
+            held += size
+            self.add(names, section.name, what, size, note, estimate=estimate)
+
         only = "the only copy: the trainer attaches to it" if self.traits.shares_memory and fed else ""
-        self.add(names, section.name, "weights", weights, only)
-        held = weights
+        add("weights", math.ceil(model.parameters * width / section.gpus_per_copy), only)
         if self.traits.lora and fed:
-            slots = math.ceil(slot_elements(model, section, self.settings) * width / section.gpus_per_copy)
-            self.add(names, section.name, "adapters", slots)
-            held += slots
-        total = self.device(names[0]).total
+            add("adapters", math.ceil(slot_elements(model, section, self.settings) * width / section.gpus_per_copy))
         if names != [HOST]:
+            total = self.device(names[0]).total
             working = working_memory(section, model, width, total)
-            self.add(names, section.name, "working memory", working, "activations, sampler, CUDA", estimate=True)
-            held += working
+            add("working memory", working, "activations, sampler, CUDA", estimate=True)
+            if graphs := graph_sizes(section, restarted=fed and self.traits.restarts_engine):
+                add("CUDA graphs", graphs * model.dimensions.layers * GRAPH, f"{graphs} sizes", estimate=True)
         self._kv_cache(names, section, model, width, held)
 
     def _kv_cache(self, names: list[str], section: EngineSection, model: Model, width: int, held: int) -> None:
@@ -249,8 +246,8 @@ class _Builder:
         on_gpu = names != [HOST]
         width = dtype_bytes(settings.dtype, model)
 
-        def add(what: str, size: int, note: str = "") -> None:
-            self.add(names, "trainer", what, math.ceil(size / len(names)), note)
+        def add(what: str, size: int, note: str = "", *, at: list[str] = names, estimate: bool = False) -> None:
+            self.add(at, "trainer", what, math.ceil(size / len(at)), note, estimate=estimate)
 
         if not self.traits.shares_memory:
             add("weights", model.parameters * width, "a copy of its own")
@@ -261,18 +258,93 @@ class _Builder:
             trained, half = adapter_shapes(model, settings), False
             add("adapters", 4 * count(trained), f"rank {settings.lora_r}, float32")
         parameters = count(trained)
-        note = "float32" if parameters == model.parameters else f"{parameters:,} parameters are trained"
-        add("gradients", model_math.GRADIENT_BYTES * parameters, note)
-        # In a step the others fill float32 copies a part at a time, when the activations' memory is free.
-        if half and (size := model_math.MASTER_BYTES[settings.master_weights] * parameters):
-            add("master weights", size, MASTERS[settings.master_weights])
+        said = "" if parameters == model.parameters else f", {parameters:,} parameters are trained"
+        narrow = half and settings.gradient_dtype == "bfloat16"
+        add(
+            "gradients",
+            (2 if narrow else model_math.GRADIENT_BYTES) * parameters,
+            f"{'bfloat16' if narrow else 'float32'}{said}",
+        )
+        away = settings.optimizer_offload and on_gpu
         optimizer = effective_optimizer(settings, on_gpu=on_gpu)
-        add("optimizer state", model_math.optimizer_bytes(trained.values(), optimizer), optimizer)
-        tokens = tokens_per_pass(settings, self.profile.vllm[0].max_model_len)
-        kept = model_math.activation_bytes(model.dimensions, tokens, width=width, on_gpu=on_gpu, largest=model.largest)
-        self.add(names, "trainer", "activations", kept.total, kept.formula, estimate=True)
+        # In a step the others fill float32 copies a part at a time, when the activations' memory is free.
+        masters = model_math.MASTER_BYTES[settings.master_weights] if half else 0
+        states = model_math.optimizer_bytes(trained.values(), optimizer)
+        if away:
+            widths = [masters] * bool(masters) + [model_math.STATE_BYTES[optimizer] // 2] * 2
+            size = model_math.pinned_bytes(trained.values(), [width for width in widths if width])
+            add("masters, states", size, f"{settings.master_weights}, {optimizer}: optimizer_offload", at=[HOST])
+        else:
+            if masters:
+                add("master weights", masters * parameters, MASTERS[settings.master_weights])
+            add("optimizer state", states, optimizer)
+        step = model_math.step_bytes(
+            settings.master_weights, optimizer, half=half, narrow=narrow, offloaded=away, largest=largest_of(trained)
+        )
         if on_gpu:
-            self.add(names, "trainer", "CUDA context", CONTEXT, estimate=True)
+            add("CUDA context", CONTEXT, estimate=True)
+        self._activations(names, model, trained, step)
+
+    def _activations(self, names: list[str], model: Model, trained: Shapes, step: int) -> None:
+        """The larger of what a pass keeps and what the optimizer's step takes, which are never there together."""
+        settings, on_gpu = self.settings, names != [HOST]
+        wanted = activations(model, settings, self.profile.vllm[0].max_model_len, trained, on_gpu=on_gpu)
+        kept = wanted(checkpointed=settings.gradient_checkpointing == "on")
+        note = kept.formula
+        if settings.gradient_checkpointing == "auto" and on_gpu:
+            device = self.device(names[0])
+            free = None if device.total is None else device.total - device.wanted
+            # As the trainer decides it, which does not count on the compiler.
+            if free is not None and wanted(checkpointed=False, compiled=False).total > free:
+                kept = wanted(checkpointed=True)
+                note = f"{kept.formula} (gradient checkpointing: more would not fit)"
+        if step > kept.total:
+            note = "less than the optimizer's step takes, a part of the parameters at a time"
+        self.add(names, "trainer", "activations", max(kept.total, step), note, estimate=True)
+        if kept.offloaded:
+            self.add([HOST], "trainer", "activations", kept.offloaded, "a hidden state for each layer", estimate=True)
+
+
+def activations(
+    model: Model, settings: TrainingConfig, longest: int | None, trained: Shapes, *, on_gpu: bool
+) -> Callable[..., model_math.Activations]:
+    """What a pass of the trainer keeps, as a function of `checkpointed` and, unless the settings say it, `compiled`.
+
+    Args:
+        longest: the longest sequence that the engine makes, in tokens.
+        trained: the trained tensors, those of adapters included.
+    """
+    tokens = tokens_per_pass(settings, longest)
+    width, dimensions = dtype_bytes(settings.dtype, model), model.dimensions
+    large = settings.compile == "on" or (settings.compile == "auto" and model.parameters >= LARGE_MODEL)
+    lowest = None if settings.trains_adapters else min(settings.train_layer_indices or [0])
+    reached = None if lowest is None else dimensions.layers - lowest
+
+    def kept(*, checkpointed: bool, compiled: bool = large and on_gpu) -> model_math.Activations:
+        return model_math.activation_bytes(
+            dimensions, tokens, width=width, on_gpu=on_gpu, layers=reached, largest=largest_of(trained),
+            compiled=compiled, checkpointed=checkpointed, offloaded=settings.activation_offload,
+            frozen=settings.trains_adapters,
+        )  # fmt: skip
+
+    return kept
+
+
+def largest_of(shapes: Shapes) -> int:
+    """Parameters of the largest tensor; 0 where there is none."""
+    return max(map(math.prod, shapes.values()), default=0)
+
+
+def graph_sizes(section: EngineSection, *, restarted: bool) -> int:
+    """Batch sizes for which vLLM captures CUDA graphs; fewer where it is restarted often, 0 where it captures none."""
+    if section.flag("enforce-eager"):
+        return 0
+    most = section.flag_number("max-cudagraph-capture-size", 512)
+    sequences = section.flag_number("max-num-seqs", MOST_SEQUENCES)
+    if restarted:
+        return len(few_graph_sizes(sequences))
+    most = min(most, 2 * sequences)
+    return 3 + min(most, 256) // 8 + max(0, most - 256) // 16  # 1, 2, 4, then in steps of 8, then of 16
 
 
 def overflow(device: Device, profile: Profile, settings: TrainingConfig) -> str | None:
@@ -285,14 +357,20 @@ def overflow(device: Device, profile: Profile, settings: TrainingConfig) -> str 
     )
 
 
+def cache_flag(section: EngineSection) -> str | None:
+    """The flag that names the size of the KV cache, as the profile writes it; None where it names none."""
+    given = section.flag_number("kv-cache-memory-bytes", 0) > 0
+    return section.flag_key("kv-cache-memory-bytes") if given else None
+
+
 def given_cache(device: Device, profile: Profile) -> str | None:
     """Key of the KV cache size that the profile names, where that is the largest item of the device."""
     largest = max(device.items, key=lambda item: item.bytes or 0)
     for index, section in enumerate(profile.vllm):
         if (largest.component, largest.what) != (section.name, "KV cache"):
             continue
-        if section.flag_number("kv-cache-memory-bytes", 0) > 0:
-            return f"vllm.{index}.args.{section.flag_key('kv-cache-memory-bytes')}"
+        if key := cache_flag(section):
+            return f"vllm.{index}.args.{key}"
         if device.name == HOST and section.env.get("VLLM_CPU_KVCACHE_SPACE"):
             return f"vllm.{index}.env.VLLM_CPU_KVCACHE_SPACE"
     return None
@@ -332,7 +410,8 @@ def as_lines(budget: Budget) -> list[str]:
     """For `plan`."""
     lines = [f"memory ({'; '.join(budget.notes)})"]
     for device in budget.devices:
-        known = f"of {size_text(device.total)}" if device.total is not None else "(this machine has no such GPU)"
+        missing = "(how much it has is not known)" if device.name == HOST else "(this machine has no such GPU)"
+        known = f"of {size_text(device.total)}" if device.total is not None else missing
         more = " and more" if any(item.bytes is None for item in device.items) else ""
         model = f" ({device.model})" if device.model else ""
         lines.append(f"  {device.name}{model}: {size_text(device.wanted)}{more} {known}")
@@ -346,7 +425,8 @@ def kv_bytes_per_token(section: EngineSection, model: Model, width: int) -> int:
     """On one device, in bytes: keys and values of every layer; heads are replicated where there are fewer than GPUs."""
     dimensions = model.dimensions
     heads = max(1, dimensions.kv_heads // section.tensor_parallel)
-    layers = math.ceil(dimensions.layers / section.flag_number("pipeline-parallel-size", 1))
+    linear = (model.decoder.get("layer_types") or []).count("linear_attention")
+    layers = math.ceil((dimensions.layers - linear) / section.flag_number("pipeline-parallel-size", 1))
     one = 1 if str(section.flag("kv-cache-dtype")).startswith("fp8") else width
     return 2 * layers * heads * dimensions.head_size * one
 
@@ -361,7 +441,7 @@ def working_memory(section: EngineSection, model: Model, width: int, total: int 
     tokens = section.flag_number("max-num-batched-tokens", 8192 if large else 2048)
     sequences = section.flag_number("max-num-seqs", 1024 if large else 256)
     dimensions = model.dimensions
-    inner = math.ceil(3 * dimensions.inner / section.tensor_parallel)
+    inner = math.ceil(3 * max(dimensions.inner, dimensions.chosen_inner) / section.tensor_parallel)
     return tokens * width * (4 * dimensions.hidden + inner) + sequences * dimensions.vocab * 8 + CONTEXT
 
 
@@ -380,9 +460,11 @@ def effective_optimizer(settings: TrainingConfig, *, on_gpu: bool) -> str:
 def adapter_shapes(model: Model, settings: TrainingConfig) -> Shapes:
     """The two float32 matrices of each adapted linear layer."""
     wanted = set(settings.lora_target_modules or ["q_proj", "v_proj"])
+    everywhere = wanted == {"all-linear"}
     shapes: Shapes = {}
     for name, shape in model.trained(settings.lora_layer_indices).items():
-        if len(shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in wanted:
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if len(shape) == 2 and (module in wanted or (everywhere and LAYER.search(name))):
             shapes[f"{name}.lora_A"] = (settings.lora_r, shape[1])
             shapes[f"{name}.lora_B"] = (shape[0], settings.lora_r)
     return shapes
@@ -390,9 +472,11 @@ def adapter_shapes(model: Model, settings: TrainingConfig) -> Shapes:
 
 def slot_elements(model: Model, section: EngineSection, settings: TrainingConfig) -> int:
     """Elements of vLLM's adapter slots: each has room for every linear layer at the largest rank."""
-    rank = section.flag_number("max-lora-rank", settings.lora_r)
-    linear = [shape for name, shape in model.shapes.items() if len(shape) == 2 and LAYER.search(name)]
-    return section.flag_number("max-loras", 1) * sum(rank * (rows + columns) for rows, columns in linear)
+    rank = section.flag_number("max-lora-rank", server_rank(settings.lora_r) or settings.lora_r)
+    linear = [shape for name, shape in model.shapes.items() if len(shape) in (2, 3) and LAYER.search(name)]
+    # Experts lie in one tensor, [experts, rows, columns].
+    one = sum(rank * math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in linear)
+    return section.flag_number("max-loras", LORA_SLOTS) * one
 
 
 def dtype_bytes(dtype: str, model: Model) -> int:

@@ -1,8 +1,8 @@
-"""What a model on this machine is made of: config.json and the shapes of its tensors. Never asks the network.
+"""What a model is made of: config.json and the shapes of its tensors, without its weights.
 
-`read_model` looks into a directory, or for a hub id into the local cache of huggingface_hub. Names and shapes of the
-tensors are those of transformers, by one formula for each architecture family; a tied head is the embedding and is
-listed once.
+Names and shapes of the tensors are those of transformers; a tied head is the embedding and is listed once. The most
+usual architectures have a formula, so that a laptop without torch can plan for them in no time; for any other
+transformers is asked, in another process (`model_files.py`), or the headers of the files are read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_common.model_math import Dimensions
+from atropos_tui.profile.model_files import build, config_file
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -47,14 +48,20 @@ class Model:
         return max(math.prod(shape) for shape in self.shapes.values())
 
     @property
+    def decoder(self) -> Mapping[str, Any]:
+        """The part of the configuration that describes the language model."""
+        inner = self.config.get("text_config")
+        return inner if isinstance(inner, dict) else self.config
+
+    @property
     def dimensions(self) -> Dimensions:
         """Sizes of its layers, by which memory is estimated."""
-        return Dimensions.of(self.config, head_norms=any("q_norm" in name for name in self.shapes))
+        return Dimensions.of(self.decoder, head_norms=any("q_norm" in name for name in self.shapes))
 
     @property
     def max_length(self) -> int | None:
         """Longest context the model was made for, in tokens."""
-        longest = self.config.get("max_position_embeddings") or self.config.get("n_positions")
+        longest = self.decoder.get("max_position_embeddings") or self.decoder.get("n_positions")
         return int(longest) if longest else None
 
     @property
@@ -75,19 +82,18 @@ def read_model(name: str) -> Model | str:
     Args:
         name: a directory, or a hub id.
     """
-    path = _config_file(name)
-    if path is None:
-        return "model not on this machine"
+    path = config_file(name)
+    if isinstance(path, str):
+        return path
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        shapes, source = model_shapes(config), "config.json"
-        if shapes is None:
-            shapes, source = _stored_shapes(path.parent), "safetensors"
-        if not shapes:
-            return f"no formula for {architecture(config)}, and no safetensors beside its config.json"
-        model = Model(name, config, shapes, source)
-        # Read now what the budget needs, so that a configuration without it is found here.
-        _ = (model.dimensions, model.max_length)
+        if shapes := model_shapes(config):
+            model: Model | str = Model(name, config, shapes, "config.json")
+        else:
+            model = _built(name, path.parent, config)
+        if isinstance(model, Model):
+            # Read now what the budget needs, so that a configuration without it is found here.
+            _ = (model.dimensions, model.max_length)
         return model
     except KeyError as error:
         return f"{path} lacks {error.args[0]}"
@@ -95,17 +101,13 @@ def read_model(name: str) -> Model | str:
         return f"{path} cannot be read as a model's configuration ({type(error).__name__})"
 
 
-def _config_file(name: str) -> Path | None:
-    folder = Path(name).expanduser()
-    try:
-        if (folder / "config.json").is_file():
-            return folder / "config.json"
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(name, "config.json")
-    except Exception:  # no huggingface_hub, or a name that it takes for none: either way nothing is here
-        return None
-    return Path(cached) if isinstance(cached, str) else None
+def _built(name: str, folder: Path, config: dict[str, Any]) -> Model | str:
+    """A model of an architecture without a formula: as transformers builds it, else as its files have it."""
+    if not isinstance(built := build(folder, config), str):
+        return Model(name, built.config, built.shapes, "transformers")
+    if shapes := _stored_shapes(folder):
+        return Model(name, config, shapes, "safetensors")
+    return f"no formula for {architecture(config)}, and {built}; no safetensors beside its config.json either"
 
 
 def _stored_shapes(folder: Path) -> Shapes:

@@ -16,11 +16,12 @@ from pydantic import ValidationError
 
 from atropos_common.bridge import ENV_SAMPLING, few_graph_sizes, server_rank
 from atropos_common.control import Role
-from atropos_common.run_dir import ENV_HOLD_GENERATION, ENV_SEQUENCES, ENV_TRAINER_HOSTS, RunDir
+from atropos_common.run_dir import ENV_HOLD_GENERATION, ENV_REFILL, ENV_SEQUENCES, ENV_TRAINER_HOSTS, RunDir
 from atropos_common.transfer import is_loopback, meeting_place
 from atropos_tui.profile.load import CACHE, cache_dir, shipped_profiles
 from atropos_tui.profile.redact import hide_tree
 from atropos_tui.profile.sections import (
+    MODE_SETTINGS,
     ApiSection,
     ComponentOptions,
     EngineSection,
@@ -116,8 +117,6 @@ class ModeTraits:
     """The trainer has the engine restarted every few steps, so its start must be quick."""
     trainer_follows_engine: bool = False
     """A restarted engine takes the trainer with it."""
-    trainer_settings: tuple[tuple[str, object], ...] = ()
-    """Fields of TrainingConfig that select the mode."""
 
 
 TRAITS: dict[Mode, ModeTraits] = {
@@ -125,32 +124,36 @@ TRAITS: dict[Mode, ModeTraits] = {
         shares_memory=True,
         holds_generation=True,
         trainer_follows_engine=True,
-        trainer_settings=(("weight_bridge_mode", "shared_vllm"),),
     ),
     "broadcast": ModeTraits(
         other_gpus=True,
         feeds_all=True,
         holds_generation=True,
         updates_weights=True,
-        trainer_settings=(("weight_bridge_mode", "shared_vllm"), ("use_shared_memory", True)),
     ),
     "lora_only": ModeTraits(
         lora=True,
         holds_generation=True,
-        trainer_settings=(("weight_bridge_mode", "lora_only"),),
     ),
     "lora_restart": ModeTraits(
         lora=True,
         holds_generation=True,
         restarts_engine=True,
-        trainer_settings=(("weight_bridge_mode", "lora_restart"),),
     ),
     "none": ModeTraits(
         holds_generation=True,
         updates_weights=True,
-        trainer_settings=(("weight_bridge_mode", "none"),),
     ),
 }
+
+
+def traits_of(profile: Profile) -> ModeTraits:
+    """What a profile's mode asks of its stack. Adapters over the one copy live on the engine's memory; that of a GPU
+    must not go while the trainer computes with it, so there a restart takes the trainer along."""
+    traits = TRAITS[profile.mode]
+    if not (traits.lora and profile.trainer.settings.get("single_copy")):
+        return traits
+    return replace(traits, shares_memory=True, trainer_follows_engine=bool(profile.vllm[0].gpus))
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ class Site:
     @property
     def traits(self) -> ModeTraits:
         """What the profile's mode asks of the stack."""
-        return TRAITS[self.profile.mode]
+        return traits_of(self.profile)
 
     @property
     def model(self) -> str:
@@ -213,7 +216,7 @@ def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
         "save_path": str(site.run.checkpoints),
         "resume": "auto",
         "benchmark": True,
-        **dict(site.traits.trainer_settings),
+        **MODE_SETTINGS[profile.mode],
     }
     if site.traits.feeds_all:
         derived["vllm_urls"] = [site.url(each.port) for each in fed_engines(profile)]
@@ -346,7 +349,7 @@ def is_fed(site: Site, section: EngineSection) -> bool:
 def fed_engines(profile: Profile) -> list[EngineSection]:
     """The first engine; in a mode that feeds all of them, each that serves the stack's model."""
     first, *others = profile.vllm
-    return [first, *(each for each in others if TRAITS[profile.mode].feeds_all and each.model is None)]
+    return [first, *(each for each in others if traits_of(profile).feeds_all and each.model is None)]
 
 
 def engine_model(site: Site, section: EngineSection) -> str:
@@ -477,7 +480,8 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         role=Role.ENV,
         command=command,
         env=_tracked(site, settings, section.name)
-        | ({ENV_SEQUENCES: str(sequences_in_flight(site, engine, settings))} if derives_workers else {}),
+        | ({ENV_SEQUENCES: str(sequences_in_flight(site, engine, settings))} if derives_workers else {})
+        | ({} if section.refill else {ENV_REFILL: "0"}),
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stages=ENV_STAGES,
         stop=StopPolicy(signal="TERM", grace_s=5),
@@ -560,7 +564,7 @@ def _tracked(site: Site, settings: TrainingConfig, environment: str = "") -> dic
 
 def trainer_gpus(profile: Profile) -> list[int]:
     """The trainer's GPUs; single copy lives on the engine's own."""
-    return profile.trainer.gpus or (profile.vllm[0].gpus if TRAITS[profile.mode].shares_memory else [])
+    return profile.trainer.gpus or (profile.vllm[0].gpus if traits_of(profile).shares_memory else [])
 
 
 def _extra(site: Site, name: str, section: ExtraSection) -> ComponentSpec:

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from atropos_common.run_dir import (
 )
 from atropos_tui.errors import Problem
 from atropos_tui.profile import memory, ports
-from atropos_tui.profile.memory import Hardware, Inventory, take_inventory
+from atropos_tui.profile.fit import nearest
+from atropos_tui.profile.hardware import Hardware
+from atropos_tui.profile.memory import Inventory, take_inventory
+from atropos_tui.profile.model_files import is_hub_id
 from atropos_tui.profile.models import Model
 from atropos_tui.profile.plan import (
-    TRAITS,
     Site,
     config_file,
     engine_model,
@@ -36,9 +38,10 @@ from atropos_tui.profile.plan import (
     resolve_path,
     trainer_gpus,
     training_config,
+    traits_of,
 )
 from atropos_tui.profile.sections import EngineSection, EnvSection, Profile
-from atropos_tui.profile.source import class_names
+from atropos_tui.profile.source import class_names, function_names
 from atropos_tui.profile.spec import StackSpec, expand, references
 from trainer_core.config import TrainingConfig
 
@@ -58,14 +61,31 @@ def preflight(site: Site, stack: StackSpec, inventory: Inventory | None = None) 
     inventory = inventory or take_inventory(site)
     settings = training_config(site)
     return [
-        *_taken_ports(site),
-        *_packages(site, settings, inventory.machine),
-        *_programs(site),
-        *_models(site),
+        *lacks(site, stack, inventory.machine),
         *_model_fits(site, settings, inventory),
         *unfit(site, inventory),
+    ]
+
+
+def lacks(site: Site, stack: StackSpec, machine: Hardware) -> list[Problem]:
+    """What only this machine can have: ports, packages, programs, models, variables.
+
+    Args:
+        machine: where the stack shall run.
+    """
+    return [
+        *_taken_ports(site),
+        *_packages(site, training_config(site), machine),
+        *_programs(site),
+        *_loss_function(site),
+        *_models(site),
         *_launches(site, stack),
     ]
+
+
+def mismatches(site: Site, inventory: Inventory) -> list[Problem]:
+    """What the models' own configurations say against the profile, on any machine."""
+    return list(_model_fits(site, training_config(site), inventory))
 
 
 def unfit(site: Site, inventory: Inventory) -> list[Problem]:
@@ -139,7 +159,7 @@ def _programs(site: Site) -> list[Problem]:
 
 
 def _environment_program(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
-    if env.module and not _module_exists(site.text(env.module), [env.cwd or ".", *_python_path(site, env)]):
+    if env.module and _module(site.text(env.module), [env.cwd or ".", *_python_path(site, env.env)]) is None:
         fix = "check the name, or use `script` with a path"
         yield Problem(f"no module {env.module!r}", fix, key=f"{key}.module")
     for name, value in (("script", (env.script or "").partition(":")[0]), ("config", env.config)):
@@ -193,8 +213,25 @@ def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> It
         )
 
 
-def _module_exists(name: str, folders: list[str]) -> bool:
-    """Whether `python -m` finds it: installed, or (unless it is ours) in one of the folders. Nothing is imported: the
+def _loss_function(site: Site) -> Iterator[Problem]:
+    """Where the trainer takes its loss from; whether that is one, it says itself."""
+    section = site.profile.trainer
+    name, _, function = site.text(section.settings.get("loss") or "").partition(":")
+    if not name:
+        return
+    found = _module(name, [section.cwd or ".", *_python_path(site, section.env)])
+    if found is None:
+        fix = f"check the name; a module of your own is looked for in {Path(section.cwd or '.').resolve()}"
+        yield Problem(f"no module {name!r}", fix, key="trainer.loss")
+        return
+    known = function_names(Path(found.origin)) if found.origin else None
+    if known is not None and function not in known:
+        fix = f"it has: {', '.join(sorted(known)) or 'none'}"
+        yield Problem(f"{found.origin} has no function {function}", fix, key="trainer.loss")
+
+
+def _module(name: str, folders: list[str]) -> ModuleSpec | None:
+    """What `python -m` finds: installed, or (unless it is ours) in one of the folders. Nothing is imported: the
     packages around a module would be run."""
     first, *parts = name.split(".")
     try:
@@ -206,11 +243,11 @@ def _module_exists(name: str, folders: list[str]) -> bool:
     for depth, _ in enumerate(parts, 2):
         inside = spec and spec.submodule_search_locations
         spec = PathFinder.find_spec(".".join(name.split(".")[:depth]), inside) if inside else None
-    return spec is not None
+    return spec
 
 
-def _python_path(site: Site, env: EnvSection) -> list[str]:
-    return [folder for folder in site.text(env.env.get("PYTHONPATH", "")).split(os.pathsep) if folder]
+def _python_path(site: Site, variables: Mapping[str, str]) -> list[str]:
+    return [folder for folder in site.text(variables.get("PYTHONPATH", "")).split(os.pathsep) if folder]
 
 
 def _models(site: Site) -> Iterator[Problem]:
@@ -218,7 +255,7 @@ def _models(site: Site) -> Iterator[Problem]:
     named: set[str] = set()
     for index, engine in enumerate(site.profile.vllm):
         model = engine_model(site, engine)
-        if model in made or model in named or _looks_like_hub_id(model):
+        if model in made or model in named or is_hub_id(model):
             continue
         named.add(model)
         key = f"vllm.{index}.model" if engine.model else "model"
@@ -229,11 +266,6 @@ def _models(site: Site) -> Iterator[Problem]:
         elif not (folder / "config.json").is_file():
             fix = "point at the folder that `save_pretrained` wrote"
             yield Problem(f"{model} holds no config.json: not a model", fix, key=key)
-
-
-def _looks_like_hub_id(model: str) -> bool:
-    """`owner/name`, as against a path: not absolute, not dotted, one slash, and no such folder here."""
-    return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not Path(model.split("/")[0]).is_dir()
 
 
 def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
@@ -281,6 +313,7 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
             'name vllm.gpus and trainer.gpus, or set trainer.device = "cpu" with a vLLM for the CPU',
             key="trainer.gpus",
         )
+    where = "this machine" if machine.is_here else "that machine"
     for key, gpus in wanted.items():
         missing = ", ".join(str(gpu) for gpu in sorted(set(gpus)) if gpu >= present)
         if missing and not present:
@@ -288,17 +321,18 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
             yield Problem(reason, f"run it on a machine with GPUs; {ON_THE_CPU}", key=key)
         elif missing:
             there = "GPU 0" if present == 1 else f"GPUs 0-{present - 1}"
-            yield Problem(f"GPU {missing} does not exist: this machine has {there}", f"use {there}", key=key)
+            yield Problem(f"GPU {missing} does not exist: {where} has {there}", f"use {there}", key=key)
 
 
 def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
     """Devices that are too small for certain; what is only likely is a warning of `plan`."""
     for device in memory.site_budget(site, inventory).devices:
         if device.is_too_small:
+            found = nearest(site, inventory, most=1)
             yield Problem(
                 f"{device.name}: {memory.size_text(device.certain)} are wanted before any activation, and "
                 f"{memory.size_text(device.total or 0)} are there",
-                "; ".join(memory.ways_out(device, site.profile, settings)),
+                f"set {found[0].text}" if found else "; ".join(memory.ways_out(device, site.profile, settings)),
                 key=memory.given_cache(device, site.profile)
                 or ("trainer.optimizer" if trainer_gpus(site.profile) else "model"),
             )
@@ -392,5 +426,5 @@ def _gpu_sets(profile: Profile, moved: Mapping[int, int]) -> Iterator[str]:
     for index, engine in enumerate(profile.vllm):
         own = engine.gpus or range(engine.tensor_parallel)
         yield f"vllm.{index}.gpus={[moved[gpu] for gpu in own]}"
-    if profile.trainer.gpus or not TRAITS[profile.mode].shares_memory:
+    if profile.trainer.gpus or not traits_of(profile).shares_memory:
         yield f"trainer.gpus={[moved[gpu] for gpu in profile.trainer.gpus or [min(moved)]]}"

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from atropos_common.control import Role
+from atropos_common.run_dir import ENV_TOKEN
+
 REDACTED = "(redacted)"
 PLACEHOLDER = "local"
 """Stands where a local server wants some key; everybody may read it."""
@@ -26,6 +29,15 @@ _SECRET = re.compile(
 )
 _REFERENCE = re.compile(r"\$\{(\w+)\}")
 _SETTINGS = re.compile("false|true|enabled|disabled|online|offline|debug|info|warning|error|critical", re.IGNORECASE)
+
+_ALL_BUT_API = frozenset(Role) - {Role.API}
+_NEEDED_BY = (
+    (re.compile(ENV_TOKEN), frozenset({Role.API, Role.ENGINE, Role.TRAINER})),
+    (re.compile("WANDB_API_KEY"), frozenset({Role.ENV, Role.TRAINER})),
+    (re.compile("VLLM_API_KEY"), frozenset({Role.ENGINE, Role.ENV})),
+    (re.compile(r"\w+_API_KEY"), frozenset({Role.ENV, Role.OTHER})),  # of judges, search engines and the like
+)
+"""Who needs which secret; the first pattern counts. Others, such as of hubs and object stores, go to all that load."""
 
 _SHAPES = re.compile(
     r"""
@@ -84,6 +96,14 @@ _BEARER = re.compile(
 def is_secret_name(name: str) -> bool:
     """Whether a variable, key or flag of this name holds a secret."""
     return _SECRET.search(name) is not None
+
+
+def goes_to(name: str, role: Role) -> bool:
+    """Whether a component of `role` gets the variable `name` from the environment that a run is started in: secrets
+    only where they are needed. What its `env` table in the profile names, it has in any case."""
+    if not is_secret_name(name):
+        return True
+    return role in next((roles for pattern, roles in _NEEDED_BY if pattern.fullmatch(name)), _ALL_BUT_API)
 
 
 def is_harmless(value: str) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -46,7 +46,7 @@ from atropos_tui.profile.spec import (
     TcpCheck,
     references,
 )
-from trainer_core.config import Mode, TrainingConfig
+from trainer_core.config import Mode, TrainingConfig, WeightBridgeMode
 
 __all__ = ["Profile", "apply_sets", "find_profile", "load_profile", "parse_profile", "shipped_profiles"]
 
@@ -54,7 +54,6 @@ __all__ = ["Profile", "apply_sets", "find_profile", "load_profile", "parse_profi
 DERIVED_TRAINER_KEYS = {
     "model_name": "model",
     "weight_bridge_mode": "mode",
-    "single_copy": "mode",
     "use_shared_memory": "mode",
     "vllm_port": "vllm.port",
     "gpu_memory_utilization": "vllm.gpu_memory_utilization",
@@ -67,7 +66,14 @@ DERIVED_TRAINER_KEYS = {
 """Trainer fields that the plan derives, and the profile key to set instead."""
 
 
-READ_WORDS = {"betas", "train_layer_indices", "lora_target_modules", "lora_layer_indices"}
+MODE_SETTINGS: dict[str, dict[str, Any]] = {
+    "broadcast": {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True},
+    **{mode: {"weight_bridge_mode": mode} for mode in get_args(WeightBridgeMode)},
+}
+"""Trainer fields that select a mode."""
+
+
+READ_WORDS = {"betas", "train_layer_indices", "lora_target_modules", "lora_layer_indices", "lora_modules_to_save"}
 """Trainer fields that also read text: "0.9 0.95", "20-31", "q_proj v_proj"."""
 PAIRS = {"betas"}
 """Trainer fields that are tuples, which TOML writes as lists."""
@@ -206,6 +212,8 @@ class EnvSection(ComponentOptions):
     """Share of a batch beside other environments."""
     engine: Name | None = None
     """Name of the [[vllm]] that generates its rollouts; default: the first, which the trainer feeds."""
+    refill: bool = True
+    """A group whose scores came out equal is replaced at once, and as many more begun as will come out so."""
 
     @field_validator("args", mode="before")
     @classmethod
@@ -296,6 +304,9 @@ class TrainerSection(ComponentOptions):
     """GPUs by index; in single copy the engine's own, which is the default."""
     processes: int = Field(1, ge=1, le=1)
     """Trainer processes; this version runs one."""
+    memory: Literal["auto", "speed", "fit"] = "auto"
+    """What the plan may set, of what this table leaves open, to fit the GPU's memory: `plan` says what and why. auto:
+    nothing where all fits, else what costs least speed. speed: nothing. fit: as little of the GPU as can be."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -494,10 +505,11 @@ def _trainer_problems(data: dict[str, Any], origins: Origins) -> list[Problem]:
     known = {*TrainerSection.model_fields, *DERIVED_TRAINER_KEYS}
     settings = {key: value for key, value in section.items() if key not in known}
     words = {key for key in READ_WORDS if isinstance(settings.get(key), str)}
+    mode = MODE_SETTINGS.get(str(data.get("mode", "shared_vllm")), {})
     strict = settings | {key: tuple(settings[key]) for key in PAIRS if isinstance(settings.get(key), list)}
     for values, is_strict in ((strict, True), (settings, False)):
         try:
-            TrainingConfig.model_validate({"model_name": "model", **values}, strict=is_strict)
+            TrainingConfig.model_validate({"model_name": "model", **mode, **values}, strict=is_strict)
         except ValidationError as error:
             # The strict reading judges each field but those given in words; the other one these, and combinations.
             errors = [

@@ -1,4 +1,4 @@
-"""What a Python file says without being run: its classes, and whether it or a file beside it speaks of atroposlib."""
+"""What a Python file says without being run: classes, functions, whether it or one beside it speaks of atroposlib."""
 
 from __future__ import annotations
 
@@ -28,10 +28,19 @@ def is_hostable(file: Path) -> bool:
 def class_names(file: Path) -> set[str] | None:
     """The names of classes at the top of `file`, and those that it imports; None where anything may be there, since it
     imports all of another module or is no Python of this version."""
+    return _names(file, ast.ClassDef)
+
+
+def function_names(file: Path) -> set[str] | None:
+    """The same for functions."""
+    return _names(file, ast.FunctionDef)
+
+
+def _names(file: Path, kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> set[str] | None:
     tree = _tree(file)
     found: set[str] = set()
     for node in tree.body if tree else []:
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, kind):
             found.add(node.name)
         elif isinstance(node, ast.ImportFrom | ast.Import):
             found |= {alias.asname or alias.name for alias in node.names}

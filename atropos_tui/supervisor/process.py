@@ -25,6 +25,7 @@ from typing import Protocol
 
 from atropos_common import parent_death, run_dir
 from atropos_common.files import is_private
+from atropos_tui.profile import redact
 from atropos_tui.profile.spec import ComponentSpec, StackSpec, expand, references
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.logs import widen
@@ -101,9 +102,11 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
         run_dir.ENV_ATTEMPT: str(attempt),
     } | ({run_dir.ENV_HELD_PORT: str(spec.port)} if spec.port_held else {})
     variables = {**stack.variables, run_dir.ENV_TOKEN: token, **os.environ, **own}
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
+    inherited = {run_dir.ENV_TOKEN: token, **os.environ}
+    env = {name: value for name, value in inherited.items() if redact.goes_to(name, spec.role)}
+    env |= {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
     env |= {key: resolve(value, variables, f"{spec.name}: env.{key}") for key, value in spec.env.items()}
-    env = {run_dir.ENV_TOKEN: token, **env, **own}
+    env |= own
     command = [resolve(part, variables, f"{spec.name}: command") for part in spec.command]
     cwd = resolve(spec.cwd, variables, f"{spec.name}: cwd") if spec.cwd else None
     if cwd and not Path(cwd).is_dir():

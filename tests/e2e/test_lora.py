@@ -5,6 +5,7 @@ python -m pytest -m e2e tests/e2e/test_lora.py            # one architecture; -m
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import threading
 import time
@@ -16,9 +17,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
+from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN, MANIFEST_NAME
 from atropos_envs.tiny_model import make_tiny_model
+from tests.e2e import gate
 from tests.e2e.live_stack import LiveStack, free_ports
 from tests.e2e.small_models import ARCHITECTURES, TINY, make_model
 from tests.e2e.streams import Streamed, Streams
@@ -31,7 +34,7 @@ from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import completions_logprobs, sequence_logprobs
-from trainer_core.policy.lora import adapter_parameters, add_adapter, save_adapter
+from trainer_core.policy.lora import WEIGHTS_NAME, adapter_parameters, add_adapter, save_adapter
 from trainer_core.rollouts.packing import pack
 from trainer_core.server.client import ServerClient
 from trainer_core.step import accumulate
@@ -211,6 +214,46 @@ def test_an_adapter_that_does_not_fit(server: Server, tmp_path: Path, alone: Non
     trainer.sync.close()
 
 
+@pytest.fixture
+def sharing(tmp_path: Path) -> Iterator[Server]:
+    """One that exports its weights: 36 MB, so that a second copy would show."""
+    model = make_model("qwen2", tmp_path / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=3)
+    made = start_server(tmp_path, model, flags=LORA, ATROPOS_TOKEN=TOKEN, ATROPOS_HOLD_GENERATION="1")
+    yield made
+    end_of(made.process)
+    Path(made.manifest().ranks[0].shm_path or "none").unlink(missing_ok=True)
+
+
+def own_bytes() -> int:
+    return int(psutil.Process().memory_full_info().uss)
+
+
+def test_adapters_over_the_one_copy(sharing: Server, tmp_path: Path, alone: None) -> None:
+    """The trainer computes with the server's base model and never writes to it: no second copy, the same numbers."""
+    shard = sharing.manifest().ranks[0]
+    before = hashlib.sha256(Path(shard.shm_path or "").read_bytes()).digest()
+    fields = {
+        "weight_bridge_mode": "lora_only", "vllm_port": int(sharing.url.rpartition(":")[2]), "lora_r": 16,
+        "lora_target_modules": ["all-linear"], "vllm_config_path": str(sharing.bridge_dir / MANIFEST_NAME),
+    }  # fmt: skip
+    grown = {}
+    for single_copy in (True, False):
+        free = own_bytes()
+        kept = Trainer(LoraSwap, gate.config(sharing, tmp_path, single_copy=single_copy, **fields))
+        assert kept.gap(ask(sharing.url), 0) < EXACT
+        grown[single_copy] = (own_bytes() - free) / shard.shm_bytes
+        kept.sync.close()
+    print(f"\nmemory of its own, in copies of {shard.shm_bytes / 1e6:.0f} MB: {grown}")
+    assert grown[True] < 0.3 and grown[False] > 0.8
+
+    records = gate.train_on(sharing, tmp_path, training_steps=3, lr=5e-3, single_copy=True, **fields)
+    assert [record.verdict for record in gate.alignments(records)] == ["ok"] * 3
+    assert max(record.probe_diff_abs_mean for record in gate.alignments(records)) < EXACT
+    assert hashlib.sha256(Path(shard.shm_path or "").read_bytes()).digest() == before
+    final = tmp_path / "out" / "final_model"
+    assert max(tensor.abs().max() for name, tensor in load_file(final / WEIGHTS_NAME).items() if "lora_B" in name) > 0
+
+
 def own_servers() -> set[psutil.Process]:
     """vLLM servers that this process has started, those of fixtures among them."""
     return {child for child in psutil.Process().children() if "vllm_server" in " ".join(child.cmdline())}
@@ -309,11 +352,16 @@ def assert_trained(run: LiveStack, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_lora_only_survives_its_engine(stack: Start_) -> None:
-    """The whole stack; vLLM is killed in the middle: its successor holds until it has the adapter; no step is lost."""
-    run = stack(mode="lora_only", trainer__training_steps=8, trainer__checkpoint_interval=4)
+@pytest.mark.parametrize("single_copy", [False, True], ids=["two copies", "one copy"])
+@pytest.mark.parametrize("how", ["kill", "restart"])
+def test_lora_only_survives_its_engine(stack: Start_, how: str, single_copy: bool) -> None:
+    """The whole stack; vLLM is killed in the middle: its successor holds until it has the adapter; no step is lost. Over
+    one copy the trainer goes on with the successor's base model."""
+    run = stack(
+        mode="lora_only", trainer__training_steps=8, trainer__checkpoint_interval=4, trainer__single_copy=single_copy
+    )
     run.until_step(3, 180)
-    assert run.cli("kill", "vllm", "--yes").returncode == 0
+    assert run.cli(how, "vllm", "--yes").returncode == 0
     code, output = run.wait(timeout=300)
     assert code == 0, output[-4000:]
     assert_trained(run, 8)

@@ -36,9 +36,12 @@ STEPS = 20
 ENVIRONMENTS: dict[str, dict[str, str]] = {
     "shared_vllm": {"VLLM_ENABLE_SHARED_WEIGHTS": "1"},
     "lora_only": {},
+    "lora_one_copy": {"VLLM_ENABLE_SHARED_WEIGHTS": "1"},
     "none": {"ATROPOS_WEIGHT_UPDATES": "1"},
 }
-FLAGS = {"lora_only": ["--enable-lora", "--max-lora-rank", "16"]}
+FLAGS = {mode: ["--enable-lora", "--max-lora-rank", "16"] for mode in ("lora_only", "lora_one_copy")}
+SETTINGS: dict[str, dict[str, Any]] = {"lora_one_copy": {"weight_bridge_mode": "lora_only", "single_copy": True}}
+"""Of the trainer, where the name of the mode does not say it all."""
 ENGINE_FLAGS = ["--kv-cache-memory-bytes", str(1 << 30), "--max-num-seqs", "64"]
 
 
@@ -104,8 +107,9 @@ class Loaded(Sampled):
 
 def run(mode: str, base: Path, url: str, folder: Path, load: Streams, **settings: Any) -> dict[str, list[Any]]:
     """Train `STEPS` steps; the records by kind."""
+    settings = {"weight_bridge_mode": mode} | SETTINGS.get(mode, {}) | settings
     config = TrainingConfig(
-        model_name=str(base), weight_bridge_mode=mode, vllm_port=int(url.rpartition(":")[2]), optimizer="adamw",
+        model_name=str(base), vllm_port=int(url.rpartition(":")[2]), optimizer="adamw",
         lr=2e-4, training_steps=STEPS, batch_size=4, gradient_accumulation_steps=4, checkpoint_interval=0,
         save_path=str(folder / "out"), log_dir=str(folder / "logs"), gpu_memory_utilization=0.1, max_model_len=256,
         lora_target_modules=["all-linear"] if mode.startswith("lora") else None, **settings,
@@ -156,7 +160,7 @@ def test_aligned_after_every_publish(
     after = {span for _, span in load.versions(since=ended)}
     assert after == {(STEPS, STEPS)}, after
     assert max(step.policy_lag_max for step in records["step"]) <= every
-    if mode == "lora_only":
+    if mode.startswith("lora"):
         assert all(span and span[0] == span[1] for span in spans), "a completion keeps its adapter"
     assert "Graph capturing finished" in server.log.read_text(), "CUDA graphs were on"
 

@@ -119,6 +119,7 @@ WORDS = [
     ),
     (TRAINER, "broadcast_broke", BROKE),
     (TRAINER, "nccl_failed", BACKEND),  # hkproj/pytorch-transformer-distributed#1
+    (TRAINER, "checkpoint_damaged", "[WARNING] passed over: --resume /r/step_6: model.safetensors has 7 bytes, and 9"),
     (TRAINER, "shm_full", SHM),  # nianticlabs/simplerecon#3
     (TRAINER, "shm_full", TORCH_SHM),  # logicalclocks/hopsworks#1557
     (ENGINE, "lora_not_enabled", "RuntimeError: LoRA is not enabled. Use --enable-lora to enable LoRA."),

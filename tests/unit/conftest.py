@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from atropos_tui.cli import main
+from atropos_tui.profile import model_files
 
 if TYPE_CHECKING:
     from tests.unit.trainer_stand_ins import Engine
@@ -22,6 +23,14 @@ def _one_parser() -> Iterator[None]:
     do. Parsing leaves a parser as it was."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "build_parser", functools.cache(main.build_parser))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_hub() -> Iterator[None]:
+    """Shipped profiles name hub models, and `plan` would ask the hub for their configuration."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_files, "_from_hub", lambda name: "model not on this machine")
         yield
 
 

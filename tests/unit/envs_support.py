@@ -15,6 +15,8 @@ from aiohttp.test_utils import TestServer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from atropos_api.batches import Batches
+
 EOS = 1
 Answer = Callable[[list[int], dict[str, Any], int], list[int]]
 """Prompt ids, the request's body and the completion's index, to the completion's ids."""
@@ -104,12 +106,13 @@ class Engine:
 
 
 @asynccontextmanager
-async def run_api() -> AsyncIterator[str]:
-    """atroposlib's own run-api, fresh, on a free port."""
+async def run_api(*, keeps: bool = False) -> AsyncIterator[str]:
+    """atroposlib's own run-api, fresh, on a free port; with `keeps` behind our `GET /batch`, which keeps batches."""
     from atroposlib.api.server import app
 
     app.state._state.clear()
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    served: Any = Batches(app, app.state) if keeps else app
+    server = uvicorn.Server(uvicorn.Config(served, host="127.0.0.1", port=0, log_level="error"))
     server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
     task = asyncio.create_task(server.serve())
     while not server.started:

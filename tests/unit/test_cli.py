@@ -17,8 +17,12 @@ import pytest
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import main, runs, up
 from atropos_tui.cli.parser import build_parser
+from atropos_tui.cli.profiles import Checked
 from atropos_tui.errors import Exit
-from atropos_tui.profile.plan import build_stack
+from atropos_tui.profile.hardware import Hardware
+from atropos_tui.profile.memory import Inventory
+from atropos_tui.profile.plan import Site, build_stack
+from atropos_tui.profile.sections import Profile
 from tests.unit.cpu_time import cpu_seconds
 
 
@@ -106,8 +110,11 @@ def test_no_run_exits_5(command: list[str], capsys: pytest.CaptureFixture[str]) 
 def test_an_impossible_run_directory_is_a_mistake(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stacks = lambda profile, _, site, machine: build_stack(profile, site.run.root, run_id=site.run_id)  # noqa: E731
-    monkeypatch.setattr(up, "checked", stacks)
+    def passed(profile: Profile, _: Path, site: Site, machine: bool) -> Checked:
+        stack = build_stack(profile, site.run.root, run_id=site.run_id)
+        return Checked(site, stack, Inventory(Hardware((), None), {}), "")
+
+    monkeypatch.setattr(up, "checked", passed)
     (tmp_path / "loop").symlink_to("loop")
     assert main.run(["up", write_profile(tmp_path), "--detach", "--run-dir", place]) == Exit.USAGE
     error = capfd.readouterr().err

@@ -21,8 +21,9 @@ from atropos_tui.cli.init import SCHEMA_FILE, default_model
 from atropos_tui.cli.profiles import schema_text
 from atropos_tui.errors import Exit
 from atropos_tui.profile import memory
-from atropos_tui.profile.memory import Gpu, Hardware
-from atropos_tui.profile.plan import TRAITS
+from atropos_tui.profile.checks import check_notes
+from atropos_tui.profile.hardware import Gpu, Hardware
+from atropos_tui.profile.plan import TRAITS, make_site
 from atropos_tui.profile.ports import is_free
 from atropos_tui.profile.sections import Profile, load_profile, profile_schema
 
@@ -58,6 +59,8 @@ def test_what_it_writes_is_valid(
     profile = written("p.toml")
     assert profile.mode == mode and profile.vllm[0].gpus == ([0] if gpus else [])
     assert profile.trainer.settings.get("device") == (None if gpus else "cpu")
+    assert profile.trainer.settings.get("single_copy", False) == (mode == "lora_only" and gpus < 2)
+    assert not any("trainer.lr" in note for note in check_notes(make_site(profile, Path("r"), run_id="r")))
     if env == "arithmetic":
         assert ("rows128" in profile.model) == ("--vocab-rows" in profile.prepare[0].command) == bool(gpus)
         assert profile.prepare[0].creates == profile.model

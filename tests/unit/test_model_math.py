@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.optimization import Adafactor
 
 from atropos_common.benchmark_summary import summary_sections, summary_text
@@ -29,7 +38,7 @@ from trainer_core.policy.speed import activation_bytes
 from trainer_core.report import MfuMeter
 from trainer_core.rollouts.packing import PackedRow
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 48, "vocab_size": 80,
 }  # fmt: skip
@@ -75,6 +84,29 @@ def test_operations_are_those_that_torch_counts(
     assert mine == pytest.approx(
         counter.get_total_flops() - masked_half, rel=1e-9 if train in (_everything, _upper_layer) else 0.04
     )
+
+
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTURES: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3MoeConfig(**SMALL, num_experts=4, mlp_only_layers=[1], **EXPERTS),
+    "glm4": Glm4MoeConfig(**SMALL, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, **EXPERTS),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": OlmoeConfig(**SMALL | {"head_dim": 64}, num_experts=4, num_experts_per_tok=3),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_of_experts_those_of_the_token_count(name: str) -> None:
+    torch.manual_seed(0)
+    eager = {"experts_implementation": "eager", "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(MIXTURES[name], **eager).eval()
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(48)[None] % 80, use_cache=False)
+    sizes = dimensions(model)
+    assert sizes.experts == 4
+    forward = 2.0 * 48 * (sizes.layers * sizes.layer + sizes.vocab * sizes.hidden)
+    scores = 4.0 * sizes.layers * sizes.queries * 48**2
+    assert forward + scores == pytest.approx(counter.get_total_flops(), rel=1e-9)
 
 
 def test_gpt2_names_its_sizes_otherwise() -> None:

@@ -13,12 +13,11 @@ from transformers.optimization import Adafactor
 
 from atropos_common import model_math
 from atropos_tui.profile import memory
+from atropos_tui.profile.hardware import Gpu, Hardware
 from atropos_tui.profile.memory import (
     HOST,
     Budget,
     Device,
-    Gpu,
-    Hardware,
     Inventory,
     as_data,
     as_lines,
@@ -186,6 +185,14 @@ def test_lora_trains_adapters_alone() -> None:
     assert found["trainer optimizer state"] == 8 * adapters
     assert "trainer master weights" not in found and found["trainer weights"] == 2 * PARAMETERS
     assert 0 < (found["vllm adapters"] or 0) < PARAMETERS
+
+
+def test_adapters_over_the_one_copy_need_no_weights_of_their_own() -> None:
+    settings = {"single_copy": True, "lora_r": 8, "optimizer": "adamw", "lora_target_modules": ["all-linear"]}
+    found = items(budget_of(profile(mode="lora_only", trainer=settings), H200), "GPU 0")
+    a_layer = (2048 + 2048) * 2 + (2048 + 1024) * 2 + (2048 + 6144) * 3
+    assert found["trainer adapters"] == 4 * 28 * 8 * a_layer
+    assert found["vllm weights"] == 2 * PARAMETERS and "trainer weights" not in found
 
 
 def test_a_frozen_reference_is_a_copy_but_for_adapters() -> None:

@@ -13,7 +13,8 @@ import pytest
 from atropos_tui.cli.main import run
 from atropos_tui.profile import memory
 from atropos_tui.profile.checks import check_graph, check_profile
-from atropos_tui.profile.memory import Gpu, Hardware, Inventory, make_budget
+from atropos_tui.profile.hardware import Gpu, Hardware
+from atropos_tui.profile.memory import Inventory, make_budget
 from atropos_tui.profile.models import Model, model_shapes
 from atropos_tui.profile.plan import build_stack, make_site, training_config
 from atropos_tui.profile.preflight import preflight

@@ -12,12 +12,13 @@ import pytest
 import tomli_w
 
 from atropos_tui.cli.up import _profile_data
-from atropos_tui.profile.checks import check_graph, check_notes, check_profile
+from atropos_tui.errors import UserError
+from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile
 from atropos_tui.profile.plan import Site, build_stack, make_site, redacted
 from atropos_tui.profile.recipes import recipe
 from atropos_tui.profile.redact import hide_command, hide_tree
 from atropos_tui.profile.sections import Profile, load_profile, parse_profile
-from atropos_tui.profile.spec import RestartPolicy, StackSpec, StopPolicy
+from atropos_tui.profile.spec import ComponentSpec, RestartPolicy, StackSpec, StopPolicy
 
 
 def profile(**changes: Any) -> Profile:
@@ -185,6 +186,7 @@ def test_recipe_of_an_unknown_component() -> None:
 TWO_ENGINES = [{"name": "a", "port": 9001}, {"name": "b", "port": 9002}]
 SEVERAL = {"batch_size": 16, "gradient_accumulation_steps": 1}
 LORA = {"mode": "lora_only"}
+ONE_COPY = LORA | {"trainer": {"single_copy": True}}
 
 
 def engines(**changes: Any) -> dict[str, Any]:
@@ -212,6 +214,9 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         ({"env": [{"name": "a", "module": "json", "args": {"env.group_size": 8}},
                   {"name": "b", "module": "json", "args": {"env.group_size": 3}}]},
          "env.1.args.env.group_size", "b's group size 3", "env.group_size"),
+        # Recorded rollouts
+        ({"trainer": {"rollouts": "r.jsonl"}, "mode": "none"}, "trainer.rollouts", "makes its rollouts",
+         "trainer_core --model-name ... --rollouts r.jsonl"),
         # Names, ports, addresses
         (env() | {"api": {"port": 9001}}, "vllm.0.port", "port 9001 is also api.port", "distinct"),
         (engines(port=9001), "vllm.1.port", "port 9001 is also vllm.0.port", "distinct"),
@@ -251,7 +256,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         ({"trainer": SEVERAL | {"gpus": [1]}}, "trainer.gpus", "same GPU", "vllm.gpus = [1]"),
         ({"vllm": {"gpus": [0]}, "trainer": SEVERAL | {"device": "cpu"}}, "trainer.device", "on GPU [0]", "auto"),
         ({"vllm": {"dtype": "half"}}, "vllm.0.dtype", "the trainer's are bfloat16", "'bfloat16'"),
-        ({"vllm": {"args": {"quantization": "fp8"}}}, "vllm.0.args.quantization", "quantized", "take it out"),
+        ({"vllm": {"args": {"quantization": "fp8"}}}, "vllm.0.args.quantization", "quantized", "take it"),
         ({"vllm": {"args": {"enable_sleep_mode": True}}}, "vllm.0.args.enable_sleep_mode", "sleeping", "take it out"),
         ({"vllm": {"args": {"enable-lora": True}}}, "vllm.0.args.enable-lora", "adapters wrap", "take it out"),
         ({"vllm": {"args": {"pipeline-parallel-size": 2}}}, "vllm.0.args.pipeline-parallel-size", "one process", "1"),
@@ -273,6 +278,11 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         (LORA | {"vllm": {"args": {"max-lora-rank": 24}}}, "vllm.0.args.max-lora-rank", "no rank 24", "16, 32"),
         (LORA | {"vllm": {"args": {"enable-lora": False}}}, "vllm.0.args.enable-lora", "serves adapters", "take it"),
         (LORA | {"trainer": SEVERAL | {"lora_r": 600}}, "trainer.lora_r", "up to rank 512", "lower it"),
+        # Adapters over the one copy
+        (ONE_COPY | {"vllm": {"tensor_parallel": 2}}, "vllm.0.tensor_parallel", "tensor-parallel", "= 1"),
+        (ONE_COPY | {"vllm": {"args": {"quantization": "fp8"}}}, "vllm.0.args.quantization", "quantized", "take it"),
+        (ONE_COPY | {"vllm": {"gpus": [1]}, "trainer": {"single_copy": True, "gpus": [0]}}, "trainer.gpus", "same GPU",
+         "trainer.gpus = [1]"),
     ],
 )  # fmt: skip
 def test_contradictions_are_found(changes: dict[str, Any], key: str, reason: str, fix: str) -> None:
@@ -313,6 +323,26 @@ def test_a_variable_that_does_nothing_is_said_and_accepted() -> None:
     (note,) = check_notes(site(chosen))
     assert note == "vllm.0.env.VLLM_USE_V1 is ignored: vLLM has only one engine now"
     assert check_notes(site(profile())) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 lets everybody on that network reach it"),
+        (["--host=::"], "--host :: lets everybody"),
+        (["--middleware", "mine.Spy"], "--middleware mine.Spy is code that sees every request"),
+        (["--trust-remote-code"], "--trust-remote-code runs Python code that came with the model"),
+        (["--api-key", "abcdef123456"], "the value of --api-key stands in its command line"),
+        (["--key=${MY_TOKEN}"], "${MY_TOKEN} stands in its command line"),
+    ],
+)
+def test_a_command_line_that_opens_a_door_is_told(words: list[str], note: str) -> None:
+    quiet = ComponentSpec(name="quiet", command=["serve", "--host", "127.0.0.1", "--max-tokens", "7", "${HOME}"])
+    loud = ComponentSpec(name="loud", command=["serve", *words, "--port", "1"])
+    stack = StackSpec(run_id="r", name="n", mode="none", run_dir="/r", components=[quiet, loud])
+    (line,) = check_commands(stack)
+    assert line.startswith("WARNING loud: ") and note in line
+    assert "abcdef123456" not in line
 
 
 def test_the_trainer_feeds_the_first_engine_alone() -> None:
@@ -361,6 +391,48 @@ def test_adapter_modes_derive_the_server_s_flags(rank: int, derived: str) -> Non
     assert flags(command)["max-loras"] == "2", "one for completions in flight, one for the newest"
     plain = next(part.command for part in stack(profile()).components if part.role == "engine")
     assert "--enable-lora" not in plain and "--max-lora-rank" not in plain
+
+
+@pytest.mark.parametrize("gpus", [[], [3]])
+def test_adapters_over_the_one_copy(gpus: list[int]) -> None:
+    """The engine exports its weights and serves adapters; on a GPU its restart takes the trainer along."""
+    chosen = profile(**ONE_COPY, vllm={"gpus": gpus, "args": {"enable-lora": True}})
+    assert check_profile(site(chosen)) == []
+    engine, trainer = (p for p in stack(chosen).components if p.role in ("engine", "trainer"))
+    assert engine.env["VLLM_ENABLE_SHARED_WEIGHTS"] == "1" and "--enable-lora" in engine.command
+    assert engine.restart_with == (["trainer"] if gpus else []) and trainer.gpus == gpus
+    told = flags(trainer.command)
+    assert told["single-copy"] == "true" and told["weight-bridge-mode"] == "lora_only"
+    assert told["vllm-config-path"] == "/runs/r/bridge/vllm/vllm_bridge_config.json"
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "reason"),
+    [
+        ("lora_restart", {"single_copy": True}, "single_copy belongs to weight_bridge_mode shared_vllm or lora_only"),
+        ("broadcast", {"single_copy": True}, "single_copy and use_shared_memory exclude each other"),
+        ("lora_only", {"lora_use_dora": True}, "vLLM serves no DoRA"),
+        ("lora_only", {"lora_modules_to_save": ["lm_head"]}, "vLLM serves no adapter with whole layers"),
+        ("shared_vllm", {"lora_merged_export": True}, "lora_merged_export is for adapters"),
+    ],
+)
+def test_what_a_mode_does_not_do_is_refused(mode: str, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        profile(mode=mode, trainer=settings)
+
+
+def test_settings_are_judged_in_their_own_mode() -> None:
+    """A lag below `vllm_restart_interval` is wrong only where the server gets weights that seldom."""
+    assert check_profile(site(profile(trainer={"max_policy_lag": 1}))) == []
+    with pytest.raises(UserError, match="max_policy_lag 1 leaves out all"):
+        profile(mode="none", trainer={"max_policy_lag": 1})
+
+
+@pytest.mark.parametrize(("mode", "lr", "warned"), [("lora_only", 1e-5, True), ("lora_restart", 1e-4, False),
+                                                    ("shared_vllm", 1e-6, False)])  # fmt: skip
+def test_a_learning_rate_that_teaches_an_adapter_nothing_is_said(mode: str, lr: float, warned: bool) -> None:
+    notes = check_notes(site(profile(mode=mode, trainer={"lr": lr})))
+    assert [note.startswith("WARNING trainer.lr = 1e-05") for note in notes] == [True] * warned
 
 
 def graph_sizes(**engine: Any) -> list[int]:

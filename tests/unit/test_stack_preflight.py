@@ -15,7 +15,8 @@ import pytest
 
 from atropos_common.model_math import why_refused
 from atropos_tui.errors import Problem
-from atropos_tui.profile.memory import Gpu, Hardware, Inventory
+from atropos_tui.profile.hardware import Gpu, Hardware
+from atropos_tui.profile.memory import Inventory
 from atropos_tui.profile.models import Model, model_shapes
 from atropos_tui.profile.plan import build_stack, config_file
 from atropos_tui.profile.preflight import preflight
@@ -75,10 +76,21 @@ def test_a_taken_port_names_its_process(changes: Any, key: str, flag: str) -> No
         ({"env": {"script": "/no/such.py"}}, "env.0.script", "no such file"),
         ({"env": {"module": "json", "config": "/no/such.yaml"}}, "env.0.config", "no such file"),
         ({"component": {"x": {"command": ["no-such-program-x"]}}}, "component.x.command", "no such program"),
+        ({"trainer": {"loss": "no_such_module_x:f"}}, "trainer.loss", "no module 'no_such_module_x'"),
+        ({"trainer": {"loss": "tests.unit.my_losses:nothing"}}, "trainer.loss", "my_losses.py has no function"),
     ],
 )  # fmt: skip
 def test_what_is_missing(changes: dict[str, Any], key: str, expected: str) -> None:
     assert expected in one(found(profile(**changes)), key).reason
+
+
+def test_a_loss_function_of_ones_own_is_found(tmp_path: Path) -> None:
+    """Where the trainer runs, or on its PYTHONPATH."""
+    (tmp_path / "my_loss.py").write_text("def mine(logprobs, rollout_logprobs, advantages, sequences): ...\n")
+    for place in ({"cwd": str(tmp_path)}, {"env": {"PYTHONPATH": str(tmp_path)}}):
+        assert not [p for p in found(profile(trainer={"loss": "my_loss:mine", **place})) if "loss" in p.key]
+        problem = one(found(profile(trainer={"loss": "my_loss:other", **place})), "trainer.loss")
+        assert problem.fix == "it has: mine"
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
@@ -118,10 +130,13 @@ def test_tensor_parallel_divides_the_heads(parallel: int, fits: bool) -> None:
 
 
 REFUSED = {
-    "an architecture": ({"architectures": ["Gemma3ForCausalLM"]}, "does not know Gemma3ForCausalLM"),
-    "GPT-2": (
-        {"architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16},
-        "does not know GPT2LMHeadModel",
+    "an architecture": (
+        {"architectures": ["NemotronForCausalLM"], "model_type": "nemotron"},
+        "NemotronForCausalLM does",
+    ),
+    "one that sees": (
+        {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {"depth": 1}},
+        "has vision layers",
     ),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rotary embeddings \(dynamic\)"),
     "longrope": (
@@ -137,10 +152,16 @@ def test_a_model_that_the_trainer_refuses(tmp_path: Path, name: str, mode: str) 
     """In every mode, and in the trainer's own words."""
     changes, words = REFUSED[name]
     problem = one(found(profile(model="a/b", mode=mode), config=LLAMA | changes, gpus=2), "model")
-    assert re.search(words, problem.reason) and problem.fix.startswith("use a model")
+    assert re.search(words, problem.reason) and problem.fix.startswith("use a")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "llama"} | changes))
     with pytest.raises(UsageError, match=words):
         load_config(str(tmp_path))
+
+
+def test_a_model_that_nobody_tried_is_left_to_the_proof() -> None:
+    """As a mixture of experts, and by a name that nobody knows."""
+    for kind in ({"model_type": "olmoe", "num_experts": 8}, {"model_type": "new", "architectures": ["NewForCausalLM"]}):
+        assert why_refused(LLAMA | kind) is None
 
 
 def test_rotary_embeddings_that_stay_as_they_are_train() -> None:

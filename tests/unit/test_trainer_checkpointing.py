@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from tests.unit.trainer_rollouts import rollouts_of
+from trainer_core import offload
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper
+from trainer_core.optim import Stepper, for_device
 from trainer_core.policy import speed
 from trainer_core.policy.load import load_model, train_only
 from trainer_core.policy.speed import activation_bytes, use_checkpointing
@@ -98,3 +100,49 @@ def test_the_estimate_of_a_real_shape() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert activation_bytes(model, 16384) == pytest.approx(58e9, rel=0.06)
+
+
+@pytest.mark.parametrize("layers", [None, [1, 3]])
+def test_what_is_saved_goes_away_and_comes_back_the_same(
+    base: Path, layers: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hidden state per layer and row, and each that a trained layer needs comes back: gradients bit for bit."""
+    monkeypatch.setattr(offload, "SMALL", 64)
+    away, back = [], []
+    pack_one, fetch = offload.SavedStates._pack, offload.SavedStates._fetched
+
+    def packed(self: Any, tensor: torch.Tensor) -> Any:
+        saved = pack_one(self, tensor)
+        away.append(weakref.ref(saved))
+        assert saved.host.data_ptr() != tensor.data_ptr()
+        return saved
+
+    def fetched(self: Any, saved: Any) -> torch.Tensor:
+        back.append(saved.host)
+        return fetch(self, saved)
+
+    monkeypatch.setattr(offload.SavedStates, "_pack", packed)
+    monkeypatch.setattr(offload.SavedStates, "_fetched", fetched)
+    found = []
+    for kept_away in (False, True):
+        model = load_model(str(base), torch.float32, CPU)
+        train_only(model, layers)
+        assert (
+            use_checkpointing(model, "auto", tokens=64, optimizer="adamw", device=CPU, offload=kept_away) is kept_away
+        )
+        found.append(_gradient(model))
+    rows = len(pack(rollouts_of(), 60))
+    assert len(away) == rows * len(model.base_model.layers)
+    assert len({id(host) for host in back}) >= (rows if layers is None else 1)
+    assert not any(saved() for saved in away), "nothing is kept for layers that never ask for theirs"
+    assert found[0].keys() == found[1].keys() and all(torch.equal(found[0][n], found[1][n]) for n in found[0])
+
+
+def test_without_checkpointing_there_is_nothing_to_keep_away(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="leave out its off"):
+        TrainingConfig(model_name="m", activation_offload=True, gradient_checkpointing="off")
+    asked = TrainingConfig(model_name="m", activation_offload=True, optimizer_offload=True)
+    config = for_device(asked, CPU)
+    assert not config.activation_offload and not config.optimizer_offload
+    said = capsys.readouterr().out
+    assert "--activation-offload does nothing on a CPU" in said and "--optimizer-offload does nothing" in said

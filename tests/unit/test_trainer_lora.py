@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import nn
 from tests.unit.small_models import CONFIGS, build
 from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core import checkpoint
-from trainer_core.config import TrainingConfig
+from trainer_core.__main__ import parse_args
+from trainer_core.config import TrainingConfig, validate
 from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
@@ -102,14 +104,16 @@ def test_all_linear_is_every_layer_but_the_head(base: Path) -> None:
     assert {name.split(".")[-3] for name in adapter_parameters(default)} == {"q_proj", "v_proj"}
 
 
-def test_peft_loads_what_is_saved(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scale", [8 / 4, 8 / 4**0.5], ids=["plain", "rslora"])
+def test_peft_loads_what_is_saved(base: Path, tmp_path: Path, scale: float) -> None:
     """And packed attention, the chunked head and the probe's comparison compute what peft does."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model = adapted(base, config(base, lora_target_modules=["all-linear"]))
+    model = adapted(base, config(base, lora_target_modules=["all-linear"], lora_use_rslora=scale == 4))
     scramble(model)
     save_adapter(model, tmp_path / "adapter")
+    assert {m.scaling["default"] for m in model.modules() if hasattr(m, "lora_A")} == {scale}
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"))
     pairs = [(PROMPT, COMPLETION), (PROMPT[:2], COMPLETION[:3]), ([7] * 9, COMPLETION)]
     ours = completions_logprobs(model, pairs)
@@ -190,6 +194,7 @@ def test_targets_that_the_model_lacks_are_refused(qwen: Path, fields: dict[str, 
     [
         ({"lora_r": 8}, r"another shape: .*lora_A.weight \[4, 32\] there, \[8, 32\] here \(its --lora-r is 4\)"),
         ({"lora_alpha": 16}, "--lora-alpha 8, not 16"),
+        ({"lora_use_rslora": True}, "--lora-use-rslora false"),
         ({"lora_target_modules": ["q_proj"]}, "other modules .*v_proj.*--lora-target-modules q_proj v_proj"),
         ({"lora_layer_indices": [0]}, "other modules"),
     ],
@@ -259,3 +264,91 @@ def test_the_final_model_is_an_adapter_of_its_base(qwen: Path, tmp_path: Path) -
     described = json.loads((saved.path / "adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == str(qwen)
     assert (described["r"], described["lora_alpha"], described["lora_dropout"]) == (4, 8, 0.0)
+
+
+@pytest.fixture
+def other(qwen: Path, tmp_path: Path) -> Path:
+    """An adapter by somebody else, in peft's format."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(2)
+    made = LoraConfig(r=6, lora_alpha=3, target_modules=["q_proj", "up_proj"], use_rslora=True, init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32), made)
+    assert isinstance(model, PeftModel)
+    model.save_pretrained(str(tmp_path / "other"))
+    return tmp_path / "other"
+
+
+def test_training_goes_on_from_an_adapter(qwen: Path, other: Path) -> None:
+    """Everything about it is its own, and at the start the model is what peft makes of the two."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    settings = TrainingConfig(model_name=str(qwen), weight_bridge_mode="lora_only", lora_adapter_path=str(other))
+    assert (settings.lora_r, settings.lora_alpha, settings.lora_use_rslora) == (6, 3, True)
+    assert settings.lora_target_modules == ["q_proj", "up_proj"] and settings.lora_layer_indices is None
+    assert parse_args(settings.to_args()) == settings
+    model = adapted(qwen, settings)
+    load_adapter(model, other)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(qwen), str(other))
+    with torch.no_grad():
+        logits = theirs(torch.tensor([PROMPT + COMPLETION])).logits[0, len(PROMPT) - 1 : -1]
+    wanted = logits.log_softmax(-1)[range(len(COMPLETION)), COMPLETION].tolist()
+    assert sequence_logprobs(model, PROMPT, COMPLETION) == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "changed", "says"),
+    [
+        ({"lora_r": 4}, {}, r"--lora-r 4: the adapter in .* has 6"),
+        ({"lora_target_modules": "q_proj v_proj"}, {}, r"--lora-target-modules .*has \['q_proj', 'up_proj'\]"),
+        ({"lora_layer_indices": [0]}, {}, r"--lora-layer-indices \[0\]: .* has None"),
+        ({}, {"use_dora": True}, "DoRA cannot be trained on"),
+        ({}, {"modules_to_save": ["lm_head"]}, "whole layers"),
+        ({}, {"rank_pattern": {"q_proj": 2}}, "several ranks"),
+        ({}, {"target_modules": ".*proj"}, "modules by a pattern"),
+        ({}, {"peft_type": "IA3"}, "peft's IA3"),
+        ({}, {"target_modules": None}, "modules by a pattern"),
+        ({"weight_bridge_mode": "none"}, {}, "--lora-adapter-path is for adapters"),
+        ({"lora_adapter_path": "/nowhere"}, {}, "no adapter in peft's format"),
+        ({"lora_use_dora": True}, {}, "vLLM serves no DoRA"),
+        ({"lora_modules_to_save": "lm_head"}, {}, "vLLM serves no adapter with whole layers"),
+    ],
+)
+def test_what_an_adapter_cannot_be_is_said(
+    qwen: Path, other: Path, fields: dict[str, Any], changed: dict[str, Any], says: str
+) -> None:
+    file = other / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    settings, problems = validate(
+        {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_adapter_path": str(other)} | fields
+    )
+    assert settings is None and re.search(says, " ".join(problems)), problems
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_merged_export_is_a_model_by_itself(
+    base: Path, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In float32 exact, in bfloat16 each weight rounded once, which is said. The adapter lies beside it."""
+    settings = config(
+        base, save_path=str(tmp_path), lora_merged_export=True, lora_target_modules="all-linear", dtype=dtype
+    )
+    torch.manual_seed(3)
+    model = load_model(base, getattr(torch, dtype), CPU)
+    add_adapter(model, settings)
+    scramble(model)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    saved = checkpoint.save_final(model, settings, step=3, version=3)
+    assert saved.path == tmp_path / "final_model"
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    merged = load_model(saved.path, torch.float32, CPU)
+    exact = load_model(base, torch.float32, CPU)
+    add_adapter(exact, settings)
+    load_adapter(exact, tmp_path / "final_adapter")
+    plain = sequence_logprobs(load_model(base, torch.float32, CPU), PROMPT, COMPLETION)
+    wanted, found = (sequence_logprobs(each, PROMPT, COMPLETION) for each in (exact, merged))
+    off, moved = (max(abs(a - b) for a, b in zip(wanted, each, strict=True)) for each in (found, plain))
+    assert off < (1e-5 if dtype == "float32" else moved)
+    assert ("is rounded once" in capsys.readouterr().out) == (dtype == "bfloat16")

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.unit.trainer_stand_ins import TOKEN, Engine, Recorded, Refused, group, plain_model, run_config
+from atropos_common.manifest import write_manifest
+from tests.unit.trainer_stand_ins import (
+    TOKEN,
+    Engine,
+    Recorded,
+    Refused,
+    fused_tensors,
+    group,
+    plain_model,
+    run_config,
+)
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.loop import train
+from trainer_core.policy.lora import add_adapter
 from trainer_core.weight_sync import lora
 from trainer_core.weight_sync.lora import KEPT
+from trainer_core.weight_sync.shared_base import SharedBase
 
 ANSWERS = {
     "its engine is dead": (503, "EngineCore encountered an issue"),
@@ -71,7 +86,14 @@ class AdapterEngine(Engine):
 
     def restart(self) -> None:
         """A new process: it holds its generation, and has no adapter."""
-        self.life, self.held, self.serves, self.dead = self.life + 1, True, None, False
+        self.life, self.held, self.serves = self.life + 1, True, None
+        place = self.manifest_path.parent / f"weights of life {self.life}"
+        old, self.tensors = self.tensors, self._share(place, fused_tensors(self.model))
+        for tensor in old.values():
+            tensor.fill_(9e9)  # whoever computes with memory of a dead process gets noise
+        self._write_manifest(place)
+        write_manifest(self.manifest.model_copy(update={"instance_id": f"i-{self.life}"}), self.manifest_path)
+        self.dead = False
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +143,45 @@ def test_a_server_that_dies_at_the_swap_costs_no_step(
     assert "Waiting for the inference server: " in shown
     assert f"answers with weight version {VICTIM}" in shown
     assert len(list((tmp_path / "out" / "adapters").iterdir())) <= KEPT
+
+
+@pytest.mark.parametrize("death", DEATHS[:2])
+def test_over_one_copy_the_base_comes_from_the_new_server(
+    base: Path, tmp_path: Path, straight: dict[str, torch.Tensor], death: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Adapter and optimizer stay in the trainer, which goes on as if nothing had happened."""
+    engine = AdapterEngine(tmp_path, base, death)
+    final = run(engine, base, tmp_path, **over_one_copy(engine))
+    assert all(torch.equal(final[name], straight[name]) for name in straight)
+    assert engine.serves is not None
+    assert all(torch.equal(engine.serves["tensors"][name], final[name]) for name in final)
+    shown = capsys.readouterr().out
+    assert "no memory for the base model" in shown and "The base model lies in the memory of the new server" in shown
+
+
+def test_memory_of_a_dead_server_is_let_go_of(base: Path, tmp_path: Path) -> None:
+    engine = AdapterEngine(tmp_path, base)
+    settings = run_config(engine, base, tmp_path, **over_one_copy(engine))
+    shared = SharedBase(settings, torch.device("cpu"), Event())
+    model = shared.load()
+    add_adapter(model, settings)
+    shared.let_go_of_the_dead()
+    sizes = {name: p.shape for name, p in model.named_parameters()}
+    assert all(len(p) for p in model.parameters()), "it lives"
+    with subprocess.Popen(["true"]) as ended:
+        shared._memory._process = psutil.Process(ended.pid)
+    shared.let_go_of_the_dead()
+    assert all(bool(len(p)) == p.requires_grad for p in model.parameters()), "the adapter alone is left"
+    shared.follow("i-1")
+    assert {name: p.shape for name, p in model.named_parameters()} == sizes
+
+
+def over_one_copy(engine: AdapterEngine) -> dict[str, Any]:
+    """Settings of a trainer without memory for the base model."""
+    return {
+        "weight_bridge_mode": "lora_only", "single_copy": True, "vllm_urls": None,
+        "vllm_port": int(engine.url.rpartition(":")[2]), "vllm_config_path": str(engine.manifest_path),
+    }  # fmt: skip
 
 
 def test_a_server_that_does_not_come_back_ends_the_run_with_the_step_saved(base: Path, tmp_path: Path) -> None:

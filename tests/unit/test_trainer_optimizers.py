@@ -227,3 +227,103 @@ def test_schedules() -> None:
     assert learning_rate(_config(lr=1.0, training_steps=8, lr_schedule="linear"), 20) == 0.0
     with pytest.raises(ValueError, match="--lr-min"):
         _config(lr_min=1.0)
+
+
+def _trained(tmp_path: Path, fields: dict[str, Any], *, resumed: dict[str, Any] | None = None) -> torch.Tensor:
+    """Weights after six steps; with `resumed` the last three are another stepper's, from a checkpoint."""
+    model = Weights(torch.bfloat16)
+    stepper = Stepper(model, _config(**fields))
+    _train(model, stepper, range(1, 4))
+    if resumed is not None:
+        plain, tensors = split_tensors(stepper.state_dict())
+        save_file(tensors, tmp_path / "state.safetensors")
+        weights, model = model.state_dict(), Weights(torch.bfloat16)
+        model.load_state_dict(weights)
+        stepper = Stepper(model, _config(**resumed))
+        stepper.load_state_dict(join_tensors(json.loads(json.dumps(plain)), load_file(tmp_path / "state.safetensors")))
+    _train(model, stepper, range(4, 7))
+    return model.flat()
+
+
+@pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
+@pytest.mark.parametrize("masters", MASTERS)
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adafactor"])
+def test_what_lies_in_the_hosts_memory_is_stepped_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, masters: str, gradients: str
+) -> None:
+    """Bit for bit, part by part, clipped, and over a resume in either direction."""
+    monkeypatch.setattr("trainer_core.optim.PART_PARAMETERS", 64)
+    fields = {
+        "optimizer": _optimizer(optimizer), "master_weights": masters, "lr": 1e-3, "max_grad_norm": 0.5,
+        "gradient_dtype": gradients,
+    }  # fmt: skip
+    offloaded = fields | {"optimizer_offload": True}
+    wanted = _trained(tmp_path, fields)
+    assert torch.equal(_trained(tmp_path, offloaded), wanted)
+    assert torch.equal(_trained(tmp_path, fields, resumed=offloaded), wanted)
+    assert torch.equal(_trained(tmp_path, offloaded, resumed=fields), wanted)
+
+
+@pytest.mark.parametrize("masters", MASTERS)
+def test_between_two_steps_the_device_holds_none_of_it(monkeypatch: pytest.MonkeyPatch, masters: str) -> None:
+    """Three parameters of a part each: one comes, one is stepped, one goes."""
+    monkeypatch.setattr("trainer_core.optim.PART_PARAMETERS", 64)
+    monkeypatch.setattr("trainer_core.optim.SMALL", 64)
+    model = torch.nn.ParameterList(torch.randn(128, 64).bfloat16() for _ in range(6))
+    stepper = Stepper(model, _config(optimizer="adamw", master_weights=masters, optimizer_offload=True))
+    seen = []
+
+    def held() -> int:
+        kept = [*stepper.masters, *getattr(stepper.half, "lost", [])]
+        kept += [v for state in stepper.optimizer.state.values() for v in state.values() if v.numel() > 64]
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept)
+
+    step = stepper.optimizer.step
+    monkeypatch.setattr(stepper.optimizer, "step", lambda: (seen.append(held()), step()))
+    for number in (1, 2):
+        seen.clear()
+        for param in model:
+            (param * 1e-3).sum().backward()
+        stepper.set_lr(number)
+        stepper.compute()
+        assert held() == 0
+        stepper.write()
+    whole = 128 * 64 * {"fp32": 12, "kahan": 10, "stochastic": 8}[masters]
+    assert len(seen) == 6 and max(seen) <= 3 * whole + 4 * 128 * 64
+
+
+@pytest.mark.parametrize("masters", MASTERS)
+def test_bfloat16_gradients_stay_where_they_are_and_are_clipped_alike(masters: str) -> None:
+    ends, norms = [], []
+    for gradients in ("float32", "bfloat16"):
+        model = Weights(torch.bfloat16)
+        config = _config(
+            optimizer="adafactor", master_weights=masters, lr=1e-3, gradient_dtype=gradients, max_grad_norm=0.5
+        )
+        stepper = Stepper(model, config)
+        _gradients(model, 1)  # one row: nothing is lost by adding up
+        if gradients == "bfloat16":
+            assert [g.dtype for g in stepper.gradients] == [torch.bfloat16] * 2
+            assert all(m.grad is None for m in stepper.masters), "no float32 copy before the step"
+        stepper.set_lr(1)
+        norms.append(stepper.clip().item())
+        stepper.compute()
+        assert all(m.grad is None for m in stepper.masters)
+        stepper.write()
+        assert not stepper.gradients
+        ends.append(model.flat())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 0.5
+    torch.testing.assert_close(ends[0], ends[1], rtol=2**-7, atol=1e-6)  # a unit in the last place of bfloat16
+
+
+def test_gradients_add_up_in_bfloat16_where_that_is_said() -> None:
+    sums = {}
+    for gradients in ("float32", "bfloat16"):
+        model = Weights(torch.bfloat16)
+        stepper = Stepper(model, _config(optimizer="adamw", gradient_dtype=gradients))
+        for scale in (1.0, 2.0**-10):
+            (model.matrix * scale).sum().backward()
+        sums[gradients] = stepper.gradients[0].float()
+    assert (sums["float32"] == 1 + 2**-10).all() and (sums["bfloat16"] == 1).all()
+    with pytest.raises(ValueError, match="goes with --dtype bfloat16"):
+        _config(gradient_dtype="bfloat16", dtype="float16")

@@ -53,6 +53,7 @@ class OneHot(torch.nn.Module):
 
     def __init__(self, vocabulary: int = 14) -> None:
         super().__init__()
+        self.config = SimpleNamespace()
         self.head = torch.nn.Linear(vocabulary, vocabulary, bias=False)
         self.head.weight.data = 50.0 * torch.eye(vocabulary)
 

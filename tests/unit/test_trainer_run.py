@@ -194,6 +194,14 @@ def test_a_used_server_gets_the_base_weights_back(engine: Engine, base: Path, tm
     sync.close()
 
 
+def test_a_pause_that_a_dead_trainer_left_is_taken_over(engine: Engine, base: Path, tmp_path: Path) -> None:
+    engine.version, engine.held, engine.paused = 0, False, True
+    sync, _ = _attach(engine, base, tmp_path)
+    assert engine.calls.index("/bridge/pause") < engine.calls.index("/bridge/resume")
+    assert not engine.paused
+    sync.close()
+
+
 def _records(path: Path) -> list[Any]:
     return [parse_line(line) for line in path.read_text().splitlines()]
 

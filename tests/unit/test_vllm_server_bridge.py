@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from atropos_common.bridge import PauseRequest, ResumeRequest
 from atropos_common.transfer import TransferInit, TransferUpdate
 from vllm_server.auth import GenerationHold
-from vllm_server.bridge import WeightBridge, make_router
+from vllm_server.bridge import NotTheHolder, WeightBridge, make_router
 from vllm_server.config import ServerConfig
 from vllm_server.weights import broadcast
 from vllm_server.weights.broadcast import BrokenTransfer, Transfers
@@ -186,6 +186,19 @@ async def test_a_resume_without_a_pause_pauses_first(config: ServerConfig) -> No
     assert engine.calls == ["pause:keep", "reset:True", "resume"]
 
 
+async def test_a_stopped_trainer_that_wakes_cannot_declare_anothers_half_written_weights(config: ServerConfig) -> None:
+    bridge, engine = make(config)
+    await bridge.pause(PauseRequest(dirty=True, holder="old"))
+    await bridge.pause(PauseRequest(dirty=True, holder="new"))
+    for holder in ("old", ""):
+        with pytest.raises(NotTheHolder, match="POST /bridge/pause takes over"):
+            await bridge.resume(ResumeRequest(weight_version=4, holder=holder))
+    assert bridge.state.paused and bridge.state.dirty and "resume" not in engine.calls
+    await bridge.resume(ResumeRequest(weight_version=5, holder="new"))
+    assert not bridge.state.paused and bridge.state.weight_version == 5
+    await bridge.resume(ResumeRequest(weight_version=6, holder="anyone"))  # its own pause goes with it
+
+
 async def test_a_cache_that_cannot_be_reset_keeps_the_engine_paused(config: ServerConfig) -> None:
     bridge, engine = make(config)
     engine.resets = False
@@ -310,6 +323,10 @@ async def test_routes_speak_the_contract(config: ServerConfig) -> None:
         assert (await http.post("/bridge/pause")).json()["paused"] is True
         assert (await http.get("/bridge/is_paused")).json() == {"paused": True}
         assert (await http.post("/bridge/resume", json={"weight_version": -1})).status_code == 400
+        assert (await http.post("/bridge/resume", json={"weight_version": 1e30})).status_code == 422
+        await http.post("/bridge/pause", json={"holder": "me"})
+        assert (await http.post("/bridge/resume", json={"weight_version": 3})).status_code == 409
+        await http.post("/bridge/pause")
         assert (await http.post("/bridge/resume")).status_code == 422
         assert (await http.post("/bridge/resume", json={"weight_version": 3})).json()["weight_version"] == 3
         assert (await http.post("/bridge/sleep")).status_code == 501

@@ -16,10 +16,13 @@ one ratio does both, and there is no `Correction`: never both corrections at onc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict, Unpack
 
 import torch
+
+from trainer_core.errors import LossError
 
 MAX_LOG_RATIO = 20.0
 """exp of more would overflow, and its gradient is meaningless."""
@@ -173,6 +176,51 @@ def cispo_loss(
     low, high = _range(clip_eps, clip_eps_high)
     terms = _Terms(-ratio.detach().clamp(low, high) * advantages * _wide(logprobs), ratio.detach())
     return _sums(terms, logprobs, rollout_logprobs, advantages, low, high, per_sequence, common)
+
+
+Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequences], "torch.Tensor | LossSums"]
+"""(logprobs [T] with gradient, base of the ratio [T], advantages [T], sequences) -> losses by token, [T], or sums."""
+
+
+def from_function(formula: Formula, name: str) -> Callable[..., LossSums]:
+    """`formula` as an objective, with the arguments of those above.
+
+    Losses by token are weighed, masked, counted and summed as theirs are, and get the terms of `kl_coef` and `penalty`;
+    the clip range only measures how many ratios lie outside of it. `LossSums` are taken as they come.
+
+    Args:
+        name: in what the errors say.
+
+    Raises (what is returned):
+        LossError: `formula` raised, or gave something else.
+    """
+
+    def own(
+        logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, *, clip_eps: float = 0.2,
+        clip_eps_high: float | None = None, per_sequence: bool = False, **common: Unpack[Common],
+    ) -> LossSums:  # fmt: skip
+        _check(logprobs, rollout_logprobs, advantages, common)
+        sequences, correction = common.get("sequences"), common.get("correction")
+        if sequences is None:
+            raise ValueError("a function of one's own is handed `sequences`")
+        base = rollout_logprobs if correction is None else correction.base
+        try:
+            made = formula(logprobs, base, advantages, sequences)
+        except Exception as error:
+            if isinstance(error, RuntimeError) and logprobs.is_cuda:  # memory, or a server's end
+                raise
+            raise LossError(f"{name} raised {type(error).__name__}: {error}") from error
+        if isinstance(made, LossSums):
+            return made
+        if not isinstance(made, torch.Tensor) or made.shape != logprobs.shape:
+            got = f"shape {list(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
+            wanted = f"the loss of each token, [{len(logprobs)}], or LossSums"
+            raise LossError(f"{name} returned {got}, where it is to return {wanted}")
+        low, high = _range(clip_eps, clip_eps_high)
+        terms = _Terms(made, _bounded(logprobs, base).exp().detach())
+        return _sums(terms, logprobs, rollout_logprobs, advantages, low, high, per_sequence, common)
+
+    return own
 
 
 def _check(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -64,8 +64,13 @@ class Counts:
 class Objective:
     """A published objective with the settings of a run."""
 
-    def __init__(self, config: TrainingConfig) -> None:
-        self.published = published = OBJECTIVES[config.objective]
+    def __init__(self, config: TrainingConfig, formula: Callable[..., loss.LossSums] | None = None) -> None:
+        """Args:
+        formula: in place of the published one, with its arguments (`loss.from_function`); what else was published
+            with that stays.
+        """
+        published = OBJECTIVES[config.objective]
+        self.published = published = published if formula is None else replace(published, loss=formula)
         self.per: Per = config.loss_denominator or published.per
         self.length = config.max_completion_tokens or config.seq_len
         self.clip = _clip(config, published)

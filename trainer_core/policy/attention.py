@@ -2,7 +2,8 @@
 
 On CUDA in half precision `torch.nn.attention.varlen` runs over the packed row as it is. On a CPU, or in float32, there
 is no such kernel: each sequence becomes a row of one right-padded batch for SDPA, which is exact, since a causal row
-never looks at what follows it.
+never looks at what follows it. Scores that are soft-capped or have a sink beside them are computed whole, a sequence at
+a time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 NAME = "atropos_packed"
 
@@ -24,6 +26,7 @@ class Layout:
 
     varlen: bool
     """Use the kernel for variable lengths, on CUDA."""
+    lengths: tuple[int, ...]
     max_length: int
     """Of a sequence; for the kernel rounded up, so that compiled code meets few values of it."""
     cumulative: torch.Tensor
@@ -41,14 +44,14 @@ def layout(lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -
     longest = max(lengths)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
     if varlen:
-        return Layout(varlen, max(256, 1 << (longest - 1).bit_length()), starts, None, None)
+        return Layout(varlen, lengths, max(256, 1 << (longest - 1).bit_length()), starts, None, None)
     if min(lengths) == longest:
-        return Layout(varlen, longest, starts, None, None)
+        return Layout(varlen, lengths, longest, starts, None, None)
     cells = torch.arange(longest)
     sizes = torch.tensor(lengths)
     real = cells[None, :] < sizes[:, None]
     pad = torch.where(real, starts[:-1, None].long().cpu() + cells[None, :], 0).flatten()
-    return Layout(varlen, longest, starts, pad.to(device), torch.nonzero(real.flatten()).flatten().to(device))
+    return Layout(varlen, lengths, longest, starts, pad.to(device), torch.nonzero(real.flatten()).flatten().to(device))
 
 
 def register() -> str:
@@ -72,6 +75,8 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention in transformers' form.
@@ -79,6 +84,8 @@ def packed_attention(
     Args:
         query: [1, heads, N, head_dim]; key and value: [1, kv_heads, N, head_dim].
         packing: the row's layout; the caller of the model passes it as a keyword.
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
+        s_aux: [heads], a score beside those of all keys that takes its share and gives nothing, a sink (GPT-OSS).
 
     Returns:
         [1, N, heads, head_dim] and no attention weights.
@@ -86,6 +93,9 @@ def packed_attention(
     if attention_mask is not None or dropout:
         raise ValueError("packed attention takes its layout from `packing`, without mask and dropout")
     groups = query.shape[1] // key.shape[1]
+    wide = packing.varlen and query.dtype == torch.float32  # the proof on a GPU, of weights in half precision
+    if softcap is not None or s_aux is not None or wide:
+        return _one_by_one(query[0], key[0], value[0], packing, groups, scaling, sliding_window, softcap, s_aux), None
     run = _varlen if packing.varlen else _padded
     return run(query[0], key[0], value[0], packing, groups, scaling, sliding_window)[None], None
 
@@ -144,3 +154,40 @@ def _padded(
     )
     result = result.transpose(1, 2).flatten(0, 1)  # [S * longest, heads, head_dim]
     return result if packing.unpad is None else result.index_select(0, packing.unpad)
+
+
+@torch.compiler.disable  # lengths change with every row
+def _one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Layout, groups: int,
+    scaling: float | None, window: int | None, softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """[1, N, heads, head_dim], for what no kernel here does: whole scores, one sequence at a time, and anew in the
+    backward pass, so that those of one sequence alone are held."""
+    key, value = (x.repeat_interleave(groups, dim=0) if groups > 1 else x for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    parts = zip(*(x.split(packing.lengths, dim=1) for x in (query, key, value)), strict=True)
+    results = [
+        checkpoint(_whole, *part, scale, window, softcap, sinks, use_reentrant=False, preserve_rng_state=False)
+        for part in parts
+    ]
+    return torch.cat(results, dim=1).transpose(0, 1)[None]
+
+
+def _whole(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None,
+    softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """[heads, n, head_dim], of one sequence."""
+    scores = query @ key.transpose(1, 2) * scale
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    cells = torch.arange(query.shape[1], device=query.device)
+    gap = cells[:, None] - cells[None, :]
+    seen = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        beside = sinks.to(scores.dtype)[:, None, None].expand(-1, query.shape[1], 1)
+        scores = torch.cat([scores, beside], dim=-1)
+    shares = scores.softmax(-1)
+    return (shares if sinks is None else shares[..., :-1]).to(value.dtype) @ value

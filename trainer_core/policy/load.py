@@ -31,7 +31,7 @@ SAME_MODEL = (
 """Fields of config.json that must agree on both sides."""
 
 ANOTHER_MODE = "Another weight bridge mode needs no shared tensors: broadcast, lora_only, lora_restart or none"
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 def load_config(model_name: str) -> Any:
@@ -169,6 +169,11 @@ def _install(model: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
     if left:
         raise UsageError("no memory for: " + ", ".join(left))
     model.to(next(iter(views.values())).device)  # the buffers; every parameter is there already
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's layers, whatever its class calls them."""
+    return next(module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
 
 
 def train_only(model: nn.Module, layers: list[int] | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from atropos_common.model_math import LOGITS_AT_ONCE
+from atropos_common.model_math import LOGITS_AT_ONCE, carries_state
 from trainer_core.policy.attention import layout
 from trainer_core.policy.speed import compiled_on_cuda
 from trainer_core.rollouts.packing import PackedRow
@@ -40,22 +40,41 @@ def row_scores(
         labels: [T, K] int64, several at each position in the place of the row's own; then [T, K] are returned.
     """
     head = model.get_output_embeddings()
-    hidden, weight, bias = predicting_states(model, row), head.weight, head.bias
+    hidden, weight, bias = predicting_states(model, row), head.weight, getattr(head, "bias", None)
     if head_dtype is not None:
         hidden, weight = hidden.to(head_dtype), weight.to(head_dtype)
         bias = None if bias is None else bias.to(head_dtype)
-    return chunked_scores(hidden, weight, bias, row.labels if labels is None else labels, row.temperatures)
+    labels = row.labels if labels is None else labels
+    return chunked_scores(hidden, weight, bias, labels, row.temperatures, last=last_word(model.config))
 
 
 def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
-    """Hidden states that predict the labels of `row`, [T, H]: what the head is multiplied with."""
-    hidden: torch.Tensor = model.base_model(
-        input_ids=row.tokens[None],
-        position_ids=row.positions[None],
+    """Hidden states that predict the labels of `row`, [T, H]: what the head is multiplied with.
+
+    A model that carries a state from token to token computes the sequences of a row one by one, since the state would
+    run on into the neighbour.
+    """
+    apart = len(row.lengths) > 1 and carries_state(vars(model.config))
+    parts = [(n,) for n in row.lengths] if apart else [row.lengths]
+    sizes = [sum(part) for part in parts]
+    hidden = [
+        _states(model, tokens, positions, lengths)
+        for tokens, positions, lengths in zip(row.tokens.split(sizes), row.positions.split(sizes), parts, strict=True)
+    ]
+    return torch.cat(hidden).index_select(0, row.predict)
+
+
+def _states(
+    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...]
+) -> torch.Tensor:
+    """[N, H], of sequences that stand behind one another."""
+    states: torch.Tensor = model.base_model(
+        input_ids=tokens[None],
+        position_ids=positions[None],
         use_cache=False,
-        packing=layout(row.lengths, row.tokens.device, model.get_output_embeddings().weight.dtype),
+        packing=layout(lengths, tokens.device, model.get_output_embeddings().weight.dtype),
     ).last_hidden_state[0]
-    return hidden.index_select(0, row.predict)
+    return states
 
 
 @torch.no_grad()
@@ -69,29 +88,47 @@ def completions_logprobs(
     model: torch.nn.Module, pairs: list[tuple[list[int], list[int]]], *, head_dtype: torch.dtype | None = None
 ) -> list[list[float]]:
     """The same for several (prompt, completion), packed into one row; `head_dtype` as in `row_logprobs`."""
-    tokens = [[*prompt, *completion] for prompt, completion in pairs]
-    starts = [0, *accumulate(map(len, tokens))]
-    predict = [
-        start + i - 1
-        for start, (prompt, completion) in zip(starts[:-1], pairs, strict=True)
-        for i in range(len(prompt), len(prompt) + len(completion))
-    ]
-    flat = torch.tensor([t for whole in tokens for t in whole])
-    where = torch.tensor(predict)
-    nothing = torch.zeros(len(predict))
-    row = PackedRow(
+    row = whole_row([torch.tensor([*prompt, *completion]) for prompt, completion in pairs], [len(p) for p, _ in pairs])
+    values = row_logprobs(model, row.to(next(model.parameters()).device), head_dtype=head_dtype).tolist()
+    ends = [0, *accumulate(len(completion) for _, completion in pairs)]
+    return [values[a:b] for a, b in pairwise(ends)]
+
+
+def whole_row(sequences: list[torch.Tensor], prompts: list[int] | None = None) -> PackedRow:
+    """A row of these sequences, each [N] int64, at temperature 1, with the tokens behind the prompt as labels: all but
+    the first, where no lengths of prompts are given."""
+    prompts = prompts or [1] * len(sequences)
+    starts = [0, *accumulate(map(len, sequences))]
+    parts = zip(starts, prompts, sequences, strict=False)
+    flat = torch.cat(sequences)
+    where = torch.cat([torch.arange(a + first - 1, a + len(tokens) - 1) for a, first, tokens in parts]).to(flat.device)
+    nothing = torch.zeros(len(where), device=flat.device)
+    return PackedRow(
         tokens=flat,
-        positions=torch.cat([torch.arange(len(whole)) for whole in tokens]),
-        lengths=tuple(map(len, tokens)),
+        positions=torch.cat([torch.arange(len(tokens)) for tokens in sequences]).to(flat.device),
+        lengths=tuple(map(len, sequences)),
         predict=where,
         labels=flat[where + 1],
         logprobs=nothing,
         advantages=nothing,
-        temperatures=torch.ones(len(predict)),
-    ).to(next(model.parameters()).device)
-    values = row_logprobs(model, row, head_dtype=head_dtype).tolist()
-    ends = [0, *accumulate(len(completion) for _, completion in pairs)]
-    return [values[a:b] for a, b in pairwise(ends)]
+        temperatures=torch.ones_like(nothing),
+    )
+
+
+class LastWord(NamedTuple):
+    """What some models do to their logits behind the head: cap * tanh(scale * logits / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+    """Soft-capping (Gemma 2); null: none."""
+
+
+def last_word(config: Any) -> LastWord:
+    """What a configuration says that the model does to its logits."""
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    scale *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1
+    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    return LastWord(scale, getattr(config, "final_logit_softcapping", None))
 
 
 def chunked_scores(
@@ -102,8 +139,9 @@ def chunked_scores(
     temperatures: torch.Tensor,
     *,
     chunk_elements: int | None = None,
+    last: LastWord = LastWord(),  # noqa: B008
 ) -> TokenScores:
-    """Of p = softmax((hidden @ weight.T + bias) / temperature): log p[label] and -sum p log p, float32 (float64 for
+    """Of p = softmax(last(hidden @ weight.T + bias) / temperature): log p[label] and -sum p log p, float32 (float64 for
     float64 weights).
 
     Args:
@@ -112,7 +150,9 @@ def chunked_scores(
     """
     limit = chunk_elements or LOGITS_AT_ONCE[hidden.is_cuda]
     size = max(1, limit // weight.shape[0])
-    return TokenScores(*_HeadScores.apply(hidden, weight, bias, labels, temperatures, size))
+    # cap * tanh(scale * x / cap) / t = c * tanh(x / c) / (t / scale) with c = cap / scale: one number less to carry.
+    cap = None if last.cap is None else last.cap / last.scale
+    return TokenScores(*_HeadScores.apply(hidden, weight, bias, labels, temperatures / last.scale, size, cap))
 
 
 class _HeadScores(torch.autograd.Function):
@@ -124,16 +164,17 @@ class _HeadScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-                temperatures: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+                temperatures: torch.Tensor, size: int, cap: float | None,
+                ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         parts = [
-            _pick(F.linear(hidden[a : a + size], weight, bias), labels[a : a + size], temperatures[a : a + size])
+            _pick(F.linear(hidden[a : a + size], weight, bias), labels[a : a + size], temperatures[a : a + size], cap)
             for a in range(0, len(labels), size)
         ]
         nothing = (temperatures.new_zeros(0),)
         logprobs, normalizers, entropy = map(torch.cat, zip(*parts, strict=True) if parts else [nothing] * 3)
         ctx.save_for_backward(hidden, weight, bias, labels, temperatures, normalizers)
         ctx.mark_non_differentiable(entropy)
-        ctx.size = size
+        ctx.size, ctx.cap = size, cap
         return logprobs, entropy
 
     @staticmethod
@@ -147,7 +188,7 @@ class _HeadScores(torch.autograd.Function):
         for a in range(0, len(labels), ctx.size):
             part = slice(a, a + ctx.size)
             logits = F.linear(hidden[part], weight, bias)
-            to_logits = _spread(logits, labels[part], temperatures[part], normalizers[part], grads[0][part])
+            to_logits = _spread(logits, labels[part], temperatures[part], normalizers[part], grads[0][part], ctx.cap)
             if to_hidden is not None:
                 torch.mm(to_logits, weight, out=to_hidden[part])
             if to_weight is not None:
@@ -156,7 +197,7 @@ class _HeadScores(torch.autograd.Function):
                 to_bias += to_logits.sum(0, dtype=wide)
         return (
             to_hidden, None if to_weight is None else to_weight.to(weight.dtype),
-            None if to_bias is None else to_bias.to(weight.dtype), None, None, None,
+            None if to_bias is None else to_bias.to(weight.dtype), None, None, None, None,
         )  # fmt: skip
 
 
@@ -171,9 +212,12 @@ def _add_product(total: torch.Tensor, to_logits: torch.Tensor, hidden: torch.Ten
 
 
 @compiled_on_cuda
-def _pick(logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _pick(
+    logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, cap: float | None
+) -> tuple[torch.Tensor, ...]:
     """Logprobs of the labels, in their shape, the log of the normalizers and the entropy, [T], in float32."""
-    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scaled = (wide if cap is None else cap * torch.tanh(wide / cap)) / temperatures[:, None]
     largest = scaled.amax(1)
     scaled -= largest[:, None]
     own = scaled.gather(1, labels.view(len(labels), -1))
@@ -187,17 +231,17 @@ def _pick(logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor
 @compiled_on_cuda
 def _spread(
     logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, normalizers: torch.Tensor,
-    grads: torch.Tensor,
+    grads: torch.Tensor, cap: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """Gradient of the logits, [T, V] in their own type, from that of the logprobs."""
-    scaled = logits.to(normalizers.dtype) / temperatures[:, None]
-    share = (scaled - normalizers[:, None]).exp()
+    wide = logits.to(normalizers.dtype)
+    bent = wide if cap is None else cap * torch.tanh(wide / cap)
+    share = (bent / temperatures[:, None] - normalizers[:, None]).exp()
     if labels.ndim == 2:
-        return (
-            (-share * grads.sum(1, keepdim=True))
-            .scatter_add(1, labels, grads)
-            .div(temperatures[:, None])
-            .to(logits.dtype)
-        )
-    own = torch.arange(logits.shape[1], device=logits.device)[None, :] == labels[:, None]
-    return ((own.to(share.dtype) - share) * (grads / temperatures)[:, None]).to(logits.dtype)
+        result = (-share * grads.sum(1, keepdim=True)).scatter_add(1, labels, grads).div(temperatures[:, None])
+    else:
+        own = torch.arange(logits.shape[1], device=logits.device)[None, :] == labels[:, None]
+        result = (own.to(share.dtype) - share) * (grads / temperatures)[:, None]
+    if cap is not None:
+        result = result * (1 - (bent / cap) ** 2)
+    return result.to(logits.dtype)

@@ -17,6 +17,7 @@ from torch import nn
 
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
+from trainer_core.policy.load import load_model
 
 TARGETS = ("q_proj", "v_proj")
 ALL_LINEAR = "all-linear"
@@ -46,7 +47,7 @@ def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
     model.requires_grad_(False)
     settings = LoraConfig(
         r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=targets,
-        layers_to_transform=config.lora_layer_indices, task_type="CAUSAL_LM",
+        layers_to_transform=config.lora_layer_indices, task_type="CAUSAL_LM", use_rslora=config.lora_use_rslora,
         base_model_name_or_path=config.model_name,
     )  # fmt: skip
     inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
@@ -94,6 +95,34 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
+
+
+def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The frozen parameters by the names that they have in the model without adapters."""
+    return {
+        name.replace(".base_layer.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    }
+
+
+def merged_weights(model: nn.Module, config: TrainingConfig) -> dict[str, torch.Tensor]:
+    """The base model from disk with the adapter of `model` added by peft, on the CPU: exact in float32, else each
+    weight is rounded once, to the base model's type."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    dtype = next(iter(base_parameters(model).values())).dtype
+    if dtype != torch.float32:
+        print(f"The adapter is added in {dtype}: each weight is rounded once, so logprobs differ a little from its own")
+    merged = load_model(config.model_name, dtype, torch.device("cpu"))
+    add_adapter(merged, config)
+    with torch.no_grad():
+        for name, parameter in adapter_parameters(merged).items():
+            parameter.copy_(adapter_parameters(model)[name])
+    for layer in merged.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+    return {name: parameter.detach() for name, parameter in base_parameters(merged).items()}
 
 
 def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
@@ -145,8 +174,10 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
                 f"{folder} holds an adapter of another shape: {name.removeprefix(_PREFIX)} {list(saved[name].shape)} "
                 f"there, {list(parameter.shape)} here (its --lora-r is {settings.get('r')})"
             )
-    ours = model.peft_config[_ADAPTER].lora_alpha  # type: ignore[index]
-    if settings.get("lora_alpha") != ours:
-        raise UsageError(f"{folder} was trained with --lora-alpha {settings.get('lora_alpha')}, not {ours}")
+    ours = model.peft_config[_ADAPTER]  # type: ignore[index]
+    if settings.get("lora_alpha") != ours.lora_alpha:
+        raise UsageError(f"{folder} was trained with --lora-alpha {settings.get('lora_alpha')}, not {ours.lora_alpha}")
+    if settings.get("use_rslora", False) != ours.use_rslora:
+        raise UsageError(f"{folder} was trained with --lora-use-rslora {str(not ours.use_rslora).lower()}")
     for name, parameter in mine.items():
         parameter.copy_(saved[name])

@@ -23,7 +23,8 @@ from torch import nn
 
 from atropos_common import model_math
 from trainer_core.config import TrainingConfig
-from trainer_core.policy.load import dimensions
+from trainer_core.offload import SavedStates
+from trainer_core.policy.load import decoder_layers, dimensions
 
 SMALL_MODEL = 50_000_000
 """Parameters below which rows side by side are faster than threads within an operation."""
@@ -121,25 +122,31 @@ def compile_layers(model: nn.Module, mode: str, device: torch.device) -> bool:
     if mode == "off" or (mode == "auto" and not (device.type == "cuda" and large)):
         return False
     torch._dynamo.config.suppress_errors = True  # a compiler that is missing costs a warning, not the run
-    for layer in model.base_model.layers:
+    for layer in decoder_layers(model):
         layer.compile(dynamic=True)
     return True
 
 
-def use_checkpointing(model: nn.Module, mode: str, *, tokens: int, optimizer: str, device: torch.device) -> bool:
+def use_checkpointing(
+    model: nn.Module, mode: str, *, tokens: int, optimizer: str, device: torch.device, offload: bool = False,
+    gradient_bytes: int = model_math.GRADIENT_BYTES,
+) -> bool:  # fmt: skip
     """Switch gradient checkpointing for `mode` (auto, on or off); returns whether it is on, and says why.
 
     Args:
         tokens: of the largest forward pass.
-        optimizer: its name; its state still has to find room.
+        optimizer: its name; its state still has to find room. Empty: it lies elsewhere.
+        offload: what it saves goes to the host's memory, so it is on.
+        gradient_bytes: of one trained parameter.
     """
-    on = mode == "on"
-    if mode == "auto" and device.type == "cuda":
+    on = mode == "on" or offload
+    if mode == "auto" and not on and device.type == "cuda":
         trained = [p.shape for p in model.parameters() if p.requires_grad]
         wanted = activation_bytes(model, tokens)
         # Gradients and the optimizer's state are not allocated before the first step.
-        gradients = model_math.GRADIENT_BYTES * sum(map(math.prod, trained))
-        free = _free_bytes(device) - gradients - model_math.optimizer_bytes(trained, optimizer)
+        gradients = gradient_bytes * sum(map(math.prod, trained))
+        state = model_math.optimizer_bytes(trained, optimizer) if optimizer else 0
+        free = _free_bytes(device) - gradients - state
         on = wanted > free
         print(
             f"Gradient checkpointing {'on' if on else 'off'}: {tokens} tokens need about {wanted / 1e9:.1f} GB, "
@@ -147,6 +154,10 @@ def use_checkpointing(model: nn.Module, mode: str, *, tokens: int, optimizer: st
         )
     if on:
         _enable(model)
+    if offload:
+        saved = SavedStates(device)
+        for layer in model.base_model.layers:
+            layer._gradient_checkpointing_func = saved.around(layer._gradient_checkpointing_func)
     return on
 
 
@@ -162,7 +173,7 @@ def activation_bytes(model: nn.Module, tokens: int) -> int:
 
 def layers_reached(model: nn.Module) -> int:
     """Layers from the lowest with a trained parameter up: those that a gradient passes through."""
-    layers = model.base_model.layers
+    layers = decoder_layers(model)
     if any(p.requires_grad for p in model.get_input_embeddings().parameters()):
         return len(layers)
     trained = [i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
@@ -180,5 +191,5 @@ def _enable(model: nn.Module) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     # The hook that makes embeddings require a gradient is for reentrant checkpointing: frozen layers would pay for it.
     model.disable_input_require_grads()
-    for layer in model.base_model.layers:
+    for layer in decoder_layers(model):
         layer.training = True

@@ -121,6 +121,8 @@ class Rollout:
     reference: NDArray[np.float32] | None = None
     """[L] logprobs of a frozen reference that the environment sent, NaN where it sent none; null: none at all."""
     teacher: Teacher | None = None
+    base: NDArray[np.float32] | None = None
+    """[L] logprobs of the policy before the first of several optimizer steps on its batch; null: there is one step."""
     oldest_version: int | None = None
     """Oldest weight version behind it, as far as a server told it with the logprobs; the digests ask for the rest."""
 
@@ -169,6 +171,8 @@ class Batch:
     """Generated tokens of each good sequence, those that the objective leaves out included."""
     reached_limit: list[bool] = field(default_factory=list)
     """Whether a turn of each was as long as one may be; empty where no limit is known."""
+    raw: list[Any] = field(default_factory=list)
+    """The groups as they came, where they are to be recorded."""
     ended: list[bool] = field(default_factory=list)
     """Whether the last generated token of each is one with which a completion ends."""
 

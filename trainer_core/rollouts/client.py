@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import httpx
 import msgspec
@@ -49,6 +49,24 @@ RESTART = "restart run-api (atropos-tui restart api)"
 T = TypeVar("T")
 RawBatch = list[Any]
 """Groups as run-api returns them: tokens, masks, scores, inference_logprobs, overrides, ..."""
+
+
+class RolloutSource(Protocol):
+    """Where batches come from: run-api, a file, or anything of one's own."""
+
+    def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
+        """The groups of the next batch, waiting as long as it takes; `on_idle` is to be called about once a second
+        meanwhile and may raise.
+
+        Args:
+            step: optimizer steps done. Asked for again with the same one where nothing of a batch could be trained.
+
+        Raises:
+            RolloutsEnd: there is none left; the run ends well.
+        """
+
+    def close(self) -> None:
+        """The run is over."""
 
 
 class RunApi:

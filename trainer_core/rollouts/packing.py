@@ -45,6 +45,9 @@ class PackedRow:
     teacher_ids: torch.Tensor | None = None
     teacher_logprobs: torch.Tensor | None = None
     """[T, K] int64 and float32, as in `fields.Teacher`; null: no teacher"""
+    base: torch.Tensor | None = None
+    """[T] float32, the policy's own logprobs before the batch's first optimizer step; null: the present ones are that
+    """
 
     @property
     def sequences(self) -> torch.Tensor:
@@ -74,12 +77,20 @@ def pack(rollouts: Sequence[Rollout], max_tokens: int, threads: int = 1) -> list
     Args:
         threads: rows that are computed at a time: as many rows as fill all of them, of about equal size.
     """
-    # A sequence is read up to, and without, its last trained token.
-    needed = [(int(np.flatnonzero(r.trained)[-1]), r) for r in rollouts if r.trained.any()]
-    needed.sort(key=lambda pair: pair[0], reverse=True)
+    needed = [(_needed(r), r) for r in packing_order(rollouts)]
     lengths = [length for length, _ in needed]
     room = max_tokens if threads == 1 else _equal_room(lengths, max_tokens, threads)
     return [_row(needed[a:b]) for a, b in pairwise(_cuts(lengths, room))]
+
+
+def packing_order(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Those that train, in the order in which rows hold them: the longest first."""
+    return sorted((r for r in rollouts if r.trained.any()), key=_needed, reverse=True)
+
+
+def _needed(rollout: Rollout) -> int:
+    """A sequence is read up to, and without, its last trained token."""
+    return int(np.flatnonzero(rollout.trained)[-1])
 
 
 def _cuts(lengths: Sequence[int], room: int) -> list[int]:
@@ -119,6 +130,7 @@ def _row(members: list[tuple[int, Rollout]]) -> PackedRow:
         advantages=column([r.advantages[at] for r, at in pairs]),
         temperatures=column([np.full(len(at), r.temperature, dtype=np.float32) for r, at in pairs]),
         reference=_reference(pairs),
+        base=column([r.base[at] for r, at in pairs if r.base is not None]) if pairs[0][0].base is not None else None,
         **_teacher(pairs),
     )
 

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from atropos_common.bridge import MOST_DIGESTS
 from atropos_common.records import MISSING, AlignmentRecord
@@ -21,7 +22,7 @@ from trainer_core.errors import ApiError, EngineError, EngineGone, MissingLogpro
 from trainer_core.rollouts.background import Background
 from trainer_core.rollouts.baseline import Baselines
 from trainer_core.rollouts.batch import ASKED, RECOMPUTED, Batch, Rollout, Selection, read_batch
-from trainer_core.rollouts.client import RawBatch, RunApi
+from trainer_core.rollouts.client import RawBatch, RolloutSource, RunApi
 from trainer_core.rollouts.fields import NOBODY_READS, WHY_UNUSED
 from trainer_core.rollouts.missing import MissingAsker
 from trainer_core.telemetry import Telemetry
@@ -159,7 +160,7 @@ class BatchSource:
     """Batches for one policy."""
 
     config: TrainingConfig
-    api: RunApi
+    api: RolloutSource
     telemetry: Telemetry
     selection: Selection
     advantage_std: bool
@@ -168,6 +169,8 @@ class BatchSource:
     while_waiting: Callable[[], None]
     """Called before a batch is taken and about once a second until it comes; may raise."""
     missing: MissingAsker = field(default_factory=lambda: MissingAsker([]))
+    record: Callable[[int, int, list[Any]], None] | None = None
+    """Is handed the step, the policy's weight version and the groups of each batch that trains."""
     _ahead: Background[Batch] | None = None
     """The batch after the last one, on its way."""
     _greeted: bool = False
@@ -201,10 +204,12 @@ class BatchSource:
             measured = self.lag_meter.measure(batch.rollouts, version)
             lags = leave_out_by_lag(batch, measured, self.config.max_policy_lag)
             self._print_remarks(batch)
-            if getattr(self.api, "keeps_batches", False):  # an `api` of one's own need not know that
+            if isinstance(self.api, RunApi) and self.api.keeps_batches:
                 self._ahead = self.api.fetch_ahead(self._read)
             if batch.trained_tokens:
                 batch.absorb(streak.held)
+                if self.record is not None:
+                    self.record(step + 1, version, batch.raw)
                 return batch, lags
             streak.add(batch)
 
@@ -213,6 +218,7 @@ class BatchSource:
         ahead, self._ahead = self._ahead, None
         try:
             if ahead is not None:
+                assert isinstance(self.api, RunApi)
                 self.api.await_from(step)
                 began = time.monotonic()
                 try:
@@ -232,11 +238,13 @@ class BatchSource:
             lost = Batch([])
             lost.leave_out(UNSENDABLE, self.config.sequences_per_step, UNSENDABLE_WHY)
             return lost
-        return read_batch(
+        batch = read_batch(
             raw, seq_len=self.config.seq_len, temperature=self.config.temperature, advantage_std=self.advantage_std,
             selection=self.selection, logprobs_seen=self._greeted,
             recompute=self.config.missing_logprobs == "recompute", baselines=self._baselines,
         )  # fmt: skip
+        batch.raw = raw if self.record is not None else []
+        return batch
 
     def _dump(self, raw: RawBatch) -> None:
         target = Path(self.config.save_path)

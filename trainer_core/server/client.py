@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,7 @@ class ServerClient:
         self.instance: str | None = None
         """The one server that may answer; another in its place does not. Null: whoever is there."""
         self._timeout_s = timeout_s
+        self._holder = uuid.uuid4().hex
         self._http = httpx.Client(
             base_url=self.base_url, headers=headers, timeout=timeout_s, limits=LIMITS, transport=transport,
             trust_env=False,
@@ -89,12 +91,13 @@ class ServerClient:
         self, *, dirty: bool, lease_s: float = 60.0, in_flight: InFlight = "keep", wait_s: float = 30.0
     ) -> BridgeInfo:
         """Stop generation, as `PauseRequest` says; `dirty` when weights are about to be written."""
-        request = PauseRequest(lease_s=lease_s, dirty=dirty, in_flight=in_flight, wait_s=wait_s)
+        request = PauseRequest(lease_s=lease_s, dirty=dirty, in_flight=in_flight, wait_s=wait_s, holder=self._holder)
         return _parse(BridgeInfo, self._call("POST", "/bridge/pause", request, more_s=wait_s))
 
     def resume(self, weight_version: int) -> BridgeInfo:
         """Go on with the weights now in place: prefix cache reset, hold released."""
-        return _parse(BridgeInfo, self._call("POST", "/bridge/resume", ResumeRequest(weight_version=weight_version)))
+        request = ResumeRequest(weight_version=weight_version, holder=self._holder)
+        return _parse(BridgeInfo, self._call("POST", "/bridge/resume", request))
 
     def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
         """Oldest and newest weight version of each completion; null for one the server does not know."""

@@ -71,6 +71,10 @@ class Start:
 class WeightSync(ABC):
     """A strategy that brings trained weights to inference servers."""
 
+    shares_memory = False
+    """Whether a server computes with the policy's own memory, so that it sees each write, and each is to be published.
+    """
+
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         self.config = config
         self.device = device
@@ -275,7 +279,7 @@ _STRATEGIES: dict[Mode, tuple[str, str]] = {
 
 
 def make_sync(config: TrainingConfig, device: torch.device, stop: threading.Event) -> WeightSync:
-    """The strategy for `config.mode`."""
-    module, name = _STRATEGIES[config.mode]
+    """The strategy for `config.mode`; with recorded rollouts one that has no server."""
+    module, name = _STRATEGIES[config.mode] if config.rollouts is None else ("offline", "Offline")
     made: WeightSync = getattr(import_module(f"trainer_core.weight_sync.{module}"), name)(config, device, stop)
     return made

@@ -1,4 +1,5 @@
 """Modes `lora_only` and `lora_restart`: the trainer keeps the base model and an adapter, which is all that travels.
+With `single_copy` the base is the server's own (`shared_base.py`), and the trainer keeps the adapter alone.
 
 `lora_only` swaps it over HTTP: the server is never paused, and a completion ends on the adapter that it began with. A
 server that was restarted meanwhile holds its generation until it has the trainer's present adapter again, which `check`
@@ -10,6 +11,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,7 +22,8 @@ from trainer_core.errors import EngineGone, UsageError
 from trainer_core.policy.lora import add_adapter, load_adapter, save_adapter
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import Lifecycle, make_lifecycle
-from trainer_core.weight_sync.base import Phases, SeparateWeights
+from trainer_core.weight_sync.base import Phases, SeparateWeights, T
+from trainer_core.weight_sync.shared_base import SharedBase
 
 KEPT = 4
 """Newest adapters left on disk: a request may have chosen one, and not have reached the engine yet. Older ones stay
@@ -34,15 +37,19 @@ class LoraSwap(SeparateWeights):
         super().__init__(config, device, stop)
         if server_rank(config.lora_r) is None:
             raise UsageError(f"--lora-r {config.lora_r}: vLLM serves adapters up to rank {LORA_RANKS[-1]}")
+        self._base = SharedBase(config, device, stop) if config.single_copy else None
         self._folder = self._folder_for("adapters")
         self._tag = secrets.token_hex(3)
         """Of this attempt: a server may still read an adapter of an earlier one that came as far."""
 
     def load(self, weights: Path | None) -> torch.nn.Module:
-        """The base model with the adapter in `weights`, or a new one."""
-        model = super().load(None)
+        """The base model with the adapter in `weights`, else one to start from, or a new one."""
+        model = self._await_server(self._base.load) if self._base else super().load(None)
         self._dtype = next(model.parameters()).dtype
         count = add_adapter(model, self.config)
+        if weights is None and self.config.lora_adapter_path:
+            weights = Path(self.config.lora_adapter_path)
+            print(f"The adapter in {weights} is trained on")
         if weights is not None:
             load_adapter(model, weights)
         print(f"LoRA rank {self.config.lora_r}: {count:,} parameters are trained")
@@ -66,9 +73,19 @@ class LoraSwap(SeparateWeights):
 
     def _give(self, engine: ServerClient, info: BridgeInfo | None = None) -> None:
         self._require_lora(engine)
+        if self._base and info:
+            self._base.follow(info.instance_id)
         if not self._path(self.version).is_dir():
             self._save()
         engine.load_adapter(str(self._path(self.version)), self.version)
+
+    def _await_server(self, ready: Callable[[], T], meanwhile: tuple[type[Exception], ...] = (EngineGone,)) -> T:
+        def attempt() -> T:
+            if self._base:
+                self._base.let_go_of_the_dead()
+            return ready()
+
+        return super()._await_server(attempt, meanwhile)
 
     def _save(self) -> None:
         """The present adapter for the server, which computes with it in the base model's type."""

@@ -44,6 +44,8 @@ LEASE_S = 120.0
 class SingleCopy(WeightSync):
     """Strategy of mode `shared_vllm`."""
 
+    shares_memory = True
+
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
         self.path = manifest_path(config)
@@ -59,7 +61,7 @@ class SingleCopy(WeightSync):
             ManifestError: no usable manifest within `engine_timeout`.
             UsageError: another model or dtype, or tensors that cannot be mapped.
         """
-        manifest = self._await_server(self._usable_manifest, (ManifestError, EngineGone))
+        manifest = self._await_server(self.usable_manifest, (ManifestError, EngineGone))
         self.engines = [ServerClient(manifest.base_url, _token(self.path))]
         info = self.engine.meet()
         if info.instance_id != manifest.instance_id:
@@ -71,9 +73,11 @@ class SingleCopy(WeightSync):
             print(f"[WARNING] the server decodes without CUDA graphs, slower than it could: {info.eager_because}")
         began = time.perf_counter()
         self._start = start
-        self._model = model = self._map(manifest)
+        self._model = model = self.map_model(manifest)
         print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no weight memory of its own")
         clean = info.weight_version in (None, 0) and not info.dirty and not _spoiled(model)
+        if info.paused:  # by a trainer that is no more, or is stopped: what it declares counts no longer
+            self.engine.pause(dirty=info.dirty, lease_s=max(LEASE_S, self.config.engine_timeout))
         if info.held and not info.paused and not info.dirty:
             self._prove_sharing(model)
         else:
@@ -132,7 +136,7 @@ class SingleCopy(WeightSync):
             param.data = copies[param].to(param.dtype) if param in copies else frozen[name].detach()
         return ""
 
-    def _usable_manifest(self) -> Manifest:
+    def usable_manifest(self) -> Manifest:
         """The manifest of a live server that answers."""
         manifest = read_manifest(self.path)
         self._process = _live_server(manifest, self.path)
@@ -143,7 +147,13 @@ class SingleCopy(WeightSync):
             engine.info()
         return manifest
 
-    def _map(self, manifest: Manifest) -> torch.nn.Module:
+    def map_model(self, manifest: Manifest) -> torch.nn.Module:
+        """The model over the server's memory.
+
+        Raises:
+            ManifestError: of another model, or memory that cannot be opened.
+            UsageError: another type, or tensors that do not fit.
+        """
         if manifest.tensor_parallel_size != 1:
             raise UsageError(
                 f"the server runs with --tensor-parallel-size {manifest.tensor_parallel_size}; single copy needs 1"

@@ -258,7 +258,7 @@ def describe_shared_file(model: torch.nn.Module) -> Shard:
     """
     assert _mapping is not None, "the shared memory loader has not run in this process"
     entries = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _parameters(model):
         if parameter.untyped_storage().data_ptr() != _mapping.data_ptr():
             raise SharedWeightsError(f"{name} left the shared file after loading; this model cannot run in single copy")
         entries[name] = _entry(parameter, parameter.storage_offset())
@@ -278,7 +278,7 @@ def describe_cuda(model: torch.nn.Module) -> Shard:
     Call it once: each call pins the storages anew for a receiver.
     """
     entries = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _parameters(model):
         if not parameter.is_cuda:
             raise SharedWeightsError(f"{name} lies on {parameter.device}; single copy needs every parameter on the GPU")
         entry = _entry(parameter, parameter.storage_offset())
@@ -335,12 +335,18 @@ def _entry(parameter: torch.nn.Parameter, offset: int) -> TensorEntry:
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:
     """Further names of parameters already listed, such as a tied `lm_head.weight`."""
-    first = {parameter: name for name, parameter in model.named_parameters()}
+    first = {parameter: name for name, parameter in _parameters(model)}
     return {
         name: first[parameter]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for name, parameter in _parameters(model, remove_duplicate=False)
         if first[parameter] != name
     }
+
+
+def _parameters(model: torch.nn.Module, **options: bool) -> Iterator[Named]:
+    """As `named_parameters`, by the names that they have where no adapters are served: those wrap each layer, which is
+    called `base_layer` then."""
+    return ((name.replace(".base_layer.", "."), param) for name, param in model.named_parameters(**options))
 
 
 def write_manifest_for(

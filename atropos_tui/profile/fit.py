@@ -1,0 +1,340 @@
+"""The nearest settings with which a stack fits its GPUs, and what `memory = auto | speed | fit` makes of them.
+
+Every setting that trades speed or precision for memory has a cost: how many times as long a step takes with it.
+`nearest` tries combinations in the order of their cost against the same budget that `plan` shows; it is a function from
+data to data. `settle` writes what it finds into the profile, so that everything after it sees plain settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from atropos_tui.profile import memory
+from atropos_tui.profile.memory import Budget, Inventory
+from atropos_tui.profile.models import Model
+from atropos_tui.profile.plan import TRAITS, Site, training_config
+from atropos_tui.profile.sections import EngineSection, Profile
+from trainer_core.config import TrainingConfig
+
+SLACK = 0.03
+"""Share of a GPU that a combination which is proposed leaves free: an allocator cannot use every gap."""
+FEWEST_TOKENS = 2048
+"""Of a forward pass; shorter rows leave a GPU idle."""
+SEQUENCES = {64: 1.02, 32: 1.08, 16: 1.2, 8: 1.4, 4: 1.8, 2: 2.5}
+"""Cost of a KV cache that holds so many of the longest sequences."""
+LAST = 100.0
+"""Cost of what changes precision, or what is trained: only where nothing else helps."""
+Setting = tuple[str, Any]
+"""A key of the profile (`trainer.optimizer`) and its value."""
+
+
+EIGHT_BIT: Setting = ("trainer.optimizer", "adamw_8bit")
+
+
+@dataclass(frozen=True)
+class Option:
+    """Something to set, what it costs, and the memory in one word; the empty one changes nothing."""
+
+    settings: tuple[Setting, ...] = ()
+    cost: float = 1.0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Settings with which all fits."""
+
+    settings: dict[str, Any]
+    """Values by key of the profile; empty: as it is."""
+    cost: float
+    """How many times as long a step takes, roughly."""
+    budget: Budget
+
+    @property
+    def lines(self) -> list[str]:
+        """As lines of a profile, ready to paste."""
+        tables: dict[str, list[str]] = {}
+        for key, value in self.settings.items():
+            table, _, name = key.rpartition(".")
+            tables.setdefault(table, []).append(f"{name} = {toml(value)}")
+        top = tables.pop("", [])
+        return [*top, *(line for table, lines in tables.items() for line in (f"[{table}]", *lines))]
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        return ", ".join(f"{key} = {toml(value)}" for key, value in self.settings.items())
+
+
+def toml(value: Any) -> str:
+    """A boolean, number or word as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else f"{value}"
+
+
+def fits(budget: Budget, slack: float = 0.0) -> bool:
+    """Whether every device that is known has room, and every engine can start."""
+    known = [device for device in budget.devices if device.total is not None]
+    return not budget.too_small_caches and all(d.wanted <= (1 - slack) * (d.total or 0) for d in known)
+
+
+def nearest(site: Site, inventory: Inventory, *, fixed: Iterable[str] = (), most: int = 3) -> list[Fit]:
+    """The cheapest combinations of settings with which all fits, at most `most`, none of which sets all that a cheaper
+    one sets, and adapters where all of them cost precision; empty where nothing fits, or where nothing is known.
+
+    Args:
+        fixed: keys that stay as they are.
+    """
+    first = inventory.models[site.profile.vllm[0].name]
+    settings = training_config(site)
+    if not isinstance(first, Model) or not on_gpus(site.profile, settings, inventory):
+        return []
+    ladders = [
+        [Option(), *(option for option in ladder if not {key for key, _ in option.settings} & set(fixed))]
+        for ladder in _ladders(site, settings, first, inventory)
+    ]
+    found = _search(site, settings, inventory, ladders, most)
+    if "mode" not in fixed and all(fit.cost >= LAST for fit in found):
+        found += _with_adapters(site, settings, inventory)
+    return found
+
+
+def on_gpus(profile: Profile, settings: TrainingConfig, inventory: Inventory) -> bool:
+    """Whether the trainer runs on a GPU whose memory is known."""
+    names = memory.trainer_devices(profile, settings, inventory.machine)
+    return names != [memory.HOST] and all(int(name.split()[1]) < len(inventory.machine.gpus) for name in names)
+
+
+def _search(
+    site: Site, settings: TrainingConfig, inventory: Inventory, ladders: Sequence[Sequence[Option]], most: int
+) -> list[Fit]:
+    combinations = sorted(product(*ladders), key=lambda options: math.prod(o.cost for o in options))
+    found: list[Fit] = []
+    for options in combinations:
+        chosen = dict(setting for option in options for setting in option.settings)
+        if any(fit.settings.keys() <= chosen.keys() for fit in found):
+            continue
+        budget = budget_with(site, settings, inventory, chosen)
+        if fits(budget, SLACK if chosen else 0.0):
+            found.append(Fit(chosen, math.prod(o.cost for o in options), budget))
+            if len(found) == most or not chosen:
+                break
+    return found
+
+
+def budget_with(site: Site, settings: TrainingConfig, inventory: Inventory, chosen: Mapping[str, Any]) -> Budget:
+    """The budget with `chosen` in the place of what the profile says."""
+    trainer = {key.removeprefix("trainer."): value for key, value in chosen.items() if key.startswith("trainer.")}
+    profile = with_settings(site.profile, {k: v for k, v in chosen.items() if not k.startswith("trainer.")})
+    return memory.make_budget(profile, settings.model_copy(update=trainer), inventory.models, inventory.machine)
+
+
+def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
+    """The profile with `chosen` as if its file said so."""
+    update: dict[str, Any] = {key: value for key, value in chosen.items() if "." not in key}
+    trainer = {key.removeprefix("trainer."): value for key, value in chosen.items() if key.startswith("trainer.")}
+    if trainer:
+        update["trainer"] = profile.trainer.model_copy(update=trainer)
+    engine = {key.removeprefix("vllm."): value for key, value in chosen.items() if key.startswith("vllm.")}
+    if engine:
+        args = {key.removeprefix("args."): value for key, value in engine.items() if key.startswith("args.")}
+        changes = {key: value for key, value in engine.items() if not key.startswith("args.")}
+        if args:
+            changes["args"] = profile.vllm[0].args | args
+        update["vllm"] = [profile.vllm[0].model_copy(update=changes), *profile.vllm[1:]]
+    return profile.model_copy(update=update)
+
+
+def _ladders(site: Site, settings: TrainingConfig, model: Model, inventory: Inventory) -> list[list[Option]]:
+    """What can be set instead, one list for each thing that is chosen: no two of a list go together."""
+    half = memory.dtype_bytes(settings.dtype, model) < 4 and not settings.trains_adapters
+    return [
+        [option for option in _optimizers(settings) if inventory.has_eight_bit or EIGHT_BIT not in option.settings],
+        _masters(settings) if half else [],
+        _offloads(settings),
+        _passes(site.profile, settings),
+        [Option((("trainer.gradient_dtype", "bfloat16"),), LAST)]
+        if half and settings.gradient_dtype == "float32" and settings.dtype != "float16"
+        else [],
+        _caches(site, settings, model, inventory),
+    ]
+
+
+def _optimizers(settings: TrainingConfig) -> list[Option]:
+    """Measured for a step of 1.7 billion parameters on an H200; Adafactor keeps no momentum."""
+    costs = {"adamw": 1.0, "adamw_8bit": 1.08, "adafactor": 1.3}
+    return [
+        Option((("trainer.optimizer", name),), cost)
+        for name, cost in costs.items()
+        if cost > costs[settings.optimizer] and not settings.trains_adapters
+    ]
+
+
+def _masters(settings: TrainingConfig) -> list[Option]:
+    costs = {"fp32": 1.0, "kahan": 1.03, "stochastic": 1.06}
+    return [
+        Option((("trainer.master_weights", name),), cost)
+        for name, cost in costs.items()
+        if cost > costs[settings.master_weights] and (name != "stochastic" or settings.dtype == "bfloat16")
+    ]
+
+
+def _offloads(settings: TrainingConfig) -> list[Option]:
+    """Computing anew, and what can wait in the host's memory."""
+    anew: Setting = ("trainer.gradient_checkpointing", "on")
+    options = []
+    if settings.gradient_checkpointing == "off":
+        options.append(Option((anew,), 1.25))
+    if not settings.activation_offload:
+        options.append(Option((anew, ("trainer.activation_offload", True)), 1.35))
+    if not settings.optimizer_offload and not settings.trains_adapters:
+        away: Setting = ("trainer.optimizer_offload", True)
+        others = [option for option in options if option.settings]
+        options.append(Option((away,), 1.4))
+        options += [Option((*option.settings, away), option.cost * 1.4) for option in others]
+    return options
+
+
+def _passes(profile: Profile, settings: TrainingConfig) -> list[Option]:
+    """Shorter rows, down to the longest sequence."""
+    longest = min(settings.seq_len, profile.vllm[0].max_model_len or settings.seq_len)
+    tokens = memory.tokens_per_pass(settings, longest)
+    options: list[Option] = []
+    while tokens > max(longest, FEWEST_TOKENS):
+        tokens = max(tokens // 2, longest, FEWEST_TOKENS)
+        options.append(Option((("trainer.pack_tokens", tokens),), 1.02 ** (len(options) + 1)))
+    return options
+
+
+def _caches(site: Site, settings: TrainingConfig, model: Model, inventory: Inventory) -> list[Option]:
+    """A smaller KV cache of the engine that shares the trainer's GPU, by how many of the longest sequences it holds."""
+    engine = site.profile.vllm[0]
+    names = memory.engine_devices(engine, inventory.machine)
+    if not set(names) & set(memory.trainer_devices(site.profile, settings, inventory.machine)):
+        return []
+    budget = memory.make_budget(site.profile, settings, inventory.models, inventory.machine)
+    (device,) = [device for device in budget.devices if device.name == names[0]]
+    items = [item for item in device.items if item.component == engine.name]
+    cache = next(item.bytes or 0 for item in items if item.what == "KV cache")
+    held = sum(item.bytes or 0 for item in items if item.what != "KV cache")
+    longest = engine.max_model_len or model.max_length
+    if device.total is None or not longest:
+        return []
+    width = memory.dtype_bytes(engine.dtype or settings.dtype, model)
+    one = longest * memory.kv_bytes_per_token(engine, model, width)
+    # Smaller ones, or where it holds not even one any that does.
+    sizes = {count: count * one for count in SEQUENCES if count * one < cache or cache < one}
+    return [
+        Option((_cache_setting(engine, size, (size + held) / device.total),), SEQUENCES[count])
+        for count, size in sizes.items()
+        if size + held < device.total
+    ]
+
+
+def _cache_setting(engine: EngineSection, size: int, share: float) -> Setting:
+    """The size where the profile names one, else the share of the GPU, in whole percent."""
+    if engine.flag_number("kv-cache-memory-bytes", 0) > 0:
+        return f"vllm.args.{engine.flag_key('kv-cache-memory-bytes')}", size
+    return "vllm.gpu_memory_utilization", math.ceil(100 * share) / 100
+
+
+def _with_adapters(site: Site, settings: TrainingConfig, inventory: Inventory) -> list[Fit]:
+    """Adapters beside the one copy of the weights, where training all of them fits in no way."""
+    if not TRAITS[site.profile.mode].shares_memory:
+        return []
+    chosen = {"mode": "lora_only", "trainer.single_copy": True, "trainer.lr": 2e-4}
+    adapted = settings.model_copy(
+        update={"weight_bridge_mode": "lora_only", "single_copy": True, "train_layer_indices": None}
+    )
+    lora = replace(site, profile=with_settings(site.profile, {"mode": "lora_only"}))
+    model = inventory.models[site.profile.vllm[0].name]
+    assert isinstance(model, Model)
+    for passes in [Option(), *_passes(site.profile, adapted)]:
+        for cache in [Option(), *_caches(lora, adapted, model, inventory)]:
+            budget = budget_with(lora, adapted, inventory, dict((*passes.settings, *cache.settings)))
+            if fits(budget, SLACK):
+                return [Fit(chosen | dict((*passes.settings, *cache.settings)), LAST**2, budget)]
+    return []
+
+
+def settle(site: Site, inventory: Inventory) -> tuple[Site, str]:
+    """The site with what its `memory` key asks for, and a line that says what was chosen and why; it is empty where
+    nothing is to choose: on a CPU, or where model or GPUs are not known.
+
+    What the profile sets by itself stays. The mode stays, too.
+    """
+    profile = site.profile
+    try:
+        settings = training_config(site)
+    except ValueError:  # the settings contradict each other, which the checks say
+        return site, ""
+    wanted, model = profile.trainer.memory, inventory.models[profile.vllm[0].name]
+    if wanted == "speed" or not isinstance(model, Model) or not on_gpus(profile, settings, inventory):
+        return site, ""
+    fixed = {f"trainer.{key}" for key in profile.trainer.settings} | {"mode"}
+    if profile.vllm[0].gpu_memory_utilization is not None:
+        fixed.add("vllm.gpu_memory_utilization")
+    if key := memory.cache_flag(profile.vllm[0]):
+        fixed.add(f"vllm.args.{key}")
+    lean = _lean(settings, fixed) if wanted == "fit" else {}
+    chosen = replace(site, profile=with_settings(profile, lean))
+    now = memory.site_budget(chosen, inventory)
+    found = nearest(chosen, inventory, fixed=fixed | set(lean), most=1)
+    if not found:
+        return site, f"memory = {wanted}: nothing that is left open makes it fit; {lack(now)}"
+    settled = replace(site, profile=with_settings(chosen.profile, found[0].settings))
+    all_chosen = replace(found[0], settings=lean | found[0].settings)
+    if not all_chosen.settings:
+        return site, f"memory = {wanted}: nothing changed, since all fits as it is"
+    why = lack(memory.site_budget(site, inventory)) or "as little of the GPU as can be"
+    return settled, f"memory = {wanted}: {all_chosen.text} ({why})"
+
+
+def _lean(settings: TrainingConfig, fixed: set[str]) -> dict[str, Any]:
+    """What takes memory off the GPU and leaves the arithmetic as it is."""
+    lean = {
+        "gradient_checkpointing": "on",
+        "activation_offload": True,
+        "optimizer_offload": not settings.trains_adapters,
+    }
+    if "trainer.gradient_checkpointing" in fixed and settings.gradient_checkpointing != "on":
+        lean.pop("activation_offload")
+    return {f"trainer.{key}": value for key, value in lean.items() if value and f"trainer.{key}" not in fixed}
+
+
+def lack(budget: Budget) -> str:
+    """How much is missing where, in words; empty where nothing is."""
+    missing = [
+        f"{device.name} lacks {memory.size_text(device.wanted - device.total)} of {memory.size_text(device.wanted)}"
+        for device in budget.devices
+        if device.total is not None and device.wanted > device.total
+    ]
+    return "; ".join([*missing, *budget.too_small_caches])
+
+
+def advice(site: Site, inventory: Inventory) -> list[str]:
+    """For a stack that does not fit: the nearest settings that do, as lines of a profile; or that there are none."""
+    if not (missing := lack(memory.site_budget(site, inventory))):
+        return []
+    found = nearest(site, inventory)
+    if not found:
+        if not on_gpus(site.profile, training_config(site), inventory):
+            return []
+        return [f"{missing}. No settings that are known here make it fit: take a smaller model, or larger GPUs"]
+    lines = [f"{missing}. The nearest settings that fit, cheapest first:"]
+    for fit in found:
+        cost = f"about {fit.cost:.2g} times as long a step" if fit.cost < LAST else "at the cost of precision"
+        if "mode" in fit.settings:
+            cost = "training adapters instead of the model"
+        lines += [f"  # {cost}; {room(fit.budget)}", *(f"  {line}" for line in fit.lines), ""]
+    return lines[:-1]
+
+
+def room(budget: Budget) -> str:
+    """What is left on each device, in words."""
+    known = [device for device in budget.devices if device.total is not None]
+    return ", ".join(f"{d.name}: {memory.size_text(d.wanted)} of {memory.size_text(d.total or 0)}" for d in known)

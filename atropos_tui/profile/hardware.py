@@ -1,0 +1,79 @@
+"""GPUs and the host's memory: of this machine, or by name for one that is not here.
+
+read_machine()                     # what NVML and the host show
+named_machine("8xH100")            # also 2xH200, 1xA100-40GB, 4x80GB, 2xH200,1xL40S
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import psutil
+
+from atropos_common.model_math import GPU_MEMORY
+from atropos_tui.gpu import Nvml
+
+MOST_GPUS = 1024
+_NAMED = re.compile(r"(?:(\d{1,4})\s*[xX*]\s*)?([A-Za-z0-9][A-Za-z0-9 _-]*)")
+_SIZE = re.compile(r"(?:(?P<name>.+)-)?(?P<size>\d{1,4})\s*GI?B", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU; memory in bytes."""
+
+    name: str
+    total: int
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """GPUs by index, and the host's memory in bytes; None where nothing is known of the host."""
+
+    gpus: tuple[Gpu, ...]
+    host: int | None
+    is_here: bool = True
+    """Whether this is the machine that we run on."""
+
+
+def read_machine() -> Hardware:
+    """This machine; without a driver it has no GPUs."""
+    try:
+        gpus = tuple(Gpu(card.name, card.total) for card in Nvml().read())
+    except Exception:  # NVML has an error class per cause, and none of them matters here
+        gpus = ()
+    return Hardware(gpus, psutil.virtual_memory().total)
+
+
+def named_machine(text: str) -> Hardware:
+    """The machine that `--gpus` names.
+
+    Raises:
+        ValueError: in words, for a GPU that nobody here knows.
+    """
+    gpus: list[Gpu] = []
+    for part in text.split(","):
+        match = _NAMED.fullmatch(part.strip())
+        if match is None or not 0 < int(match[1] or 1) <= MOST_GPUS - len(gpus):
+            raise ValueError(f"write GPUs as {EXAMPLES}")
+        gpus += [_gpu(match[2])] * int(match[1] or 1)
+    return Hardware(tuple(gpus), None, is_here=False)
+
+
+EXAMPLES = "8xH100, 2xH200, 1xA100-40GB, or by size as 4x80GB"
+
+
+def _gpu(text: str) -> Gpu:
+    """One GPU by its name, by name and size, or by size alone."""
+    name = re.sub(r"[\s_-]+", "-", text.strip()).upper().removeprefix("NVIDIA-")
+    if name in GPU_MEMORY:
+        return Gpu(name, GPU_MEMORY[name] * 1024**2)
+    if size := _SIZE.fullmatch(name):
+        known = GPU_MEMORY.get(size["name"] or "")
+        if known and abs(known / 1024 - int(size["size"])) < 3:  # H100-80GB has 79.6 GiB, H200-141GB 140.4
+            return Gpu(name, known * 1024**2)
+        if int(size["size"]):
+            return Gpu(name, int(size["size"]) * 1024**3)
+    known_names = ", ".join(GPU_MEMORY)
+    raise ValueError(f"no GPU called {text.strip()!r} is known here; known are {known_names}; or by size as 4x80GB")

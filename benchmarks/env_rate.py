@@ -1,0 +1,289 @@
+"""How fast an environment makes groups, and how long a trainer waits for them: with and without refill, side by side.
+
+    python -m benchmarks.env_rate [--flat 0 0.5 0.8] [--step-ms 220] [--against FOLDER] [--json FILE]
+
+The sums environment (`atropos_envs.sums_server`) and run-api as they are, each in its process. The engine is a
+stand-in that answers every request after `--latency-ms`, at most `--sequences` completions at a time, and makes a group
+flat with the given probability: so what is measured is the environment. The trainer is a consumer that fetches a batch
+ahead, as ours does, takes `--step-ms` for a step and gives the engine a new weight version at the end of each; every
+completion carries the version that was there when its request came as its logprob, which gives the policy lag.
+
+`--against` is a checkout of another commit, whose environment runs beside this one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from atropos_common.http import AFTER_HEADER, BATCH_HEADER
+from benchmarks.chat_model import SPECIAL, TEMPLATE
+from benchmarks.children import Process, free_ports
+
+ROOT = Path(__file__).resolve().parent.parent
+WORSE, BETTER = "no number", "77"
+"""Two answers whose rewards differ at every question."""
+READY_S = 60.0
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One run."""
+
+    name: str
+    flat: float
+    """Asked for."""
+    flat_share: float
+    """Found."""
+    useful_per_s: float
+    made_per_s: float
+    """Useful and flat ones, and those that were not needed."""
+    surplus_share: float
+    step_ms: float
+    """From one batch to the next."""
+    waited: float
+    """Share of the time in which the consumer had no batch."""
+    lag_max: int
+    lag_mean: float
+    cpu_ms: float
+    """Of the environment's process, a group made."""
+
+
+def make_tokenizer(folder: Path) -> dict[str, list[int]]:
+    """A byte-level chat tokenizer into `folder`; the ids of both answers."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({token: at for at, token in enumerate([*SPECIAL, *letters])}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=SPECIAL[2], pad_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:]
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return {text: [*tokenizer.encode(text)[:4], tokenizer.eos_token_id] for text in (WORSE, BETTER)}
+
+
+def serve_engine(port: int, answers: dict[str, list[int]], latency_s: float, sequences: int, flat: float) -> None:
+    """The stand-in for an engine, in a process of its own."""
+    from aiohttp import web
+
+    dice, version, places = random.Random(0), 0, asyncio.Semaphore(sequences)
+
+    async def generate(request: web.Request) -> web.Response:
+        body, seen = await request.json(), version
+        n = body.get("n", 1)
+        for _ in range(n):
+            await places.acquire()
+        await asyncio.sleep(latency_s)
+        for _ in range(n):
+            places.release()
+        good = 0 if dice.random() < flat else dice.randrange(1, n) if n > 1 else 0
+        chosen = [answers[BETTER if at < good else WORSE] for at in range(n)]
+        return web.json_response(
+            {
+                "token_ids": chosen,
+                "finish_reasons": ["stop"] * n,
+                "weight_versions": [[seen, seen]] * n,
+                "logprobs": [[[{str(token): -1.0 - seen}] for token in ids] for ids in chosen],
+            }
+        )
+
+    async def publish(request: web.Request) -> web.Response:
+        nonlocal version
+        version = int(request.query["version"])
+        return web.json_response({})
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"max_model_len": 1024}]})
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", generate), web.post("/publish", publish), web.get("/v1/models", models)])
+    web.run_app(app, host="127.0.0.1", port=port, print=None)
+
+
+class Consumer:
+    """A trainer's side of run-api: one batch trains while the next is fetched."""
+
+    def __init__(self, http: aiohttp.ClientSession, api: str, engine: str, step_s: float) -> None:
+        self._http, self._api, self._engine, self._step_s = http, api, engine, step_s
+        self._after, self.version = "", 0
+        self.lags: list[int] = []
+        self.waited_s = 0.0
+
+    async def register(self, batch: int) -> None:
+        fields = {"wandb_group": "", "wandb_project": "", "checkpoint_dir": "", "save_checkpoint_interval": -1}
+        numbers = {"batch_size": batch, "max_token_len": 1024, "starting_step": 0, "num_steps": 10**6}
+        until = time.monotonic() + READY_S
+        while True:
+            with suppress(aiohttp.ClientConnectionError):
+                await self._http.post(f"{self._api}/register", json=fields | numbers)
+                return
+            if time.monotonic() > until:
+                raise RuntimeError("run-api does not answer")
+            await asyncio.sleep(0.1)
+
+    async def fetch(self) -> list[dict[str, Any]]:
+        """The next batch, however long it takes."""
+        while True:
+            async with self._http.get(f"{self._api}/batch", headers={AFTER_HEADER: self._after}) as response:
+                batch = (await response.json()).get("batch")
+                if batch:
+                    self._after = response.headers[BATCH_HEADER]
+                    return list(batch)
+            await asyncio.sleep(0.02)
+
+    async def steps(self, seconds: float) -> int:
+        """Train for `seconds`; how many steps."""
+        ahead = asyncio.create_task(self.fetch())
+        self.lags, self.waited_s, count, began = [], 0.0, 0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            asked = time.perf_counter()
+            batch = await ahead
+            self.waited_s += time.perf_counter() - asked
+            ahead = asyncio.create_task(self.fetch())
+            written = (round(-1 - min(group["inference_logprobs"][0][-1:])) for group in batch)
+            self.lags += [self.version - version for version in written]
+            await asyncio.sleep(self._step_s)
+            self.version += 1
+            await self._http.post(f"{self._engine}/publish", params={"version": self.version})
+            count += 1
+        ahead.cancel()
+        return count
+
+
+def cpu_s(pid: int) -> float:
+    """Of a process, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def counts(path: Path) -> dict[str, Any]:
+    """The newest record of what became of the groups."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [record for line in lines if (record := json.loads(line))["kind"] == "env_counts"]
+    return found[-1] if found else {"sent": 0, "left_out": {}, "time": 0.0}
+
+
+async def measure(asked: argparse.Namespace, name: str, root: Path, refill: bool, flat: float) -> Rate:
+    """One environment, from its registration on."""
+    with tempfile.TemporaryDirectory(prefix="env-rate-") as folder:
+        place = Path(folder)
+        answers = make_tokenizer(place / "model")
+        api_port, engine_port = free_ports(2)
+        api, engine = f"http://127.0.0.1:{api_port}", f"http://127.0.0.1:{engine_port}"
+        env = os.environ | {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "ATROPOS_RUN_DIR": str(place / "run")}
+        env |= {"ATROPOS_COMPONENT": "sums", "ATROPOS_REFILL": str(int(refill)), "OMP_NUM_THREADS": "1"}
+        env["TOKENIZERS_PARALLELISM"] = "false"
+        (place / "run").mkdir()
+        stand_in = ["-m", "benchmarks.env_rate", "--serve", str(engine_port), "--answers", json.dumps(answers)]
+        settings = ["--flat", str(flat), "--latency-ms", str(asked.latency_ms), "--sequences", str(asked.sequences)]
+        flags = {
+            "slurm": "false", "env.tokenizer_name": place / "model", "env.rollout_server_url": api,
+            "openai.base_url": f"{engine}/v1", "openai.model_name": place / "model", "env.group_size": asked.group,
+            "env.steps_per_eval": 0, "env.max_num_workers": asked.workers or asked.sequences // asked.group,
+        }  # fmt: skip
+        serve = ["-m", "atropos_envs.sums_server", "serve", *(w for k, v in flags.items() for w in (f"--{k}", str(v)))]
+        ours = env | {"PYTHONPATH": str(ROOT)}
+        parts = [
+            Process(place / "api", ["-m", "atropos_api", "--port", str(api_port)], ours, talks=False),
+            Process(place / "engine", [*stand_in, *settings], ours, talks=False),
+        ]
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=READY_S)) as http:
+                consumer = Consumer(http, api, engine, asked.step_ms / 1000)
+                await consumer.register(asked.batch)
+                parts.append(Process(place / "env", serve, env, talks=False))
+                try:
+                    await asyncio.wait_for(consumer.steps(asked.warm_up), READY_S)
+                except TimeoutError:
+                    raise RuntimeError(f"no batch came:\n{parts[-1].tail()}") from None
+                return await _measured(asked, name, flat, consumer, parts[-1], place / "run/eval.sums.jsonl")
+        finally:
+            for part in parts:
+                part.close()
+
+
+async def _measured(
+    asked: argparse.Namespace, name: str, flat: float, consumer: Consumer, program: Process, records: Path
+) -> Rate:
+    before, cpu = counts(records), cpu_s(program.popen.pid)
+    began = time.perf_counter()
+    steps = await consumer.steps(asked.seconds)
+    lasted, cpu = time.perf_counter() - began, cpu_s(program.popen.pid) - cpu
+    while (after := counts(records))["time"] == before["time"]:
+        await asyncio.sleep(0.2)
+    sent = after["sent"] - before["sent"]
+    left_out = {reason: count - before["left_out"].get(reason, 0) for reason, count in after["left_out"].items()}
+    equal, made = left_out.get("all scores equal", 0), sent + sum(left_out.values())
+    per_s = 1 / (after["time"] - before["time"])
+    return Rate(
+        name, flat, equal / made, sent * per_s, made * per_s, (made - sent - equal) / made, lasted / steps * 1e3,
+        consumer.waited_s / lasted, max(consumer.lags), sum(consumer.lags) / len(consumer.lags),
+        cpu / lasted / (made * per_s) * 1e3,
+    )  # fmt: skip
+
+
+def table(rates: list[Rate]) -> str:
+    """All runs, a row each."""
+    head = f"{'':16} {'flat':>5} {'made/s':>7} {'sent/s':>7} {'surplus':>8} {'step ms':>8} {'waited':>7} {'lag':>9} "
+    rows = [
+        f"{rate.name:16} {rate.flat_share:5.2f} {rate.made_per_s:7.1f} {rate.useful_per_s:7.1f} "
+        f"{rate.surplus_share:8.1%} {rate.step_ms:8.0f} {rate.waited:7.1%} {rate.lag_mean:5.2f}/{rate.lag_max:<3d} "
+        f"{rate.cpu_ms:7.2f}"
+        for rate in rates
+    ]
+    return "\n".join([head + " CPU ms/group", *rows])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.env_rate", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--flat", type=float, nargs="+", default=[0.0, 0.5, 0.8], help="shares of flat groups")
+    parser.add_argument("--batch", type=int, default=128, help="sequences of a step")
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--step-ms", type=float, default=220.0, help="what a training step takes")
+    parser.add_argument("--latency-ms", type=float, default=40.0, help="what the engine takes for a request")
+    parser.add_argument("--sequences", type=int, default=512, help="completions that it makes at a time")
+    parser.add_argument("--workers", type=int, default=0, help="max_num_workers; default: what the engine takes")
+    parser.add_argument("--warm-up", type=float, default=6.0, help="seconds before the measurement")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
+    parser.add_argument("--against", type=Path, help="a checkout of another commit")
+    parser.add_argument("--only", nargs="+", help="names of the runs to make")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--answers", type=json.loads, help=argparse.SUPPRESS)
+    asked = parser.parse_args(argv)
+    if asked.serve:
+        serve_engine(asked.serve, asked.answers, asked.latency_ms / 1e3, asked.sequences, asked.flat[0])
+        return 0
+    runs = [("before", asked.against.resolve(), False)] if asked.against else []
+    runs += [("refill = false", ROOT, False), ("refill = true", ROOT, True)]
+    rates = [
+        asyncio.run(measure(asked, name, root, refill, flat))
+        for flat in asked.flat
+        for name, root, refill in runs
+        if not asked.only or name in asked.only
+    ]
+    print(table(rates))
+    if asked.json:
+        asked.json.write_text(json.dumps([asdict(rate) for rate in rates], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,418 @@
+"""A large shape through the real stack on one GPU: what fits beside what, seconds a step, MFU, alignment.
+
+    python -m benchmarks.large_models --shape llama-3.1-8b --memory-limit 79 --steps 10 --json \\
+        --set master_weights=stochastic gradient_dtype=bfloat16 optimizer=adamw_8bit gradient_checkpointing=on
+    python -m benchmarks.large_models --shape tiny --steps 3          # on a CPU, to see that it runs
+
+Weights are random, of the named shape, made by a process of its own. Then everything is the product's: run-api behind
+its door, `python -m vllm_server` in the wanted mode with a KV cache of `--kv-cache` GiB, `python -m trainer_core` with
+the settings after `--set`. A feeder takes the environment's place: it registers, lets the engine complete random
+prompts, gives scores of +-1 at random, and posts groups. The trainer is killed after `--steps` steps, so that nobody
+waits for a checkpoint.
+
+`--memory-limit` GiB emulates a smaller card: a process of the script's allocates everything of the device but that much
+and holds it to the end, so the rest really cannot be had. A card of 80 GB has 79.6 GiB. What is free, and how much the
+stack took at its peak, is asked of NVML ten times a second; other programs on the device would be counted. `mfu` is of
+what the maker promises (989 TFLOP/s for an H100 or H200), `mfu_790` of what dense products reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from atropos_common.bridge import TOKEN_HEADER
+from atropos_common.records import Record, RecordError, parse_line
+from benchmarks.children import TOKEN, ChildError, Process, Server, environment, free_ports
+from trainer_core.errors import EngineError, EngineGone
+from trainer_core.server.client import ServerClient
+
+GIB = 1 << 30
+GROUP = 8
+_QWEN3 = {
+    "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936, "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 40_960,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "rope_theta": 5e5,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "max_position_embeddings": 131_072,
+    },
+    "qwen3-1.7b": _QWEN3 | {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-14b": _QWEN3 | {
+        "hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 40, "num_attention_heads": 40,
+    },
+    "qwen3-32b": _QWEN3 | {
+        "hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64,
+    },
+    "qwen3-30b-a3b": _QWEN3 | {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    },
+    "tiny": _QWEN3 | {
+        "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
+    },
+}  # fmt: skip
+MODES: dict[str, tuple[list[str], dict[str, str], dict[str, Any]]] = {
+    # flags and environment of the server, settings of the trainer
+    "shared_vllm": ([], {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_HOLD_GENERATION": "1"}, {}),
+    "lora_only": (["--enable-lora", "--max-lora-rank", "16"], {}, {"lora_target_modules": "all-linear", "lr": 2e-4}),
+    "none": ([], {"ATROPOS_WEIGHT_UPDATES": "1"}, {}),
+}
+
+
+def build(shape: str, folder: Path, device: str) -> None:
+    """Write a model of the shape: config.json, random weights, tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    from benchmarks.weight_sync import save_tokenizer
+
+    config = AutoConfig.for_model(**SHAPES[shape])
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32 if device == "cpu" else torch.bfloat16, attn_implementation="sdpa"
+        )
+    model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
+    model.save_pretrained(folder, max_shard_size="4GB")
+    save_tokenizer(config.vocab_size, folder)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+
+
+def hold(limit_gib: float) -> None:
+    """Take all of the GPU but `limit_gib` GiB until stdin ends."""
+    import torch
+
+    torch.zeros(1, device="cuda")
+    free, total = torch.cuda.mem_get_info()
+    taken = max(0, free - int(limit_gib * GIB))
+    kept = torch.empty(taken, dtype=torch.uint8, device="cuda")
+    free, _ = torch.cuda.mem_get_info()
+    print(f"holds {kept.numel() / GIB:.1f} GiB of {total / GIB:.1f}, {free / GIB:.2f} GiB are free", flush=True)
+    sys.stdin.read()
+
+
+def feed(api: str, engine: str, vocabulary: int, prompt: int, completion: int, sequences: int) -> None:
+    """Be the environment: a batch of groups whenever run-api holds less than two."""
+    http = httpx.Client(base_url=api, timeout=60, trust_env=False, headers={TOKEN_HEADER: TOKEN})
+    server = ServerClient(engine, TOKEN, timeout_s=600.0)
+    dice = random.Random(0)
+    about = {
+        "max_token_length": prompt + completion, "desired_name": "feeder", "weight": 1.0, "group_size": GROUP,
+    }  # fmt: skip
+    known = None
+    while known is None:
+        time.sleep(0.2)
+        with suppress(httpx.HTTPError):
+            known = http.post("/register-env", json=about).json().get("env_id")
+    with ThreadPoolExecutor(sequences) as pool:
+        while True:
+            with suppress(httpx.HTTPError, EngineGone, EngineError):
+                waiting = int(http.get("/status").json()["queue_size"])
+                if waiting * GROUP < 2 * sequences:
+                    for group in _groups(server, pool, dice, vocabulary, prompt, completion, sequences // GROUP):
+                        http.post("/scored_data", json=group | {"env_id": known}).raise_for_status()
+                    continue
+            time.sleep(0.1)
+
+
+def _groups(
+    server: ServerClient, pool: ThreadPoolExecutor, dice: random.Random, vocabulary: int, prompt: int, completion: int,
+    count: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Groups of completions of random prompts, of half to all of `completion` tokens, scored at random."""
+    asked = []
+    for _ in range(count):
+        start = [dice.randrange(1, vocabulary) for _ in range(prompt)]
+        lengths = [dice.randint(completion // 2, completion) for _ in range(GROUP)]
+        asked.append((start, [pool.submit(server.generate, start, n) for n in lengths]))
+    found = []
+    for start, futures in asked:
+        answers = [future.result() for future in futures]
+        found.append(
+            {
+                "tokens": [start + a.token_ids for a in answers],
+                "masks": [[-100] * len(start) + a.token_ids for a in answers],
+                "inference_logprobs": [[1.0] * len(start) + a.logprobs for a in answers],
+                "scores": dice.sample([1.0, -1.0] * (GROUP // 2), GROUP),
+            }
+        )
+    return found
+
+
+class Device:
+    """What is in use of one GPU, by NVML; without one, zero."""
+
+    def __init__(self, index: int | None) -> None:
+        self.peak = self.base = 0
+        self._stop = threading.Event()
+        self._handle: Any = None
+        if index is None:
+            return
+        import pynvml  # type: ignore[import-untyped,unused-ignore]
+
+        pynvml.nvmlInit()
+        self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def used(self) -> int:
+        """Bytes beyond `base`."""
+        used = 0 if self._handle is None else int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+        return used - self.base
+
+    def from_here(self) -> None:
+        """What is in use now is not counted."""
+        self.base += self.used()
+        self.peak = 0
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.1):
+            self.peak = max(self.peak, self.used())
+
+
+class Run:
+    """One shape, one mode."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.folder = options, folder
+        self.cpu = options.gpu is None
+        self.model: Path = options.model or folder / "model"
+        self.began = time.monotonic()
+        self.device = Device(options.gpu)
+        self.processes: list[Process] = []
+        self.found: dict[str, Any] = {
+            "shape": options.shape, "mode": options.mode, "settings": options.set, "kv_cache_gib": options.kv_cache,
+            "memory_limit_gib": options.memory_limit, "steps": 0, "error": None,
+        }  # fmt: skip
+
+    def left(self) -> float:
+        return float(self.options.limit - (time.monotonic() - self.began))
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def start(
+        self, name: str, command: list[str], extra: dict[str, str] | None = None, *, talks: bool = False
+    ) -> Process:
+        env = environment(self.folder / name, self.options.gpu, extra or {})
+        process = Process(self.folder / name, ["-m", *command], env, talks=talks)
+        self.processes.append(process)
+        return process
+
+    def run(self) -> None:
+        """All of it; `found` grows as it goes."""
+        shape = SHAPES[self.options.shape]
+        if not (self.model / "config.json").is_file():
+            place = "cpu" if self.cpu else "cuda"
+            builder = self.start(
+                "build", ["benchmarks.large_models", "build", self.options.shape, str(self.model), place]
+            )
+            if builder.popen.wait(max(self.left(), 1)):
+                raise ChildError(builder.tail())
+            self.say(f"model written: {builder.tail().strip().splitlines()[-1]}")
+        if self.options.memory_limit and not self.cpu:
+            self._hold_the_rest()
+        self.device.from_here()
+        api_port, port = free_ports(2)
+        self.start("api", ["atropos_api", "--port", str(api_port)])
+        server = self._server(port)
+        self.start(
+            "feeder",
+            ["benchmarks.large_models", "feed", f"http://127.0.0.1:{api_port}", server.url, str(shape["vocab_size"]),
+             str(self.options.prompt), str(self.options.completion), str(self.options.sequences)],
+        )  # fmt: skip
+        server.wait_ready(time.perf_counter() + self.left())
+        self.found["server_ready_s"], self.found["server_bytes"] = server.ready_s, self.device.used()
+        self.say(f"server ready, {self.device.used() / GIB:.1f} GiB in use")
+        trainer = self._trainer(port, api_port)
+        self._await_steps(trainer)
+
+    def _hold_the_rest(self) -> None:
+        holder = self.start("hold", ["benchmarks.large_models", "hold", str(self.options.memory_limit)], talks=True)
+        assert holder.popen.stdout is not None
+        self.found["held"] = holder.popen.stdout.readline().strip() or holder.tail()
+        self.say(self.found["held"])
+
+    def _server(self, port: int) -> Server:
+        flags, extra, _ = MODES[self.options.mode]
+        common = [
+            "--model", str(self.model), "--served-model-name", "m", "--dtype", "float32" if self.cpu else "bfloat16",
+            "--max-model-len", str(self.options.prompt + self.options.completion), "--max-num-seqs",
+            str(self.options.sequences), "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
+            "--kv-cache-memory-bytes", str(int(self.options.kv_cache * GIB)), "--gpu-memory-utilization", "0.12",
+        ]  # fmt: skip
+        if self.cpu:
+            common = [*common[:-2], "--block-size", "32", "--enforce-eager"]
+        folder = self.folder / "server"
+        env = environment(folder, self.options.gpu, extra)
+        server = Server(folder, port, [*common, *flags, *self.options.server], env)
+        self.processes.append(server)
+        return server
+
+    def _trainer(self, port: int, api_port: int) -> Process:
+        settings: dict[str, Any] = {
+            "model_name": self.model, "weight_bridge_mode": self.options.mode, "vllm_port": port,
+            "atropos_url": f"http://127.0.0.1:{api_port}", "training_steps": self.options.steps + 20,
+            "batch_size": self.options.sequences // GROUP, "gradient_accumulation_steps": GROUP, "lr": 1e-6,
+            "seq_len": self.options.prompt + self.options.completion, "checkpoint_interval": 0,
+            "dtype": "float32" if self.cpu else "bfloat16", "save_path": self.folder / "out", "benchmark": "true",
+            "max_model_len": self.options.prompt + self.options.completion, "rollout_samples": 0,
+            "pack_tokens": 16_384,
+        }  # fmt: skip
+        settings |= MODES[self.options.mode][2] | dict(item.split("=", 1) for item in self.options.set)
+        flags = [part for key, value in settings.items() for part in ("--" + key.replace("_", "-"), str(value))]
+        manifest = str(self.folder / "server" / "bridge" / "vllm_bridge_config.json")
+        return self.start("trainer", ["trainer_core", *flags], {"VLLM_BRIDGE_CONFIG_PATH": manifest})
+
+    def _await_steps(self, trainer: Process) -> None:
+        told = 0
+        while self.found["steps"] < self.options.steps:
+            ended = trainer.popen.poll() is not None
+            self._read()
+            if self.found["steps"] > told:
+                told = self.found["steps"]
+                self.say(f"step {told}: {self.found['last']}")
+            if ended or self.left() < 5:
+                why = "the trainer ended" if ended else "the time is over"
+                raise ChildError(f"{why} after {told} steps:\n{trainer.tail()}")
+            time.sleep(0.2)
+
+    def _read(self) -> None:
+        """What the trainer's records say so far; the first two steps compile and make state, and are left out."""
+        by_kind: dict[str, list[Any]] = {}
+        for record in records(self.folder / "out" / "telemetry.jsonl"):
+            by_kind.setdefault(record.kind, []).append(record)
+        timings, syncs = by_kind.get("timing", []), by_kind.get("sync", [])
+        probes = [a.probe_diff_abs_mean for a in by_kind.get("alignment", []) if a.probe_diff_abs_mean is not None]
+        memory = by_kind.get("memory", [])
+        if not (timings and memory):
+            return
+        warm = timings[2:] or timings[-1:]
+        mfu = [t.mfu for t in warm if t.mfu is not None]
+        self.found |= {
+            "steps": len(memory), "step_s": median(t.step_s for t in warm), "train_s": median(t.train_s for t in warm),
+            "wait_s": median(t.data_wait_s for t in warm), "publish_s": median(s.seconds for s in syncs[2:] or syncs),
+            "publish_phases": syncs[-1].phases, "mfu": median(mfu) if mfu else None,
+            "mfu_790": median(mfu) * 989 / 790 if mfu else None, "tokens_per_s": median(t.tokens_per_s for t in warm),
+            "probe_abs_mean": probes, "verdicts": [a.verdict for a in by_kind.get("alignment", [])],
+            "trainer_peak_bytes": max(m.peak_bytes or 0 for m in memory),
+            "trainer_reserved_bytes": max(m.reserved_bytes or 0 for m in memory),
+            "trainer_rss_bytes": max(m.rss_bytes or 0 for m in memory), "device_peak_bytes": self.device.peak,
+            "last": f"{timings[-1].step_s:.2f} s, training {timings[-1].train_s:.2f} s",
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """End everything; the trainer at once."""
+        for process in reversed(self.processes):
+            if process.popen.poll() is None:
+                process.popen.kill() if not isinstance(process, Server) else process.popen.terminate()
+        for process in self.processes:
+            process.close()
+        self.device.close()
+
+
+def records(path: Path) -> list[Record]:
+    """The whole lines of a stream so far."""
+    found = []
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+        with suppress(RecordError):
+            found.append(parse_line(line))
+    return found
+
+
+def show(found: dict[str, Any]) -> str:
+    if not found["steps"]:
+        return f"{found['shape']}, {found['mode']}: nothing measured: {found['error']}"
+    gib = {
+        k: found.get(k, 0) / GIB
+        for k in ("server_bytes", "trainer_peak_bytes", "trainer_reserved_bytes", "device_peak_bytes")
+    }
+    mfu = "-" if found["mfu"] is None else f"{found['mfu']:.1%} ({found['mfu_790']:.1%} of 790)"
+    return "\n".join(
+        [
+            f"{found['shape']}, {found['mode']}, {' '.join(found['settings'])}; KV cache {found['kv_cache_gib']} GiB",
+            f"{found['steps']} steps of {found['step_s']:.2f} s (training {found['train_s']:.2f} s, waiting "
+            f"{found['wait_s']:.2f} s, publish {found['publish_s']:.3f} s), MFU {mfu}",
+            f"GiB: server {gib['server_bytes']:.1f}, trainer's tensors at their peak {gib['trainer_peak_bytes']:.1f} "
+            f"(reserved {gib['trainer_reserved_bytes']:.1f}), device at its peak {gib['device_peak_bytes']:.1f}"
+            + (f" of {found['memory_limit_gib']}" if found["memory_limit_gib"] else ""),
+            f"probe |diff| {', '.join(f'{p:.4f}' for p in found['probe_abs_mean'])}; {', '.join(found['verdicts'])}",
+            *([f"ended early: {found['error']}"] if found["error"] else []),
+        ]
+    )
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--mode", choices=MODES, default="shared_vllm")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the trainer")
+    parser.add_argument("--server", nargs="*", default=[], metavar="FLAG", help="further flags of vLLM")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--sequences", type=int, default=64, help="of one optimizer step, in groups of 8")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--completion", type=int, default=512, help="tokens of the longest completion")
+    parser.add_argument("--kv-cache", type=float, default=6.0, metavar="GIB")
+    parser.add_argument("--memory-limit", type=float, metavar="GIB", help="of the device; the rest is held")
+    parser.add_argument("--gpu", type=int, help="which one; default: 0, or none where there is none")
+    parser.add_argument("--model", type=Path, help="a folder from an earlier run, or where to put the model")
+    parser.add_argument("--limit", type=float, default=560.0, help="seconds for everything")
+    parser.add_argument("--folder", type=Path, help="keep model and logs here")
+    parser.add_argument("--output", type=Path, help="write the result to this JSON file, too")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    if options.gpu is None and Path("/dev/nvidiactl").exists():
+        options.gpu = 0
+    return options
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["build"]:
+        build(sys.argv[2], Path(sys.argv[3]), sys.argv[4])
+        return 0
+    if sys.argv[1:2] == ["hold"]:
+        hold(float(sys.argv[2]))
+        return 0
+    if sys.argv[1:2] == ["feed"]:
+        feed(sys.argv[2], sys.argv[3], *map(int, sys.argv[4:]))
+        return 0
+    options = parse(sys.argv[1:])
+    with tempfile.TemporaryDirectory(prefix="atropos-large-") as temporary:
+        run = Run(options, options.folder or Path(temporary))
+        try:
+            run.run()
+        except ChildError as error:
+            run.found["error"] = str(error)
+        finally:
+            run.found["seconds"] = time.monotonic() - run.began
+            run.close()
+    if options.output:
+        options.output.write_text(json.dumps(run.found, indent=1))
+    print(json.dumps(run.found) if options.json else show(run.found))
+    return 1 if run.found["error"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

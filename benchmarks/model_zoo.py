@@ -1,0 +1,135 @@
+"""Architectures made tiny: one configuration for each, random weights that are large enough for every part to matter.
+
+`matrix` in benchmarks/models.py trains each of them in every mode; tests/unit/test_trainer_proof.py proves each on its
+own. Windows are short, so that a sequence of some tens of tokens reaches past them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WINDOW = 8
+_SMALL: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_MIXED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MANY: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}  # fmt: skip
+_LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
+         "original_max_position_embeddings": 256, "factor": 2.0}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A configuration class of transformers and what differs from `_SMALL`."""
+
+    config: str
+    options: dict[str, Any] = field(default_factory=dict)
+    drop: tuple[str, ...] = ()
+    """Names of `_SMALL` that this class has otherwise."""
+    lora_targets: tuple[str, ...] = ()
+    """Where the trainer's own choice, q_proj and v_proj, does not exist."""
+
+    def build(self) -> Any:
+        """The configuration."""
+        import transformers
+
+        small = {name: value for name, value in _SMALL.items() if name not in self.drop}
+        return getattr(transformers, self.config)(**small | self.options)
+
+
+ZOO: dict[str, Architecture] = {
+    "Llama 3": Architecture("LlamaConfig"),
+    "Mistral": Architecture("MistralConfig", {"sliding_window": WINDOW}),
+    "Qwen2": Architecture("Qwen2Config"),
+    "Qwen3": Architecture("Qwen3Config", {"head_dim": 32}),
+    "Phi-3, Phi-4": Architecture("Phi3Config", {"sliding_window": None}, lora_targets=("qkv_proj",)),
+    "Phi-3 long": Architecture("Phi3Config", {"rope_parameters": _LONG, "original_max_position_embeddings": 256}),
+    "Gemma 2": Architecture(
+        "Gemma2Config",
+        _MIXED | {"head_dim": 32, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+                  "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    ),
+    "Gemma 3": Architecture(
+        "Gemma3TextConfig", _MIXED | {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
+    ),
+    "Gemma 4": Architecture(
+        "Gemma4TextConfig",
+        _MIXED | {"head_dim": 32, "global_head_dim": 32, "tie_word_embeddings": True, "vocab_size_per_layer_input": 128,
+                  "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0},
+    ),
+    "GLM-4": Architecture("Glm4Config", {"head_dim": 32}),
+    "Granite": Architecture(
+        "GraniteConfig",
+        {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.3},
+    ),
+    "Cohere 2": Architecture("Cohere2Config", _MIXED | {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "OLMo 2": Architecture("Olmo2Config"),
+    "OLMo 3": Architecture("Olmo3Config", _MIXED),
+    "SmolLM3": Architecture("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "StarCoder2": Architecture("Starcoder2Config"),
+    "GPT-2": Architecture(
+        "GPT2Config", {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True}
+    ),
+    "Qwen3-MoE": Architecture("Qwen3MoeConfig", _EXPERTS | {"head_dim": 32}),
+    "Qwen2-MoE": Architecture("Qwen2MoeConfig", _EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "Mixtral": Architecture("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "OLMoE": Architecture("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "GLM-4-MoE": Architecture("Glm4MoeConfig", _MANY | {"head_dim": 32}),
+    "DeepSeek-V3": Architecture("DeepseekV3Config", _MANY | _MLA, lora_targets=("o_proj",)),
+    "GPT-OSS": Architecture(
+        "GptOssConfig", _MIXED | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "Qwen3-Next": Architecture(
+        "Qwen3NextConfig", _LINEAR | _EXPERTS | {"head_dim": 32, "shared_expert_intermediate_size": 32}
+    ),
+    "Qwen3.5": Architecture("Qwen3_5TextConfig", _LINEAR | {"head_dim": 32}),
+    "Falcon-H1": Architecture(
+        "FalconH1Config",
+        {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16,
+         "lm_head_multiplier": 0.5},
+    ),
+    "LFM2": Architecture("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "Llama 4": Architecture(
+        "Llama4TextConfig",
+        {"head_dim": 32, "intermediate_size_mlp": 160, "num_local_experts": 2, "attention_chunk_size": 64},
+    ),
+    "Nemotron": Architecture("NemotronConfig"),
+}  # fmt: skip
+
+
+@torch.no_grad()
+def build(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
+    """The architecture of this name with random weights: matrices so large that logits are some nats apart."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(ZOO[name].build(), dtype=dtype)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, 0.1)
+        elif parameter.ndim == 1 and not parameter.any():
+            parameter.normal_(0, 0.3)  # biases, sinks, norms that add one
+    return model.eval()
+
+
+def save(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> None:
+    """Write the model of this name as a checkpoint that loads by itself, without a tokenizer."""
+    build(name, dtype=dtype).save_pretrained(folder)

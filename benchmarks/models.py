@@ -1,0 +1,296 @@
+"""Which models train in which mode: architectures of the zoo against real vLLM, and the table of docs/models.md.
+
+    python -m benchmarks.models [--only NAME ...] [--modes MODE ...] [--records models.jsonl] [--again]
+    python -m benchmarks.models --table [--write docs/models.md]
+
+A cell is one architecture in one mode, in float32 on a CPU: a real `python -m vllm_server` starts, the
+trainer's own strategy attaches, proves its path, makes two optimizer steps with a publish each, and then compares
+logprobs of what the server decodes with its own at the same weights. `works` needs every token within `BOUND`, where
+the two steps have moved logprobs by much more: a server that kept old weights would be seen. Anything else is refused,
+with the words. Each cell is a line of the records; a later run goes on with those that are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from atropos_common.model_math import Dimensions, carries_state, why_refused
+from atropos_common.run_dir import ENV_TOKEN
+from benchmarks.children import TOKEN, ChildError, Server, environment, free_ports
+from benchmarks.model_zoo import ZOO, save
+from trainer_core.config import TrainingConfig
+from trainer_core.errors import TrainerError
+from trainer_core.objective.registry import Objective
+from trainer_core.optim import Stepper
+from trainer_core.policy.logprobs import completions_logprobs
+from trainer_core.policy.proof import prove
+from trainer_core.rollouts.batch import Rollout
+from trainer_core.rollouts.packing import pack
+from trainer_core.server.client import GeneratedTokens, ServerClient
+from trainer_core.step import accumulate
+from trainer_core.weight_sync.base import Start, WeightSync, make_sync
+
+MODES = ("shared_vllm", "broadcast", "lora_only", "lora_restart", "none")
+SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "shared_vllm": ([], {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_HOLD_GENERATION": "1"}),
+    "broadcast": ([], {"ATROPOS_WEIGHT_UPDATES": "1"}),
+    "lora_only": (["--enable-lora", "--max-lora-rank", "8"], {}),
+}
+"""Flags and environment of a mode's server; in lora_restart and none the trainer starts its own, to restart it."""
+BRIDGE = {"broadcast": {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True}}
+BOUND = 5e-3
+"""Nats: |server - trainer| of any token, in float32."""
+MOVED = 10 * BOUND
+"""Nats that two steps must have moved some token by."""
+PROMPTS, PROMPT_TOKENS, TOKENS, STEPS = 4, 40, 24, 2
+ERROR = re.compile(r"(?:^|\]) *(?:[\w.]+Error|[\w.]+Exception): (?!EngineCore|Engine core)|vllm_server: ")
+"""A line that names a cause."""
+BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
+ENGINE_FLAGS = [
+    "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "16", "--generation-config", "vllm",
+    "--logprobs-mode", "processed_logprobs", "--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32",
+    "--enforce-eager",
+]  # fmt: skip
+
+Pairs = list[tuple[list[int], GeneratedTokens]]
+
+
+def ask(engine: ServerClient, vocabulary: int) -> Pairs:
+    """Prompts with two completions each, the second on the cached prefix."""
+    dice = random.Random(7)
+    prompts = [[dice.randrange(3, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+    return [(prompt, engine.generate(prompt, TOKENS)) for prompt in prompts for _ in range(2)]
+
+
+def rollouts_of(pairs: Pairs) -> list[Rollout]:
+    """What an environment would send: the first completion of a prompt was good, the second was not."""
+    found = []
+    for index, (prompt, done) in enumerate(pairs):
+        length = PROMPT_TOKENS + len(done.token_ids)
+        logprobs = np.zeros(length, np.float32)
+        logprobs[PROMPT_TOKENS:] = done.logprobs
+        advantages = np.full(length, 1.0 - 2.0 * (index % 2), np.float32)
+        tokens = np.array([*prompt, *done.token_ids])
+        found.append(Rollout(tokens, np.arange(length) >= PROMPT_TOKENS, logprobs, advantages, 1.0, 0.0, "", ()))
+    return found
+
+
+def own_logprobs(model: torch.nn.Module, pairs: Pairs) -> torch.Tensor:
+    ours = completions_logprobs(model, [(prompt, done.token_ids) for prompt, done in pairs])
+    return torch.tensor([value for one in ours for value in one])
+
+
+class Cell:
+    """One architecture in one mode, below `folder`."""
+
+    def __init__(self, name: str, mode: str, folder: Path) -> None:
+        self.name, self.mode, self.folder = name, mode, folder
+        self.model = folder.parent / "model"
+        self.port = free_ports(1)[0]
+
+    def config(self) -> TrainingConfig:
+        settings = BRIDGE.get(self.mode, {"weight_bridge_mode": self.mode})
+        if self.mode.startswith("lora") and ZOO[self.name].lora_targets:
+            settings = settings | {"lora_target_modules": list(ZOO[self.name].lora_targets)}
+        return TrainingConfig.model_validate(
+            settings | {
+                "model_name": str(self.model), "vllm_port": self.port, "dtype": "float32", "device": "cpu",
+                "batch_size": 8, "optimizer": "adamw", "lr": 1e-2, "lora_r": 8, "save_path": str(self.folder / "saved"),
+                "log_dir": str(self.folder / "logs"), "vllm_restart_interval": STEPS, "engine_timeout": 240,
+                "max_model_len": 256, "vllm_config_path": str(self.folder / "server/bridge/vllm_bridge_config.json"),
+            }
+        )  # fmt: skip
+
+    def logs(self) -> str:
+        """What its servers printed."""
+        files = [*self.folder.glob("**/log"), *self.folder.glob("**/*.log")]
+        return "\n".join(file.read_text(errors="replace") for file in files)
+
+    def run(self) -> dict[str, Any]:
+        """The cell's result and what was measured.
+
+        Raises:
+            ChildError, TrainerError: somebody refused, or failed.
+        """
+        with ExitStack() as opened:
+            if self.mode in SERVERS:
+                self._serve(opened)
+            sync = make_sync(self.config(), torch.device("cpu"), threading.Event())
+            opened.callback(sync.close)
+            if hasattr(sync, "lifecycle"):
+                sync.lifecycle.flags += [*ENGINE_FLAGS, *self._lora_flags()]
+            return self._train(sync)
+
+    def _serve(self, opened: ExitStack) -> None:
+        flags, extra = SERVERS[self.mode]
+        folder = self.folder / "server"
+        common = ["--model", str(self.model), "--served-model-name", "m", *ENGINE_FLAGS]
+        server = Server(folder, self.port, [*common, *flags, *self._lora_flags()], environment(folder, None, extra))
+        opened.callback(server.close)
+        server.wait_ready(time.perf_counter() + 300)
+
+    def _lora_flags(self) -> list[str]:
+        """vLLM's adapters over experts need Triton, which a CPU does not have: leave the experts alone."""
+        wanted = self.mode.startswith("lora") and self._experts
+        return ["--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj"] if wanted else []
+
+    @property
+    def _experts(self) -> bool:
+        return Dimensions.of(json.loads((self.model / "config.json").read_text())).experts > 0
+
+    def _train(self, sync: WeightSync) -> dict[str, Any]:
+        model = sync.attach(Start())
+        proved = prove(model)
+        stepper = Stepper(model, sync.config)
+        assert sync.engine is not None
+        vocabulary = model.config.vocab_size
+        first = pairs = ask(sync.engine, vocabulary)
+        before = own_logprobs(model, first)
+        at_start = float((before - _theirs(first)).abs().max())
+        for step in range(1, STEPS + 1):
+            outcome = accumulate(model, stepper, pack(rollouts_of(pairs), 256), Objective(sync.config), step)
+            if not outcome.finite:
+                raise ChildError("the gradient is not finite")
+            stepper.compute()
+            report = sync.publish(step, stepper.write)
+            pairs = ask(sync.engine, vocabulary)
+        moved = float((own_logprobs(model, first) - before).abs().max())
+        probe = float((own_logprobs(model, pairs) - _theirs(pairs)).abs().max())
+        right = max(probe, at_start) <= BOUND and moved >= MOVED
+        notes = list(self._notes(model))
+        if self.mode == "none" and report and "restart" in report.phases:
+            notes.append("the server is restarted for each load")
+        return {
+            "result": "works" if right else "WRONG", "words": "; ".join(notes), "probe_max": probe, "moved": moved,
+            "at_start": at_start, "proved": proved,
+        }  # fmt: skip
+
+    def _notes(self, model: torch.nn.Module) -> Iterator[str]:
+        if carries_state(vars(model.config)):
+            yield "its sequences are computed one by one"
+        if self.mode.startswith("lora") and (targets := ZOO[self.name].lora_targets):
+            yield f"`lora_target_modules = {json.dumps(list(targets))}`"
+        if self._lora_flags():
+            yield "on a CPU with `--lora-target-modules q_proj k_proj v_proj o_proj` for vLLM"
+
+
+def _theirs(pairs: Pairs) -> torch.Tensor:
+    return torch.tensor([value for _, done in pairs for value in done.logprobs])
+
+
+@contextmanager
+def saved_model(name: str) -> Iterator[Path]:
+    """A folder with the architecture's random model in it."""
+    from atropos_envs.tiny_model import make_tokenizer
+
+    with tempfile.TemporaryDirectory(prefix="models-") as folder:
+        save(name, Path(folder) / "model")
+        make_tokenizer().save_pretrained(Path(folder) / "model")
+        yield Path(folder)
+
+
+def measure(name: str, modes: list[str], records: Path) -> None:
+    """Append a line for each mode of this architecture."""
+    with saved_model(name) as folder:
+        config = json.loads((folder / "model/config.json").read_text())
+        refused = why_refused(config)
+        for mode in modes:
+            began = time.perf_counter()
+            if refused:
+                cell = {"result": "refused", "when": "before anything starts", "words": "; ".join(refused)}
+            else:
+                cell = attempt(Cell(name, mode, folder / mode))
+            cell = {"architecture": name, "mode": mode, "seconds": round(time.perf_counter() - began, 1)} | cell
+            print(json.dumps(cell), flush=True)
+            with records.open("a") as stream:
+                stream.write(json.dumps(cell) + "\n")
+
+
+def attempt(cell: Cell) -> dict[str, Any]:
+    """The cell's result; what is raised is a refusal, in words where somebody of ours raised it."""
+    try:
+        return cell.run()
+    except (ChildError, TrainerError) as error:
+        words = said(str(error), cell)
+        print(f"{cell.name}, {cell.mode}: {error}\n{cell.logs()[-6000:]}", file=sys.stderr, flush=True)
+        return {"result": "refused", "when": "at the start", "words": words}
+    except Exception as error:  # nobody's words: a fault to mend
+        return {"result": "FAILED", "when": "at the start", "words": f"{type(error).__name__}: {error}"[:600]}
+
+
+def said(error: str, cell: Cell) -> str:
+    """The cause in one line, without paths: the first error in the log of a server that ended, else our own words."""
+    raised = [line for line in cell.logs().splitlines() if ERROR.search(line)]
+    last = [line.strip() for line in error.splitlines() if line.strip()][-1]
+    ours = not any(word in error for word in ("ended", "EngineDead", "not ready", "gone", "crashed"))
+    words = last if ours or not raised else raised[0]
+    return re.sub(r"^.*?\.py:\d+\]\s*", "", words).replace(str(cell.folder.parent), "")[:400]
+
+
+def read_records(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The newest line of every cell."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    cells = [json.loads(line) for line in lines]
+    return {(cell["architecture"], cell["mode"]): cell for cell in cells}
+
+
+def table(cells: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """Markdown: architectures, modes, and the words as notes below."""
+    notes: dict[str, int] = {}
+    rows = [f"| | {' | '.join(f'`{mode}`' for mode in MODES)} |", "|---|" + "---|" * len(MODES)]
+    for name in ZOO:
+        if any((name, mode) in cells for mode in MODES):
+            rows.append(f"| {name} | {' | '.join(_cell(cells.get((name, mode)), notes) for mode in MODES)} |")
+    return "\n".join([*rows, "", *(f"{number}. {words}" for words, number in notes.items())])
+
+
+def _cell(cell: dict[str, Any] | None, notes: dict[str, int]) -> str:
+    if cell is None:
+        return ""
+    words = f"{cell['when']}: {cell['words']}" if "when" in cell else cell["words"]
+    mark = f" ({notes.setdefault(words, len(notes) + 1)})" if words else ""
+    return (f"{cell['probe_max']:.0e}" if cell["result"] == "works" else cell["result"]) + mark
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--only", nargs="+", choices=list(ZOO), default=list(ZOO), metavar="NAME")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--records", type=Path, default=Path("models.jsonl"))
+    parser.add_argument("--again", action="store_true", help="measure what is in the records already, too")
+    parser.add_argument("--table", action="store_true", help="print the table of what was measured")
+    parser.add_argument("--write", type=Path, help="put the table into this file, between its marks")
+    options = parser.parse_args()
+    if not options.table:
+        os.environ[ENV_TOKEN] = TOKEN
+        torch.set_num_threads(1)
+        for name in options.only:
+            known = {} if options.again else read_records(options.records)
+            if missing := [mode for mode in options.modes if (name, mode) not in known]:
+                measure(name, missing, options.records)
+        return
+    text = table(read_records(options.records))
+    print(text)
+    if options.write:
+        before, _, rest = options.write.read_text().partition(BEGIN)
+        after = rest.partition(END)[2]
+        options.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

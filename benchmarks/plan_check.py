@@ -1,0 +1,174 @@
+"""What `plan` says of memory beside what was measured: a table, and whether each peak lies within a tenth.
+
+    python -m benchmarks.large_models --shape llama-3.1-8b --output 8b.json ...
+    python -m benchmarks.plan_check 8b.json ... [--json]
+    python -m benchmarks.plan_check                  # the figures of docs/benchmarks.md that need no engine
+
+A record is what `benchmarks.large_models` writes: `shape` (or `config`: config.json itself, or its folder), `mode`, `settings`
+of the trainer (a table, or KEY=VALUE), `kv_cache_gib`, and of the bytes that were measured those that there are:
+`trainer_peak_bytes` (torch.cuda.max_memory_allocated), `server_bytes` and `device_peak_bytes` (NVML). The budget is that
+of `atropos-tui plan` for the same settings on a GPU of any size; activations that `gradient_checkpointing = auto` would
+decide by what is free are decided by `memory_limit_gib`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from atropos_tui.profile.hardware import Gpu, Hardware
+from atropos_tui.profile.memory import Budget, make_budget
+from atropos_tui.profile.model_files import build
+from atropos_tui.profile.models import Model, model_shapes
+from atropos_tui.profile.plan import make_site, training_config
+from atropos_tui.profile.sections import parse_profile
+
+GIB = 1 << 30
+BOUND = 0.1
+H200 = 140.4
+"""GiB of the GPU where a record names none."""
+QWEN3 = {
+    "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+KNOWN: list[dict[str, Any]] = [
+    {
+        "config": QWEN3, "mode": "none", "name": f"benchmarks/trainer_step.py, {name}", "seq_len": 2048,
+        "settings": {"optimizer": "adamw", "gradient_checkpointing": "off"} | settings, "trainer_peak_bytes": peak,
+    }
+    for name, peak, settings in (
+        ("rows of 16,384", 70.1e9, {}),
+        ("with gradient checkpointing", 37.8e9, {"gradient_checkpointing": "on"}),
+        ("adamw_8bit", 59.8e9, {"optimizer": "adamw_8bit"}),
+        ("stochastic", 63.2e9, {"master_weights": "stochastic"}),
+    )
+]  # fmt: skip
+"""One NVIDIA H200, 2026-11-21: docs/benchmarks.md, "One optimizer step"."""
+NAMES = {
+    "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+}  # fmt: skip
+
+
+def model_of(record: dict[str, Any]) -> Model:
+    """The model of a record: a shape of `benchmarks.large_models`, or a folder."""
+    config = record.get("config") or import_module("benchmarks.large_models").SHAPES[record["shape"]]
+    if isinstance(config, str):
+        config = json.loads((Path(config) / "config.json").read_text())
+    config = {"architectures": [NAMES.get(config["model_type"], "")]} | config
+    if shapes := model_shapes(config):
+        return Model("model", config, shapes, "config.json")
+    with tempfile.TemporaryDirectory() as made:
+        (Path(made) / "config.json").write_text(json.dumps(config))
+        built = build(Path(made), config)
+    if isinstance(built, str):
+        raise SystemExit(built)
+    return Model("model", built.config, built.shapes, "transformers")
+
+
+def settings_of(record: dict[str, Any]) -> dict[str, Any]:
+    """The trainer's settings as a profile has them."""
+    given = record["settings"]
+    if isinstance(given, dict):
+        return given
+    pairs = (item.split("=", 1) for item in given)
+    return {key: _value(text) for key, text in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
+
+
+def budget_of(record: dict[str, Any]) -> Budget:
+    """What plan says of the same settings."""
+    length = record.get("seq_len") or record.get("prompt", 128) + record.get("completion", 512)
+    sequences = record.get("sequences", 64)
+    adapters = {"lora_target_modules": ["all-linear"]} if record["mode"].startswith("lora") else {}
+    profile = parse_profile(
+        {
+            "name": "check", "mode": record["mode"], "model": "/model", "env": {"module": "json"},
+            "vllm": {
+                "gpus": [0], "max_model_len": length,
+                "args": {
+                    "kv-cache-memory-bytes": int(record.get("kv_cache_gib", 6) * GIB), "max-num-seqs": sequences,
+                    "max-loras": 1,
+                },
+            },
+            "trainer": {
+                "gpus": [0], "batch_size": max(1, sequences // 8), "gradient_accumulation_steps": 8, "seq_len": length,
+                "pack_tokens": 16_384, "memory": "speed", **adapters, **settings_of(record),
+            },
+        },
+        "record",
+    )  # fmt: skip
+    machine = Hardware((Gpu("GPU", int((record.get("memory_limit_gib") or H200) * GIB)),), None)
+    settings = training_config(make_site(profile, Path("/run"), run_id="check"))
+    return make_budget(profile, settings, {"vllm": model_of(record)}, machine)
+
+
+def compare(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each figure that was measured: planned and measured bytes, and the error."""
+    (device,) = [device for device in budget_of(record).devices if device.name == "GPU 0"]
+    trainer = [item for item in device.items if item.component == "trainer" and item.what != "CUDA context"]
+    planned = {
+        "trainer_peak_bytes": sum(item.bytes or 0 for item in trainer),
+        "server_bytes": sum(item.bytes or 0 for item in device.items if item.component == "vllm"),
+        "device_peak_bytes": device.wanted,
+    }
+    settings = " ".join(f"{key}={value}" for key, value in settings_of(record).items())
+    name = record.get("name") or f"{record.get('shape', 'model')}, {record['mode']}, {settings}"
+    return [
+        {
+            "name": name, "what": what.removesuffix("_bytes"), "planned": size, "measured": record[what],
+            "error": size / record[what] - 1,
+            "items": {f"{i.component} {i.what}": i.bytes for i in device.items},
+        }
+        for what, size in planned.items()
+        if record.get(what)
+    ]  # fmt: skip
+
+
+def show(rows: list[dict[str, Any]]) -> str:
+    lines = [f"| {'run':<70} | what | planned GiB | measured GiB | error |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {row['name']:<70} | {row['what']} | {row['planned'] / GIB:.1f} | {row['measured'] / GIB:.1f} "
+        f"| {row['error']:+.1%} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", nargs="*", type=Path, help="JSON files, or JSON lines; default: known figures")
+    parser.add_argument("--json", action="store_true", help="with each item of the budget")
+    options = parser.parse_args()
+    records = KNOWN
+    if options.records:
+        texts = [path.read_text() for path in options.records]
+        records = [json.loads(part) for text in texts for part in ([text] if _is_one(text) else text.splitlines())]
+    measured = [record for record in records if not record.get("error") or record.get("trainer_peak_bytes")]
+    rows = [row for record in measured for row in compare(record)]
+    print(json.dumps(rows) if options.json else show(rows))
+    peaks = [row for row in rows if row["what"] != "server"]
+    return 1 if any(abs(row["error"]) > BOUND for row in peaks) else 0
+
+
+def _is_one(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""No server at all: the trainer alone, on recorded rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from trainer_core.policy.load import dtype_of, load_config, load_model
+from trainer_core.weight_sync.base import Phases, Start, WeightSync
+from trainer_core.weight_sync.lora import LoraSwap
+
+
+class Offline(WeightSync):
+    """Strategy of a run with `rollouts`: every version stays here."""
+
+    def attach(self, start: Start) -> torch.nn.Module:
+        """The policy with the weights of `start`; adapters on it where the mode trains those."""
+        config = self.config
+        print("No server: no probe of its logprobs, and policy lag only as far as it was recorded")
+        if config.trains_adapters:
+            return LoraSwap(config, self.device, self.stop).load(start.weights)
+        dtype = dtype_of(load_config(config.model_name), config.dtype)
+        return load_model(start.weights or config.model_name, dtype, self.device)
+
+    def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
+        with clock("write"):
+            write()
+        return False
+
+    def check(self) -> None:
+        """There is nobody to look after."""
+
+    def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
+        """The weights were the trainer's own all along."""
+        return ""
