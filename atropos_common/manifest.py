@@ -22,11 +22,6 @@ from atropos_common.strided import extent
 
 MANIFEST_VERSION = 2
 
-SINGLE_COPY_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Dense models whose layers on the server compute from the parameter itself, so that a write from outside is seen, and
-whose fused tensors the trainer knows. Layers that rebind tensors (MLA, mixtures of experts in FP8, Marlin) would
-silently serve old weights."""
-
 
 class ManifestError(ValueError):
     """A manifest that must not be used: missing, half-written, foreign or of another server."""

@@ -17,6 +17,7 @@ from tests.unit.small_models import CONFIGS, SMALL, build
 from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import checkpoint_layout, checkpoint_tensors
 from trainer_core.policy.load import attach_views, empty_model
+from trainer_core.weight_sync.shared_vllm import PROOF, _proof_value
 
 MOE = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=16)
 MODELS: dict[str, PreTrainedConfig] = {
@@ -102,3 +103,15 @@ def test_a_model_without_memory_has_the_buffers_of_a_loaded_one(name: str) -> No
     assert [each for each, _ in empty.named_parameters()] == [each for each, _ in true.named_parameters()], "ties too"
     for (buffer, mine), (_, theirs) in zip(empty.named_buffers(), true.named_buffers(), strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), buffer
+
+
+@pytest.mark.parametrize("name", [*MODELS, "gpt2"])
+def test_the_value_that_proves_sharing_is_seen_in_logits_whatever_its_name(name: str) -> None:
+    model = build(copy.deepcopy((MODELS | CONFIGS)[name])).eval()
+    tokens = torch.tensor([[2, 2, 2, 2]])
+    value = _proof_value(model)
+    assert value.shape == (1,) and not value.requires_grad
+    with torch.no_grad():
+        before = model(tokens).logits
+        value.add_(PROOF * (1 + value.abs()))
+        assert (model(tokens).logits - before).abs().max() > 0.1
