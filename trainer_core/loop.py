@@ -38,6 +38,7 @@ from trainer_core.errors import (
 from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiffs, thresholds
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
+from trainer_core.policy.experts import balance_coefficient
 from trainer_core.policy.load import end_tokens, train_only
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
@@ -211,6 +212,7 @@ class Run:
         self.idle = IdleMeter(self.sync.engines)
         self.idle.measure()
         self.objective = Objective(config)
+        self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)
         self.batches = BatchSource(
             config, api, self.telemetry,
             selection=self.objective.selection(self.model.config.vocab_size, end_tokens(self.model)),
