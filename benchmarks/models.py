@@ -132,7 +132,7 @@ class Cell:
                 self._serve(opened)
             sync = make_sync(self.config(), torch.device("cpu"), threading.Event())
             opened.callback(sync.close)
-            if hasattr(sync, "lifecycle"):
+            if getattr(sync, "lifecycle", None) is not None:
                 sync.lifecycle.flags += [*ENGINE_FLAGS, *self._lora_flags()]
             return self._train(sync)
 

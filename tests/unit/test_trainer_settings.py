@@ -199,9 +199,9 @@ def test_a_run_on_two_cores_learns_the_same(base: Path, tmp_path: Path, monkeypa
         engine = Engine(tmp_path / str(cores), plain_model(base))
         batches = batches or _recorded(engine, 3)
 
-        def watched(*args: Any, threads: set[int] = seen[cores]) -> TokenScores:
+        def watched(*args: Any, threads: set[int] = seen[cores], **more: Any) -> TokenScores:
             threads.add(threading.get_ident())
-            return row_scores(*args)
+            return row_scores(*args, **more)
 
         monkeypatch.setattr("trainer_core.step.row_scores", watched)
         _train(engine, base, tmp_path / str(cores), Recorded(batches), training_steps=3, torch_threads=cores)
