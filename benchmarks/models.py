@@ -1,6 +1,6 @@
 """Which models train in which mode: architectures of the zoo against real vLLM, and the table of docs/models.md.
 
-    python -m benchmarks.models [--only NAME ...] [--modes MODE ...] [--records models.jsonl] [--again]
+    python -m benchmarks.models [--only NAME ...] [--modes MODE ...] [--records models.jsonl] [--again] [--limit S]
     python -m benchmarks.models --table [--write docs/models.md]
 
 A cell is one architecture in one mode, in float32 on a CPU: a real `python -m vllm_server` starts, the
@@ -204,13 +204,15 @@ def saved_model(name: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def measure(name: str, modes: list[str], records: Path) -> None:
-    """Append a line for each mode of this architecture."""
+def measure(name: str, modes: list[str], records: Path, until: float) -> None:
+    """Append a line for each mode of this architecture, until `until` (`time.monotonic()` seconds)."""
     with saved_model(name) as folder:
         config = json.loads((folder / "model/config.json").read_text())
         refused = why_refused(config)
         for mode in modes:
             began = time.perf_counter()
+            if time.monotonic() > until:
+                return
             if refused:
                 cell = {"result": "refused", "when": "before anything starts", "words": "; ".join(refused)}
             else:
@@ -273,16 +275,18 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--records", type=Path, default=Path("models.jsonl"))
     parser.add_argument("--again", action="store_true", help="measure what is in the records already, too")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further cell begins")
     parser.add_argument("--table", action="store_true", help="print the table of what was measured")
     parser.add_argument("--write", type=Path, help="put the table into this file, between its marks")
     options = parser.parse_args()
     if not options.table:
         os.environ[ENV_TOKEN] = TOKEN
         torch.set_num_threads(1)
+        until = time.monotonic() + options.limit
         for name in options.only:
             known = {} if options.again else read_records(options.records)
             if missing := [mode for mode in options.modes if (name, mode) not in known]:
-                measure(name, missing, options.records)
+                measure(name, missing, options.records, until)
         return
     text = table(read_records(options.records))
     print(text)
