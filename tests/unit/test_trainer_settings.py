@@ -56,7 +56,7 @@ def test_a_model_that_is_computed_wrong_is_not_trained(
     monkeypatch.setattr("trainer_core.policy.logprobs.last_word", lambda config: LastWord(0.5))
     with pytest.raises(UsageError, match="does not compute Qwen3ForCausalLM right"):
         _train(engine, base, tmp_path, training_steps=1)
-    assert not _steps(tmp_path)
+    assert not (tmp_path / "out" / "telemetry.jsonl").exists(), "no step, and nothing saved"
 
 
 OTHERS = (
