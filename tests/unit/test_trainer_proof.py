@@ -11,7 +11,7 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from atropos_common.model_math import why_refused
-from benchmarks.model_zoo import ZOO, Architecture, build
+from benchmarks.model_zoo import MORE, ZOO, Architecture, build
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
@@ -35,7 +35,7 @@ def _made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [*TRAINED, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_an_architecture_is_computed_right(name: str) -> None:
     """Logprobs by the proof, and gradients of all parameters against the model's own eager code."""
     model = _made(name)
@@ -52,7 +52,7 @@ def test_an_architecture_is_computed_right(name: str) -> None:
         mine, own = packed[n], p.grad
         assert (mine is None) == (own is None), n
         if mine is not None and own is not None:
-            assert (mine - own).norm() <= 1e-4 * own.norm() + 1e-6, n
+            assert (mine - own).norm() <= 1e-4 * own.norm() + 1e-5, n
 
 
 def test_half_precision_is_proved_in_float32() -> None:
@@ -129,9 +129,10 @@ def test_what_is_planted_wrong_is_caught(what: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["Llama 4", "Nemotron"])
 def test_what_does_not_go_our_way_at_all_is_refused_in_words(name: str) -> None:
     model = _made(name)
-    with pytest.raises(UsageError, match="it cannot compute it"):
+    with pytest.raises(UsageError, match="it cannot compute it") as refused:
         prove(model)
     assert why_refused(model.config.to_dict()), "and from the configuration alone"
+    assert name == "Llama 4" or "leaves out where the sequences of a row lie" in str(refused.value)
 
 
 @pytest.mark.parametrize("labels", [1, 3])

@@ -73,7 +73,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packing: Layout,
+    packing: Layout | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -91,7 +91,12 @@ def packed_attention(
 
     Returns:
         [1, N, heads, head_dim] and no attention weights.
+
+    Raises:
+        ValueError: the model's class does not pass `packing` on, or wants a mask or dropout.
     """
+    if packing is None:
+        raise ValueError("its attention leaves out where the sequences of a row lie")
     if attention_mask is not None or dropout:
         raise ValueError("packed attention takes its layout from `packing`, without mask and dropout")
     groups = query.shape[1] // key.shape[1]
