@@ -49,7 +49,7 @@ neighbour (logprobs are off by 0.2 and 2.6 nats then), while vLLM fixes them whe
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 """Kinds of layers that look at other tokens by attention alone."""
-_STATE = ("mamba_", "ssm_", "conv_L_cache", "rwkv_")
+_STATE = ("mamba_", "ssm_", "state_size", "conv_L_cache", "rwkv_")
 """How fields begin in the configurations of models whose layers carry a state from token to token."""
 _UNLIKE = (
     "final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier",

@@ -115,13 +115,56 @@ ZOO: dict[str, Architecture] = {
 }  # fmt: skip
 
 
+_FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MORE: dict[str, Architecture] = {
+    **{
+        name: Architecture(f"{name}Config")
+        for name in (
+            "Apertus", "Arcee", "Cohere", "Ernie4_5", "GPTNeoX", "NanoChat", "OPT", "Olmo", "Phi",
+        )
+    },
+    **{name: Architecture(f"{name}Config", {"head_dim": 32}) for name in ("Gemma", "Glm", "Helium", "SeedOss")},
+    "HunYuanDenseV1": Architecture("HunYuanDenseV1Config", {"head_dim": 32}),
+    "Exaone4": Architecture("Exaone4Config", _MIXED),
+    "Ministral": Architecture("MinistralConfig", _MIXED | {"head_dim": 32}),
+    "VaultGemma": Architecture("VaultGemmaConfig", _MIXED | {"head_dim": 32}),
+    "GraniteMoe": Architecture("GraniteMoeConfig", _FOUR),
+    "Phimoe": Architecture("PhimoeConfig", _FOUR),
+    "MiniMaxM2": Architecture("MiniMaxM2Config", _FOUR | {"head_dim": 32, "rotary_dim": 32}),
+    "FlexOlmo": Architecture("FlexOlmoConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "Ernie4_5_Moe": Architecture(
+        "Ernie4_5_MoeConfig", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}
+    ),
+    "Dots1": Architecture("Dots1Config", _MANY),
+    "DeepseekV2": Architecture("DeepseekV2Config", _MANY | _MLA | {"topk_method": "greedy"}),
+    "Glm4MoeLite": Architecture("Glm4MoeLiteConfig", _MANY | _MLA),
+    "GraniteMoeHybrid": Architecture(
+        "GraniteMoeHybridConfig",
+        {"num_local_experts": 0, "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 64,
+         "mamba_n_groups": 1},
+    ),
+    "Jamba": Architecture(
+        "JambaConfig",
+        {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1,
+         "use_mamba_kernels": False},
+    ),
+    "Lfm2Moe": Architecture(
+        "Lfm2MoeConfig",
+        _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    ),
+    "Mamba2": Architecture("Mamba2Config", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
+    "NemotronH": Architecture("NemotronHConfig", {"hybrid_override_pattern": "M*"}),
+}  # fmt: skip
+"""Proved in the trainer, without a server."""
+
+
 @torch.no_grad()
 def build(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
     """The architecture of this name with random weights: matrices so large that logits are some nats apart."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(ZOO[name].build(), dtype=dtype)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config((ZOO | MORE)[name].build(), dtype=dtype)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.normal_(0, 0.1)

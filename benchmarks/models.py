@@ -1,6 +1,6 @@
 """Which models train in which mode: architectures of the zoo against real vLLM, and the table of docs/models.md.
 
-    python -m benchmarks.models [--only NAME ...] [--modes MODE ...] [--records models.jsonl] [--again]
+    python -m benchmarks.models [--only NAME ...] [--modes MODE ...] [--records models.jsonl] [--again] [--limit S]
     python -m benchmarks.models --table [--write docs/models.md]
 
 A cell is one architecture in one mode, in float32 on a CPU: a real `python -m vllm_server` starts, the
@@ -31,8 +31,9 @@ import torch
 
 from atropos_common.model_math import Dimensions, carries_state, why_refused
 from atropos_common.run_dir import ENV_TOKEN
-from benchmarks.children import TOKEN, ChildError, Server, environment, free_ports
+from benchmarks.children import TOKEN, Child, ChildError, environment, free_ports
 from benchmarks.model_zoo import ZOO, save
+from benchmarks.server_nursery import Forked
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import TrainerError
 from trainer_core.objective.registry import Objective
@@ -50,8 +51,9 @@ SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
     "shared_vllm": ([], {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_HOLD_GENERATION": "1"}),
     "broadcast": ([], {"ATROPOS_WEIGHT_UPDATES": "1"}),
     "lora_only": (["--enable-lora", "--max-lora-rank", "8"], {}),
+    "none": ([], {"ATROPOS_WEIGHT_UPDATES": "1"}),
 }
-"""Flags and environment of a mode's server; in lora_restart and none the trainer starts its own, to restart it."""
+"""Flags and environment of a mode's server."""
 BRIDGE = {"broadcast": {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True}}
 BOUND = 5e-3
 """Nats: |server - trainer| of any token, in float32."""
@@ -98,8 +100,10 @@ def own_logprobs(model: torch.nn.Module, pairs: Pairs) -> torch.Tensor:
 class Cell:
     """One architecture in one mode, below `folder`."""
 
-    def __init__(self, name: str, mode: str, folder: Path) -> None:
-        self.name, self.mode, self.folder = name, mode, folder
+    def __init__(self, name: str, mode: str, folder: Path, nursery: Child) -> None:
+        self.name, self.mode, self.folder, self.nursery = name, mode, folder, nursery
+        self.own_server = mode == "lora_restart"
+        """The trainer starts it, and restarts it."""
         self.model = folder.parent / "model"
         self.port = free_ports(1)[0]
 
@@ -128,11 +132,11 @@ class Cell:
             ChildError, TrainerError: somebody refused, or failed.
         """
         with ExitStack() as opened:
-            if self.mode in SERVERS:
+            if not self.own_server:
                 self._serve(opened)
             sync = make_sync(self.config(), torch.device("cpu"), threading.Event())
             opened.callback(sync.close)
-            if hasattr(sync, "lifecycle"):
+            if getattr(sync, "lifecycle", None) is not None:
                 sync.lifecycle.flags += [*ENGINE_FLAGS, *self._lora_flags()]
             return self._train(sync)
 
@@ -140,7 +144,8 @@ class Cell:
         flags, extra = SERVERS[self.mode]
         folder = self.folder / "server"
         common = ["--model", str(self.model), "--served-model-name", "m", *ENGINE_FLAGS]
-        server = Server(folder, self.port, [*common, *flags, *self._lora_flags()], environment(folder, None, extra))
+        env = environment(folder, None, extra)
+        server = Forked(self.nursery, folder, self.port, [*common, *flags, *self._lora_flags()], env)
         opened.callback(server.close)
         server.wait_ready(time.perf_counter() + 300)
 
@@ -204,17 +209,19 @@ def saved_model(name: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def measure(name: str, modes: list[str], records: Path) -> None:
-    """Append a line for each mode of this architecture."""
+def measure(name: str, modes: list[str], records: Path, until: float, nursery: Child) -> None:
+    """Append a line for each mode of this architecture, until `until` (`time.monotonic()` seconds)."""
     with saved_model(name) as folder:
         config = json.loads((folder / "model/config.json").read_text())
         refused = why_refused(config)
         for mode in modes:
             began = time.perf_counter()
+            if time.monotonic() > until:
+                return
             if refused:
                 cell = {"result": "refused", "when": "before anything starts", "words": "; ".join(refused)}
             else:
-                cell = attempt(Cell(name, mode, folder / mode))
+                cell = attempt(Cell(name, mode, folder / mode, nursery))
             cell = {"architecture": name, "mode": mode, "seconds": round(time.perf_counter() - began, 1)} | cell
             print(json.dumps(cell), flush=True)
             with records.open("a") as stream:
@@ -222,10 +229,14 @@ def measure(name: str, modes: list[str], records: Path) -> None:
 
 
 def attempt(cell: Cell) -> dict[str, Any]:
-    """The cell's result; what is raised is a refusal, in words where somebody of ours raised it."""
+    """The cell's result; what is raised is a refusal, in words where somebody of ours raised it. In mode none a server
+    that does not load in place is one that the trainer restarts."""
     try:
         return cell.run()
     except (ChildError, TrainerError) as error:
+        if "by a restart only" in str(error) and not cell.own_server:
+            cell.own_server, cell.port = True, free_ports(1)[0]
+            return attempt(cell)
         words = said(str(error), cell)
         print(f"{cell.name}, {cell.mode}: {error}\n{cell.logs()[-6000:]}", file=sys.stderr, flush=True)
         return {"result": "refused", "when": "at the start", "words": words}
@@ -267,22 +278,36 @@ def _cell(cell: dict[str, Any] | None, notes: dict[str, int]) -> str:
     return (f"{cell['probe_max']:.0e}" if cell["result"] == "works" else cell["result"]) + mark
 
 
+def measure_all(options: argparse.Namespace) -> None:
+    """What is asked for and missing, while there is time."""
+    os.environ[ENV_TOKEN] = TOKEN
+    torch.set_num_threads(1)
+    until = time.monotonic() + options.limit
+    with tempfile.TemporaryDirectory(prefix="models-") as folder:
+        env = environment(Path(folder), None, {})
+        nursery = Child(Path(folder) / "nursery", ["-m", "benchmarks.server_nursery"], env)
+        try:
+            nursery.wait(300)
+            for name in options.only:
+                known = {} if options.again else read_records(options.records)
+                if missing := [mode for mode in options.modes if (name, mode) not in known]:
+                    measure(name, missing, options.records, until, nursery)
+        finally:
+            nursery.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", nargs="+", choices=list(ZOO), default=list(ZOO), metavar="NAME")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--records", type=Path, default=Path("models.jsonl"))
     parser.add_argument("--again", action="store_true", help="measure what is in the records already, too")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further cell begins")
     parser.add_argument("--table", action="store_true", help="print the table of what was measured")
     parser.add_argument("--write", type=Path, help="put the table into this file, between its marks")
     options = parser.parse_args()
     if not options.table:
-        os.environ[ENV_TOKEN] = TOKEN
-        torch.set_num_threads(1)
-        for name in options.only:
-            known = {} if options.again else read_records(options.records)
-            if missing := [mode for mode in options.modes if (name, mode) not in known]:
-                measure(name, missing, options.records)
+        measure_all(options)
         return
     text = table(read_records(options.records))
     print(text)

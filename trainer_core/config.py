@@ -126,6 +126,9 @@ class TrainingConfig(BaseModel):
     distill_coef: float = Field(0.0, ge=0)
     """Weight of the reverse KL to a teacher, on the tokens that the environment sends as distill_token_ids with
     distill_logprobs, everything else as one remaining outcome."""
+    router_aux_loss_coef: float | None = Field(None, ge=0)
+    """Weight of the loss that balances the load of a mixture of experts, of each packed row. Default: what config.json
+    asks, its router_aux_loss_coef where output_router_logits is true, else none."""
     loss_denominator: Literal["tokens", "sequences", "constant"] | None = None
     """What the loss of an optimizer step is divided by: all trained tokens; sequences (the mean over sequences of their
     token means); or sequences x max_completion_tokens. Default: tokens; sequences for gspo, constant for dr_grpo."""

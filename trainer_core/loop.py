@@ -46,6 +46,7 @@ from trainer_core.objective.custom import own_loss
 from trainer_core.objective.loss import Formula
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
+from trainer_core.policy.experts import balance_coefficient
 from trainer_core.policy.load import end_tokens, train_only
 from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.proof import prove
@@ -223,6 +224,7 @@ class Run:
         print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         train_only(self.model, config.train_layer_indices)
         use_head(self.model, config.head_dtype)
+        self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)
         self.threads = use_cores(self.model, config, self.device)
         self.reference = Reference(config, self.model, self.device) if config.ref_kl_coef else None
         self.stepper = _stepper(self.model, config, self.device, start.path)

@@ -21,6 +21,7 @@ from trainer_core.objective.loss import Correction, LossSums, Sequences
 from trainer_core.objective.penalties import reference_kl, teacher_kl
 from trainer_core.objective.registry import Counts, Objective, count
 from trainer_core.optim import Stepper
+from trainer_core.policy.experts import balance_loss
 from trainer_core.policy.logprobs import TokenScores, row_logprobs, row_scores
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import ThreadGradients, in_threads
@@ -165,10 +166,12 @@ def _forward(
     """Scores of the labels, [T]; further terms of each token's loss, [T], null where there is none; and the sums that
     are told of those, as in `_Sums.penalties`."""
     told = torch.zeros(4, dtype=torch.float64, device=row.tokens.device)
+    routing: list[torch.Tensor] | None = [] if objective.balance_coef else None
     if row.teacher_ids is None or row.teacher_logprobs is None:
-        scores, penalty = row_scores(model, row), None
+        scores, penalty = row_scores(model, row, routing=routing), None
     else:
-        whole = row_scores(model, row, labels=torch.cat([row.labels[:, None], row.teacher_ids], dim=1))
+        labels = torch.cat([row.labels[:, None], row.teacher_ids], dim=1)
+        whole = row_scores(model, row, labels=labels, routing=routing)
         scores = TokenScores(whole.logprobs[:, 0], whole.entropy)
         to_teacher = teacher_kl(whole.logprobs[:, 1:], row.teacher_logprobs)
         penalty = objective.distill_coef * to_teacher
@@ -180,6 +183,9 @@ def _forward(
         penalty = weighed if penalty is None else penalty + weighed
         told[0] = to_reference.detach().sum()
         told[1] = (~row.reference.isnan()).sum()
+    if routing:
+        uneven = objective.balance_coef * balance_loss(routing, model.config.num_experts_per_tok)
+        penalty = uneven.expand_as(scores.entropy) if penalty is None else penalty + uneven
     return scores, penalty, told
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from atropos_common.records import StepRecord, parse_line
 from tests.unit.trainer_stand_ins import TOKEN, Engine, Recorded, group, plain_model, run_config
 from trainer_core import checkpoint
-from trainer_core.errors import MemoryFullError, MismatchError
+from trainer_core.errors import MemoryFullError, MismatchError, UsageError
 from trainer_core.loop import TrainResult, train
-from trainer_core.policy.logprobs import TokenScores, row_scores
+from trainer_core.policy.logprobs import LastWord, TokenScores, row_scores
 
 PROMPTS = [[3 + i, 12, 4, 13] for i in range(4)]
 
@@ -47,6 +47,16 @@ def _steps(tmp_path: Path) -> list[StepRecord]:
 def _train(engine: Engine, base: Path, tmp_path: Path, api: Any = None, **fields: Any) -> TrainResult:
     config = run_config(engine, base, tmp_path, **{"probe_interval": 0, "rollout_samples": 0, **fields})
     return train(config, api=api or OneBehind(engine))  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_computed_wrong_is_not_trained(
+    engine: Engine, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its name: a logit scale that the model does not have."""
+    monkeypatch.setattr("trainer_core.policy.logprobs.last_word", lambda config: LastWord(0.5))
+    with pytest.raises(UsageError, match="does not compute Qwen3ForCausalLM right"):
+        _train(engine, base, tmp_path, training_steps=1)
+    assert not (tmp_path / "out" / "telemetry.jsonl").exists(), "no step, and nothing saved"
 
 
 OTHERS = (
@@ -199,9 +209,9 @@ def test_a_run_on_two_cores_learns_the_same(base: Path, tmp_path: Path, monkeypa
         engine = Engine(tmp_path / str(cores), plain_model(base))
         batches = batches or _recorded(engine, 3)
 
-        def watched(*args: Any, threads: set[int] = seen[cores]) -> TokenScores:
+        def watched(*args: Any, threads: set[int] = seen[cores], **more: Any) -> TokenScores:
             threads.add(threading.get_ident())
-            return row_scores(*args)
+            return row_scores(*args, **more)
 
         monkeypatch.setattr("trainer_core.step.row_scores", watched)
         _train(engine, base, tmp_path / str(cores), Recorded(batches), training_steps=3, torch_threads=cores)

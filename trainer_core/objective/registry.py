@@ -80,6 +80,8 @@ class Objective:
         if config.ratio_base == "proximal":
             self.bounds = Bounds(config.tis_cap, config.tis_mask, config.tis_mask_low, config.tis_mask_high)
         self.ref_kl_coef, self.distill_coef = config.ref_kl_coef, config.distill_coef
+        self.balance_coef = config.router_aux_loss_coef or 0.0
+        """Weight of the routers' balance loss; where the setting is left out, the model's configuration says it."""
         self._config = config
         self._own_formula = formula is not None
 

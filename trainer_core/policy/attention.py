@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 NAME = "atropos_packed"
+KERNEL_HEAD = 256
+"""Largest head that the kernel for variable lengths computes."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packing: Layout,
+    packing: Layout | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -89,12 +91,18 @@ def packed_attention(
 
     Returns:
         [1, N, heads, head_dim] and no attention weights.
+
+    Raises:
+        ValueError: the model's class does not pass `packing` on, or wants a mask or dropout.
     """
+    if packing is None:
+        raise ValueError("its attention leaves out where the sequences of a row lie")
     if attention_mask is not None or dropout:
         raise ValueError("packed attention takes its layout from `packing`, without mask and dropout")
     groups = query.shape[1] // key.shape[1]
-    wide = packing.varlen and query.dtype == torch.float32  # the proof on a GPU, of weights in half precision
-    if softcap is not None or s_aux is not None or wide:
+    # The kernel takes half precision (the proof on a GPU does not), and heads up to a size.
+    beyond = packing.varlen and (query.dtype == torch.float32 or query.shape[-1] > KERNEL_HEAD)
+    if softcap is not None or s_aux is not None or beyond:
         return _one_by_one(query[0], key[0], value[0], packing, groups, scaling, sliding_window, softcap, s_aux), None
     run = _varlen if packing.varlen else _padded
     return run(query[0], key[0], value[0], packing, groups, scaling, sliding_window)[None], None
@@ -113,10 +121,14 @@ def _varlen(
     elif groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     starts, longest = packing.cumulative, packing.max_length
-    return varlen_attn(
+    size, narrower = value.shape[-1], query.shape[-1] - value.shape[-1]
+    if narrower > 0:  # MLA; the kernel wants one size
+        value = F.pad(value, (0, narrower))
+    result: torch.Tensor = varlen_attn(
         query, key, value, starts, starts, longest, longest,
         window_size=(window - 1 if window and window < longest else -1, 0), scale=scaling, **more,
     )  # fmt: skip
+    return result[..., :size]
 
 
 def _kernel_groups() -> bool:

@@ -29,8 +29,9 @@ def row_logprobs(model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dt
 
 
 def row_scores(
-    model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None, labels: torch.Tensor | None = None
-) -> TokenScores:
+    model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None,
+    labels: torch.Tensor | None = None, routing: list[torch.Tensor] | None = None,
+) -> TokenScores:  # fmt: skip
     """Logprobs of the labels of `row`, and the entropy where they were sampled.
 
     Args:
@@ -38,9 +39,10 @@ def row_scores(
         row: on the model's device.
         head_dtype: multiply with the head in this type; default: as `head_type` says.
         labels: [T, K] int64, several at each position in the place of the row's own; then [T, K] are returned.
+        routing: takes what the routers of a mixture of experts say, [N, experts] for each sparse layer, with gradient.
     """
     head = model.get_output_embeddings()
-    hidden, weight, bias = predicting_states(model, row), head.weight, getattr(head, "bias", None)
+    hidden, weight, bias = predicting_states(model, row, routing), head.weight, getattr(head, "bias", None)
     head_dtype = head_dtype or head_type(model)
     wide = head_dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
     if not wide:
@@ -64,7 +66,9 @@ def use_head(model: torch.nn.Module, head_dtype: str) -> None:
         model.logits_dtype = torch.float32
 
 
-def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
+def predicting_states(
+    model: torch.nn.Module, row: PackedRow, routing: list[torch.Tensor] | None = None
+) -> torch.Tensor:
     """Hidden states that predict the labels of `row`, [T, H]: what the head is multiplied with.
 
     A model that carries a state from token to token computes the sequences of a row one by one, since the state would
@@ -74,22 +78,27 @@ def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
     parts = [(n,) for n in row.lengths] if apart else [row.lengths]
     sizes = [sum(part) for part in parts]
     hidden = [
-        _states(model, tokens, positions, lengths)
+        _states(model, tokens, positions, lengths, routing)
         for tokens, positions, lengths in zip(row.tokens.split(sizes), row.positions.split(sizes), parts, strict=True)
     ]
     return torch.cat(hidden).index_select(0, row.predict)
 
 
 def _states(
-    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...]
-) -> torch.Tensor:
+    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...],
+    routing: list[torch.Tensor] | None,
+) -> torch.Tensor:  # fmt: skip
     """[N, H], of sequences that stand behind one another."""
-    states: torch.Tensor = model.base_model(
+    output = model.base_model(
         input_ids=tokens[None],
         position_ids=positions[None],
         use_cache=False,
         packing=layout(lengths, tokens.device, model.get_output_embeddings().weight.dtype),
-    ).last_hidden_state[0]
+        **({} if routing is None else {"output_router_logits": True}),
+    )
+    if routing is not None:
+        routing += output.router_logits
+    states: torch.Tensor = output.last_hidden_state[0]
     return states
 
 

@@ -24,6 +24,7 @@ BOUND = 2e-3
 """Nats, at any position, in float32; right models stay below 1e-4, and the seven known wrongs begin at 0.05."""
 COARSE = 0.3
 """Nats in the mean over positions, where numbers are of half precision or quantized."""
+_HALF = (torch.bfloat16, torch.float16)
 _LENGTHS = (29, 24)
 _WINDOW = 8
 
@@ -53,7 +54,7 @@ def prove(model: nn.Module) -> float:
         what = f"it cannot compute it ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
         raise UsageError(_refusal(model, what)) from error
     largest = differences.max().item()
-    exact = all(parameter.is_floating_point() for parameter in model.parameters())
+    exact = all(parameter.dtype in _HALF or parameter.element_size() >= 4 for parameter in model.parameters())
     if not largest <= (BOUND if exact else COARSE) or not coarse <= COARSE:  # a NaN is no proof
         found = f"{largest:.2g} nats from its own forward pass ({coarse:.2g} as it trains)"
         raise UsageError(_refusal(model, f"packed sequences are off by up to {found}"))
@@ -117,7 +118,7 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
             (module, name, parameter)
             for module in part.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None and parameter.dtype in (torch.bfloat16, torch.float16)
+            if parameter is not None and parameter.dtype in _HALF
         ]
         for module, name, parameter in kept[part]:
             module._parameters[name] = nn.Parameter(parameter.float(), requires_grad=False)
