@@ -10,6 +10,7 @@ optimizer_bytes([(2048, 2048), (2048,)], "adamw_8bit")
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -247,7 +248,7 @@ def activation_bytes(
 
 def optimizer_bytes(shapes: Iterable[Shape], optimizer: str) -> int:
     """State of `optimizer` over trained tensors of these shapes, in bytes; float32 but for adamw_8bit."""
-    return sum(_STATE[optimizer](shape) for shape in shapes)
+    return sum(times * _STATE[optimizer](shape) for shape, times in Counter(map(tuple, shapes)).items())
 
 
 def _adamw(shape: Shape) -> int:
@@ -322,10 +323,10 @@ def step_bytes(masters: str, optimizer: str, *, half: bool, narrow: bool, offloa
 
 
 def pinned_bytes(shapes: Iterable[Shape], widths: Sequence[int]) -> int:
-    """What tensors of these shapes, one of each width (bytes of an element), take of the host's memory where a GPU reads
-    them: torch rounds each up to a power of two."""
-    sizes = [math.prod(shape) for shape in shapes]
-    return sum(1 << max(0, size * width - 1).bit_length() for size in sizes for width in widths)
+    """What tensors of these shapes, one of each width (bytes of an element), take of host memory that a GPU can read:
+    torch rounds each up to a power of two."""
+    sizes = Counter(math.prod(shape) for shape in shapes)
+    return sum(times << max(0, size * width - 1).bit_length() for size, times in sizes.items() for width in widths)
 
 
 def peak_flops(device_name: str) -> float | None:

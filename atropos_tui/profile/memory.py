@@ -403,9 +403,15 @@ def size_text(count: int) -> str:
 
 
 def as_data(budget: Budget) -> dict[str, Any]:
-    """For `plan --json`: sizes in bytes, null where nothing is known."""
+    """For `plan --json`: sizes in bytes, null where nothing is known; in `by_component`, by component and device, that
+    is nothing."""
     devices = [asdict(device) | {"wanted": device.wanted} for device in budget.devices]
-    return {"notes": budget.notes, "warnings": budget.warnings, "devices": devices}
+    by_component: dict[str, dict[str, int]] = {}
+    for device in budget.devices:
+        for item in device.items:
+            sizes = by_component.setdefault(item.component, {})
+            sizes[device.name] = sizes.get(device.name, 0) + (item.bytes or 0)
+    return {"notes": budget.notes, "warnings": budget.warnings, "devices": devices, "by_component": by_component}
 
 
 def as_lines(budget: Budget) -> list[str]:
