@@ -22,6 +22,7 @@ from atropos_tui.profile.models import Model, model_shapes, read_model
 from atropos_tui.profile.plan import Site, make_site, training_config
 from atropos_tui.profile.sections import load_profile, parse_profile, shipped_profiles
 from tests.unit.profile_support import ask
+from trainer_core.shapes import describe
 
 GIB = 1024**3
 LLAMA_8B: dict[str, Any] = {
@@ -131,24 +132,36 @@ def test_published_models_are_counted_exactly(config: dict[str, Any], parameters
     assert model(config).parameters == parameters
 
 
-@pytest.mark.parametrize(
-    ("config", "parameters"), [(QWEN3_30B_A3B, 30_532_122_624), (GEMMA3_4B, 4_300_079_472)], ids=["moe", "gemma3"]
-)
 def test_any_architecture_is_counted_by_transformers_in_another_process(
-    config: dict[str, Any], parameters: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
     found = read_model(str(tmp_path))
-    assert isinstance(found, Model) and found.source == "transformers"
-    assert found.parameters == parameters
-    assert found.dimensions.head_norms and found.dimensions.vocab > 100_000 and found.max_length
+    assert isinstance(found, Model) and (found.source, found.parameters) == ("transformers", 30_532_122_624)
+    assert found.dimensions.head_norms and found.dimensions.experts == 128
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it is kept"))
     assert read_model(str(tmp_path)) == found
 
 
-def test_what_transformers_cannot_build_is_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing transformers once more takes seconds."""
     monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_files, "_ask", describe)
+
+
+@pytest.mark.usefixtures("_in_this_process")
+def test_what_a_configuration_leaves_out_is_the_class_s_default(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3_4B))
+    found = read_model(str(tmp_path))
+    assert isinstance(found, Model) and found.parameters == 4_300_079_472
+    assert (found.dimensions.heads, found.dimensions.kv_heads, found.dimensions.head_size) == (8, 4, 256)
+    assert found.dimensions.vocab == 262_208 and found.max_length == 131_072
+
+
+@pytest.mark.usefixtures("_in_this_process")
+def test_what_transformers_cannot_build_is_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Unheard"], "model_type": "unheard"}))
     assert "no formula for Unheard, and transformers" in str(read_model(str(tmp_path)))
     monkeypatch.setattr(model_files.importlib.util, "find_spec", lambda name: None)
