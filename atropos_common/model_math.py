@@ -203,7 +203,7 @@ class Activations:
 
 def activation_bytes(
     model: Dimensions, tokens: int, *, width: int, on_gpu: bool, layers: int | None = None, largest: int | None = None,
-    compiled: bool = False, checkpointed: bool = False, offloaded: bool = False, frozen: bool = False,
+    compiled: bool = False, checkpointed: bool = False, offloaded: bool = False, adapted: int | None = None,
 ) -> Activations:  # fmt: skip
     """What a pass over `tokens` tokens keeps, the logits of one chunk, and the largest gradient while it is made.
 
@@ -219,15 +219,16 @@ def activation_bytes(
         compiled: the layers are.
         checkpointed: a layer keeps its input alone, and computes the rest anew.
         offloaded: these inputs wait in the host's memory.
-        frozen: only adapters are trained, so a product keeps no input for its weight's gradient.
+        adapted: only adapters are trained, and the inputs of those of a layer have so many elements a token, which they
+            keep in float32, while the products of the model itself keep none.
     """
     sparse = model.sparse_layers / model.layers
     inner = (1 - sparse) * model.inner + sparse * model.chosen_inner
     copies = sparse * 3 * model.experts_per_token * model.hidden
     values = 4 * (model.hidden + model.queries + inner) + copies
-    if frozen:
+    if adapted is not None:
         values -= model.hidden + inner
-    per_layer = 8 * model.hidden + width * round(values)
+    per_layer = 8 * model.hidden + width * round(values) + 4 * (adapted or 0)
     if model.head_norms:
         per_layer += 2 * (4 + width) * model.queries
     if compiled:

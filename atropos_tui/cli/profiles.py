@@ -94,7 +94,8 @@ def validate(options: argparse.Namespace) -> int:
         for problem in lacks(site, stack, named):
             print(f"here, not there: {placed(problem, profile).reason}")
     warnings = site_budget(site, ready.inventory).warnings
-    for line in [*check_notes(site), *filter(None, [ready.chosen]), *(f"WARNING {warning}" for warning in warnings)]:
+    chosen = [ready.chosen] if site.profile != profile else []
+    for line in [*check_notes(site), *chosen, *(f"WARNING {warning}" for warning in warnings)]:
         print(line)
     names = ", ".join(component.name for component in stack.components)
     print(f"{file}: valid ({profile.mode}: {names})")

@@ -250,7 +250,7 @@ def _with_adapters(site: Site, settings: TrainingConfig, inventory: Inventory) -
     adapted = settings.model_copy(
         update={"weight_bridge_mode": "lora_only", "single_copy": True, "train_layer_indices": None}
     )
-    lora = replace(site, profile=with_settings(site.profile, {"mode": "lora_only"}))
+    lora = replace(site, profile=with_settings(site.profile, {"mode": "lora_only", "trainer.single_copy": True}))
     model = inventory.models[site.profile.vllm[0].name]
     assert isinstance(model, Model)
     for passes in [Option(), *_passes(site.profile, adapted)]:

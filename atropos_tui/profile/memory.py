@@ -319,14 +319,16 @@ def activations(
     tokens = tokens_per_pass(settings, longest)
     width, dimensions = dtype_bytes(settings.dtype, model), model.dimensions
     large = settings.compile == "on" or (settings.compile == "auto" and model.parameters >= LARGE_MODEL)
-    lowest = None if settings.trains_adapters else min(settings.train_layer_indices or [0])
-    reached = None if lowest is None else dimensions.layers - lowest
+    layers = [int(layer[1]) for name in trained if (layer := LAYER.search(name))]
+    # A gradient goes down to the lowest layer that is trained, or to the embedding.
+    reached = None if len(trained) == len(model.shapes) else dimensions.layers - min(layers, default=dimensions.layers)
+    inputs = sum(shape[1] for name, shape in trained.items() if name.endswith(".lora_A")) // dimensions.layers
 
     def kept(*, checkpointed: bool, compiled: bool = large and on_gpu) -> model_math.Activations:
         return model_math.activation_bytes(
             dimensions, tokens, width=width, on_gpu=on_gpu, layers=reached, largest=largest_of(trained),
             compiled=compiled, checkpointed=checkpointed, offloaded=settings.activation_offload,
-            frozen=settings.trains_adapters,
+            adapted=inputs if settings.trains_adapters else None,
         )  # fmt: skip
 
     return kept

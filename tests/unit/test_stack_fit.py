@@ -279,6 +279,16 @@ def test_all_linear_adapters_and_the_engine_s_slots_are_counted() -> None:
     assert found["vllm adapters"] == 2 * 2 * 32 * layer, "two slots, which the plan asks for, in half precision"
 
 
+def test_adapters_on_the_upper_layers_keep_nothing_of_those_below() -> None:
+    def kept(**more: Any) -> int:
+        settings = {"gradient_checkpointing": "off", "lora_target_modules": ["q_proj"]} | more
+        return devices(site_of(settings, mode="lora_only"), inventory("H200"))["GPU 0"]["trainer activations"]
+
+    whole, half = kept(), kept(lora_layer_indices="16-31")
+    assert whole / 2.2 < half < whole / 1.6
+    assert kept(lora_target_modules=["all-linear"]) > 1.3 * whole, "adapters keep their inputs in float32"
+
+
 def test_cuda_graphs_are_counted_by_their_sizes() -> None:
     def graphs(**args: Any) -> int:
         found = devices(site_of(vllm={"args": args} if args else {}), inventory("H200"))["GPU 0"]
@@ -400,7 +410,7 @@ def test_auto_changes_nothing_where_all_fits() -> None:
 
 def test_auto_chooses_what_fits_and_says_why() -> None:
     added, line = settled({}, gpu_memory_utilization=0.4)
-    assert added and "GPU 0 lacks" in line and all(key in line for key in added)
+    assert "trainer." in line and added and "GPU 0 lacks" in line and all(key in line for key in added)
     site, _ = settle(site_of({}, {"gpu_memory_utilization": 0.4}), inventory("1xH100"))
     assert fits(site_budget(site, inventory("1xH100")))
     assert training_config(site).model_fields_set >= added.keys(), "the trainer gets plain flags"
