@@ -249,7 +249,7 @@ def activation_bytes(
 
 def optimizer_bytes(shapes: Iterable[Shape], optimizer: str) -> int:
     """State of `optimizer` over trained tensors of these shapes, in bytes; float32 but for adamw_8bit."""
-    return sum(times * _STATE[optimizer](shape) for shape, times in Counter(map(tuple, shapes)).items())
+    return sum(times * _OPTIMIZER_STATE[optimizer](shape) for shape, times in Counter(map(tuple, shapes)).items())
 
 
 def _adamw(shape: Shape) -> int:
@@ -270,7 +270,7 @@ def _adafactor(shape: Shape) -> int:
     return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
 
 
-_STATE = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
+_OPTIMIZER_STATE = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
 
 
 def effective_optimizer(optimizer: str, *, chosen: bool, on_gpu: bool) -> str:
