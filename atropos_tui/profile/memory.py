@@ -291,18 +291,21 @@ class _Builder:
         """The larger of what a pass keeps and what the optimizer's step takes, which are never there together."""
         settings, on_gpu = self.settings, names != [HOST]
         wanted = activations(model, settings, self.profile.vllm[0].max_model_len, trained, on_gpu=on_gpu)
-        kept = wanted(checkpointed=settings.gradient_checkpointing == "on")
-        note = kept.formula
-        if settings.gradient_checkpointing == "auto" and on_gpu:
-            device = self.device(names[0])
-            free = None if device.total is None else device.total - device.wanted
+        kept = wanted(checkpointed=settings.gradient_checkpointing == "on" or settings.activation_offload)
+        note, logits = kept.formula, 0
+        device = self.device(names[0])
+        if settings.gradient_checkpointing == "auto" and on_gpu and device.total and not settings.activation_offload:
             # As the trainer decides it, which does not count on the compiler.
-            if free is not None and wanted(checkpointed=False, compiled=False).total > free:
+            room = device.total - device.wanted - wanted(checkpointed=False, compiled=False).total
+            all_logits = kept.tokens * model.dimensions.vocab * dtype_bytes(settings.dtype, model)
+            if room < 0:
                 kept = wanted(checkpointed=True)
                 note = f"{kept.formula} (gradient checkpointing: more would not fit)"
+            elif room >= all_logits:
+                logits, note = all_logits, f"{kept.formula}; logits stay, since there is room"
         if step > kept.total:
             note = "less than the optimizer's step takes, a part of the parameters at a time"
-        self.add(names, "trainer", "activations", max(kept.total, step), note, estimate=True)
+        self.add(names, "trainer", "activations", max(kept.total + logits, step), note, estimate=True)
         if kept.offloaded:
             self.add([HOST], "trainer", "activations", kept.offloaded, "a hidden state for each layer", estimate=True)
 
