@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from atropos_common import model_math
+from atropos_tui.cli import up
 from atropos_tui.cli.main import run
 from atropos_tui.profile import memory, model_files
 from atropos_tui.profile.fit import LAST, SLACK, advice, budget_with, fits, nearest, settle
@@ -20,6 +21,7 @@ from atropos_tui.profile.hardware import Gpu, Hardware, named_machine
 from atropos_tui.profile.memory import Inventory, make_budget, site_budget
 from atropos_tui.profile.models import Model, model_shapes, read_model
 from atropos_tui.profile.plan import Site, make_site, training_config
+from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import load_profile, parse_profile, shipped_profiles
 from tests.unit.profile_support import ask
 from trainer_core.shapes import describe
@@ -504,3 +506,21 @@ def test_validate_tells_the_machine_from_the_profile(
     assert "valid (shared_vllm" in capsys.readouterr().out
     code, said = ask(["validate"], "gsm8k", *sets, "--gpus", "1x8GB")
     assert code == 2 and "cannot start this profile on 1x8GB" in said
+
+
+def test_up_writes_what_was_chosen_into_the_run_and_a_resume_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(memory, "read_machine", lambda: Hardware((Gpu("H100", 81_559 * 1024**2),), 512 * GIB))
+    monkeypatch.setattr(up, "spawn_supervisor", lambda *_: None)
+    ports = [part for key in ("api.port", "vllm.port") for part in ("--set", f"{key}={free_port()}")]
+    sets = ["--set", in_folder(tmp_path, LLAMA_8B), *ports]
+    where = tmp_path / "run"
+    assert run(["up", "gsm8k", *sets, "--detach", "--run-dir", str(where)]) == 0
+    assert "memory = auto: trainer.optimizer_offload = true (GPU 0 lacks " in capsys.readouterr().out
+    assert tomllib.loads((where / "profile.toml").read_text())["trainer"]["optimizer_offload"] is True
+    assert "--optimizer-offload" in (where / "plan.json").read_text()
+    for profile in ([], ["gsm8k", *sets]):
+        assert run(["up", *profile, "--detach", "--resume", str(where)]) == 0
+        assert "changed profile" not in capsys.readouterr().out
