@@ -10,6 +10,7 @@ optimizer_bytes([(2048, 2048), (2048,)], "adamw_8bit")
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -251,7 +252,7 @@ class Activations:
 
 def activation_bytes(
     model: Dimensions, tokens: int, *, width: int, on_gpu: bool, layers: int | None = None, largest: int | None = None,
-    compiled: bool = False, checkpointed: bool = False, offloaded: bool = False, frozen: bool = False,
+    compiled: bool = False, checkpointed: bool = False, offloaded: bool = False, adapted: int | None = None,
 ) -> Activations:  # fmt: skip
     """What a pass over `tokens` tokens keeps, the logits of one chunk, and the largest gradient while it is made.
 
@@ -267,15 +268,16 @@ def activation_bytes(
         compiled: the layers are.
         checkpointed: a layer keeps its input alone, and computes the rest anew.
         offloaded: these inputs wait in the host's memory.
-        frozen: only adapters are trained, so a product keeps no input for its weight's gradient.
+        adapted: only adapters are trained, and the inputs of those of a layer have so many elements a token, which they
+            keep in float32, while the products of the model itself keep none.
     """
     sparse = model.sparse_layers / model.layers
     inner = (1 - sparse) * model.inner + sparse * model.chosen_inner
     copies = sparse * 3 * model.experts_per_token * model.hidden
     values = 4 * (model.hidden + model.queries + inner) + copies
-    if frozen:
+    if adapted is not None:
         values -= model.hidden + inner
-    per_layer = 8 * model.hidden + width * round(values)
+    per_layer = 8 * model.hidden + width * round(values) + 4 * (adapted or 0)
     if model.head_norms:
         per_layer += 2 * (4 + width) * model.queries
     if compiled:
@@ -296,7 +298,7 @@ def activation_bytes(
 
 def optimizer_bytes(shapes: Iterable[Shape], optimizer: str) -> int:
     """State of `optimizer` over trained tensors of these shapes, in bytes; float32 but for adamw_8bit."""
-    return sum(_OPTIMIZER_STATE[optimizer](shape) for shape in shapes)
+    return sum(times * _OPTIMIZER_STATE[optimizer](shape) for shape, times in Counter(map(tuple, shapes)).items())
 
 
 def _adamw(shape: Shape) -> int:
@@ -371,10 +373,10 @@ def step_bytes(masters: str, optimizer: str, *, half: bool, narrow: bool, offloa
 
 
 def pinned_bytes(shapes: Iterable[Shape], widths: Sequence[int]) -> int:
-    """What tensors of these shapes, one of each width (bytes of an element), take of the host's memory where a GPU reads
-    them: torch rounds each up to a power of two."""
-    sizes = [math.prod(shape) for shape in shapes]
-    return sum(1 << max(0, size * width - 1).bit_length() for size in sizes for width in widths)
+    """What tensors of these shapes, one of each width (bytes of an element), take of host memory that a GPU can read:
+    torch rounds each up to a power of two."""
+    sizes = Counter(math.prod(shape) for shape in shapes)
+    return sum(times << max(0, size * width - 1).bit_length() for size, times in sizes.items() for width in widths)
 
 
 def peak_flops(device_name: str) -> float | None:

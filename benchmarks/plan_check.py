@@ -4,11 +4,11 @@
     python -m benchmarks.plan_check 8b.json ... [--json]
     python -m benchmarks.plan_check                  # the figures of docs/benchmarks.md that need no engine
 
-A record is what `benchmarks.large_models` writes: `shape` (or `config`: config.json itself, or its folder), `mode`, `settings`
-of the trainer (a table, or KEY=VALUE), `kv_cache_gib`, and of the bytes that were measured those that there are:
-`trainer_peak_bytes` (torch.cuda.max_memory_allocated), `server_bytes` and `device_peak_bytes` (NVML). The budget is that
-of `atropos-tui plan` for the same settings on a GPU of any size; activations that `gradient_checkpointing = auto` would
-decide by what is free are decided by `memory_limit_gib`.
+A record is what `benchmarks.large_models` writes: `shape` (or `config`: config.json itself, or its folder), `mode`,
+`settings` of the trainer (a table, or KEY=VALUE), `kv_cache_gib`, and of the bytes that were measured those that there
+are: `trainer_peak_bytes` (torch.cuda.max_memory_allocated), `server_bytes` and `device_peak_bytes` (NVML). The budget
+is that of `atropos-tui plan` for the same settings on a GPU of `memory_limit_gib`, which decides what
+`gradient_checkpointing = auto` does.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def validate(options: argparse.Namespace) -> int:
         for problem in lacks(site, stack, named):
             print(f"here, not there: {placed(problem, profile).reason}")
     warnings = site_budget(site, ready.inventory).warnings
-    notes = [*check_notes(site), *check_commands(stack), *filter(None, [ready.chosen])]
+    notes = [*check_notes(site), *check_commands(stack), *([ready.chosen] if site.profile != profile else [])]
     for line in [*notes, *(f"WARNING {warning}" for warning in warnings)]:
         print(line)
     names = ", ".join(component.name for component in stack.components)

@@ -62,9 +62,9 @@ def up(options: argparse.Namespace) -> int:
     if left := left_text(with_processes(but={run_id})):
         print(left, file=sys.stderr)
     ready = checked(profile, file, make_site(profile, root, run_id=run_id, dotenv=dotenv), machine=True)
-    profile, stack = ready.site.profile, ready.stack
-    if ready.chosen:
+    if ready.site.profile != profile:
         print(ready.chosen)
+    profile, stack = ready.site.profile, ready.stack
     tell_unused(dotenv, stack.variables)
     run = RunDir(root)
     if options.resume is not None:

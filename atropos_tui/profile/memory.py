@@ -289,18 +289,21 @@ class _Builder:
         """The larger of what a pass keeps and what the optimizer's step takes, which are never there together."""
         settings, on_gpu = self.settings, names != [HOST]
         wanted = activations(model, settings, self.profile.vllm[0].max_model_len, trained, on_gpu=on_gpu)
-        kept = wanted(checkpointed=settings.gradient_checkpointing == "on")
-        note = kept.formula
-        if settings.gradient_checkpointing == "auto" and on_gpu:
-            device = self.device(names[0])
-            free = None if device.total is None else device.total - device.wanted
+        kept = wanted(checkpointed=settings.gradient_checkpointing == "on" or settings.activation_offload)
+        note, logits = kept.formula, 0
+        device = self.device(names[0])
+        if settings.gradient_checkpointing == "auto" and on_gpu and device.total and not settings.activation_offload:
             # As the trainer decides it, which does not count on the compiler.
-            if free is not None and wanted(checkpointed=False, compiled=False).total > free:
+            room = device.total - device.wanted - wanted(checkpointed=False, compiled=False).total
+            all_logits = kept.tokens * model.dimensions.vocab * dtype_bytes(settings.dtype, model)
+            if room < 0:
                 kept = wanted(checkpointed=True)
                 note = f"{kept.formula} (gradient checkpointing: more would not fit)"
+            elif room >= all_logits:
+                logits, note = all_logits, f"{kept.formula}; logits stay, since there is room"
         if step > kept.total:
             note = "less than the optimizer's step takes, a part of the parameters at a time"
-        self.add(names, "trainer", "activations", max(kept.total, step), note, estimate=True)
+        self.add(names, "trainer", "activations", max(kept.total + logits, step), note, estimate=True)
         if kept.offloaded:
             self.add([HOST], "trainer", "activations", kept.offloaded, "a hidden state for each layer", estimate=True)
 
@@ -317,14 +320,16 @@ def activations(
     tokens = tokens_per_pass(settings, longest)
     width, dimensions = dtype_bytes(settings.dtype, model), model.dimensions
     large = settings.compile == "on" or (settings.compile == "auto" and model.parameters >= LARGE_MODEL)
-    lowest = None if settings.trains_adapters else min(settings.train_layer_indices or [0])
-    reached = None if lowest is None else dimensions.layers - lowest
+    layers = [int(layer[1]) for name in trained if (layer := LAYER.search(name))]
+    # A gradient goes down to the lowest layer that is trained, or to the embedding.
+    reached = None if len(trained) == len(model.shapes) else dimensions.layers - min(layers, default=dimensions.layers)
+    inputs = sum(shape[1] for name, shape in trained.items() if name.endswith(".lora_A")) // dimensions.layers
 
     def kept(*, checkpointed: bool, compiled: bool = large and on_gpu) -> model_math.Activations:
         return model_math.activation_bytes(
             dimensions, tokens, width=width, on_gpu=on_gpu, layers=reached, largest=largest_of(trained),
             compiled=compiled, checkpointed=checkpointed, offloaded=settings.activation_offload,
-            frozen=settings.trains_adapters,
+            adapted=inputs if settings.trains_adapters else None,
         )  # fmt: skip
 
     return kept
@@ -401,9 +406,15 @@ def size_text(count: int) -> str:
 
 
 def as_data(budget: Budget) -> dict[str, Any]:
-    """For `plan --json`: sizes in bytes, null where nothing is known."""
+    """For `plan --json`: sizes in bytes, null where nothing is known; in `by_component`, by component and device, that
+    is nothing."""
     devices = [asdict(device) | {"wanted": device.wanted} for device in budget.devices]
-    return {"notes": budget.notes, "warnings": budget.warnings, "devices": devices}
+    by_component: dict[str, dict[str, int]] = {}
+    for device in budget.devices:
+        for item in device.items:
+            sizes = by_component.setdefault(item.component, {})
+            sizes[device.name] = sizes.get(device.name, 0) + (item.bytes or 0)
+    return {"notes": budget.notes, "warnings": budget.warnings, "devices": devices, "by_component": by_component}
 
 
 def as_lines(budget: Budget) -> list[str]:

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Model:
     source: str
     """Where the shapes come from, for people."""
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Parameters in all."""
         return sum(math.prod(shape) for shape in self.shapes.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -18,11 +19,13 @@ import pytest
 
 from atropos_tui.cli import init, main
 from atropos_tui.cli.init import SCHEMA_FILE, default_model
-from atropos_tui.cli.profiles import schema_text
+from atropos_tui.cli.profiles import planned_site, schema_text
 from atropos_tui.errors import Exit
 from atropos_tui.profile import memory
 from atropos_tui.profile.checks import check_notes
+from atropos_tui.profile.fit import lack
 from atropos_tui.profile.hardware import Gpu, Hardware
+from atropos_tui.profile.memory import site_budget, take_inventory
 from atropos_tui.profile.plan import TRAITS, make_site
 from atropos_tui.profile.ports import is_free
 from atropos_tui.profile.sections import Profile, load_profile, profile_schema
@@ -207,3 +210,33 @@ def test_leaving_a_question_writes_nothing(key: bytes, code: Exit) -> None:
         os.kill(terminal.process.pid, 2)
     assert terminal.process.wait(30) == code
     assert not list(Path().glob("*.toml"))
+
+
+def on_one_gpu(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
+    monkeypatch.setattr(init, "gpu_count", lambda: 1)
+    monkeypatch.setattr(memory, "read_machine", lambda: Hardware((Gpu("GPU", int(gib * 2**30)),), 512 << 30))
+
+
+@pytest.mark.parametrize(("gib", "said"), [(79.6, ""), (40, "set, so that it fits: "), (6, "nothing that is known")])
+def test_what_it_writes_fits_the_machine(
+    gib: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_one_gpu(monkeypatch, gib)
+    (tmp_path / "m").mkdir()
+    shape = {
+        "architectures": ["Qwen3ForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151_936,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": True, "max_position_embeddings": 40_960,
+    }  # fmt: skip
+    (tmp_path / "m/config.json").write_text(json.dumps(shape))
+    assert main.run(["init", "p.toml", "--yes", "--env", "gsm8k", "--model", str(tmp_path / "m")]) == Exit.DONE
+    shown = capsys.readouterr().out
+    assert (said in shown) if said else ("so that it fits" not in shown and "nothing that is" not in shown)
+    site = planned_site(written("p.toml"))
+    assert bool(lack(site_budget(site, take_inventory(site)))) is (gib == 6), "as it is written, nothing chosen later"
+
+
+def test_it_says_when_it_cannot_know(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    on_one_gpu(monkeypatch, 80)
+    assert main.run(["init", "p.toml", "--yes", "--env", "gsm8k", "--model", "owner/name"]) == Exit.DONE
+    assert "whether it fits is not known: model not on this machine" in capsys.readouterr().out

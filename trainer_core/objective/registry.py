@@ -101,9 +101,8 @@ class Objective:
         """Whether tokens with these advantages, an array or a tensor, have a gradient at all: without another term of
         the loss those of advantage 0 have none, whatever their ratio; of a formula of the caller's nobody knows."""
         config = self._config
-        return bool(
-            self._own_formula or config.kl_coef or config.ref_kl_coef or config.distill_coef or advantages.any()
-        )
+        terms = (config.kl_coef, config.ref_kl_coef, config.distill_coef, self.balance_coef)
+        return bool(self._own_formula or any(terms) or advantages.any())
 
     def sums(
         self, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor,
