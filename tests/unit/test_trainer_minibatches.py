@@ -116,7 +116,7 @@ def test_against_a_plain_implementation(base: Path, tmp_path: Path, parts: int, 
     assert result.path is not None
     trained, begun = load_file(result.path / "model.safetensors"), dict(plain_model(base).named_parameters())
     moved = {name: p.detach() - begun[name] for name, p in model.named_parameters()}
-    off = sum(float((trained[n] - begun[n] - m).norm()) ** 2 for n, m in moved.items()) ** 0.5
+    off = sum(float((trained[n] - begun[n].detach() - m.detach()).norm()) ** 2 for n, m in moved.items()) ** 0.5
     assert off < 0.02 * sum(float(m.norm()) ** 2 for m in moved.values()) ** 0.5, "the weights moved the same way"
 
 
@@ -136,7 +136,7 @@ def test_with_proximal_the_clip_range_acts_from_the_second_step_on(
 def test_the_reference_is_asked_once_a_batch(
     base: Path, batch_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what it says belongs to the right tokens, wherever a shuffle puts them: a policy that has not moved agrees."""
+    """And its answer belongs to the right tokens, wherever a shuffle puts them: a policy that has not moved agrees."""
     from trainer_core.policy import reference
 
     asked: list[int] = []
