@@ -32,8 +32,8 @@ class TrainResult:
 class Callback(Protocol):
     """Derive from it and override what you want; called in the trainer's thread, between steps.
 
-    What a method raises ends the run: the present step is saved, and `train` raises `CallbackError`. `Stopped` ends it
-    as a stop does, with a checkpoint and a `TrainResult`.
+    What a method raises ends the run: the present step is saved, and `train` raises `CallbackError`, with what was
+    raised as its cause. `Stopped` ends it as a stop does, with a checkpoint and a `TrainResult`.
     """
 
     def on_start(self, config: TrainingConfig, step: int) -> None:

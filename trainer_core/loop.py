@@ -228,7 +228,9 @@ class Run:
         self.threads = use_cores(self.model, config, self.device)
         self.reference = Reference(config, self.model, self.device) if config.ref_kl_coef else None
         self.stepper = _stepper(self.model, config, self.device, start.path)
-        self.minibatches = Minibatches(config, self.model, self.objective, self.threads)
+        self.minibatches = Minibatches(
+            config, self.model, self.objective, threads=self.threads, reference=self.reference
+        )
         self.mfu = MfuMeter(self.model, self.device)
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))

@@ -20,6 +20,7 @@ import torch
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.policy.logprobs import row_logprobs
+from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import in_threads
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, pack, packing_order
@@ -29,8 +30,12 @@ from trainer_core.step import StepOutcome
 class Minibatches:
     """Cuts batches for one policy."""
 
-    def __init__(self, config: TrainingConfig, model: torch.nn.Module, objective: Objective, threads: int = 1) -> None:
-        self._config, self._model, self._objective, self._threads = config, model, objective, threads
+    def __init__(
+        self, config: TrainingConfig, model: torch.nn.Module, objective: Objective, *, threads: int = 1,
+        reference: Reference | None = None,
+    ) -> None:  # fmt: skip
+        self._config, self._model, self._objective = config, model, objective
+        self._threads, self._reference = threads, reference
         self._several = config.minibatches * config.epochs > 1
 
     def rows(self, rollouts: Sequence[Rollout], step: int) -> Iterator[list[PackedRow]]:
@@ -41,8 +46,7 @@ class Minibatches:
         if not self._several:
             yield self._pack(rollouts)
             return
-        moves = self._objective.bounds is not None or not all(r.complete for r in rollouts)
-        rollouts = self._with_base(rollouts) if moves else packing_order(rollouts)
+        rollouts = self._known_before(packing_order(rollouts))
         for epoch in range(self._config.epochs):
             shuffle = np.random.default_rng([self._config.seed, step, epoch])
             for part in split(rollouts, self._config.minibatches, shuffle):
@@ -52,19 +56,29 @@ class Minibatches:
         return pack(rollouts, self._config.tokens_per_pass, self._threads)
 
     @torch.no_grad()
-    def _with_base(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts with the policy's present logprobs."""
-        ordered, device = packing_order(rollouts), next(self._model.parameters()).device
-        found = in_threads(
-            lambda row, _: row_logprobs(self._model, row.to(device)).float().cpu(), self._pack(ordered), self._threads
-        )
-        values, start, known = torch.cat(found).numpy(), 0, []
-        for rollout in ordered:
-            base = np.full(len(rollout.tokens), np.nan, dtype=np.float32)
-            base[rollout.trained] = values[start : start + int(rollout.trained.sum())]
-            start += int(rollout.trained.sum())
-            known.append(replace(rollout, base=base))
-        return known
+    def _known_before(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """The rollouts, in packing order, with all that each optimizer step would compute anew: the reference's
+        logprobs, and the policy's present ones, where they are needed."""
+        rows, device = self._pack(rollouts), next(self._model.parameters()).device
+        if self._reference is not None:
+            filled = self._reference.fill(rows, self._threads)
+            rollouts = _unpacked(rollouts, "reference", [row.reference for row in filled])
+        if self._objective.bounds is not None or not all(r.complete for r in rollouts):
+            found = in_threads(lambda row, _: row_logprobs(self._model, row.to(device)), rows, self._threads)
+            rollouts = _unpacked(rollouts, "base", found)
+        return rollouts
+
+
+def _unpacked(rollouts: Sequence[Rollout], name: str, values: Sequence[torch.Tensor | None]) -> list[Rollout]:
+    """The rollouts with their own part of `values`, which belong to the rows that they make up, as field `name`."""
+    column = torch.cat([value.float().cpu() for value in values if value is not None]).numpy()
+    start, known = 0, []
+    for rollout in rollouts:
+        whole, count = np.full(len(rollout.tokens), np.nan, dtype=np.float32), int(rollout.trained.sum())
+        whole[rollout.trained] = column[start : start + count]
+        start += count
+        known.append(replace(rollout, **{name: whole}))  # type: ignore[arg-type]
+    return known
 
 
 def split(rollouts: Sequence[Rollout], parts: int, shuffle: np.random.Generator) -> list[list[Rollout]]:

@@ -50,15 +50,21 @@ def raises(logprobs: T, rollout_logprobs: T, advantages: T, sequences: Sequences
     raise KeyError("oops")
 
 
-later = {"calls": 0}
+calls: list[str] = []
 
 
 def raises_later(logprobs: T, rollout_logprobs: T, advantages: T, sequences: Sequences) -> T:
-    """From the fourth call on."""
-    later["calls"] += 1
-    if later["calls"] > 3:
+    """From the fifth call on."""
+    calls.append("raises_later")
+    if len(calls) > 4:
         raise ValueError("no more")
     return clipped(logprobs, rollout_logprobs, advantages, sequences)
+
+
+def nan_later(logprobs: T, rollout_logprobs: T, advantages: T, sequences: Sequences) -> T:
+    """From the fourth call on."""
+    calls.append("nan_later")
+    return clipped(logprobs, rollout_logprobs, advantages, sequences) * (1.0 if len(calls) < 4 else float("nan"))
 
 
 a_list = [clipped]

@@ -108,6 +108,9 @@ def test_defaults_in_a_run_directory(tmp_path: Path) -> None:
     config = TrainingConfig(model_name="m").in_run_dir(RunDir(tmp_path))
     assert (config.save_path, config.resume) == (str(tmp_path / "checkpoints"), "auto")
     assert TrainingConfig(model_name="m", resume="never").in_run_dir(RunDir(tmp_path)).resume == "never"
+    for given, kept in (("r.jsonl", tmp_path / "r.jsonl"), ("/elsewhere/r.jsonl", Path("/elsewhere/r.jsonl"))):
+        recording = TrainingConfig(model_name="m", record_rollouts=given).in_run_dir(RunDir(tmp_path))
+        assert recording.record_rollouts == str(kept)
 
 
 def test_layer_indices_reject_nonsense() -> None:

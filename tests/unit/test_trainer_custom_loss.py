@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.unit import my_losses
 from tests.unit.trainer_offline import STEPS, group_of, offline_config, write_lines
@@ -101,9 +102,15 @@ def test_the_program_says_so_before_it_waits_for_a_server(
 def test_one_that_fails_later_loses_nothing(
     base: Path, batches: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The trial, two steps, then in the middle of a batch of two minibatches."""
-    my_losses.later["calls"] = 0
-    config = offline_config(base, tmp_path, loss="tests.unit.my_losses:raises_later", minibatches=2, torch_threads=1)
+    """Two minibatches of two rows: in the middle of the second one. What is saved is what the first one made."""
+    fields: dict[str, Any] = {"minibatches": 2, "torch_threads": 1, "pack_tokens": 20, "training_steps": 1}
+    my_losses.calls.clear()
     with pytest.raises(LossError, match="raised ValueError: no more"):
-        train(config, rollouts=batches)
+        train(offline_config(base, tmp_path, **fields), rollouts=batches, loss_fn=my_losses.raises_later)
     assert "No step is lost: the weights of step 1" in capsys.readouterr().out
+    saved = load_file(tmp_path / "offline" / "step_1" / "model.safetensors")
+    my_losses.calls.clear()
+    result = train(offline_config(base, tmp_path, **fields), rollouts=batches, loss_fn=my_losses.nan_later)
+    assert len(my_losses.calls) == 5 and result.path is not None
+    first = load_file(result.path / "model.safetensors")
+    assert all(torch.equal(saved[name], first[name]) for name in saved)

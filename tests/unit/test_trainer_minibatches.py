@@ -29,6 +29,11 @@ def _batches(**extra: Any) -> list[list[dict[str, Any]]]:
     return [[group_of(2 * i, **extra), group_of(2 * i + 1, **extra)] for i in range(BATCHES)]
 
 
+@pytest.fixture
+def batch_file(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "r.jsonl", [{"batch": batch} for batch in _batches()])
+
+
 def test_sets_hold_every_rollout_once_and_about_equal_tokens() -> None:
     rollouts = rollouts_of(64, longest=60)
     sets = split(rollouts, 5, np.random.default_rng(0))
@@ -110,39 +115,58 @@ def test_against_a_plain_implementation(base: Path, tmp_path: Path, parts: int, 
             assert ours[name] == pytest.approx(value, rel=2e-3, abs=2e-4), (ours["step"], name)
     assert result.path is not None
     trained, begun = load_file(result.path / "model.safetensors"), dict(plain_model(base).named_parameters())
-    moved = {name: p.detach() - begun[name] for name, p in model.named_parameters()}
-    off = sum(float((trained[n] - begun[n] - m).norm()) ** 2 for n, m in moved.items()) ** 0.5
+    moved = {name: (p - begun[name]).detach() for name, p in model.named_parameters()}
+    off = sum(float((trained[n] - begun[n].detach() - m).norm()) ** 2 for n, m in moved.items()) ** 0.5
     assert off < 0.02 * sum(float(m.norm()) ** 2 for m in moved.values()) ** 0.5, "the weights moved the same way"
 
 
-def test_with_proximal_the_clip_range_acts_from_the_second_step_on(base: Path, tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "r.jsonl", [{"batch": batch} for batch in _batches()])
+def test_with_proximal_the_clip_range_acts_from_the_second_step_on(
+    base: Path, batch_file: Path, tmp_path: Path
+) -> None:
     fields: dict[str, Any] = {"ratio_base": "proximal", "clip_eps": 1e-3, "lr": 1e-2, "training_steps": 1}
     one, four = (
-        train(offline_config(base, tmp_path, epochs=epochs, **fields), rollouts=path).history[0] for epochs in (1, 4)
+        train(offline_config(base, tmp_path, epochs=epochs, **fields), rollouts=batch_file).history[0]
+        for epochs in (1, 4)
     )
     assert (one["ratio_mean"], one["clip_fraction"]) == (pytest.approx(1.0, abs=1e-6), 0.0)
     assert four["ratio_max"] > 1.01 and four["clip_fraction"] > 0.5
     assert four["tokens"] == one["tokens"] and four["sequences"] == one["sequences"] == 8
 
 
+def test_the_reference_is_asked_once_a_batch(
+    base: Path, batch_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its answer belongs to the right tokens, wherever a shuffle puts them: a policy that has not moved agrees."""
+    from trainer_core.policy import reference
+
+    asked: list[int] = []
+
+    def counted(model: torch.nn.Module, row: Any) -> torch.Tensor:
+        asked.append(len(row.labels))
+        return reference_logprobs(model, row)
+
+    reference_logprobs = reference.row_logprobs
+    monkeypatch.setattr(reference, "row_logprobs", counted)
+    fields: dict[str, Any] = {"ref_kl_coef": 0.5, "minibatches": 3, "epochs": 2, "lr": 0.0, "training_steps": 1}
+    (step,) = train(offline_config(base, tmp_path, **fields), rollouts=batch_file).history
+    assert sum(asked) == step["tokens"] and step["ref_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resumed_equals_never_stopped(base: Path, tmp_path: Path, dtype: str) -> None:
-    path = write_lines(tmp_path / "r.jsonl", [{"batch": batch} for batch in _batches()])
+def test_resumed_equals_never_stopped(base: Path, batch_file: Path, tmp_path: Path, dtype: str) -> None:
     fields: dict[str, Any] = {"minibatches": 2, "epochs": 2, "dtype": dtype, "checkpoint_interval": 1, "resume": "auto"}
     ends = []
     for name, cuts in (("straight", [BATCHES]), ("cut", [1, BATCHES])):
         for steps in cuts:
             save = {"save_path": str(tmp_path / name), "training_steps": steps, "ratio_base": "proximal"}
-            result = train(offline_config(base, tmp_path, **fields, **save), rollouts=path)
+            result = train(offline_config(base, tmp_path, **fields, **save), rollouts=batch_file)
         assert result.path is not None
         ends.append(load_file(result.path / "model.safetensors"))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_elsewhere_a_batch_is_one_version(base: Path, tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "r.jsonl", [{"batch": batch} for batch in _batches()])
-    result = train(offline_config(base, tmp_path, minibatches=2, training_steps=BATCHES), rollouts=path)
+def test_elsewhere_a_batch_is_one_version(base: Path, batch_file: Path, tmp_path: Path) -> None:
+    result = train(offline_config(base, tmp_path, minibatches=2, training_steps=BATCHES), rollouts=batch_file)
     assert (result.step, result.weight_version) == (BATCHES, BATCHES)
 
 
@@ -215,7 +239,7 @@ def test_a_server_that_dies_between_minibatches_costs_nothing(
     assert all(torch.equal(saved[name], healthy[name]) for name in healthy), "the batch is trained to its end"
 
 
-def test_one_minibatch_that_is_not_finite_is_left_out(base: Path, tmp_path: Path) -> None:
+def test_one_minibatch_that_is_not_finite_is_left_out(base: Path, batch_file: Path, tmp_path: Path) -> None:
     """The other one trains; a batch is skipped only where nothing of it was applied."""
     calls: list[bool] = []
 
@@ -224,9 +248,8 @@ def test_one_minibatch_that_is_not_finite_is_left_out(base: Path, tmp_path: Path
         broken = len(calls) in (2, 4, 5)  # after the trial: the first of batch 1, then both of batch 2
         return -(logprobs - base_).exp() * advantages * (float("nan") if broken else 1.0)
 
-    path = write_lines(tmp_path / "r.jsonl", [{"batch": batch} for batch in _batches()])
     config = offline_config(base, tmp_path, minibatches=2, training_steps=2, torch_threads=1)
-    result = train(config, rollouts=path, loss_fn=now_and_then)
+    result = train(config, rollouts=batch_file, loss_fn=now_and_then)
     assert [h["skipped_update"] for h in result.history] == [False, True]
     assert result.weight_version == 1
 

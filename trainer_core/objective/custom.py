@@ -68,11 +68,12 @@ def find_function(name: str) -> Formula:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)  # last: nothing of ours is to be hidden by a folder of its name
     try:
-        found: Formula = getattr(import_module(module), attribute)
-    except AttributeError:
-        raise LossError(f"--loss {name}: the module {module} has no {attribute}") from None
+        imported = import_module(module)
     except Exception as error:  # whatever a foreign module does as it is imported
         raise LossError(f"--loss {name}: cannot import {module} ({type(error).__name__}: {error})") from error
+    if not hasattr(imported, attribute):
+        raise LossError(f"--loss {name}: the module {module} has no {attribute}")
+    found: Formula = getattr(imported, attribute)
     if not callable(found):
         raise LossError(f"--loss {name} is no function but {type(found).__name__}")
     return found
