@@ -333,6 +333,7 @@ def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
         port_held=section.command is None,
         # Its state is in memory only: environments must register anew, and the trainer does so by itself.
         restart_with=names,
+        scratch=True,  # wandb, which atroposlib imports, leaves folders there when its process is killed
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=5),
     )
@@ -480,6 +481,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         | ({ENV_SEQUENCES: str(sequences_in_flight(site, engine, settings))} if derives_workers else {}),
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stages=ENV_STAGES,
+        scratch=True,
         stop=StopPolicy(signal="TERM", grace_s=5),
     )
 
@@ -539,6 +541,7 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> Componen
         ),
         gpus=trainer_gpus(site.profile),
         stages=TRAINER_STAGES,
+        scratch=True,
         # On its stop signal the trainer finishes the step and writes a checkpoint.
         stop=StopPolicy(grace_s=120),
         start_timeout_s=1800,
