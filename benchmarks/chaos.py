@@ -179,13 +179,14 @@ def _is_json(line: bytes) -> bool:
 
 
 def one_run(
-    first: int, numbers: Iterator[int], seed: int, mode: str, folder: Path, offered: list[Fault]
+    first: int, numbers: Iterator[int], seed: int, mode: str, folder: Path, offered: list[Fault], kept: Path
 ) -> Iterator[dict[str, Any]]:
     """One run: its faults until ten are done, time is over, or it does not recover; a record of each."""
-    number = first
+    number, spoilt = first, False
     _, survives, _ = plan(number, seed, mode, offered)
     root = folder / "disk/run"
-    record: dict[str, Any] = {"seed": seed, "mode": mode, "number": number, "survive": survives}
+    base: dict[str, Any] = {"seed": seed, "mode": mode, "survive": survives}
+    record = base | noted(number, "begin")
     stack = begin(root, mode, survives)
     screen = None
     try:
@@ -194,17 +195,15 @@ def one_run(
             if screen is None or screen.process.poll() is not None:
                 screen = Screen(root)
             dice, _, fault = plan(number, seed, mode, offered)
-            now = {"time": round(time.time(), 1), "load": round(os.getloadavg()[0], 1)}
-            record |= {"number": number, "fault": fault.name, "target": "", "wrong": []} | now
+            record = base | noted(number, fault.name)
             record |= one_fault(stack, fault, dice, survives)
-            yield dict(record)
+            yield record
+            spoilt = spoilt or bool(record["wrong"])
             number = -1 if (number + 1) % FAULTS_A_RUN == 0 else next(numbers, -1)
+        record = base | noted(record["number"], "down")
         stack.live.cli("down", timeout=120)
         code, _ = stack.live.wait(60)
-        record |= {
-            "fault": "down",
-            "wrong": [*([f"`down` ended it with {code}"] if code != 130 else []), *leftovers(stack)],
-        }
+        record["wrong"] = ([f"it ended with {code}"] if code != 130 else []) + leftovers(stack)
     except NotRecovered as error:
         record["wrong"] = [str(error)]
     finally:
@@ -213,11 +212,16 @@ def one_run(
         stack.live.close()
     if record["wrong"]:
         yield record
-        kept = Path(f"chaos-{mode}-{seed}-{record['number']}")
-        shutil.copytree(
-            root, kept, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.sock", "checkpoints")
-        )
+    if record["wrong"] or spoilt:
+        ignored = shutil.ignore_patterns("*.sock", "checkpoints")
+        kept = kept / f"chaos-{mode}-{seed}-{record['number']}"
+        shutil.copytree(root, kept, symlinks=True, dirs_exist_ok=True, ignore=ignored)
     shutil.rmtree(root, ignore_errors=True)
+
+
+def noted(number: int, fault: str) -> dict[str, Any]:
+    now, load = round(time.time(), 1), round(os.getloadavg()[0], 1)
+    return {"number": number, "fault": fault, "target": "", "time": now, "load": load, "lost": 0, "wrong": []}
 
 
 def recorded(paths: list[Path]) -> list[dict[str, Any]]:
@@ -287,7 +291,7 @@ def disturb(options: argparse.Namespace, isolated: bool) -> list[dict[str, Any]]
             offered = [fault for fault in offered if fault is not CLOCK]
         numbers = until(time.monotonic() + 60 * options.minutes, max(done, default=-1) + 1)
         for first in numbers:
-            for row in one_run(first, numbers, options.seed, options.mode, folder, offered):
+            for row in one_run(first, numbers, options.seed, options.mode, folder, offered, options.records.parent):
                 rows.append(row)
                 print(f"  {row}", file=sys.stderr, flush=True)
                 with options.records.open("a") as stream:
