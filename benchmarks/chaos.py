@@ -75,7 +75,13 @@ def started(stack: Stack) -> None:
     Raises:
         NotRecovered: none does.
     """
-    stack.wait(stack.live.run.control_sock.exists, "the supervisor", 90)
+
+    def answers() -> bool:
+        with contextlib.suppress(NotRecovered):  # nobody listens yet, or no more
+            return bool(stack.status())
+        return False
+
+    stack.wait(answers, "the supervisor", 90)
 
 
 def one_fault(stack: Stack, fault: Fault, dice: random.Random, survives: bool) -> dict[str, Any]:
