@@ -20,3 +20,16 @@ class EnvFault(Exception):
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class Dismissed(Exception):
+    """A signal asked an environment to leave, and it has left. It was not done: a supervisor that has not asked for it
+    starts another one.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"left after signal {number}")
+        self.exit_code = 128 + number

@@ -22,7 +22,7 @@ from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 
 from atropos_common.files import read_regular, write_private
 from atropos_common.run_dir import RunDir
-from atropos_envs import EnvFault
+from atropos_envs import Dismissed, EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused, EngineUnavailable, Generation
 from atropos_envs.evaluation import Graded
 from atropos_envs.hosted import Hosted
@@ -271,7 +271,7 @@ def one_off_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def run(env_class: type[StackEnv]) -> NoReturn:
-    """The program: atroposlib's command line around `env_class`. Exit 0, 1 (a part is gone), or 2 (a mistake)."""
+    """atroposlib's command line around `env_class`. Exit 0, 1 (a part is gone), 2 (a mistake), 143 (SIGTERM)."""
     configure_logging()
     sys.argv[1:] = one_off_defaults(sys.argv[1:])
     code = 0
@@ -280,6 +280,8 @@ def run(env_class: type[StackEnv]) -> NoReturn:
     except EnvFault as fault:
         log.error("%s", fault)
         code = fault.exit_code
+    except Dismissed as told:
+        code = told.exit_code
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     leave(code)

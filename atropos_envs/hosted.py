@@ -27,7 +27,7 @@ from atroposlib.envs.server_handling.server_baseline import ServerBaseline
 from tenacity import RetryError
 
 from atropos_common.run_dir import ENV_REFILL, ENV_SEQUENCES
-from atropos_envs import EnvFault
+from atropos_envs import Dismissed, EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused
 from atropos_envs.evaluation import EvalLog, component_name, eval_path
 from atropos_envs.places import Places, Slot
@@ -77,6 +77,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self.status_dict: dict[str, Any] = {}
         self._serving = False
         self._stopping = False
+        self._dismissed: Dismissed | None = None
         self._fault: EnvFault | None = None
         self._main: asyncio.Task[Any] | None = None
         self._registration = Registration(config.rollout_server_url, self.component)
@@ -87,11 +88,12 @@ class Hosted(BaseEnv):  # type: ignore[misc]
 
         Raises:
             EnvFault: run-api is gone, or the server will never do.
+            Dismissed: it was SIGTERM or SIGINT.
         """
         loop = asyncio.get_running_loop()
         self._serving, self._main = True, asyncio.current_task()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+            loop.add_signal_handler(number, self._dismiss, number)
         watcher = asyncio.create_task(self._watch_queue())
         try:
             await super().env_manager()
@@ -103,8 +105,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         finally:
             watcher.cancel()
             await self._leave()
-        if self._fault is not None:
-            raise self._fault
+        if why := self._fault or self._dismissed:
+            raise why
 
     # Rollouts
 
@@ -313,6 +315,10 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         if not self._stopping and self._main is not None:
             self._stopping = True
             self._main.cancel()
+
+    def _dismiss(self, number: int) -> None:
+        self._dismissed = Dismissed(number)
+        self._stop()
 
     def _give_up(self, fault: EnvFault) -> None:
         self._fault = self._fault or fault

@@ -16,7 +16,6 @@ each event, so that several of these may run side by side, or be stopped.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import random
@@ -32,9 +31,7 @@ from typing import Any
 
 import psutil
 
-from atropos_common.control import CommandRequest, ComponentStatus, RunStatus, State
-from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
-from tests.e2e.live_stack import LiveStack
+from benchmarks.stack import NotRecovered, Stack, lost_steps
 from tests.e2e.streams import Streams
 
 MODES = ("shared_vllm", "broadcast", "lora_only", "lora_restart", "none")
@@ -42,13 +39,7 @@ STOPPED_S = 30.0
 """How long a stopped process stands still."""
 STEPS_AFTER = 2
 """Steps from the recovery to the next event."""
-RECOVERY_S = 240.0
-SETTLED = (State.HEALTHY, State.COMPLETED)
 PROMPT = [2 + i % 12 for i in range(12)]
-
-
-class NotRecovered(Exception):
-    """The stack did not come back; the message says what it is doing."""
 
 
 @dataclass
@@ -80,91 +71,6 @@ class Row:
             "attempts": sum(each.attempts for each in self.outcomes),
             "error": self.error,
         }  # fmt: skip
-
-
-class Stack:
-    """A running demo, and what is known of it from outside."""
-
-    def __init__(self, root: Path, mode: str, *, workers: int, profile: str, given: dict[str, str]) -> None:
-        sets: dict[str, Any] = {"mode": mode, "trainer.training_steps": 1_000_000}
-        for name in (
-            "vllm",
-            "trainer",
-        ):  # a run gives up after three crashes in ten minutes; here they come one a minute
-            sets |= {f"{name}.restart.max_restarts": 10_000, f"{name}.restart.max_backoff_s": 1}
-        if workers > 1:
-            sets["vllm.tensor_parallel"] = workers
-        self.live = LiveStack(root, profile=profile, sets=sets | given)
-        self._steps: list[tuple[float, int]] = []
-        self._read = 0
-
-    def status(self) -> RunStatus:
-        return asyncio.run(self._status())
-
-    async def _status(self) -> RunStatus:
-        try:
-            return await ControlClient(self.live.root).status()
-        except NoSupervisor:
-            result = self.live.run.result_json
-            raise NotRecovered(f"the run ended: {result.read_text()[:200] if result.exists() else ''}") from None
-
-    def component(self, name: str) -> ComponentStatus:
-        return next(each for each in self.status().components if each.name == name)
-
-    def command(self, action: str, name: str) -> None:
-        async def ask() -> None:
-            request = CommandRequest.model_validate({"action": action, "component": name})
-            while True:
-                try:
-                    await ControlClient(self.live.root).command(request)
-                    return
-                except Refused:  # the trainer's own restart in `lora_restart` is under way
-                    await asyncio.sleep(0.2)
-
-        asyncio.run(asyncio.wait_for(ask(), RECOVERY_S))
-
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.component('vllm').port}"
-
-    def steps(self) -> list[tuple[float, int]]:
-        """When each step ended, and its number, as written."""
-        with contextlib.suppress(FileNotFoundError), self.live.run.telemetry_jsonl.open("rb") as stream:
-            stream.seek(self._read)
-            whole = stream.read().rpartition(b"\n")[0]
-            self._read += len(whole) + 1 if whole else 0
-            records = (json.loads(line) for line in whole.splitlines() if b'"kind":"step"' in line)
-            self._steps += [(record["time"], record["step"]) for record in records]
-        return self._steps
-
-    def wait(self, done: Callable[[], bool], what: str, seconds: float = RECOVERY_S) -> None:
-        deadline = time.monotonic() + seconds
-        while not done():
-            if self.live.process is not None and self.live.process.poll() is not None:
-                raise NotRecovered(f"the run ended with code {self.live.process.returncode}")
-            if time.monotonic() > deadline:
-                states = ", ".join(f"{each.name} {each.state} ({each.attempt})" for each in self.status().components)
-                raise NotRecovered(f"{what} not within {seconds:.0f} s: {states}")
-            time.sleep(0.1)
-
-    def settled(self) -> bool:
-        return all(each.state in SETTLED for each in self.status().components)
-
-    def process(self, kind: str) -> psutil.Process:
-        """A process of the engine: its server, its core or the last worker.
-
-        Raises:
-            NotRecovered: there is none.
-        """
-        vllm = self.component("vllm")
-        if kind == "server":
-            return psutil.Process(vllm.pid)
-        for pid in reversed(vllm.pids):
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                title = " ".join(process.cmdline())
-                if {"core": "EngineCore", "worker": "Worker"}[kind] in title:
-                    return process
-        raise NotRecovered(f"the engine has no {kind} process")
 
 
 Act = Callable[[Stack], float]
@@ -215,17 +121,6 @@ TENSOR_PARALLEL = ("SIGKILL worker",)
 TENSOR_PARALLEL_MODES = ("broadcast", "none")
 
 
-def lost_steps(steps: list[tuple[float, int]], since: float) -> int:
-    """Steps written after `since` that had been written before."""
-    last = next((step for moment, step in reversed(steps) if moment <= since), 0)
-    lost = 0
-    for moment, step in steps:
-        if moment > since:
-            lost += max(last + 1 - step, 0)
-            last = step
-    return lost
-
-
 def one_event(stack: Stack, act: Act, moments: random.Random) -> Outcome:
     """Wait for a healthy stack, act at a random moment of a step, wait until it trains again.
 
@@ -237,7 +132,7 @@ def one_event(stack: Stack, act: Act, moments: random.Random) -> Outcome:
     trainer, engine = stack.component("trainer").attempt, stack.component("vllm").attempt
     time.sleep(moments.random())
     before = {each.name: each.attempt for each in stack.status().components}
-    at = time.time()
+    at, written = time.time(), len(stack.steps())
     still_s = act(stack)
     went_on = time.time() if still_s else at
     if not still_s:
@@ -251,7 +146,7 @@ def one_event(stack: Stack, act: Act, moments: random.Random) -> Outcome:
     steps = stack.steps()
     following = min(moment for moment, _ in steps if moment > healthy)
     return Outcome(
-        following - at, lost_steps(steps, at), stack.component("trainer").attempt - trainer,
+        following - at, lost_steps(steps, written), stack.component("trainer").attempt - trainer,
         stack.component("vllm").attempt - engine,
     )  # fmt: skip
 

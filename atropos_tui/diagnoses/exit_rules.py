@@ -70,6 +70,8 @@ def not_executable(found: Evidence) -> tuple[str, str, str] | None:
 
 
 def killed_by_signal(found: Evidence) -> tuple[str, str, str] | None:
+    if found.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT):  # a program that ended by itself after one
+        found = replace(found, exit_code=128 - found.exit_code)
     if found.exit_code >= 0:
         return None
     if found.exit_code == -signal.SIGKILL:

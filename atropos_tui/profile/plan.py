@@ -336,6 +336,7 @@ def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
         port_held=section.command is None,
         # Its state is in memory only: environments must register anew, and the trainer does so by itself.
         restart_with=names,
+        scratch=True,  # wandb, which atroposlib imports, leaves folders there when its process is killed
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=5),
     )
@@ -484,7 +485,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         | ({} if section.refill else {ENV_REFILL: "0"}),
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stages=ENV_STAGES,
-        scratch=section.command is None,  # importing wandb, as atroposlib does, leaves two folders there
+        scratch=True,  # importing wandb, as atroposlib does, leaves two folders there
         stop=StopPolicy(signal="TERM", grace_s=5),
     )
 
@@ -543,6 +544,7 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> Componen
         ),
         gpus=trainer_gpus(site.profile),
         stages=TRAINER_STAGES,
+        scratch=True,
         # On its stop signal the trainer finishes the step and writes a checkpoint.
         stop=StopPolicy(grace_s=120),
         start_timeout_s=1800,

@@ -32,7 +32,7 @@ from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.launcher import Host, Living, Usage
 from atropos_tui.supervisor.logs import LogDrain
 from atropos_tui.supervisor.probe import Prober, ProbeResult, StageWatch
-from atropos_tui.supervisor.process import Launch, Leader, end_set
+from atropos_tui.supervisor.process import Launch, LaunchError, Leader, end_set
 from atropos_tui.supervisor.store import Store
 
 ENDS = frozenset({State.STOPPED, State.BACKOFF, State.FAILED, State.COMPLETED})
@@ -57,6 +57,8 @@ PROVEN_S = 5.0
 SILENT_START_S = 60.0
 """The same for one whose stages tell of its start, and who has reached none."""
 PORT_PATIENCE_S = 5.0
+ROOM_PATIENCE_S = 60.0
+"""So long a start waits for a machine that is out of descriptors, processes, memory or disk."""
 """How long a port that a stranger holds may take to become free."""
 EVIDENCE = 200
 """Lines of a log in which rules look for what explains an end."""
@@ -223,6 +225,8 @@ class Component:
         """While it is in backoff: when it is started again, in Unix seconds."""
         self._port_wait: float | None = None
         """When its port was first found taken."""
+        self._room_wait: float | None = None
+        """When the machine was first found out of what a start needs."""
 
     @property
     def name(self) -> str:
@@ -371,12 +375,29 @@ class Component:
         if launch.creates and launch.creates.exists():
             self._move(State.COMPLETED, f"skipped: {launch.creates} exists")
         elif self._port_is_free() and self._gpus_are_free():
-            living = self._host.start(self.spec, attempt, launch, *self._listeners(attempt))
+            try:
+                living = self._host.start(self.spec, attempt, launch, *self._listeners(attempt))
+            except OSError as error:
+                self._wait_for_room(error)
+                return
             self._begin(living)
             self._move(State.STARTING, f"attempt {attempt}{', which waited' if living.waited else ''}")
             self._watch()
             if not self.has_gate and not self.one_shot:
                 self._healthy("started; it has no probe")
+
+    def _wait_for_room(self, error: OSError) -> None:
+        """The machine is out of something now: look again in a second, for a while.
+
+        Raises:
+            LaunchError: it has been so for too long.
+        """
+        self._room_wait = self._room_wait or time.monotonic()
+        if time.monotonic() - self._room_wait > ROOM_PATIENCE_S:
+            fix = "see what uses it up (ulimit -n, ulimit -u, df, free), and `atropos-tui up --resume RUN`"
+            raise LaunchError(f"cannot start {self.name} for {ROOM_PATIENCE_S:g} s: {error.strerror}", fix)
+        self.waiting_for = f"the machine: {error.strerror}"
+        asyncio.get_running_loop().call_later(1.0, self._owner.post, look_again)
 
     def adopt(self) -> None:
         """Go on with what an earlier supervisor started; if it ended since, that is told at once."""
@@ -410,7 +431,7 @@ class Component:
         living.log.scanner = self._scanner.feed
         self.child, self.attempt, self.started_at = child, living.entry.attempt, child.started_at
         self._hurry, self.outcome, self.exit_code = asyncio.Event(), "", None
-        self._port_wait, self.exited_at, self._stages = None, None, {}
+        self._port_wait, self._room_wait, self.exited_at, self._stages = None, None, None, {}
         self._restarts.healthy_at = None
 
     def _watch(self) -> None:

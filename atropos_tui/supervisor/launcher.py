@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -54,6 +55,8 @@ OLDEST_S = 10.0
 GPU_PATIENCE_S = 0.3
 """`ps` answers without GPU figures rather than wait for a slow driver, or for the first reading."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
+SCARCE = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT}
+"""What a start fails with when the machine is out of descriptors, processes, memory or disk: that may pass."""
 
 OnExit = Callable[[], None]
 OnProblem = Callable[[str], None]
@@ -176,8 +179,12 @@ class DirectLauncher(Launcher):
     ) -> Living:
         file = LogFile(self._run.log(spec.name, attempt), self._max_bytes)
         group = procfs.part_group(self._group, spec.name, attempt)
-        waited = self._take(spec.name, attempt, launch)
-        child, pipe = waited or spawn(launch.command, launch.env, launch.cwd, group=group)
+        try:
+            waited = self._take(spec.name, attempt, launch)
+            child, pipe = waited or spawn(launch.command, launch.env, launch.cwd, group=group)
+        except OSError:
+            file.close()
+            raise
         child.begin(lambda _: on_exit())
         entry = entry_of(child.pid, child.ticks, attempt, launch, group)
         return Living(child, LogDrain(pipe, file, on_problem), launch, entry, waited=waited is not None)
@@ -390,6 +397,7 @@ class Host:
 
         Raises:
             LaunchError: it cannot be started as written.
+            OSError: the machine has no room for it now (`SCARCE`).
         """
         try:
             remove_files(launch.clears)
@@ -397,6 +405,8 @@ class Host:
             self.guard.clear(launch.leaves)
             living = self.launcher.start(spec, attempt, launch, on_exit, on_problem)
         except OSError as error:
+            if error.errno in SCARCE:
+                raise
             fix = "check its command and cwd: atropos-tui plan shows them"
             raise LaunchError(f"cannot start {spec.name}: {error}", fix) from None
         self._enter(spec.name, living)

@@ -286,7 +286,13 @@ def spawn(
         raise
     finally:
         os.close(writing)
-    return Child(popen), reading
+    try:
+        return Child(popen), reading
+    except OSError:  # no descriptor is left to watch it with
+        popen.kill()
+        popen.wait()
+        os.close(reading)
+        raise
 
 
 async def end_set(

@@ -13,9 +13,11 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import uvicorn
@@ -45,6 +47,7 @@ from atropos_tui.supervisor.tracker import reap_leftovers, supervisor_alive
 GUARD_PATIENCE_S = 60.0
 """How long to wait for the guard of a supervisor that was killed; it gives up by itself after that time."""
 SWITCH_S = 0.0005
+THREADS = 6
 """Threads that read /proc or logs ask for the interpreter after every system call; while a flood is drained, each such
 turn would take Python's default of 5 ms."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -63,6 +66,7 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int
         SocketError: the control socket cannot be made safely.
     """
     sys.setswitchinterval(SWITCH_S)
+    asyncio.get_running_loop().set_default_executor(ready_threads())
     run = RunDir(Path(stack.run_dir))
     run.create()
     with _Signals() as signals, contextlib.closing(await _journal(run, stack.run_id)) as journal:
@@ -72,6 +76,15 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int
         estate = await asyncio.to_thread(claim, stack, run)
         run.result_json.unlink(missing_ok=True)
         return await _with_socket(stack, store, run, signals, estate)
+
+
+def ready_threads() -> ThreadPoolExecutor:
+    """Threads that run already: a machine that is out of processes or memory gives no new one, and every end of a
+    component needs one."""
+    pool, all_run = ThreadPoolExecutor(THREADS, "supervisor"), threading.Barrier(THREADS)
+    for _ in range(THREADS):
+        pool.submit(all_run.wait)
+    return pool
 
 
 async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Signals, estate: Estate) -> int:

@@ -98,20 +98,16 @@ class LiveStack:
         api, engine = free_ports(2)
         sets = {"api.port": api, "vllm.port": engine} | self.sets
         flags = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+        return self._start(self.profile, "--run-dir", str(self.root), *flags, *self.extra)
+
+    def resume(self) -> LiveStack:
+        """Go on with the run, under another supervisor."""
+        return self._start("--resume", str(self.root))
+
+    def _start(self, *arguments: str) -> LiveStack:
         self.started = time.time()
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "atropos_tui",
-                "up",
-                self.profile,
-                "--headless",
-                "--run-dir",
-                str(self.root),
-                *flags,
-                *self.extra,
-            ],
+            [sys.executable, "-m", "atropos_tui", "up", *arguments, "--headless"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_common.control import State
-from atropos_common.records import Record, StateRecord, parse_line
+from atropos_common.records import Record, RecordError, StateRecord, parse_line
 from atropos_common.run_dir import RunDir
 from atropos_tui.profile.spec import (
     Check,
@@ -79,6 +80,45 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> 
         assert time.monotonic() - began < timeout_s, "it did not happen in time"
         await asyncio.sleep(0.005)
     return time.monotonic() - began
+
+
+def check_records(run: RunDir, spoilt: int = 0) -> None:
+    """Every step of the journal is allowed, sequences have no gap, up to a torn last line and `spoilt` lines that
+    somebody has overwritten."""
+    lines = run.supervisor_jsonl.read_bytes().splitlines(keepends=True)
+    bad, seq = 0, -1
+    last: dict[str | None, str] = {}
+    for line in lines:
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            row = parse_line(line)
+        except RecordError:
+            bad += 1
+            last.clear()
+            continue
+        assert seq < row.seq <= seq + 1 + bad, f"{row.seq} follows {seq}"
+        seq = row.seq
+        if isinstance(row, StateRecord):
+            assert row.old == last.get(row.component, row.old if bad else "pending"), line
+            check_step(State(row.old), State(row.new))
+            last[row.component] = row.new
+    assert bad <= spoilt, f"{bad} lines are no records"
+
+
+NOTE = re.compile(rb"\[atropos\] (\d+) bytes of output are missing here: the disk did not take them\n")
+"""What a log says of output that was lost."""
+
+
+def check_log(data: bytes, line: bytes, head: bytes = b"") -> int:
+    """What is there of a log of numbered lines such as `line`, after `head`, and what is said to be missing make the
+    whole; the bytes that are said to be missing."""
+    lost = sum(int(found) for found in NOTE.findall(data))
+    text = NOTE.sub(b"", data)
+    last = int(text.splitlines()[-1].split()[-1])
+    whole = len(head) + (last + 1) * len(line)
+    assert whole <= len(text) + lost <= whole + len(NOTE.findall(data)), "but for a line break before a note"
+    return lost
 
 
 class Running:

@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import Action, CommandRequest, State
-from atropos_common.records import StateRecord, parse_line
+from atropos_common.control import Action, CommandRequest
 from atropos_tui.profile.spec import RestartPolicy
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
-from atropos_tui.supervisor.component import check_step
 from atropos_tui.supervisor.store import RunResult
-from tests.supervisor.harness import part, python, ready, script, wait_until
+from tests.supervisor.harness import check_records, part, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background
 
 ACTIONS: tuple[Action, ...] = ("start", "stop", "restart", "kill")
@@ -34,19 +32,6 @@ async def disturb(supervisor: Background, client: ControlClient, dice: random.Ra
         with contextlib.suppress(ProcessLookupError):
             os.kill(dice.choice(victims).pid, signal.SIGKILL)
     await asyncio.sleep(dice.choice([0.0, 0.01, 0.05, 0.2]))
-
-
-def check_records(supervisor: Background) -> None:
-    """Every step is allowed, sequences have no gap, up to a torn last line."""
-    lines = supervisor.run.supervisor_jsonl.read_bytes().splitlines(keepends=True)
-    records = [parse_line(line) for line in lines if line.endswith(b"\n")]
-    assert [record.seq for record in records] == list(range(len(records)))
-    last: dict[str | None, str] = {}
-    for row in records:
-        if isinstance(row, StateRecord):
-            assert row.old == last.get(row.component, "pending")
-            check_step(State(row.old), State(row.new))
-            last[row.component] = row.new
 
 
 async def chaos(tmp_path: Path, seed: int, acts: int) -> None:
@@ -88,7 +73,7 @@ async def chaos(tmp_path: Path, seed: int, acts: int) -> None:
             assert result is not None
             assert result.exit_code == 130
         await client.close()
-        check_records(supervisor)
+        check_records(supervisor.run)
 
 
 @pytest.mark.parametrize("seed", range(4))

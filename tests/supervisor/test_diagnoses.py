@@ -62,6 +62,7 @@ RAISED = [
         (USAGE, 2, "refused its arguments", USAGE[-1], "profile", "bad_usage"),
         (["atropos: command not found: vllm"], 127, "cannot be run", "command not found", "install", "not_executable"),
         (["last words"], -9, "killed by SIGKILL", "last words", "out-of-memory", "killed"),
+        (["saved"], 143, "killed by SIGTERM", "saved", "someone sent that signal", "killed"),
         ([], -11, "killed by SIGSEGV", "printed nothing", "native code", "killed"),
         (RAISED, 1, "x raised ValueError", RAISED[2], "logs x", "python_error"),
         (["bye", ""], 17, "exited with code 17", "bye", "logs x", "exited"),

@@ -20,7 +20,7 @@ from atroposlib.api import server as api_module
 from atroposlib.envs import base as atropos_base
 
 from atropos_common.records import EvalRecord, parse_line
-from atropos_envs import EnvFault, base, engine_client
+from atropos_envs import Dismissed, EnvFault, base, engine_client
 from atropos_envs.arithmetic import Sum, make_task, write_task
 from atropos_envs.arithmetic_server import ArithmeticEnv
 from atropos_envs.engine_client import EngineRefused, EngineUnavailable, parse_generation
@@ -260,7 +260,9 @@ async def test_serving_evaluates_first_keeps_one_batch_ahead_and_leaves_on_sigte
         before = len(evaluations(tmp_path))
         engine.version = 9
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(serving, 5)
+        with pytest.raises(Dismissed) as told:
+            await asyncio.wait_for(serving, 5)
+        assert told.value.exit_code == 143, "not done: a supervisor that did not ask starts another one"
         assert api_module.app.state.envs[0]["connected"] is False
     records = evaluations(tmp_path)
     assert (records[0].policy_step, records[0].split) == (0, "held_out")

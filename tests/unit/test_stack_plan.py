@@ -67,6 +67,12 @@ def test_derived_values_agree() -> None:
     assert parts["api"].command[-4:] == ["--host", "127.0.0.1", "--port", "8123"]
 
 
+def test_each_program_of_the_stack_has_a_temporary_folder_that_goes_with_it() -> None:
+    """wandb left two folders in /tmp for each run-api, environment or trainer that was killed."""
+    parts = stack(profile()).components
+    assert len(parts) == 4 and all(part.scratch for part in parts)
+
+
 def test_the_seed_reaches_environments_of_ours_and_no_others() -> None:
     assert flags(stack(load_profile("demo")[0]).component("arithmetic").command)["env.seed"] == "0"
     ours = profile(seed=7, env={"module": "atropos_envs.sums_server", "args": {}})

@@ -1,0 +1,328 @@
+"""The demo's real stack under random faults at random moments: does it go on, and is nothing left, lost or untrue?
+
+    python -m benchmarks.chaos --minutes 60 --seed 0 [--mode lora_only] [--records FILE] [--faults SIGKILL ...]
+    python -m benchmarks.chaos --table FILE ...         # of what several of them recorded
+
+A fault (`benchmarks/faults.py`) comes at a random moment of a step, one in five with a second one on top. After it
+every component has to be healthy again and the next optimizer step has to come within `RECOVERY_S`, or the run ends
+with the exit code that belongs to the fault, and goes on when it is resumed. Then what `ps --json` shows is held
+against /proc, and each stream is read. After `FAULTS_A_RUN` faults the run is ended, and nothing of it may be left: no
+process, no socket, nothing in /dev/shm or its temporary folder. No line is lost of the log of a component that numbers
+its lines.
+
+Fault N of a seed and a mode is always the same. --records gets a JSON line for each, and with the same file and seed a
+later call goes on where the last one ended; what went wrong stands under `wrong`, and that run's files are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.demo import prepare
+from benchmarks.faults import CLOCK, COUNTER, COUNTING, FAULTS, Fault, enter_isolation, own_disk, signalled, with_clock
+from benchmarks.restarts import MODES
+from benchmarks.stack import NotRecovered, Stack, lost_steps
+from benchmarks.ui import Screen
+from tests.supervisor.harness import alive, check_log, check_records
+
+FAULTS_A_RUN = 10
+STEPS_BEFORE = 2
+CHECKPOINT_INTERVAL = 5
+STATES_S = 5.0
+"""So long may pass until what is shown is true again."""
+KILLED = ("trainer", "engine core", "API server", "environment", "run-api", "supervisor")
+"""Rows of the table of recoveries."""
+
+
+def plan(number: int, seed: int, mode: str, offered: list[Fault]) -> tuple[random.Random, bool, Fault]:
+    """Dice of fault `number`, whether its run survives its supervisor, and the fault."""
+    survives = random.Random(f"{seed} {mode} run {number // FAULTS_A_RUN}").random() < 0.3
+    dice = random.Random(f"{seed} {mode} {number}")
+    return dice, survives, dice.choice([fault for fault in offered if survives or not fault.survive])
+
+
+def begin(root: Path, mode: str, survives: bool) -> Stack:
+    """A new run."""
+    given: dict[str, Any] = {
+        "survive": str(survives).lower(),
+        "trainer.checkpoint_interval": CHECKPOINT_INTERVAL,
+        "trainer.keep_checkpoints": 2,
+        f"component.{COUNTER}.command": json.dumps([sys.executable, "-c", COUNTING]),
+        f"component.{COUNTER}.restart.max_restarts": 10_000,
+    }
+    stack = Stack(root, mode, workers=1, profile="demo", given=given)
+    stack.live.up()
+    return stack
+
+
+def started(stack: Stack) -> None:
+    """Wait until a supervisor answers.
+
+    Raises:
+        NotRecovered: none does.
+    """
+
+    def answers() -> bool:
+        with contextlib.suppress(NotRecovered):  # nobody listens yet, or no more
+            return bool(stack.status())
+        return False
+
+    stack.wait(answers, "the supervisor", 90)
+
+
+def one_fault(stack: Stack, fault: Fault, dice: random.Random, survives: bool) -> dict[str, Any]:
+    """Wait for a step, do harm, wait until the stack trains again, and look for what is wrong.
+
+    Raises:
+        NotRecovered: it does not train again.
+    """
+    begun = len(stack.steps())
+    stack.wait(lambda: stack.settled() and len(stack.steps()) >= begun + STEPS_BEFORE, "two steps")
+    time.sleep(dice.uniform(0, 2))
+    at, before, written = time.time(), attempts(stack), len(stack.steps())
+    target = fault.act(stack, dice)
+    left: list[str] = []
+    if fault.ends:
+        left = resumed(stack, fault, survives)
+    elif dice.random() < 0.2:
+        time.sleep(dice.uniform(0, 5))
+        with contextlib.suppress(NotRecovered):  # its victim is away already
+            target += " + SIGKILL " + signalled(signal.SIGKILL, *KILLED[:-1])(stack, dice)
+    with contextlib.suppress(NotRecovered):
+        stack.wait(lambda: not stack.settled() or attempts(stack) != before, "a reaction", 3.0)
+    stack.wait(stack.settled, "every component healthy")
+    count = len(stack.steps())
+    stack.wait(lambda: len(stack.steps()) > count, "a step")
+    return {
+        "target": target, "next_step_s": round(time.time() - at, 1), "lost": lost_steps(stack.steps(), written),
+        "wrong": left + wrong_states(stack) + wrong_records(stack),
+    }  # fmt: skip
+
+
+def attempts(stack: Stack) -> dict[str, int]:
+    return {each.name: each.attempt for each in stack.status().components}
+
+
+def resumed(stack: Stack, fault: Fault, survives: bool) -> list[str]:
+    """Wait for the end that the fault has, look for leftovers, and go on; what is left over."""
+    code, output = stack.live.wait(90)
+    if code not in fault.ends:
+        raise NotRecovered(f"the run ended with {code} instead of {fault.ends}: {output[-500:]}")
+    left = [] if survives and code == -signal.SIGKILL else leftovers(stack)
+    stack.live.resume()
+    started(stack)
+    return left
+
+
+def leftovers(stack: Stack) -> list[str]:
+    """What an ended run has left, in words."""
+    found = []
+    try:
+        stack.live.assert_nothing_left()
+    except AssertionError as error:
+        found.append(str(error) or "the control socket is left")
+    temporary = [path.name for path in Path(tempfile.gettempdir()).iterdir()]
+    # What torch has compiled is kept on purpose.
+    found += [f"left in the temporary folder: {name}" for name in temporary if not name.startswith("torchinductor")]
+    return found
+
+
+def wrong_states(stack: Stack) -> list[str]:
+    """What the status says against /proc, if it does so for longer than `STATES_S`."""
+    until = time.monotonic() + STATES_S
+    while True:
+        wrong = []
+        for each in stack.status().components:
+            if each.state.has_process and not (each.pid and alive(each.pid)):
+                wrong.append(f"{each.name} is {each.state}, and its process {each.pid} is not there")
+            if not each.state.has_process and each.pids:
+                wrong.append(f"{each.name} is {each.state} and has processes {each.pids}")
+            wrong += [f"{each.name}: {pid} is not there" for pid in each.pids if not alive(pid)]
+        if not wrong or time.monotonic() > until:
+            return wrong
+        time.sleep(0.5)
+
+
+def wrong_records(stack: Stack) -> list[str]:
+    """Lines of the streams that cannot be read although nobody overwrote them, or are missing."""
+    run, wrong = stack.live.run, []
+    for path in (run.telemetry_jsonl, *run.root.glob("eval.*.jsonl")):
+        bad = sum(not _is_json(line) for line in path.read_bytes().split(b"\n")[:-1])
+        if bad > stack.spoilt.get(path, 0):
+            wrong.append(f"{path.name}: {bad} lines are no records")
+    try:
+        check_records(run, spoilt=stack.spoilt.get(run.supervisor_jsonl, 0))
+    except AssertionError as error:
+        wrong.append(f"supervisor.jsonl: {error}")
+    for path in sorted((run.logs / COUNTER).glob("*.log")):
+        try:
+            check_log(path.read_bytes(), line=b"line 000000000\n")
+        except AssertionError as error:
+            wrong.append(f"{path.relative_to(run.root)}: {error}")
+    return wrong
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def one_run(
+    first: int, numbers: Iterator[int], seed: int, mode: str, folder: Path, offered: list[Fault], kept: Path
+) -> Iterator[dict[str, Any]]:
+    """One run: its faults until ten are done, time is over, or it does not recover; a record of each."""
+    number, spoilt = first, False
+    _, survives, _ = plan(number, seed, mode, offered)
+    root = folder / "disk/run"
+    base: dict[str, Any] = {"seed": seed, "mode": mode, "survive": survives}
+    record = base | noted(number, "begin")
+    stack = begin(root, mode, survives)
+    screen = None
+    try:
+        started(stack)
+        while number >= 0:
+            if screen is None or screen.process.poll() is not None:
+                screen = Screen(root)
+            dice, _, fault = plan(number, seed, mode, offered)
+            record = base | noted(number, fault.name)
+            record |= one_fault(stack, fault, dice, survives)
+            yield record
+            spoilt = spoilt or bool(record["wrong"])
+            number = -1 if (number + 1) % FAULTS_A_RUN == 0 else next(numbers, -1)
+        record = base | noted(record["number"], "down")
+        stack.live.cli("down", timeout=120)
+        code, _ = stack.live.wait(60)
+        record["wrong"] = ([f"it ended with {code}"] if code != 130 else []) + leftovers(stack)
+    except NotRecovered as error:
+        record["wrong"] = [str(error)]
+    finally:
+        if screen is not None:
+            screen.process.kill()
+        stack.live.close()
+    if record["wrong"]:
+        yield record
+    if record["wrong"] or spoilt:
+        ignored = shutil.ignore_patterns("*.sock", "checkpoints")
+        kept = kept / f"chaos-{mode}-{seed}-{record['number']}"
+        shutil.copytree(root, kept, symlinks=True, dirs_exist_ok=True, ignore=ignored)
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def noted(number: int, fault: str) -> dict[str, Any]:
+    now, load = round(time.time(), 1), round(os.getloadavg()[0], 1)
+    return {"number": number, "fault": fault, "target": "", "time": now, "load": load, "lost": 0, "wrong": []}
+
+
+def recorded(paths: list[Path]) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
+
+
+def cell(rows: list[dict[str, Any]]) -> str:
+    """Median and (worst) seconds to the next step, and of how many."""
+    seconds = [row["next_step_s"] for row in rows if "next_step_s" in row]
+    return f"{median(seconds):.0f} ({max(seconds):.0f}), {len(seconds)}" if seconds else "-"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Faults by kind, then recoveries from a kill by mode, as Markdown."""
+    by_fault = defaultdict(list)
+    for row in rows:
+        by_fault[row["fault"]].append(row)
+    lines = ["| fault | times | next step, s: median (worst), of | steps done again | wrong |", "|---|---|---|---|---|"]
+    for fault, some in sorted(by_fault.items()):
+        wrong = sum(bool(row["wrong"]) for row in some)
+        lines.append(f"| {fault} | {len(some)} | {cell(some)} | {sum(row.get('lost', 0) for row in some)} | {wrong} |")
+    modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
+    lines += ["", f"| killed | {' | '.join(modes)} |", "|---|" + "---|" * len(modes)]
+    for name in KILLED:
+        cells = [
+            cell([row for row in by_fault[f"SIGKILL {name}"] if row["mode"] == mode and row["target"] == name])
+            for mode in modes
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    loads = [row["load"] for row in rows]
+    lines += ["", f"{len(rows)} faults; load average {min(loads):.0f} to {max(loads):.0f}"] if rows else []
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", choices=MODES, default="shared_vllm")
+    parser.add_argument("--records", type=Path, default=Path("chaos.jsonl"), help="append a JSON line for each fault")
+    parser.add_argument("--faults", nargs="+", default=[""], help="only those whose names begin so")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print the table of these records")
+    options = parser.parse_args()
+    if options.table:
+        print(table(recorded(options.table)))
+        return 0
+    isolated = enter_isolation()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its run is ended like that of an interrupted one
+    prepare("demo", 0)
+    rows = disturb(options, isolated)
+    print(table(rows))
+    return int(any(row["wrong"] for row in rows))
+
+
+def disturb(options: argparse.Namespace, isolated: bool) -> list[dict[str, Any]]:
+    """Run after run until time is over; what was recorded now."""
+    done = [
+        row["number"]
+        for row in recorded([options.records])
+        if (row["seed"], row["mode"]) == (options.seed, options.mode)
+    ]
+    offered = [fault for fault in (*FAULTS, CLOCK) if fault.name.startswith(tuple(options.faults))]
+    offered = [fault for fault in offered if isolated or not fault.isolated]
+    rows = []
+    with place(isolated) as folder:
+        if not with_clock(folder):
+            offered = [fault for fault in offered if fault is not CLOCK]
+        numbers = until(time.monotonic() + 60 * options.minutes, max(done, default=-1) + 1)
+        for first in numbers:
+            for row in one_run(first, numbers, options.seed, options.mode, folder, offered, options.records.parent):
+                rows.append(row)
+                print(f"  {row}", file=sys.stderr, flush=True)
+                with options.records.open("a") as stream:
+                    stream.write(json.dumps(row) + "\n")
+    return rows
+
+
+def until(over: float, number: int) -> Iterator[int]:
+    while time.monotonic() < over:
+        yield number
+        number += 1
+
+
+@contextlib.contextmanager
+def place(isolated: bool) -> Iterator[Path]:
+    """A folder for runs, on a disk of its own where that is allowed, and temporary files beside it."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name)
+        for each in ("disk", "tmp"):
+            (folder / each).mkdir(mode=0o700)
+        os.environ |= {"TMPDIR": str(folder / "tmp"), "XDG_STATE_HOME": str(folder / "state")}
+        tempfile.tempdir = None
+        with own_disk(folder / "disk") if isolated else contextlib.nullcontext():
+            yield folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

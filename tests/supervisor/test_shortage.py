@@ -1,0 +1,70 @@
+"""A machine that is out of descriptors, memory or processes for a while: starts wait, and the supervisor lives."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from atropos_common.control import State
+from atropos_tui.supervisor import component, launcher
+from atropos_tui.supervisor.process import spawn
+from tests.supervisor.harness import QUICK, part, ready
+from tests.supervisor.test_death import background
+
+
+def failing(times: int, number: int) -> Callable[..., Any]:
+    left = iter(range(times))
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        if next(left, None) is not None:
+            raise OSError(number, os.strerror(number))
+        return spawn(*arguments, **options)
+
+    return start
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN, errno.ENOSPC])
+async def test_a_start_waits_for_the_machine(launch: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """It was final: a shortage of a moment ended the run with exit code 3."""
+    monkeypatch.setattr(launcher, "spawn", failing(2, number))
+    async with launch(part("one")) as running:
+        client = await running.answers()
+        (row,) = (await client.status()).components
+        assert (row.state, row.waiting_for) == (State.PENDING, f"the machine: {os.strerror(number)}")
+        await running.until("one", State.HEALTHY)
+        assert running.states("one")[-1].attempt == 1
+
+
+async def test_a_start_does_not_wait_for_ever(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "spawn", failing(10**6, errno.EMFILE))
+    monkeypatch.setattr(component, "ROOM_PATIENCE_S", 0.5)
+    async with launch(part("one")) as running:
+        assert await running.end() == 3
+        assert "cannot start one for 0.5 s: Too many open files" in running.result().reason
+
+
+async def test_without_memory_for_a_thread_the_supervisor_lives(tmp_path: Path) -> None:
+    """An end needs a thread: it was a fault of the supervisor, and the run ended with exit code 1."""
+    parts = [part(f"part{number}", probes=ready(), restart=QUICK) for number in range(8)]
+    with background(tmp_path / "run", *parts) as supervisor:
+        client = await supervisor.ready()
+        rows = (await client.status()).components
+        process = psutil.Process(supervisor.process.pid)
+        usual = process.rlimit(resource.RLIMIT_AS)
+        process.rlimit(resource.RLIMIT_AS, (process.memory_info().vms + (1 << 20), usual[1]))
+        for row in rows:
+            assert row.pid
+            os.kill(row.pid, signal.SIGKILL)
+        await asyncio.sleep(2)
+        process.rlimit(resource.RLIMIT_AS, usual)
+        assert (await client.wait("ready", 30)).outcome == "reached"
+        assert {(row.state, row.attempt) for row in (await client.status()).components} == {(State.HEALTHY, 2)}

@@ -1,0 +1,50 @@
+"""What the long benchmarks decide by: which fault comes when, steps done again, and whether a value grows."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.chaos import FAULTS_A_RUN, plan, table
+from benchmarks.faults import FAULTS
+from benchmarks.long_run import Line, fit
+from benchmarks.stack import lost_steps
+
+
+def test_a_fault_depends_on_seed_mode_and_number_alone() -> None:
+    offered = list(FAULTS)
+    told = [plan(number, 1, "none", offered)[1:] for number in range(200)]
+    assert told == [plan(number, 1, "none", offered)[1:] for number in range(200)]
+    assert told != [plan(number, 2, "none", offered)[1:] for number in range(200)]
+    assert told != [plan(number, 1, "broadcast", offered)[1:] for number in range(200)]
+    assert {fault.name for _, fault in told} == {fault.name for fault in FAULTS}
+    assert all(survives or not fault.survive for survives, fault in told)
+    for first in range(0, 200, FAULTS_A_RUN):
+        assert len({survives for survives, _ in told[first : first + FAULTS_A_RUN]}) == 1, "a run is of one kind"
+
+
+def test_steps_that_come_again_are_counted() -> None:
+    steps = [(float(number), step) for number, step in enumerate([1, 2, 3, 4, 5, 4, 5, 6, 3, 4])]
+    assert lost_steps(steps, 5) == 2 + 4
+    assert lost_steps(steps, 8) == 4
+    assert lost_steps(steps[:5], 3) == lost_steps([], 0) == 0
+
+
+def test_the_table_has_a_cell_for_each_kill_of_each_mode() -> None:
+    row = {"fault": "SIGKILL trainer", "target": "trainer", "wrong": [], "load": 3.0, "lost": 2}
+    rows = [row | {"mode": "none", "next_step_s": seconds} for seconds in (4.0, 6.0, 11.0)]
+    rows += [row | {"mode": "broadcast", "wrong": ["it does not train"]}]
+    shown = table(rows).splitlines()
+    assert "| SIGKILL trainer | 4 | 6 (11), 3 | 8 | 1 |" in shown
+    assert "| killed | broadcast | none |" in shown and "| trainer | - | 6 (11), 3 |" in shown
+
+
+def test_growth_is_told_from_noise() -> None:
+    steps = [float(step) for step in range(0, 1000, 10)]
+    noise = [(-1) ** index * 5000.0 for index in range(100)]
+    flat = fit(steps, [1e8 + each for each in noise])
+    leak = fit(steps, [1e8 + 500 * step + each for step, each in zip(steps, noise, strict=True)])
+    assert not flat.grows and leak.grows
+    assert leak.slope == pytest.approx(500, abs=3 * leak.error) and leak.error < 10
+    assert not Line(1e8, 1e8, 50.0, 1.0).grows, "half a percent in ten thousand steps is not worth a name"
+    with pytest.raises(ValueError, match="three samples"):
+        fit([1.0, 1.0, 1.0], [1.0, 2.0, 3.0])
