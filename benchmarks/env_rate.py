@@ -239,16 +239,19 @@ async def _measured(
     )  # fmt: skip
 
 
-def table(rates: list[Rate]) -> str:
-    """All runs, a row each."""
-    head = f"{'':16} {'flat':>5} {'made/s':>7} {'sent/s':>7} {'surplus':>8} {'step ms':>8} {'waited':>7} {'lag':>9} "
-    rows = [
+HEAD = (
+    f"{'':16} {'flat':>5} {'made/s':>7} {'sent/s':>7} {'surplus':>8} {'step ms':>8} {'waited':>7} {'lag':>8} "
+    f"{'CPU ms/group':>13}"
+)
+
+
+def row(rate: Rate) -> str:
+    """One run, under `HEAD`; the lag as mean/largest."""
+    return (
         f"{rate.name:16} {rate.flat_share:5.2f} {rate.made_per_s:7.1f} {rate.useful_per_s:7.1f} "
-        f"{rate.surplus_share:8.1%} {rate.step_ms:8.0f} {rate.waited:7.1%} {rate.lag_mean:5.2f}/{rate.lag_max:<3d} "
-        f"{rate.cpu_ms:7.2f}"
-        for rate in rates
-    ]
-    return "\n".join([head + " CPU ms/group", *rows])
+        f"{rate.surplus_share:8.1%} {rate.step_ms:8.0f} {rate.waited:7.1%} {rate.lag_mean:6.2f}/{rate.lag_max} "
+        f"{rate.cpu_ms:13.2f}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -273,13 +276,13 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     runs = [("before", asked.against.resolve(), False)] if asked.against else []
     runs += [("refill = false", ROOT, False), ("refill = true", ROOT, True)]
-    rates = [
-        asyncio.run(measure(asked, name, root, refill, flat))
-        for flat in asked.flat
-        for name, root, refill in runs
-        if not asked.only or name in asked.only
-    ]
-    print(table(rates))
+    rates = []
+    print(HEAD)
+    for flat in asked.flat:
+        for name, root, refill in runs:
+            if not asked.only or name in asked.only:
+                rates.append(asyncio.run(measure(asked, name, root, refill, flat)))
+                print(row(rates[-1]), flush=True)
     if asked.json:
         asked.json.write_text(json.dumps([asdict(rate) for rate in rates], indent=1) + "\n")
     return 0
