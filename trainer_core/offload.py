@@ -77,11 +77,11 @@ class HostMemory:
         tensor.untyped_storage().resize_(0)
         return tensor
 
-    def adopt(self, content: Any) -> Any:
-        """Of an optimizer's saved state: a tensor of the device, kept in the host's memory unless it is small."""
+    def adopt(self, content: Any, away: bool) -> Any:
+        """Of an optimizer's saved state: on the device, or `away` in the host's memory unless it is small."""
         if not isinstance(content, torch.Tensor):
             return content
-        if content.numel() <= SMALL:
+        if not away or content.numel() <= SMALL:
             return content.to(self._device)
         return self.put_away(torch.empty_like(content, device=self._device), content)
 

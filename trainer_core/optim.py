@@ -198,9 +198,11 @@ class Stepper:
     def _load_optimizer(self, saved: dict[str, Any]) -> None:
         if self.host is not None:  # never all of it on the device
             for index, entry in saved["state"].items():
+                master = self.masters[index]
+                away = master is not self.params[index]
                 named = (v.items() if isinstance(v, dict) else [(k, v)] for k, v in entry.items())  # bitsandbytes nests
-                state = {key: self.host.adopt(value) for items in named for key, value in items}
-                self.optimizer.state[self.masters[index]] = state
+                state = {key: self.host.adopt(value, away) for items in named for key, value in items}
+                self.optimizer.state[master] = state
             return
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(saved)

@@ -229,15 +229,21 @@ def test_schedules() -> None:
         _config(lr_min=1.0)
 
 
-def _trained(tmp_path: Path, fields: dict[str, Any], *, resumed: dict[str, Any] | None = None) -> torch.Tensor:
+def _trained(
+    tmp_path: Path,
+    fields: dict[str, Any],
+    *,
+    resumed: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
     """Weights after six steps; with `resumed` the last three are another stepper's, from a checkpoint."""
-    model = Weights(torch.bfloat16)
+    model = Weights(dtype)
     stepper = Stepper(model, _config(**fields))
     _train(model, stepper, range(1, 4))
     if resumed is not None:
         plain, tensors = split_tensors(stepper.state_dict())
         save_file(tensors, tmp_path / "state.safetensors")
-        weights, model = model.state_dict(), Weights(torch.bfloat16)
+        weights, model = model.state_dict(), Weights(dtype)
         model.load_state_dict(weights)
         stepper = Stepper(model, _config(**resumed))
         stepper.load_state_dict(join_tensors(json.loads(json.dumps(plain)), load_file(tmp_path / "state.safetensors")))
@@ -262,6 +268,15 @@ def test_what_lies_in_the_hosts_memory_is_stepped_alike(
     assert torch.equal(_trained(tmp_path, offloaded), wanted)
     assert torch.equal(_trained(tmp_path, fields, resumed=offloaded), wanted)
     assert torch.equal(_trained(tmp_path, offloaded, resumed=fields), wanted)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_what_is_stepped_in_place_keeps_its_state_where_it_is(tmp_path: Path, optimizer: str) -> None:
+    """float32 weights, such as adapters: an offload has nothing to do there, and a resume does not take it away."""
+    fields = {"optimizer": optimizer, "lr": 1e-3}
+    offloaded = fields | {"optimizer_offload": True}
+    wanted = _trained(tmp_path, fields, dtype=torch.float32)
+    assert torch.equal(_trained(tmp_path, offloaded, resumed=offloaded, dtype=torch.float32), wanted)
 
 
 @pytest.mark.parametrize("masters", MASTERS)

@@ -44,7 +44,8 @@ def row_scores(
     head = model.get_output_embeddings()
     hidden, weight, bias = predicting_states(model, row, routing), head.weight, getattr(head, "bias", None)
     head_dtype = head_dtype or head_type(model)
-    wide = head_dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
+    half = weight.dtype in (torch.bfloat16, torch.float16) and hidden.dtype == weight.dtype
+    wide = half and head_dtype == torch.float32
     if not wide:
         hidden, weight = hidden.to(head_dtype), weight.to(head_dtype)
         bias = None if bias is None else bias.to(head_dtype)
