@@ -63,6 +63,12 @@ def make(name: str, folder: Path, *, wide: bool, dtype: str) -> Path:
     }  # fmt: skip
     torch.manual_seed(0)
     model = getattr(transformers, cls)(getattr(transformers, config_cls)(**{**shape, **changes}))
+    with torch.no_grad():  # larger than transformers' own start: a tensor in the wrong place shows in every logprob
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.copy_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": 1, "pad_token_id": 0}')
     return folder

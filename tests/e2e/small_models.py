@@ -41,12 +41,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 _TWO_EXPERTS = {"num_experts_per_tok": 2}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "phi3": ("Phi3", {}),
+    "phi3": ("Phi3", {"hidden_size": 128}),
     "gemma3": ("Gemma3", {"head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32}),
     "glm4": ("Glm4", {"head_dim": 32}),
-    "smollm3": ("SmolLM3", {}),
-    "olmo2": ("Olmo2", {}),
-    "granite": ("Granite", {}),
+    "smollm3": ("SmolLM3", {"hidden_size": 128}),
+    "olmo2": ("Olmo2", {"hidden_size": 128}),
+    "granite": ("Granite", {"hidden_size": 128}),
     "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, "num_experts": 4, "moe_intermediate_size": 96, **_TWO_EXPERTS}),
     "mixtral": ("Mixtral", {"head_dim": 32, "num_local_experts": 4, "sliding_window": None, **_TWO_EXPERTS}),
 }  # fmt: skip

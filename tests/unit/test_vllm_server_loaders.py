@@ -25,6 +25,8 @@ def test_a_parameter_of_another_layout_is_told_by_its_sample(dtype: torch.dtype)
     weight[0, 0, 0] = float("nan")
     sample = loaders._sample(weight)
     assert loaders._same(sample, weight.clone()), "moved, but as it was"
+    with torch.device("meta"):  # a default device that is not the parameter's, as while vLLM loads
+        assert loaders._same(sample, weight), "whatever the default device is"
     assert not loaders._same(sample, weight.roll(16, dims=1)), "ups before gates"
     assert not loaders._same(sample, weight.transpose(1, 2).contiguous().view(3, 32, 16))
     assert not loaders._same(sample, weight.float() if dtype == torch.bfloat16 else weight.bfloat16())

@@ -150,8 +150,8 @@ class FolderLoader(DefaultModelLoader):
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
     """Some of its values, the same places every time."""
-    generator = torch.Generator().manual_seed(0)
-    places = [torch.randint(max(size, 1), (SAMPLED,), generator=generator) for size in parameter.shape]
+    drawn = torch.Generator("cpu").manual_seed(0)  # vLLM may have named another device as the default one
+    places = [torch.randint(max(size, 1), (SAMPLED,), generator=drawn, device="cpu") for size in parameter.shape]
     values = parameter.detach()
     if parameter.numel() and places:
         values = values[tuple(each.to(parameter.device) for each in places)]
