@@ -245,7 +245,7 @@ def test_adapters_over_the_one_copy(sharing: Server, tmp_path: Path, alone: None
         grown[single_copy] = (own_bytes() - free) / shard.shm_bytes
         kept.sync.close()
     print(f"\nmemory of its own, in copies of {shard.shm_bytes / 1e6:.0f} MB: {grown}")
-    assert grown[True] < 0.3 and grown[False] > 0.8
+    assert grown[True] < 0.5 and grown[False] > 0.8
 
     records = gate.train_on(sharing, tmp_path, training_steps=3, lr=5e-3, single_copy=True, **fields)
     assert [record.verdict for record in gate.alignments(records)] == ["ok"] * 3
