@@ -73,12 +73,12 @@ def _unpacked(rollouts: Sequence[Rollout], name: str, values: Sequence[torch.Ten
     """The rollouts with their own part of `values`, which belong to the rows that they make up, as field `name`."""
     column = torch.cat([value.float().cpu() for value in values if value is not None]).numpy()
     start, known = 0, list(rollouts)
-    for index in packing_order(rollouts):
-        rollout = rollouts[index]
+    places = {id(rollout): place for place, rollout in enumerate(rollouts)}
+    for rollout in packing_order(rollouts):
         whole, count = np.full(len(rollout.tokens), np.nan, dtype=np.float32), int(rollout.trained.sum())
         whole[rollout.trained] = column[start : start + count]
         start += count
-        known[index] = replace(rollout, **{name: whole})  # type: ignore[arg-type]
+        known[places[id(rollout)]] = replace(rollout, **{name: whole})  # type: ignore[arg-type]
     return known
 
 

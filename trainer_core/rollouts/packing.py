@@ -77,16 +77,15 @@ def pack(rollouts: Sequence[Rollout], max_tokens: int, threads: int = 1) -> list
     Args:
         threads: rows that are computed at a time: as many rows as fill all of them, of about equal size.
     """
-    needed = [(_needed(rollouts[i]), rollouts[i]) for i in packing_order(rollouts)]
+    needed = [(_needed(r), r) for r in packing_order(rollouts)]
     lengths = [length for length, _ in needed]
     room = max_tokens if threads == 1 else _equal_room(lengths, max_tokens, threads)
     return [_row(needed[a:b]) for a, b in pairwise(_cuts(lengths, room))]
 
 
-def packing_order(rollouts: Sequence[Rollout]) -> list[int]:
-    """Indices of those that train, in the order in which rows hold them: the longest first."""
-    trained = (i for i, r in enumerate(rollouts) if r.trained.any())
-    return sorted(trained, key=lambda i: _needed(rollouts[i]), reverse=True)
+def packing_order(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Those that train, in the order in which rows hold them: the longest first."""
+    return sorted((r for r in rollouts if r.trained.any()), key=_needed, reverse=True)
 
 
 def _needed(rollout: Rollout) -> int:
