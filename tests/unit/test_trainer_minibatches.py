@@ -242,7 +242,7 @@ def test_a_server_that_dies_between_minibatches_costs_nothing(
     assert all(torch.equal(saved[name], healthy[name]) for name in healthy), "the batch is trained to its end"
 
 
-def test_one_minibatch_that_is_not_finite_is_left_out(base: Path, batch_file: Path, tmp_path: Path) -> None:
+def test_one_minibatch_that_is_not_finite_is_left_out(base: Path, tmp_path: Path) -> None:
     """The other one trains; a batch is skipped only where nothing of it was applied."""
     calls: list[bool] = []
 
@@ -251,8 +251,10 @@ def test_one_minibatch_that_is_not_finite_is_left_out(base: Path, batch_file: Pa
         broken = len(calls) in (2, 4, 5)  # after the trial: the first of batch 1, then both of batch 2
         return -(logprobs - base_).exp() * advantages * (float("nan") if broken else 1.0)
 
+    lines = [{"batch": [group_of(2 * i), group_of(2 * i + 1)]} for i in range(2)]  # a row for each minibatch
+    path = write_lines(tmp_path / "two.jsonl", lines)
     config = offline_config(base, tmp_path, minibatches=2, training_steps=2, torch_threads=1)
-    result = train(config, rollouts=batch_file, loss_fn=now_and_then)
+    result = train(config, rollouts=path, loss_fn=now_and_then)
     assert [h["skipped_update"] for h in result.history] == [False, True]
     assert result.weight_version == 1
 
