@@ -46,7 +46,7 @@ class Minibatches:
         if not self._several:
             yield self._pack(rollouts)
             return
-        rollouts = self._known_before(packing_order(rollouts))
+        rollouts = self._known_before([r for r in rollouts if r.trained.any()])
         for epoch in range(self._config.epochs):
             shuffle = np.random.default_rng([self._config.seed, step, epoch])
             for part in split(rollouts, self._config.minibatches, shuffle):
@@ -57,7 +57,7 @@ class Minibatches:
 
     @torch.no_grad()
     def _known_before(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """The rollouts, in packing order, with all that each optimizer step would compute anew: the reference's
+        """The rollouts with all that each optimizer step would compute anew: the reference's
         logprobs, and the policy's present ones, where they are needed."""
         rows, device = self._pack(rollouts), next(self._model.parameters()).device
         if self._reference is not None:
@@ -72,12 +72,13 @@ class Minibatches:
 def _unpacked(rollouts: Sequence[Rollout], name: str, values: Sequence[torch.Tensor | None]) -> list[Rollout]:
     """The rollouts with their own part of `values`, which belong to the rows that they make up, as field `name`."""
     column = torch.cat([value.float().cpu() for value in values if value is not None]).numpy()
-    start, known = 0, []
-    for rollout in rollouts:
+    start, known = 0, list(rollouts)
+    places = {id(rollout): place for place, rollout in enumerate(rollouts)}
+    for rollout in packing_order(rollouts):
         whole, count = np.full(len(rollout.tokens), np.nan, dtype=np.float32), int(rollout.trained.sum())
         whole[rollout.trained] = column[start : start + count]
         start += count
-        known.append(replace(rollout, **{name: whole}))  # type: ignore[arg-type]
+        known[places[id(rollout)]] = replace(rollout, **{name: whole})  # type: ignore[arg-type]
     return known
 
 

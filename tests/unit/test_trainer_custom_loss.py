@@ -69,6 +69,19 @@ def test_sums_of_ones_own_are_taken_as_they_are(base: Path, batches: Path, tmp_p
             own_loss(offline_config(base, tmp_path, **fields), my_losses.sums, CPU)
 
 
+def test_a_function_may_ignore_advantages(base: Path, tmp_path: Path) -> None:
+    """Then groups of equal scores teach, too: each row of them has a gradient, however they are packed."""
+    flat = [group_of(i, scores=[1.0] * 4) for i in range(2)]
+    path = write_lines(tmp_path / "r.jsonl", [{"batch": flat}])
+
+    def imitate(logprobs: torch.Tensor, base_: torch.Tensor, advantages: torch.Tensor, _: Sequences) -> torch.Tensor:
+        return -logprobs
+
+    configs = [offline_config(base, tmp_path, training_steps=1, pack_tokens=tokens) for tokens in (16, 2048)]
+    several, one = (train(config, rollouts=path, loss_fn=imitate).history[0] for config in configs)
+    assert several["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4) and one["grad_norm"] > 0
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
