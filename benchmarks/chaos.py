@@ -42,6 +42,7 @@ from tests.supervisor.harness import alive, check_log, check_records
 FAULTS_A_RUN = 10
 STEPS_BEFORE = 2
 CHECKPOINT_INTERVAL = 5
+GUARD_S = 10.0
 STATES_S = 5.0
 """So long may pass until what is shown is true again."""
 KILLED = ("trainer", "engine core", "API server", "environment", "run-api", "supervisor")
@@ -124,12 +125,20 @@ def resumed(stack: Stack, fault: Fault, survives: bool) -> list[str]:
         raise NotRecovered(f"the run ended with {code} instead of {fault.ends}: {output[-500:]}")
     left = [] if survives and code == -signal.SIGKILL else leftovers(stack)
     stack.live.resume()
+    stack.resumed = True
     started(stack)
     return left
 
 
 def leftovers(stack: Stack) -> list[str]:
-    """What an ended run has left, in words."""
+    """What an ended run has left, in words, once its guard has had `GUARD_S`."""
+    until = time.monotonic() + GUARD_S
+    while (found := _left(stack)) and time.monotonic() < until:
+        time.sleep(0.2)
+    return found
+
+
+def _left(stack: Stack) -> list[str]:
     found = []
     try:
         stack.live.assert_nothing_left()
@@ -165,7 +174,7 @@ def wrong_records(stack: Stack) -> list[str]:
         if bad > stack.spoilt.get(path, 0):
             wrong.append(f"{path.name}: {bad} lines are no records")
     try:
-        check_records(run, spoilt=stack.spoilt.get(run.supervisor_jsonl, 0))
+        check_records(run, spoilt=stack.spoilt.get(run.supervisor_jsonl, 0), resumed=stack.resumed)
     except AssertionError as error:
         wrong.append(f"supervisor.jsonl: {error}")
     for path in sorted((run.logs / COUNTER).glob("*.log")):
