@@ -8,7 +8,7 @@ every component has to be healthy again and the next optimizer step has to come 
 with the exit code that belongs to the fault, and goes on when it is resumed. Then what `ps --json` shows is held
 against /proc, and each stream is read. After `FAULTS_A_RUN` faults the run is ended, and nothing of it may be left: no
 process, no socket, nothing in /dev/shm or its temporary folder. No line is lost of the log of a component that numbers
-its lines.
+its lines; each attempt of the trainer begins where a checkpoint ends.
 
 Fault N of a seed and a mode is always the same. --records gets a JSON line for each, and with the same file and seed a
 later call goes on where the last one ended; what went wrong stands under `wrong`, and that run's files are kept.
@@ -42,6 +42,7 @@ from tests.supervisor.harness import alive, check_log, check_records
 FAULTS_A_RUN = 10
 STEPS_BEFORE = 2
 CHECKPOINT_INTERVAL = 5
+GUARD_S = 10.0
 STATES_S = 5.0
 """So long may pass until what is shown is true again."""
 KILLED = ("trainer", "engine core", "API server", "environment", "run-api", "supervisor")
@@ -107,8 +108,11 @@ def one_fault(stack: Stack, fault: Fault, dice: random.Random, survives: bool) -
     stack.wait(stack.settled, "every component healthy")
     count = len(stack.steps())
     stack.wait(lambda: len(stack.steps()) > count, "a step")
+    lost = lost_steps(stack.steps(), written)
+    if lost > 2 * CHECKPOINT_INTERVAL:  # two faults at most
+        left.append(f"{lost} steps were done again")
     return {
-        "target": target, "next_step_s": round(time.time() - at, 1), "lost": lost_steps(stack.steps(), written),
+        "target": target, "next_step_s": round(time.time() - at, 1), "lost": lost,
         "wrong": left + wrong_states(stack) + wrong_records(stack),
     }  # fmt: skip
 
@@ -124,12 +128,20 @@ def resumed(stack: Stack, fault: Fault, survives: bool) -> list[str]:
         raise NotRecovered(f"the run ended with {code} instead of {fault.ends}: {output[-500:]}")
     left = [] if survives and code == -signal.SIGKILL else leftovers(stack)
     stack.live.resume()
+    stack.resumed = True
     started(stack)
     return left
 
 
 def leftovers(stack: Stack) -> list[str]:
-    """What an ended run has left, in words."""
+    """What an ended run has left, in words, once its guard has had `GUARD_S`."""
+    until = time.monotonic() + GUARD_S
+    while (found := _left(stack)) and time.monotonic() < until:
+        time.sleep(0.2)
+    return found
+
+
+def _left(stack: Stack) -> list[str]:
     found = []
     try:
         stack.live.assert_nothing_left()
@@ -158,14 +170,17 @@ def wrong_states(stack: Stack) -> list[str]:
 
 
 def wrong_records(stack: Stack) -> list[str]:
-    """Lines of the streams that cannot be read although nobody overwrote them, or are missing."""
+    """Lines of the streams that cannot be read although nobody overwrote them, are missing, or tell of lost steps."""
     run, wrong = stack.live.run, []
     for path in (run.telemetry_jsonl, *run.root.glob("eval.*.jsonl")):
-        bad = sum(not _is_json(line) for line in path.read_bytes().split(b"\n")[:-1])
-        if bad > stack.spoilt.get(path, 0):
+        records = [_record(line) for line in path.read_bytes().split(b"\n")[:-1]]
+        bad, spoilt = records.count(None), stack.spoilt.get(path, 0)
+        if bad > spoilt:
             wrong.append(f"{path.name}: {bad} lines are no records")
+        if path == run.telemetry_jsonl and not spoilt:
+            wrong += wrong_steps([record for record in records if record])
     try:
-        check_records(run, spoilt=stack.spoilt.get(run.supervisor_jsonl, 0))
+        check_records(run, spoilt=stack.spoilt.get(run.supervisor_jsonl, 0), resumed=stack.resumed)
     except AssertionError as error:
         wrong.append(f"supervisor.jsonl: {error}")
     for path in sorted((run.logs / COUNTER).glob("*.log")):
@@ -176,12 +191,28 @@ def wrong_records(stack: Stack) -> list[str]:
     return wrong
 
 
-def _is_json(line: bytes) -> bool:
+def wrong_steps(records: list[dict[str, Any]]) -> list[str]:
+    """Attempts of the trainer that do not begin where a checkpoint, or the base model, ends, and verdicts of steps that
+    did not come from the weights that they should have come from."""
+    saved, wrong, attempt = {0}, [], None
+    for record in records:
+        if record["kind"] == "checkpoint":
+            saved.add(record["step"])
+        elif record["kind"] == "step" and record["attempt"] != attempt:
+            attempt = record["attempt"]
+            if record["step"] - 1 not in saved:
+                wrong.append(f"attempt {attempt} begins with step {record['step']}; checkpoints: {sorted(saved)}")
+        elif record["kind"] == "alignment" and record["verdict"] == "mismatch":
+            wrong.append(f"step {record['step']} is a mismatch")
+    return wrong
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
     try:
-        json.loads(line)
+        found = json.loads(line)
     except ValueError:
-        return False
-    return True
+        return None
+    return found if isinstance(found, dict) and "kind" in found else None
 
 
 def one_run(

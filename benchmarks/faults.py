@@ -288,6 +288,7 @@ def port_taken(stack: Stack, dice: random.Random) -> str:
     port = stack.component(name).port
     ended(stack)
     with socket.create_server(("127.0.0.1", port or 0)):
+        stack.resumed = True
         code, output = stack.live.resume().wait(60)
     if code != 2 or str(port) not in output or "fix:" not in output:
         raise NotRecovered(f"with the port of {name} taken, `up --resume` ended with {code}: {output[-500:]}")

@@ -40,6 +40,7 @@ class Stack:
         self.live = LiveStack(root, profile=profile, sets=sets | given)
         self.spoilt: dict[Path, int] = {}
         """Lines of its files that were overwritten on purpose."""
+        self.resumed = False
         self._steps: list[tuple[float, int]] = []
         self._read = 0
 

@@ -121,7 +121,8 @@ def pick(run_dir: Path | None) -> RunEntry:
     """
     if run_dir is not None:
         if (entry := find(run_dir)) is None:
-            problem = Problem("no run.json there", "`atropos-tui runs` lists the runs")
+            what = "its run.json cannot be read" if RunDir(run_dir).run_json.exists() else "no run.json there"
+            problem = Problem(what, "`atropos-tui runs` lists the runs")
             raise UserError(f"no run in {run_dir}", [problem], Exit.NO_RUN)
         return entry
     if not (runs := all_runs()):

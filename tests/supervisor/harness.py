@@ -82,9 +82,9 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> 
     return time.monotonic() - began
 
 
-def check_records(run: RunDir, spoilt: int = 0) -> None:
+def check_records(run: RunDir, spoilt: int = 0, resumed: bool = False) -> None:
     """Every step of the journal is allowed, sequences have no gap, up to a torn last line and `spoilt` lines that
-    somebody has overwritten."""
+    somebody has overwritten. A run that was `resumed` begins anew under each supervisor."""
     lines = run.supervisor_jsonl.read_bytes().splitlines(keepends=True)
     bad, seq = 0, -1
     last: dict[str | None, str] = {}
@@ -100,7 +100,8 @@ def check_records(run: RunDir, spoilt: int = 0) -> None:
         assert seq < row.seq <= seq + 1 + bad, f"{row.seq} follows {seq}"
         seq = row.seq
         if isinstance(row, StateRecord):
-            assert row.old == last.get(row.component, row.old if bad else "pending"), line
+            before = last.get(row.component, row.old if bad else "pending")
+            assert row.old == before or (resumed and row.old == "pending"), line
             check_step(State(row.old), State(row.new))
             last[row.component] = row.new
     assert bad <= spoilt, f"{bad} lines are no records"

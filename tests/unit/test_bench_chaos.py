@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.chaos import FAULTS_A_RUN, plan, table
+from benchmarks.chaos import FAULTS_A_RUN, plan, table, wrong_steps
 from benchmarks.faults import FAULTS
 from benchmarks.long_run import Line, fit
 from benchmarks.stack import lost_steps
@@ -27,6 +27,17 @@ def test_steps_that_come_again_are_counted() -> None:
     assert lost_steps(steps, 5) == 2 + 4
     assert lost_steps(steps, 8) == 4
     assert lost_steps(steps[:5], 3) == lost_steps([], 0) == 0
+
+
+def test_an_attempt_begins_where_a_checkpoint_ends() -> None:
+    def step(attempt: int, number: int) -> dict[str, object]:
+        return {"kind": "step", "attempt": attempt, "step": number}
+
+    saved = {"kind": "checkpoint", "step": 2}
+    good = [step(1, 1), step(1, 2), saved, step(1, 3), step(2, 3), step(2, 4), step(3, 1)]
+    assert wrong_steps(good) == []
+    assert wrong_steps([*good, step(4, 5)]) == ["attempt 4 begins with step 5; checkpoints: [0, 2]"]
+    assert wrong_steps([{"kind": "alignment", "step": 7, "verdict": "mismatch"}]) == ["step 7 is a mismatch"]
 
 
 def test_the_table_has_a_cell_for_each_kill_of_each_mode() -> None:

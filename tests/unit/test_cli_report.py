@@ -67,6 +67,9 @@ def test_report_of_a_run_that_crashed_and_of_none(tmp_path: Path, capsys: pytest
     capsys.readouterr()
     assert main.run(["report", "nowhere"]) == 5
     assert "no run in nowhere" in capsys.readouterr().err
+    (tmp_path / "runs" / "one" / "run.json").write_bytes(b"\0" * 100)
+    assert main.run(["report", "runs/one"]) == 5
+    assert "its run.json cannot be read" in capsys.readouterr().err
 
 
 def test_without_the_plot_library_it_names_the_extra(
