@@ -2,7 +2,7 @@
 whom it hit.
 
 Faults that need a network, a /dev/shm or a disk of the run's own are offered only inside of `isolated` namespaces, so
-that nobody else's programs are hit. A clock that jumps needs libfaketime (`CHAOS_FAKETIME` names the library).
+that nobody else's programs are hit. A clock that jumps needs a C compiler (`clock.c`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import errno
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,7 +28,6 @@ from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID
 from benchmarks.stack import NotRecovered, Stack
 
 ENV_ISOLATED = "CHAOS_ISOLATED"
-ENV_FAKETIME = "CHAOS_FAKETIME"
 DISK_MB = 512
 """Of the run's own disk, and of its own /dev/shm."""
 MOUNT = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=0700", "none"]
@@ -67,15 +67,15 @@ def own_disk(folder: Path) -> Iterator[None]:
 
 
 def with_clock(folder: Path) -> bool:
-    """Give the runs that begin from now on a clock that can be put forward and back, if there is libfaketime."""
-    if library := os.environ.get(ENV_FAKETIME):
-        told = folder / "clock"
-        told.write_text("+0\n")
-        os.environ |= {
-            "LD_PRELOAD": library, "FAKETIME_TIMESTAMP_FILE": str(told), "FAKETIME_CACHE_DURATION": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        }  # fmt: skip
-    return bool(library)
+    """Give the runs that begin from now on a wall clock that jumps (`clock.c`), if there is a C compiler."""
+    compiler = shutil.which("cc")
+    if compiler:
+        library, told = folder / "clock.so", folder / "clock"
+        source = Path(__file__).with_name("clock.c")
+        subprocess.run([compiler, "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"], check=True)
+        told.write_bytes(bytes(8))
+        os.environ |= {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(told)}
+    return compiler is not None
 
 
 def processes(stack: Stack) -> dict[str, psutil.Process]:
@@ -253,12 +253,13 @@ def spoilt(stack: Stack, dice: random.Random) -> str:
 
 
 def clock_jumped(stack: Stack, dice: random.Random) -> str:
-    """The clock of every process of the run jumps, and back again later."""
+    """The wall clock of every process of the run jumps, and back again later."""
     seconds, jump = dice.uniform(2, LONGEST_S), dice.choice([-86_400, -3600, -10, 10, 3600, 86_400])
-    told = Path(os.environ["FAKETIME_TIMESTAMP_FILE"])
-    told.write_text(f"{jump:+d}\n")
-    time.sleep(seconds)
-    told.write_text("+0\n")
+    told = Path(os.environ["CHAOS_CLOCK"])
+    for ahead in (jump, 0):
+        with told.open("r+b") as file:
+            file.write(ahead.to_bytes(8, sys.byteorder, signed=True))
+        time.sleep(seconds if ahead else 0)
     return f"{jump:+d} s for {seconds:.0f} s"
 
 

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -157,6 +158,7 @@ def main() -> int:
     if options.table:
         print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its run is ended like that of an interrupted one
     prepare("demo", 0)
     taken = []
     with tempfile.TemporaryDirectory(prefix="long-") as folder:
