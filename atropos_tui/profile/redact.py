@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from atropos_common.control import Role
 from atropos_common.run_dir import ENV_TOKEN
 
 REDACTED = "(redacted)"
@@ -30,14 +29,14 @@ _SECRET = re.compile(
 _REFERENCE = re.compile(r"\$\{(\w+)\}")
 _SETTINGS = re.compile("false|true|enabled|disabled|online|offline|debug|info|warning|error|critical", re.IGNORECASE)
 
-_ALL_BUT_API = frozenset(Role) - {Role.API}
 _NEEDED_BY = (
-    (re.compile(ENV_TOKEN), frozenset({Role.API, Role.ENGINE, Role.TRAINER})),
-    (re.compile("WANDB_API_KEY"), frozenset({Role.ENV, Role.TRAINER})),
-    (re.compile("VLLM_API_KEY"), frozenset({Role.ENGINE, Role.ENV})),
-    (re.compile(r"\w+_API_KEY"), frozenset({Role.ENV, Role.OTHER})),  # of judges, search engines and the like
+    (re.compile(ENV_TOKEN), {"api", "engine", "trainer"}),
+    (re.compile("WANDB_API_KEY"), {"env", "trainer"}),
+    (re.compile("VLLM_API_KEY"), {"engine", "env"}),
+    (re.compile(r"\w+_API_KEY"), {"env", "other"}),  # of judges, search engines and the like
+    (re.compile(""), {"prepare", "engine", "trainer", "env", "other"}),  # of hubs and object stores: whoever loads
 )
-"""Who needs which secret; the first pattern counts. Others, such as of hubs and object stores, go to all that load."""
+"""Which roles need which secret; the first pattern that the name begins with counts."""
 
 _SHAPES = re.compile(
     r"""
@@ -98,12 +97,12 @@ def is_secret_name(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def goes_to(name: str, role: Role) -> bool:
+def goes_to(name: str, role: str) -> bool:
     """Whether a component of `role` gets the variable `name` from the environment that a run is started in: secrets
     only where they are needed. What its `env` table in the profile names, it has in any case."""
     if not is_secret_name(name):
         return True
-    return role in next((roles for pattern, roles in _NEEDED_BY if pattern.fullmatch(name)), _ALL_BUT_API)
+    return role in next(roles for pattern, roles in _NEEDED_BY if pattern.match(name))
 
 
 def is_harmless(value: str) -> bool:

@@ -267,6 +267,7 @@ def test_the_process_is_the_callers_again(base: Path, batches: Path, tmp_path: P
     import torch._dynamo
 
     torch.set_num_threads(2)
+    torch.manual_seed(12345)  # not the state that the run's own seed makes
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index,union-attr]
     patience = torch._dynamo.config.suppress_errors
 
