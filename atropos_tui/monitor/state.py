@@ -100,7 +100,7 @@ class RunState:
             self._apply_eval(record)
         elif isinstance(record, ComponentRecord):
             self._apply_supervisor(record)
-        else:
+        elif type(record) is Record:  # counts and metrics of environments are known; trackers and diagnoses read them
             self.unknown += 1
 
     def metric(self, name: str) -> Series:

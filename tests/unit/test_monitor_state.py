@@ -17,6 +17,7 @@ from atropos_common.records import (
     CheckpointRecord,
     CommandRecord,
     DiagnosisRecord,
+    EnvCountsRecord,
     EvalRecord,
     MemoryRecord,
     Record,
@@ -164,7 +165,7 @@ def test_a_command_is_open_until_it_is_over() -> None:
 
 
 def test_unknown_kinds_are_counted() -> None:
-    assert fed(Record(kind="hologram")).unknown == 1
+    assert fed(Record(kind="hologram"), EnvCountsRecord(env="e", sent=1)).unknown == 1
 
 
 def test_pace_splits_a_step_and_counts_down() -> None:
