@@ -114,6 +114,10 @@ def _rotary(config: Mapping[str, Any]) -> str | None:
     return max(kinds, key=lambda kind: kind in CHANGING_ROTARY, default=None)
 
 
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
 @dataclass(frozen=True)
 class Dimensions:
     """The sizes of a decoder: attention and MLP in every layer, an embedding and a head; in the sparse layers of a
@@ -147,7 +151,8 @@ class Dimensions:
             KeyError: a field is missing.
         """
         hidden = int(config.get("hidden_size") or config["n_embd"])
-        heads = int(config.get("num_attention_heads") or config["n_head"])
+        # Models without attention (Mamba) have a number of their own, or none.
+        heads = int(next((config[name] for name in HEADS if config.get(name)), 1))
         return cls(
             layers=_layers(config),
             hidden=hidden,
@@ -215,7 +220,7 @@ def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
 
 
 def _layers(config: Mapping[str, Any]) -> int:
-    return int(config.get("num_hidden_layers") or config["n_layer"])
+    return int(next((config[name] for name in LAYERS if config.get(name)), 0) or config["num_hidden_layers"])
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             await super().add_train_workers()
             return
         async with self._beginning:
+            if self._stopping:
+                return
             status = self.status_dict
             seen, wanted = status["queue_size"], max(self.places.wanted(), len(self.workers))
             status["queue_size"] = self._all_places() - wanted

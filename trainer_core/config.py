@@ -504,6 +504,12 @@ def contradictions(config: TrainingConfig) -> list[str]:
             f"--max-policy-lag {lag} leaves out all rollouts before the server gets new weights: it has them every "
             f"{every} steps; set --vllm-restart-interval {lag + 1} or lower, or --max-policy-lag {every - 1} or more"
         )
+    versions = config.minibatches * config.epochs
+    if lag is not None and lag < versions > 1 and config.mode == "shared_vllm":
+        problems.append(
+            f"--max-policy-lag {lag} leaves out what was begun one batch before: in single copy each of the {versions} "
+            f"optimizer steps of a batch is a version; set it to {versions} or more"
+        )
     if config.rollouts is not None and config.weight_bridge_mode in ("shared_vllm", "lora_restart"):
         problems.append(
             f"--rollouts trains without a server, and --weight-bridge-mode {config.weight_bridge_mode} needs one: "

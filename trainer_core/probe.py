@@ -24,7 +24,7 @@ from atropos_common.records import HEAD_DTYPE, OTHER_WEIGHTS, POLICY_LAG, SAMPLI
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.objective.alignment import Alignment, DiffSums, ProbeDiffs, diff_sums
-from trainer_core.policy.logprobs import chunked_scores, completions_logprobs, head_type, predicting_states
+from trainer_core.policy.logprobs import completions_logprobs, head_scores, head_type, predicting_states
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.server.client import GeneratedTokens, ServerClient
@@ -180,9 +180,10 @@ def explain(
 def _of_rollouts(model: torch.nn.Module, rollouts: Sequence[Rollout]) -> str | None:
     chosen = [r for r in rollouts if r.trained.any()][:SEQUENCES]
     rows = pack(chosen, max((len(r.tokens) for r in chosen), default=0) * len(chosen))
-    if not rows or len(rows[0].labels) < FEWEST_TOKENS:
+    row = max(rows, key=lambda row: len(row.labels), default=None)  # those without advantages have one of their own
+    if row is None or len(row.labels) < FEWEST_TOKENS:
         return None
-    row = rows[0].to(next(model.parameters()).device)
+    row = row.to(next(model.parameters()).device)
     scored = _Scored(model, row)
     return _shifted(scored) or _temperature(scored) or _filtered(scored)
 
@@ -191,16 +192,14 @@ class _Scored:
     """A packed row whose hidden states are kept, so that other temperatures cost a product with the head alone."""
 
     def __init__(self, model: torch.nn.Module, row: PackedRow) -> None:
-        self.row = row
-        self.head = model.get_output_embeddings()
+        self.row, self.model = row, model
         self.states = predicting_states(model, row)
         self.train = self.at(1.0)
 
     def at(self, factor: float) -> torch.Tensor:
         """Logprobs of the labels with every temperature times `factor`, [T]."""
         temperatures = self.row.temperatures * factor
-        head = self.head
-        return chunked_scores(self.states, head.weight, head.bias, self.row.labels, temperatures).logprobs
+        return head_scores(self.model, self.states, self.row.labels, temperatures).logprobs
 
     def left(self, factor: float) -> float:
         """Mean |trainer - rollout| then."""

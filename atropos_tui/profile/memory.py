@@ -295,7 +295,8 @@ class _Builder:
         if settings.gradient_checkpointing == "auto" and on_gpu and device.total and not settings.activation_offload:
             # As the trainer decides it, which does not count on the compiler.
             room = device.total - device.wanted - wanted(checkpointed=False, compiled=False).total
-            all_logits = kept.tokens * model.dimensions.vocab * dtype_bytes(settings.dtype, model)
+            each = 4 if settings.head_dtype == "float32" else dtype_bytes(settings.dtype, model)
+            all_logits = kept.tokens * model.dimensions.vocab * each
             if room < 0:
                 kept = wanted(checkpointed=True)
                 note = f"{kept.formula} (gradient checkpointing: more would not fit)"

@@ -31,9 +31,9 @@ _SETTINGS = re.compile("false|true|enabled|disabled|online|offline|debug|info|wa
 
 _NEEDED_BY = (
     (re.compile(ENV_TOKEN), {"api", "engine", "trainer"}),
-    (re.compile("WANDB_API_KEY"), {"env", "trainer"}),
+    (re.compile("WANDB_API_KEY"), {"env", "trainer", "other"}),
     (re.compile("VLLM_API_KEY"), {"engine", "env"}),
-    (re.compile(r"\w+_API_KEY"), {"env", "other"}),  # of judges, search engines and the like
+    (re.compile(r"\w+_API_KEY"), {"env", "prepare", "other"}),  # of judges, search engines and the like
     (re.compile(""), {"prepare", "engine", "trainer", "env", "other"}),  # of hubs and object stores: whoever loads
 )
 """Which roles need which secret; the first pattern that the name begins with counts."""

@@ -57,9 +57,9 @@ PROVEN_S = 5.0
 SILENT_START_S = 60.0
 """The same for one whose stages tell of its start, and who has reached none."""
 PORT_PATIENCE_S = 5.0
+"""How long a port that a stranger holds may take to become free."""
 ROOM_PATIENCE_S = 60.0
 """So long a start waits for a machine that is out of descriptors, processes, memory or disk."""
-"""How long a port that a stranger holds may take to become free."""
 EVIDENCE = 200
 """Lines of a log in which rules look for what explains an end."""
 LOOKED_BACK = 1000
@@ -356,7 +356,7 @@ class Component:
         """It shall run. By a command (`command_id`) whatever hindered it may have been mended."""
         if command_id is not None:
             self._command_id = command_id
-            self._port_wait = None
+            self._port_wait = self._room_wait = None
             self._restarts.start_error = ""
         if self.state.is_resting or self.state is State.BACKOFF:
             self._move(State.PENDING, reason)

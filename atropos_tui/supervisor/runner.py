@@ -47,9 +47,10 @@ from atropos_tui.supervisor.tracker import reap_leftovers, supervisor_alive
 GUARD_PATIENCE_S = 60.0
 """How long to wait for the guard of a supervisor that was killed; it gives up by itself after that time."""
 SWITCH_S = 0.0005
-THREADS = 6
 """Threads that read /proc or logs ask for the interpreter after every system call; while a flood is drained, each such
 turn would take Python's default of 5 ms."""
+THREADS = 6
+"""For what blocks, made before they are needed: a machine that is out of processes would give none at an end."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MOST_LINES = 100_000
 

@@ -212,7 +212,7 @@ class CockpitApp(CommandApp):
     def _refresh_panels(self) -> None:
         """Draw what changed, and the clocks from time to time; beneath a dialog nothing more often."""
         now = time.monotonic()
-        at_once = self._dirty and self.loaded and self.main is self.screen
+        at_once = self._dirty and self.loaded and self.screen_stack[-1:] == [self.main]  # none while it ends
         if self._dirty or not self._stands():
             self._news_at = now
         clocks = CLOCKS_S if now - self._news_at < QUIET_S else QUIET_CLOCKS_S

@@ -202,7 +202,8 @@ async def test_token_and_socket_stay(
     """Whatever the next supervisor's environment says: the components hold the old ones."""
     old, new = (tmp_path_factory.mktemp("r") for _ in range(2))  # a socket's path must be short
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(old))
-    with background(tmp_path / "run", part("one"), part("two"), survive=True) as first:
+    parts = [part(name, role=Role.TRAINER) for name in ("one", "two")]
+    with background(tmp_path / "run", *parts, survive=True) as first:
         held = procfs.environ((await rows_of(first))["one"].pid or 0)
         address = os.readlink(first.run.control_sock)  # noqa: PTH115
         assert held[ENV_CONTROL_SOCKET] == address

@@ -24,8 +24,7 @@ from atropos_tui.profile.spec import ComponentSpec, FileCheck, LogCheck, Restart
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
 from atropos_tui.supervisor.store import RunResult
-from tests.supervisor.harness import part, python, ready, script, wait_until
-from tests.supervisor.test_chaos import check_records
+from tests.supervisor.harness import check_records, part, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background, plant
 
 Victim = Literal["supervisor", "leader", "grandchild"]
@@ -180,7 +179,7 @@ async def run_case(folder: Path, case: Case) -> None:
         assert (result.exit_code if result else -signal.SIGKILL) == wanted
         with contextlib.suppress(NoSupervisor):
             await client.close()
-        check_records(supervisor)
+        check_records(supervisor.run)
 
 
 async def run_all(folder: Path, chosen: list[Case]) -> Counter[tuple[State, Victim]]:

@@ -21,6 +21,8 @@ from trainer_core.policy.attention import register
 from trainer_core.policy.experts import balance_coefficient, balance_loss
 from trainer_core.policy.logprobs import LastWord, chunked_scores, row_logprobs, row_scores, whole_row
 from trainer_core.policy.proof import prove
+from trainer_core.probe import _Scored
+from trainer_core.report import MfuMeter
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
@@ -40,6 +42,10 @@ def test_an_architecture_is_computed_right(name: str) -> None:
     """Logprobs by the proof, and gradients of all parameters against the model's own eager code."""
     model = _made(name)
     assert prove(model) < 1e-4
+    assert MfuMeter(model, torch.device("cpu")).flops([30, 20], 8) > 0, "its sizes are known to whoever counts"
+    with torch.no_grad():
+        row = whole_row(SEQUENCES)
+        assert torch.allclose(_Scored(model, row).train, row_logprobs(model, row), atol=1e-5), "nor is a cause made up"
     row_logprobs(model, whole_row(SEQUENCES)).sum().backward()
     packed = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)

@@ -223,4 +223,6 @@ def end_tokens(model: nn.Module) -> frozenset[int]:
 
 def dimensions(model: nn.Module) -> Dimensions:
     """The sizes that memory and arithmetic are estimated from."""
-    return Dimensions.of(model.config.to_dict(), head_norms=any("q_norm" in name for name, _ in model.named_modules()))
+    config = model.config.to_dict() | {"num_hidden_layers": len(decoder_layers(model))}
+    config |= {name: getattr(model.config, name) for name in ("hidden_size", "vocab_size")}
+    return Dimensions.of(config, head_norms=any("q_norm" in name for name, _ in model.named_modules()))

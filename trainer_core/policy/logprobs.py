@@ -41,8 +41,17 @@ def row_scores(
         labels: [T, K] int64, several at each position in the place of the row's own; then [T, K] are returned.
         routing: takes what the routers of a mixture of experts say, [N, experts] for each sparse layer, with gradient.
     """
+    labels = row.labels if labels is None else labels
+    return head_scores(model, predicting_states(model, row, routing), labels, row.temperatures, head_dtype=head_dtype)
+
+
+def head_scores(
+    model: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, *,
+    head_dtype: torch.dtype | None = None,
+) -> TokenScores:  # fmt: skip
+    """Scores from the hidden states that predict the labels, [T, H], as `row_scores` gives them."""
     head = model.get_output_embeddings()
-    hidden, weight, bias = predicting_states(model, row, routing), head.weight, getattr(head, "bias", None)
+    weight, bias = head.weight, getattr(head, "bias", None)
     head_dtype = head_dtype or head_type(model)
     half = weight.dtype in (torch.bfloat16, torch.float16) and hidden.dtype == weight.dtype
     wide = half and head_dtype == torch.float32
@@ -50,8 +59,8 @@ def row_scores(
         hidden, weight = hidden.to(head_dtype), weight.to(head_dtype)
         bias = None if bias is None else bias.to(head_dtype)
     return chunked_scores(
-        hidden, weight, bias, row.labels if labels is None else labels, row.temperatures, last=last_word(model.config),
-        wide=wide, keep=getattr(model, "keeps_logits", False),
+        hidden, weight, bias, labels, temperatures, last=last_word(model.config), wide=wide,
+        keep=getattr(model, "keeps_logits", False),
     )  # fmt: skip
 
 

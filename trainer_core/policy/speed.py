@@ -63,8 +63,11 @@ def in_threads(work: Callable[[Item, int], Result], items: Sequence[Item], threa
     if threads == 1:
         return [work(item, 0) for item in items]
 
+    graph = torch.is_grad_enabled()  # each thread has a switch of its own
+
     def one_thread(thread: int) -> list[Result]:
-        return [work(item, thread) for item in items[thread::threads]]
+        with torch.set_grad_enabled(graph):
+            return [work(item, thread) for item in items[thread::threads]]
 
     with ThreadPoolExecutor(threads) as pool:
         done = list(pool.map(one_thread, range(threads)))
@@ -149,7 +152,8 @@ def use_checkpointing(
         state = model_math.optimizer_bytes(trained, optimizer) if optimizer else 0
         free = _free_bytes(device) - gradients - state
         on = wanted > free
-        logits = tokens * dimensions(model).vocab * next(model.parameters()).element_size()
+        width = getattr(model, "logits_dtype", next(model.parameters()).dtype).itemsize
+        logits = tokens * dimensions(model).vocab * width
         model.keeps_logits = wanted + logits <= free  # type: ignore[assignment]
         print(
             f"Gradient checkpointing {'on' if on else 'off'}: {tokens} tokens need about {wanted / 1e9:.1f} GB, "
@@ -159,7 +163,7 @@ def use_checkpointing(
         _enable(model)
     if offload:
         saved = SavedStates(device)
-        for layer in model.base_model.layers:
+        for layer in decoder_layers(model):
             layer._gradient_checkpointing_func = saved.around(layer._gradient_checkpointing_func)
     return on
 

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from atropos_common.bridge import LORA_RANKS, BridgeInfo, few_graph_sizes, server_rank
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import EngineGone, UsageError
+from trainer_core.errors import EngineGone, TrainerError, UsageError
 from trainer_core.policy.lora import add_adapter, load_adapter, save_adapter
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import Lifecycle, make_lifecycle
@@ -88,8 +89,18 @@ class LoraSwap(SeparateWeights):
         return super()._await_server(attempt, meanwhile)
 
     def _save(self) -> None:
-        """The present adapter for the server, which computes with it in the base model's type."""
-        save_adapter(self.model, self._path(self.version), self._dtype)
+        """The present adapter for the server, which computes with it in the base model's type.
+
+        Raises:
+            TrainerError: the disk is full, or the folder cannot be written to.
+        """
+        try:
+            save_adapter(self.model, self._path(self.version), self._dtype)
+        except (OSError, SafetensorError) as error:
+            raise TrainerError(
+                f"the adapter of version {self.version} cannot be written into {self._folder}: {error}. The server "
+                "keeps the older one. Make room there, or put the run on another disk"
+            ) from None
 
     def _path(self, version: int) -> Path:
         return (self._folder / f"v{version}-{self._tag}").resolve()
