@@ -134,6 +134,7 @@ def _failed_for_good(run: LiveStack, component: str) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_environment_that_crashes_at_import(stack: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "crashing_env.py").write_text("import no_such_thing_at_all\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -126,6 +126,7 @@ PATIENCE_S = 15.0
 """Of rollouts, which begin when the trainer has named its weights."""
 
 
+@pytest.mark.slow
 def test_who_holds_the_run_up_is_said_with_numbers(tmp_path: Path) -> None:
     profile = tmp_path / "waiting.toml"
     profile.write_text(WAITING.format(folder=FOREIGN))

@@ -378,6 +378,7 @@ def test_lora_only_survives_its_engine(stack: Start_, how: str, single_copy: str
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_lora_restart_through_the_supervisor(stack: Start_) -> None:
     run = stack(mode="lora_restart", trainer__training_steps=4)
     code, output = run.wait(timeout=400)
