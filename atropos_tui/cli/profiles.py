@@ -35,12 +35,15 @@ class Checked:
     """What was set to fit the memory, and why, in a line; empty where there was nothing to choose."""
 
 
-def checked(profile: Profile, file: Path, site: Site, *, machine: bool, named: Hardware | None = None) -> Checked:
+def checked(
+    profile: Profile, file: Path, site: Site, *, machine: bool, named: Hardware | None = None, resumed: bool = False
+) -> Checked:
     """The stack of a profile that passed every check, on the machine where it shall run.
 
     Args:
         machine: whether what this machine lacks is a problem, too.
         named: another machine's GPUs.
+        resumed: a run goes on.
 
     Raises:
         UserError: with all problems, and whether they are the profile's or this machine's.
@@ -58,7 +61,7 @@ def checked(profile: Profile, file: Path, site: Site, *, machine: bool, named: H
             inventory = take_inventory(site, named)
             raise _refused([*problems, *(preflight(site, stack, inventory) if machine else [])], profile)
         inventory = take_inventory(site, named)
-        site, chosen = settle(site, inventory)
+        site, chosen = settle(site, inventory, resumed=resumed)
         stack = stack_of(site)
         if machine and (wrong := mismatches(site, inventory)):
             raise _refused([*wrong, *lacks(site, stack, inventory.machine), *unfit(site, inventory)], profile)

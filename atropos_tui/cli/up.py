@@ -61,7 +61,8 @@ def up(options: argparse.Namespace) -> int:
     root, run_id = _choose_run(options, profile)
     if left := left_text(with_processes(but={run_id})):
         print(left, file=sys.stderr)
-    ready = checked(profile, file, make_site(profile, root, run_id=run_id, dotenv=dotenv), machine=True)
+    site = make_site(profile, root, run_id=run_id, dotenv=dotenv)
+    ready = checked(profile, file, site, machine=True, resumed=options.resume is not None)
     if ready.site.profile != profile:
         print(ready.chosen)
     profile, stack = ready.site.profile, ready.stack

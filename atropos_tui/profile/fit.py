@@ -261,11 +261,15 @@ def _with_adapters(site: Site, settings: TrainingConfig, inventory: Inventory) -
     return []
 
 
-def settle(site: Site, inventory: Inventory) -> tuple[Site, str]:
+KEPT_BY_A_RESUME = frozenset({"trainer.optimizer", "trainer.master_weights", "trainer.gradient_dtype"})
+"""What a checkpoint holds the state of."""
+
+
+def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[Site, str]:
     """The site with what its `memory` key asks for, and a line that says what was chosen and why; it is empty where
     nothing is to choose: on a CPU, or where model or GPUs are not known.
 
-    What the profile sets by itself stays. The mode stays, too.
+    What the profile sets by itself stays, and the mode; where a run is `resumed`, what its checkpoints are of, too.
     """
     profile = site.profile
     try:
@@ -276,6 +280,7 @@ def settle(site: Site, inventory: Inventory) -> tuple[Site, str]:
     if wanted == "speed" or not isinstance(model, Model) or not on_gpus(profile, settings, inventory):
         return site, ""
     fixed = {f"trainer.{key}" for key in profile.trainer.settings} | {"mode"}
+    fixed |= KEPT_BY_A_RESUME if resumed else set()
     if profile.vllm[0].gpu_memory_utilization is not None:
         fixed.add("vllm.gpu_memory_utilization")
     if key := memory.cache_flag(profile.vllm[0]):

@@ -506,6 +506,14 @@ def test_validate_tells_the_machine_from_the_profile(
     assert code == 2 and "cannot start this profile on 1x8GB" in said
 
 
+def test_a_resume_keeps_what_its_checkpoints_are_of() -> None:
+    site, found = site_of({}, {"gpu_memory_utilization": 0.4}), inventory("1xH100")
+    chosen = settle(site, found)[0].profile.trainer.settings
+    kept = settle(site, found, resumed=True)[0].profile.trainer.settings
+    state = {"optimizer", "master_weights", "gradient_dtype"}
+    assert state & chosen.keys() and not state & kept.keys()
+
+
 def test_up_writes_what_was_chosen_into_the_run_and_a_resume_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
