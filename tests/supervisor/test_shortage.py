@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from atropos_common.control import State
+from atropos_common.control import ComponentStatus, State
 from atropos_tui.supervisor import component, launcher
+from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.process import spawn
 from tests.supervisor.harness import QUICK, part, ready
 from tests.supervisor.test_death import background
@@ -32,13 +33,21 @@ def failing(times: int, number: int) -> Callable[..., Any]:
     return start
 
 
+async def _waiting(client: ControlClient) -> ComponentStatus:
+    """The only component, once it waits for something."""
+    async with asyncio.timeout(5.0):
+        while not (row := (await client.status()).components[0]).waiting_for:
+            await asyncio.sleep(0.01)
+    return row
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN, errno.ENOSPC])
 async def test_a_start_waits_for_the_machine(launch: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """It was final: a shortage of a moment ended the run with exit code 3."""
     monkeypatch.setattr(launcher, "spawn", failing(2, number))
     async with launch(part("one")) as running:
         client = await running.answers()
-        (row,) = (await client.status()).components
+        row = await _waiting(client)
         assert (row.state, row.waiting_for) == (State.PENDING, f"the machine: {os.strerror(number)}")
         await running.until("one", State.HEALTHY)
         assert running.states("one")[-1].attempt == 1
