@@ -12,6 +12,7 @@ from statistics import mean
 import pytest
 
 from atropos_common.records import DiagnosisRecord
+from benchmarks.demo import prepare
 from tests.e2e.live_stack import LiveStack, read_records
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -143,6 +144,7 @@ def test_environment_that_crashes_at_import(stack: Start, tmp_path: Path, monkey
 
 
 def test_a_layer_that_the_model_does_not_have_is_refused_before_anything_starts(stack: Start) -> None:
+    prepare("demo", 0)  # of a model that is yet to be made nobody knows the layers
     run = stack(trainer__train_layer_indices="90-95")
     code, output = run.wait(timeout=60)
     assert code == 2, output[-2000:]

@@ -133,7 +133,7 @@ class SingleCopy(WeightSync):
             source = self._start.weights or self.config.model_name
             frozen = dict(load_model(source, next(iter(shared.values())).dtype, self.device).named_parameters())
         for name, param in shared.items():
-            param.data = copies[param].to(self.device, param.dtype) if param in copies else frozen[name].detach()
+            param.data = copies[param].to(param.device, param.dtype) if param in copies else frozen[name].detach()
         return ""
 
     def usable_manifest(self) -> Manifest:
