@@ -497,6 +497,27 @@ def contradictions(config: TrainingConfig) -> list[str]:
         problems.append("--vllm-urls does nothing in single copy: the server is the one that the manifest names")
     if config.trains_adapters and config.in_flight != "keep":
         problems.append(f"--in-flight {config.in_flight} does nothing with adapters, which are swapped without a pause")
+    problems += _rollout_contradictions(config)
+    if config.engine_reload == "restart" and config.vllm_urls:
+        problems.append("--engine-reload restart restarts the one server at --vllm-port: leave out --vllm-urls")
+    if config.engine_reload != "in_place" and config.weight_bridge_mode != "none":
+        problems.append(f"--engine-reload does nothing with --weight-bridge-mode {config.weight_bridge_mode}")
+    if config.activation_offload and config.gradient_checkpointing == "off":
+        problems.append("--activation-offload keeps what gradient checkpointing saves: leave out its off")
+    if config.gradient_dtype == "bfloat16" and config.dtype == "float16":
+        problems.append("--gradient-dtype bfloat16 goes with --dtype bfloat16: gradients of float16 are scaled")
+    if config.world_size > 1:
+        problems.append(f"--world-size {config.world_size}: this version trains in one process; leave it at 1")
+    if config.trainer_rank >= config.world_size:
+        problems.append(f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}")
+    if config.alignment_ok and config.alignment_mismatch and config.alignment_ok > config.alignment_mismatch:
+        problems.append("--alignment-ok must not be above --alignment-mismatch")
+    return problems
+
+
+def _rollout_contradictions(config: TrainingConfig) -> list[str]:
+    """Of how old rollouts may be, and where they come from."""
+    problems = []
     lag, every = config.max_policy_lag, config.vllm_restart_interval
     reloads = config.weight_bridge_mode in ("none", "lora_restart") and config.rollouts is None
     if lag is not None and lag < every - 1 and reloads:
@@ -517,20 +538,6 @@ def contradictions(config: TrainingConfig) -> list[str]:
         )
     if config.rollouts is not None and config.record_rollouts is not None:
         problems.append("--record-rollouts does nothing with --rollouts: they are in a file already")
-    if config.engine_reload == "restart" and config.vllm_urls:
-        problems.append("--engine-reload restart restarts the one server at --vllm-port: leave out --vllm-urls")
-    if config.engine_reload != "in_place" and config.weight_bridge_mode != "none":
-        problems.append(f"--engine-reload does nothing with --weight-bridge-mode {config.weight_bridge_mode}")
-    if config.activation_offload and config.gradient_checkpointing == "off":
-        problems.append("--activation-offload keeps what gradient checkpointing saves: leave out its off")
-    if config.gradient_dtype == "bfloat16" and config.dtype == "float16":
-        problems.append("--gradient-dtype bfloat16 goes with --dtype bfloat16: gradients of float16 are scaled")
-    if config.world_size > 1:
-        problems.append(f"--world-size {config.world_size}: this version trains in one process; leave it at 1")
-    if config.trainer_rank >= config.world_size:
-        problems.append(f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}")
-    if config.alignment_ok and config.alignment_mismatch and config.alignment_ok > config.alignment_mismatch:
-        problems.append("--alignment-ok must not be above --alignment-mismatch")
     return problems
 
 

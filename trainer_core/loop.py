@@ -92,6 +92,7 @@ NON_FINITE = """loss or gradient was not a finite number in {steps} steps in a r
   weights of the base model that are broken: does the server answer with NaN, too?"""
 
 FULL_DISK_RETRY_S = 60.0
+"""So long a checkpoint that found no room waits before it is tried again in any case."""
 MORE_ROOM = 1 << 20
 """Bytes by which the free room of a full disk must grow before a checkpoint is tried again at once."""
 

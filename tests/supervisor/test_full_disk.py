@@ -24,6 +24,7 @@ from atropos_tui.supervisor import tracker
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.logs import LogFile
 from tests.supervisor.harness import NOTE, check_log, part, python, ready, wait_until
+from tests.tmpfs import mounted
 
 TALK = "import time\nprint('up')\nfor n in range(10**6):\n print(f'line {n:06d}', flush=True)\n time.sleep(0.002)"
 
@@ -31,14 +32,8 @@ TALK = "import time\nprint('up')\nfor n in range(10**6):\n print(f'line {n:06d}'
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 kB with 60 inodes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    options = ["-o", "size=256k,nr_inodes=60,mode=0700"]
-    done = subprocess.run(["mount", "-t", "tmpfs", *options, "none", str(folder)], capture_output=True, check=False)
-    if done.returncode != 0:
-        pytest.skip("this machine does not allow mounting")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with mounted(tmp_path / "disk", "size=256k", "nr_inodes=60") as folder:
+        yield folder
 
 
 class Supervisor:

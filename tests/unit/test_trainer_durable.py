@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import random
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tmpfs import mounted
 from tests.unit.trainer_stand_ins import Engine, Recorded, group, plain_model, run_config
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
@@ -28,14 +28,8 @@ from trainer_core.optim import Stepper
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    options = ["-o", "size=64m,mode=0700"]
-    done = subprocess.run(["mount", "-t", "tmpfs", *options, "none", str(folder)], capture_output=True, check=False)
-    if done.returncode != 0:
-        pytest.skip("this machine does not allow mounting")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with mounted(tmp_path / "disk", "size=64m") as folder:
+        yield folder
 
 
 def _settings(base: Path, out: Path, **fields: Any) -> TrainingConfig:
