@@ -110,7 +110,7 @@ def test_no_run_exits_5(command: list[str], capsys: pytest.CaptureFixture[str]) 
 def test_an_impossible_run_directory_is_a_mistake(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def passed(profile: Profile, _: Path, site: Site, machine: bool) -> Checked:
+    def passed(profile: Profile, _: Path, site: Site, machine: bool, resumed: bool) -> Checked:
         stack = build_stack(profile, site.run.root, run_id=site.run_id)
         return Checked(site, stack, Inventory(Hardware((), None), {}), "")
 
