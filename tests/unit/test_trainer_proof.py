@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from atropos_common.model_math import why_refused
-from benchmarks.model_zoo import MORE, ZOO, Architecture, build
+from benchmarks.model_zoo import MORE, WINDOW, ZOO, Architecture, build, save
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
@@ -19,6 +20,7 @@ from trainer_core.optim import Stepper
 from trainer_core.policy import attention, logprobs
 from trainer_core.policy.attention import register
 from trainer_core.policy.experts import balance_coefficient, balance_loss
+from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import LastWord, chunked_scores, row_logprobs, row_scores, whole_row
 from trainer_core.policy.proof import prove
 from trainer_core.probe import _Scored
@@ -31,10 +33,27 @@ TRAINED = [name for name in ZOO if name not in ("Llama 4", "Nemotron")]
 SEQUENCES = [torch.arange(3, 33) * 7 % 120, torch.arange(3, 20) * 11 % 120]
 
 
-def _made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    model = build(name, dtype=dtype)
+def _packed(model: torch.nn.Module) -> torch.nn.Module:
     model.set_attn_implementation(register())
     return model
+
+
+def _made(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    return _packed(build(name, dtype=dtype))
+
+
+def test_the_windows_of_cohere_2_are_the_server_s(tmp_path: Path) -> None:
+    """vLLM lets it see one token more than transformers' own code does with the same config."""
+    save("Cohere 2", tmp_path)
+    row = whole_row(SEQUENCES)
+    ours = row_logprobs(load_model(tmp_path, torch.float32, torch.device("cpu")), row)
+    theirs = build("Cohere 2")
+    apart = row_logprobs(_packed(theirs), row)
+    for holder in (theirs.config, *theirs.modules()):
+        if getattr(holder, "sliding_window", None) is not None:
+            holder.sliding_window = WINDOW + 1
+    assert torch.allclose(ours, row_logprobs(theirs, row), atol=1e-5)
+    assert (ours - apart).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("name", [*TRAINED, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])

@@ -78,7 +78,7 @@ def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
 
     with _parameters_without_memory():
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register())
-    return model.eval()
+    return _windows_as_served(model).eval()
 
 
 @contextmanager
@@ -107,7 +107,17 @@ def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device)
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         model_name, dtype=dtype, attn_implementation=register(), trust_remote_code=False
     )
-    return model.to(device).eval()
+    return _windows_as_served(model).to(device).eval()
+
+
+def _windows_as_served(model: nn.Module) -> nn.Module:
+    """Cohere 2 was trained with windows of `sliding_window` tokens before the present one, and vLLM serves it so
+    (`models/commandr.py`); transformers counts the present one among them."""
+    if model.config.model_type == "cohere2":
+        for module in model.modules():
+            if getattr(module, "sliding_window", None) is not None:
+                module.sliding_window = int(module.sliding_window) + 1  # type: ignore[assignment,arg-type]
+    return model
 
 
 def attach_views(model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: Shard, *, verbose: bool = False) -> int:
