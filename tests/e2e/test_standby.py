@@ -26,7 +26,7 @@ WAITS = {"ATROPOS_WAIT_FOR_GO": "1", "ATROPOS_FORK_ENGINE": "0", "VLLM_ENABLE_SH
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[Server]:
-    server = begin_server(tmp_path, make_tiny_model(tmp_path / "model"), stdin=subprocess.PIPE, **WAITS)
+    server = begin_server(tmp_path, make_tiny_model(tmp_path / "model"), plain=True, **WAITS)
     deadline = time.monotonic() + 120
     try:
         while ENGINE_IMPORTED not in server.log.read_text():

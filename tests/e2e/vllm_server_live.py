@@ -1,13 +1,20 @@
-"""Start the real inference server for tests, talk to it, and compare it with transformers."""
+"""Start the real inference server for tests, talk to it, and compare it with transformers.
+
+On a CPU it is forked from a process that has imported vLLM already, one for all servers of a test process: most of what
+a start costs is that import. What a command line starts is `begin_server(..., plain=True)`, and every test of a stack.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +28,8 @@ import pytest
 from atropos_common.bridge import TOKEN_HEADER, completion_digest
 from atropos_common.manifest import Manifest, read_manifest
 from atropos_common.run_dir import ENV_HELD_PORT
+from benchmarks.children import Child, environment
+from benchmarks.server_nursery import ForkedProcess
 
 TOKEN = "e2e-token-0123456789"
 START_S = 240.0
@@ -30,7 +39,7 @@ START_S = 240.0
 class Server:
     """One running server and the ways to talk to it."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     url: str
     bridge_dir: Path
     log: Path
@@ -68,27 +77,42 @@ def start_server(folder: Path, model: Path, *, flags: Sequence[str] = (), port: 
     return await_ready(begin_server(folder, model, flags=flags, port=port, **env))
 
 
+@functools.cache
+def _nursery() -> Child:
+    """Ends with this process, and with it whatever server is left."""
+    folder = tempfile.TemporaryDirectory(prefix="atropos-nursery-")
+    nursery = Child(Path(folder.name), ["-m", "benchmarks.server_nursery"], environment(Path(folder.name), None, {}))
+    atexit.register(lambda: (nursery.close(), folder.cleanup()))
+    nursery.wait(START_S)
+    return nursery
+
+
 def begin_server(
-    folder: Path, model: Path, *, flags: Sequence[str] = (), port: int = 0, stdin: int | None = None, **env: str
+    folder: Path, model: Path, *, flags: Sequence[str] = (), port: int = 0, plain: bool = False, **env: str
 ) -> Server:
-    """One that has just begun to start."""
+    """One that has just begun to start; a `plain` one as from a command line, with a pipe to its stdin."""
     if ENV_HELD_PORT not in env:
         with socket.create_server(("127.0.0.1", port)) as probe:
             port = probe.getsockname()[1]
     bridge_dir, log = folder / "bridge", folder / "server.log"
-    command = [
-        sys.executable, "-m", "vllm_server", "--model", str(model), "--port", str(port), "--dtype", "float32",
-        "--enforce-eager", "--kv-cache-memory-bytes", "67108864", "--max-model-len", "256", "--block-size", "32",
-        *flags,
+    argv = [
+        "--model", str(model), "--port", str(port), "--dtype", "float32", "--enforce-eager",
+        "--kv-cache-memory-bytes", "67108864", "--max-model-len", "256", "--block-size", "32", *flags,
     ]  # fmt: skip
-    environment = {
+    settings = {
         **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOGDIR": str(bridge_dir),
         "VLLM_ENABLE_SHARED_WEIGHTS": "1", **env,
     }  # fmt: skip
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, env=environment, stdin=stdin, stdout=out, stderr=out, start_new_session=True
-        )
+    log.write_bytes(b"")
+    process: subprocess.Popen[bytes] | ForkedProcess
+    if plain or Path("/dev/nvidiactl").exists():
+        command, pipe = [sys.executable, "-m", "vllm_server", *argv], subprocess.PIPE if plain else None
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command, env=settings, stdin=pipe, stdout=out, stderr=out, start_new_session=True
+            )
+    else:
+        process = ForkedProcess(_nursery(), argv, settings, log)
     return Server(process, f"http://127.0.0.1:{port}", bridge_dir, log, model)
 
 
@@ -108,7 +132,7 @@ def await_ready(server: Server) -> Server:
     pytest.fail(f"no server after {time.monotonic() - begun:.0f} s:\n" + server.log.read_text()[-4000:])
 
 
-def end_of(process: subprocess.Popen[bytes]) -> None:
+def end_of(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
     """Whatever happened, leave no process of this session."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
