@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 EXTRA ?= cpu
 TORCH := 2.13.0
 STAMP := $(VENV)/.installed-$(EXTRA)
+# --no-deps: the lists are complete. --no-compile: of 27,000 files few are ever imported, and those are compiled then.
+PIP := $(BIN)/pip install --quiet --no-deps --no-compile
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 MODEL_TESTS := $(addprefix tests/unit/test_,broadcast_*.py envs_*.py model_*.py stack_*.py trainer_*.py vllm_server_*.py)
@@ -24,18 +26,18 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# --no-deps: the list is complete, and PyPI's torchvision, torchaudio and torchcodec would bring CUDA builds.
+# With dependencies PyPI's torchvision, torchaudio and torchcodec would bring CUDA builds.
 $(VENV)/.installed-cpu: $(VENV)/bin/python requirements/cpu.txt pyproject.toml
-	$(BIN)/pip install --quiet --no-deps "torch==$(TORCH)+cpu" 2>/dev/null \
-	  || $(BIN)/pip install --quiet --no-deps "torch==$(TORCH)" --index-url https://download.pytorch.org/whl/cpu
-	$(BIN)/pip install --quiet --no-deps --requirement requirements/cpu.txt
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	$(PIP) "torch==$(TORCH)+cpu" 2>/dev/null \
+	  || $(PIP) "torch==$(TORCH)" --index-url https://download.pytorch.org/whl/cpu
+	$(PIP) --requirement requirements/cpu.txt
+	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
 # PyPI's torch is the CUDA build that this vLLM was built for. About 5 GB.
 $(VENV)/.installed-gpu: $(VENV)/bin/python requirements/gpu.txt pyproject.toml
-	$(BIN)/pip install --quiet --no-deps --requirement requirements/gpu.txt
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	$(PIP) --requirement requirements/gpu.txt
+	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
 demo: install  ## run the four-process stack on the CPU and watch it learn
