@@ -24,6 +24,7 @@ from atropos_tui.profile.plan import (
     MOST_SEQUENCES,
     Site,
     engine_model,
+    fed_engines,
     resolve_path,
     training_config,
     traits_of,
@@ -47,7 +48,7 @@ _BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Inventory:
-    """The machine, and by each engine's name what it serves, or in words why nothing is known about it."""
+    """The machine, and by the name of each [[vllm]] what it serves, or in words why nothing is known about it."""
 
     machine: Hardware
     models: dict[str, Model | str]
@@ -127,13 +128,14 @@ def make_budget(
 
     Args:
         settings: the trainer's, with everything derived.
-        models: what each engine serves, by its name, or in words why nothing is known about it.
+        models: what each [[vllm]] serves, by its name, or in words why nothing is known about it.
         machine: this machine, or any other.
     """
     builder = _Builder(profile, settings, machine)
     for section in profile.vllm:
         if isinstance(model := models[section.name], Model):
-            builder.engine(section, model)
+            for engine in section.engines:
+                builder.engine(engine, model)
     notes = [f"{section.name}: unknown: {m}" for section in profile.vllm if isinstance(m := models[section.name], str)]
     if isinstance(first := models[profile.vllm[0].name], Model):
         notes.insert(0, f"{first.parameters:,} parameters, from {first.source}")
@@ -173,6 +175,7 @@ class _Builder:
     def __init__(self, profile: Profile, settings: TrainingConfig, machine: Hardware) -> None:
         self.profile, self.settings, self.machine = profile, settings, machine
         self.traits = traits_of(profile)
+        self.fed = {engine.name for engine in fed_engines(profile)}
         self.devices: dict[str, Device] = {}
         self.warnings: list[str] = []
 
@@ -191,7 +194,7 @@ class _Builder:
     def engine(self, section: EngineSection, model: Model) -> None:
         """Weights, what vLLM needs to compute, and the KV cache that its share of the device leaves."""
         names = engine_devices(section, self.machine)
-        fed = section is self.profile.vllm[0]
+        fed = section.name in self.fed
         width = dtype_bytes(section.dtype or self.settings.dtype, model)
         held = 0
 
