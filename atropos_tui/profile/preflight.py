@@ -335,16 +335,16 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
 
 def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
     """Devices that are too small for certain; what is only likely is a warning of `plan`."""
-    for device in memory.site_budget(site, inventory).devices:
-        if device.is_too_small:
-            found = nearest(site, inventory, most=1)
-            yield Problem(
-                f"{device.name}: {memory.size_text(device.certain)} are wanted before any activation, and "
-                f"{memory.size_text(device.total or 0)} are there",
-                f"set {found[0].text}" if found else "; ".join(memory.ways_out(device, site.profile, settings)),
-                key=memory.given_cache(device, site.profile)
-                or ("trainer.optimizer" if trainer_gpus(site.profile) else "model"),
-            )
+    small = [each for each in memory.alike(memory.site_budget(site, inventory).devices) if each.is_too_small]
+    found = nearest(site, inventory, most=1) if small else []
+    for device in small:
+        yield Problem(
+            f"{device.name}: {memory.size_text(device.certain)} are wanted before any activation, and "
+            f"{memory.size_text(device.total or 0)} are there",
+            f"set {found[0].text}" if found else "; ".join(memory.ways_out(device, site.profile, settings)),
+            key=memory.given_cache(device, site.profile)
+            or ("trainer.optimizer" if trainer_gpus(site.profile) else "model"),
+        )
 
 
 @dataclass
