@@ -235,7 +235,7 @@ class Run:
         self.mfu = MfuMeter(self.model, self.device)
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))
-        self.probe = LogprobProbe(next(iter(self.sync.engines), None), config)
+        self.probe = LogprobProbe(self.sync.engines, config)
         opened.callback(self.probe.close)
         self.idle = IdleMeter(self.sync.engines)
         self.idle.measure()
@@ -449,6 +449,8 @@ class Run:
             lag_max=lag_max,
         )
         if alignment.verdict != "ok":
+            asked = self.probe.asked_at(self.step + 1) if probe is not None else ""
+            alignment = Alignment(alignment.verdict, f"{alignment.cause}{asked}")
             print(f"LogProb Alignment: {alignment.verdict.upper()} ({alignment.cause})")
         return alignment
 
