@@ -30,6 +30,7 @@ from atropos_common.model_math import PART_PARAMETERS, effective_optimizer
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.offload import SMALL, HostMemory
+from trainer_core.policy.tensor_parallel import TensorParallel
 
 CPU_PACK_TOKENS = 2048
 """Tokens of a forward pass on a CPU: larger rows leave its caches and gain nothing."""
@@ -43,6 +44,7 @@ class Stepper:
         if not self.params:
             raise UsageError("nothing to train: --train-layer-indices leaves no parameter")
         self.config = config
+        self._parallel: TensorParallel | None = getattr(model, "parallel", None)
         # float32 parameters are stepped in place; the others as what `masters` makes of them.
         half = [p for p in self.params if p.dtype != torch.float32]
         self.host = HostMemory(self.params[0].device) if config.optimizer_offload else None
@@ -93,7 +95,12 @@ class Stepper:
         """Clip the gradient to `max_grad_norm`; returns its norm before, a scalar."""
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in self.gradients if g.dtype == torch.bfloat16]
         wide = [g for g in self.gradients if g.dtype != torch.bfloat16]
-        norm = torch.nn.utils.get_total_norm([*wide, *norms])
+        if self._parallel is None:
+            norm = torch.nn.utils.get_total_norm([*wide, *norms])
+        else:
+            collected = zip(self.params, self.masters, strict=True)
+            pairs = ((param, master.grad if param.grad is None else param.grad) for param, master in collected)
+            norm = self._parallel.norm({param: gradient for param, gradient in pairs if gradient is not None})
         limit = self.config.max_grad_norm
         if limit:
             torch.nn.utils.clip_grads_with_norm_(self.masters, limit, norm)

@@ -111,7 +111,8 @@ def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device)
 
 
 def attach_views(model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: Shard, *, verbose: bool = False) -> int:
-    """Make every parameter of `model` a trainable view of the server's `tensors`; returns how many.
+    """Make every parameter of `model`, or the part of it that is there, a trainable view of the server's `tensors`;
+    returns how many.
 
     Args:
         model: from `empty_model`.
@@ -134,15 +135,19 @@ def attach_views(model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: S
             problems.append(f"{name}: a buffer, and the server shares parameters alone")
         elif view is None:
             problems.append(f"{name}: the server has no such tensor")
-        elif tuple(view.shape) != spot.shape:
-            problems.append(f"{name}: {list(spot.shape)} does not fit the server's {view.shape}")
+        elif tuple(view.whole or view.shape) != spot.shape:
+            problems.append(f"{name}: {list(spot.shape)} does not fit the server's {view.whole or view.shape}")
+        elif view.begin is not None and spot.shape != tuple(wanted[spot.parameter].shape):
+            problems.append(f"{name}: cut over ranks, and not all of {spot.parameter}")
         else:
             parts[spot.parameter].append((spot, view))
     views: dict[str, torch.Tensor] = {}
     for name, pairs in parts.items():
         sources = {view.parameter for _, view in pairs}
-        shape = tuple(wanted[name].shape)
-        place = joined(shape, [Box(s.shape, s.stride, s.offset, tuple(v.stride), v.offset) for s, v in pairs])
+        part = pairs[0][1] if pairs[0][1].begin is not None else None
+        shape = tuple(wanted[name].shape if part is None else part.shape)
+        boxes = [Box(s.shape, s.stride, s.offset, tuple(v.stride), v.offset) for s, v in pairs]
+        place = joined(shape, boxes) if part is None else (part.offset, tuple(part.stride))
         if len(sources) > 1 or place is None:
             problems.append(f"{name}: its {len(pairs)} parts do not lie evenly in the server's {', '.join(sources)}")
             continue
