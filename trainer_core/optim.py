@@ -30,7 +30,7 @@ from atropos_common.model_math import PART_PARAMETERS, effective_optimizer
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.offload import SMALL, HostMemory
-from trainer_core.policy.tensor_parallel import TensorParallel
+from trainer_core.policy.tensor_parallel import parallel_of
 
 CPU_PACK_TOKENS = 2048
 """Tokens of a forward pass on a CPU: larger rows leave its caches and gain nothing."""
@@ -44,7 +44,7 @@ class Stepper:
         if not self.params:
             raise UsageError("nothing to train: --train-layer-indices leaves no parameter")
         self.config = config
-        self._parallel: TensorParallel | None = getattr(model, "parallel", None)
+        self._parallel = parallel_of(model)
         # float32 parameters are stepped in place; the others as what `masters` makes of them.
         half = [p for p in self.params if p.dtype != torch.float32]
         self.host = HostMemory(self.params[0].device) if config.optimizer_offload else None

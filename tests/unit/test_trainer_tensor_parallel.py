@@ -14,7 +14,7 @@ from tests.unit.ranks import run_ranks
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank found."""
     folder, size = tmp_path_factory.mktemp("ranks"), request.param
-    ended = run_ranks("tests.unit.tensor_parallel_ranks:everything", folder, size=size)
+    ended = run_ranks("tests.unit.tensor_parallel_ranks:everything", folder, size=size, limit_s=150.0)
     assert [rank.code for rank in ended] == [0] * size, "\n".join(rank.output[-3000:] for rank in ended)
     return [json.loads((folder / f"answer.{rank}").read_text()) for rank in range(size)]
 

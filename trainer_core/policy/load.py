@@ -23,6 +23,7 @@ from atropos_common.strided import Box, joined
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
 from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout, checkpoint_tensors
+from trainer_core.policy.tensor_parallel import own_part, parallel_of
 
 SAME_MODEL = (
     "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -200,14 +201,18 @@ def train_only(model: nn.Module, layers: list[int] | None) -> None:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, source: str | Path) -> None:
-    """Overwrite the model's parameters, wherever they lie, with those of a directory or hub id.
+    """Overwrite the model's parameters, wherever they lie and whatever part they are, with those of a directory or hub
+    id.
 
     Raises:
         UsageError: the weights are of another model.
     """
     loaded = dict(load_model(source, next(model.parameters()).dtype, torch.device("cpu")).named_parameters())
     ours = dict(model.named_parameters())
-    odd = sorted(loaded.keys() ^ ours.keys()) or [n for n in ours if ours[n].shape != loaded[n].shape]
+    odd = sorted(loaded.keys() ^ ours.keys())
+    if not odd:
+        loaded = {name: own_part(model, name, value) for name, value in loaded.items()}
+        odd = [name for name in ours if ours[name].shape != loaded[name].shape]
     if odd:
         raise UsageError(f"{source} holds another model: {', '.join(odd[:5])}")
     for name, param in ours.items():
@@ -215,7 +220,10 @@ def copy_weights(model: nn.Module, source: str | Path) -> None:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of every tensor of the checkpoint on the CPU, under its name there and contiguous, a tied head once."""
+    """A copy of every tensor of the checkpoint on the CPU, under its name there and contiguous, a tied head once; of a
+    model in parts on rank 0 alone, while every rank is here."""
+    if (parallel := parallel_of(model)) is not None:
+        return {name: whole for name, whole in parallel.gathered() if whole is not None}
     return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in checkpoint_tensors(model).items()}
 
 

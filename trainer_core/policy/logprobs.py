@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from atropos_common.model_math import LOGITS_AT_ONCE, carries_state
 from trainer_core.policy.attention import layout
 from trainer_core.policy.speed import compiled_on_cuda
-from trainer_core.policy.tensor_parallel import Vocabulary, enter, over_ranks
+from trainer_core.policy.tensor_parallel import Vocabulary, enter, over_ranks, parallel_of
 from trainer_core.rollouts.packing import PackedRow
 
 
@@ -62,7 +62,7 @@ def head_scores(
     return chunked_scores(
         hidden, weight, bias, labels, temperatures, last=last_word(model.config), wide=wide,
         keep=getattr(model, "keeps_logits", False),
-        vocabulary=model.parallel.vocabulary if hasattr(model, "parallel") else None,
+        vocabulary=None if (parallel := parallel_of(model)) is None else parallel.vocabulary,
     )  # fmt: skip
 
 

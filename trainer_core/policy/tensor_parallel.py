@@ -216,6 +216,18 @@ class TensorParallel:
         return BY_DIMENSION.get(min(cuts), f"in dimension {min(cuts)}") if len(cuts) == 1 else "in several dimensions"
 
 
+def parallel_of(model: nn.Module) -> TensorParallel | None:
+    """What `model` is a part of; null where it is whole."""
+    found: TensorParallel | None = getattr(model, "parallel", None)
+    return found
+
+
+def own_part(model: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """What of a parameter's values is this rank's, a view; all of them where the model is whole."""
+    parallel = parallel_of(model)
+    return whole if parallel is None else parallel.part(name).take(whole)
+
+
 BY_ROWS, BY_COLUMNS = "by rows", "by columns"
 BY_DIMENSION = {0: BY_ROWS, 1: BY_COLUMNS}
 _LINEAR = (

@@ -111,7 +111,9 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
             return f"is a buffer of the model, {parameter}"
         if parameter in self._computed:
             return f"is computed with while it is loaded into {parameter}"
-        if (place := joined_part(shape, [box for box in parts if math.prod(box.shape)])) is None:
+        if not (filled := [box for box in parts if math.prod(box.shape)]):
+            return "leaves nothing for one of the tensor-parallel ranks, it is that small"
+        if (place := joined_part(shape, filled)) is None:
             return f"does not lie evenly in {parameter}"
         view = View(parameter=parameter, offset=place.offset, shape=list(place.shape), stride=list(place.stride))
         if place.shape != shape:
