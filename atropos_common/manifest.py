@@ -2,7 +2,7 @@
 
 Plain JSON fields, never pickle. Written by the server (mode 0600, aside and renamed), read by the trainer, which
 refuses a file that another user owns or can write, another model's, or one whose server is gone. A manifest holds one
-entry per tensor-parallel rank; single copy uses rank 0.
+entry per tensor-parallel rank; what each of them has of a tensor of the checkpoint stands there too.
 
 Where which tensor of the checkpoint lies is what the server saw its own loader do, so neither side keeps a list of
 architectures or of fused names.
@@ -10,8 +10,10 @@ architectures or of fused names.
 
 from __future__ import annotations
 
+import math
 import os
 import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from atropos_common.files import write_private
 from atropos_common.strided import extent
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 
 
 class ManifestError(ValueError):
@@ -63,7 +65,12 @@ class View(BaseModel):
     parameter: str
     offset: int = Field(ge=0)
     shape: list[int]
+    """Of what this rank has."""
     stride: list[int]
+    begin: list[int] | None = None
+    """Where this rank has a part of it: the index of its first element. Null: this is all of it."""
+    whole: list[int] | None = None
+    """With `begin`: the shape of all of it."""
 
 
 class Shard(BaseModel):
@@ -71,6 +78,8 @@ class Shard(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     kind: Literal["shm", "cuda_ipc"]
+    gpu: str | None = None
+    """UUID of the GPU on which they lie; null on a CPU."""
     shm_path: str | None = None
     shm_bytes: int = 0
     param_mappings: dict[str, TensorEntry]
@@ -87,9 +96,35 @@ class Shard(BaseModel):
                 raise ValueError(f"{name} lies in {view.parameter}, which is no parameter")
             if len(view.shape) != len(view.stride) or min([1, *view.shape]) < 1 or min([0, *view.stride]) < 0:
                 raise ValueError(f"{name} has shape {view.shape} and stride {view.stride}")
+            if (view.begin is None) != (view.whole is None) or not _inside(view):
+                raise ValueError(f"{name} begins at {view.begin} with shape {view.shape} of {view.whole}")
             if view.offset + extent(view.shape, view.stride) > extent(whole.shape, whole.stride):
                 raise ValueError(f"{name} reaches beyond {view.parameter}")
         return self
+
+
+def _inside(view: View) -> bool:
+    """Whether a part lies within its tensor."""
+    if view.begin is None or view.whole is None:
+        return True
+    if not len(view.begin) == len(view.shape) == len(view.whole):
+        return False
+    return all(0 <= at <= at + n <= end for at, n, end in zip(view.begin, view.shape, view.whole, strict=True))
+
+
+def left_out(ranks: Mapping[int, Shard]) -> list[str]:
+    """Tensors of the checkpoint of which the ranks together do not have everything, or of which they disagree."""
+    names = {name for shard in ranks.values() for name in shard.views}
+    return sorted(name for name in names if not _is_whole([shard.views.get(name) for shard in ranks.values()]))
+
+
+def _is_whole(views: Sequence[View | None]) -> bool:
+    held = [view for view in views if view is not None]
+    wholes = {tuple(view.whole or view.shape) for view in held}
+    if len(held) < len(views) or len(wholes) > 1:
+        return False
+    parts = {(tuple(view.begin or [0] * len(view.shape)), tuple(view.shape)) for view in held}
+    return sum(math.prod(shape) for _, shape in parts) == math.prod(wholes.pop())
 
 
 class Manifest(BaseModel):

@@ -10,6 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Where a part of a tensor, evenly cut out of it, lies elsewhere."""
+
+    begin: tuple[int, ...]
+    """Index of its first element in the tensor."""
+    shape: tuple[int, ...]
+    offset: int
+    """Of that element there."""
+    stride: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -39,20 +51,38 @@ def joined(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[int, tuple[int, 
     Returns:
         None when they leave something out, overlap, or do not lie evenly there.
     """
+    place = joined_part(shape, boxes)
+    return None if place is None or place.shape != tuple(shape) else (place.offset, place.stride)
+
+
+def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> Place | None:
+    """Where the boxes lie elsewhere that make up all of a contiguous tensor, or a part between two corners of it.
+
+    Returns:
+        None when they leave something out between those, overlap, or do not lie evenly there.
+    """
     parts = list(dict.fromkeys(boxes))
     own = contiguous(shape)
     steps: dict[int, int] = {}
-    corners = []
+    corners, ends = [], []
     for box in parts:
+        corner = _index(box.offset, own)
+        end = [index + 1 for index in corner]
         for size, step, there in zip(box.shape, box.stride, box.stride_there, strict=True):
             if size == 1:
                 continue
             dim = next((dim for dim, mine in enumerate(own) if mine == step and shape[dim] >= size > 1), None)
             if dim is None or steps.setdefault(dim, there) != there:
                 return None
-        corners.append((_index(box.offset, own), box.offset_there))
+            end[dim] = corner[dim] + size
+        corners.append((corner, box.offset_there))
+        ends.append(end)
+    if not parts:
+        return None
+    begin = tuple(map(min, zip(*(corner for corner, _ in corners), strict=True)))
+    size_of = tuple(max(each) - low for each, low in zip(zip(*ends, strict=True), begin, strict=True))
     places = {corner for corner, _ in corners}
-    if sum(math.prod(box.shape) for box in parts) != math.prod(shape) or len(places) < len(parts) or not parts:
+    if sum(math.prod(box.shape) for box in parts) != math.prod(size_of) or len(places) < len(parts):
         return None
     first, start = min(corners)
     for corner, there in sorted(corners):
@@ -66,7 +96,7 @@ def joined(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[int, tuple[int, 
             return None
     if any(step < 1 for step in steps.values()):
         return None
-    return start, tuple(steps.get(dim, own[dim]) for dim in range(len(shape)))
+    return Place(begin, size_of, start, tuple(steps.get(dim, own[dim]) for dim in range(len(shape))))
 
 
 def _index(offset: int, stride: Sequence[int]) -> tuple[int, ...]:

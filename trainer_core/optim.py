@@ -32,6 +32,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.offload import SMALL, HostMemory
 from trainer_core.policy.sharding import compute_dtype, first_element, local, scatter
+from trainer_core.policy.tensor_parallel import parallel_of
 from trainer_core.world import ALONE, World
 
 CPU_PACK_TOKENS = 2048
@@ -50,6 +51,7 @@ class Stepper:
         self.config = config
         self._model, self._world = model, world
         self._sharded = [part is not whole for part, whole in zip(self.params, wholes, strict=True)]
+        self._parallel = parallel_of(model)
         # float32 parameters are stepped in place; the others as what `masters` makes of them.
         half = [p for p in self.params if p.dtype != torch.float32]
         first = [first_element(w) for w in wholes if w.dtype != torch.float32]
@@ -109,9 +111,13 @@ class Stepper:
     def clip(self) -> torch.Tensor:
         """Clip the gradient to `max_grad_norm`; returns its norm before, over all ranks, a scalar."""
         found = self._collected()
-        parts = [g for shared, g in zip(self._sharded, found, strict=True) if shared and g is not None]
-        norm = _norm([g for shared, g in zip(self._sharded, found, strict=True) if not shared and g is not None])
+        if self._parallel is not None:
+            pairs = zip(self.params, found, strict=True)
+            norm = self._parallel.norm({param: gradient for param, gradient in pairs if gradient is not None})
+        else:
+            norm = _norm([g for shared, g in zip(self._sharded, found, strict=True) if not shared and g is not None])
         if any(self._sharded):
+            parts = [g for shared, g in zip(self._sharded, found, strict=True) if shared and g is not None]
             norm = (norm.square() + self._world.total(_norm(parts).square())).sqrt()
         limit = self.config.max_grad_norm
         if limit:

@@ -171,8 +171,7 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
 def _prepare_single_copy(args: Namespace) -> None:
     """Flags of single copy, and what it cannot be combined with."""
     refused = {
-        f"{ranks(args)} ranks (--tensor-parallel-size, --pipeline-parallel-size, --data-parallel-size)": ranks(args)
-        > 1,
+        "--pipeline-parallel-size, --data-parallel-size": ranks(args) > int(args.tensor_parallel_size),
         "--quantization": bool(args.quantization),
         "--enable-sleep-mode": bool(args.enable_sleep_mode),
         "--cpu-offload-gb": bool(getattr(args, "cpu_offload_gb", 0)),
@@ -182,7 +181,8 @@ def _prepare_single_copy(args: Namespace) -> None:
         if given:
             raise ConfigError(
                 f"single copy (VLLM_ENABLE_SHARED_WEIGHTS=1) does not work with {what}: the trainer maps the plain "
-                "weights of one rank. Drop the flag, or use another weight bridge mode (broadcast, lora_only)"
+                "weights of each tensor-parallel rank. Drop the flag, or use another weight bridge mode (broadcast, "
+                "lora_only)"
             )
     args.worker_extension_cls = WORKER_EXTENSION
     if args.load_format not in reload.SAFETENSORS_FORMATS:
@@ -402,25 +402,28 @@ async def why_not_in_place(engine: Any, generator: Generator) -> str | None:
 
 
 async def export_weights(bridge: WeightBridge, args: Namespace, address: str) -> None:
-    """Ask the worker for its parameters and write the manifest.
+    """Ask the workers for their parameters and write the manifest.
 
     Raises:
         ConfigError: some of the model's tensors do not lie in memory as they are trained.
     """
-    from vllm_server.weights.loaders import write_manifest_for
+    from vllm_server.weights.loaders import SharedWeightsError, write_manifest_for
 
     engine = bridge.engine
-    (described,) = await engine.collective_rpc("atropos_export_weights")
-    if reason := described.get("refused"):
+    described = await engine.collective_rpc("atropos_export_weights")
+    if reason := next((each["refused"] for each in described if "refused" in each), None):
         raise ConfigError(f"--model {args.model}: {reason}")
-    bridge.manifest = write_manifest_for(
-        Shard.model_validate(described),
-        config=bridge.config,
-        args=args,
-        model_config=engine.model_config,
-        base_url=address.replace("//0.0.0.0", "//127.0.0.1"),
-        vllm_version=compat.vllm_version(),
-    )
+    try:
+        bridge.manifest = write_manifest_for(
+            [Shard.model_validate(each) for each in described],
+            config=bridge.config,
+            args=args,
+            model_config=engine.model_config,
+            base_url=address.replace("//0.0.0.0", "//127.0.0.1"),
+            vllm_version=compat.vllm_version(),
+        )
+    except SharedWeightsError as error:
+        raise ConfigError(f"--model {args.model}: {error}") from None
 
 
 def prepare_bridge_dir(config: ServerConfig) -> None:
@@ -439,9 +442,10 @@ def prepare_bridge_dir(config: ServerConfig) -> None:
 
 
 def clean_up(config: ServerConfig) -> None:
-    """Remove the weight file and the manifest that names it."""
+    """Remove the weight files and the manifest that names them."""
     if config.shared_weights:
-        config.shm_path.unlink(missing_ok=True)
+        for path in [config.shm_path, *config.shm_path.parent.glob(f"{config.shm_path.name}.[0-9]*")]:
+            path.unlink(missing_ok=True)
         config.manifest_path.unlink(missing_ok=True)
     remove_private_dir(config)
 

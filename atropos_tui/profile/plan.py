@@ -381,7 +381,7 @@ def _engine(site: Site, section: EngineSection, after: list[str], settings: Trai
     if fed and site.traits.shares_memory:
         manifest = str(site.run.manifest(section.name))
         checks.append(FileCheck(path=manifest))
-        clears = [manifest, f"/dev/shm/{_shm_name(site, section)}"]
+        clears = [manifest, *_shm_files(site, section)]
     return _spec(
         site,
         section,
@@ -430,6 +430,12 @@ def _fed_environment(site: Site, section: EngineSection, settings: TrainingConfi
     if site.traits.holds_generation:
         environment[ENV_HOLD_GENERATION] = "1"
     return environment
+
+
+def _shm_files(site: Site, section: EngineSection) -> list[str]:
+    """Where the weights of each of its ranks lie on a CPU."""
+    first = f"/dev/shm/{_shm_name(site, section)}"
+    return [first, *(f"{first}.{rank}" for rank in range(1, section.tensor_parallel))]
 
 
 def _shm_name(site: Site, section: EngineSection) -> str:

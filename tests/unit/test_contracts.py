@@ -121,7 +121,7 @@ def test_manifest_that_must_not_be_used(tmp_path: Path) -> None:
     older = json.loads(whole) | {"version": 1}
     del older["ranks"]["0"]["views"]
     path.write_text(json.dumps(older))
-    with pytest.raises(manifest.ManifestError, match=r"version 1, this trainer reads 2; .* of the same release"):
+    with pytest.raises(manifest.ManifestError, match=r"version 1, this trainer reads 3; .* of the same release"):
         manifest.read_manifest(path)
     path.write_text(whole)
     path.chmod(0o644)

@@ -166,7 +166,7 @@ def test_publish_writes_between_pause_and_resume(engine: Engine, base: Path, tmp
         ({"config": {"hidden_size": 64}}, ManifestError, "another model.*hidden_size 128 here, 64"),
         ({"instance_id": "old"}, ManifestError, "server instance old"),
         ({"server_create_time": 1.0}, ManifestError, "is gone"),
-        ({"tensor_parallel_size": 2}, UsageError, "needs 1"),
+        ({"tensor_parallel_size": 2}, UsageError, "a rank for each worker.*torchrun --nproc-per-node 2"),
     ],
 )
 def test_a_foreign_manifest_is_refused(

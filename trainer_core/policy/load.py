@@ -23,6 +23,7 @@ from atropos_common.strided import Box, joined
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
 from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout
+from trainer_core.policy.tensor_parallel import own_part
 
 SAME_MODEL = (
     "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -121,7 +122,8 @@ def _windows_as_served(model: nn.Module) -> nn.Module:
 
 
 def attach_views(model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: Shard, *, verbose: bool = False) -> int:
-    """Make every parameter of `model` a trainable view of the server's `tensors`; returns how many.
+    """Make every parameter of `model`, or the part of it that is there, a trainable view of the server's `tensors`;
+    returns how many.
 
     Args:
         model: from `empty_model`.
@@ -144,15 +146,19 @@ def attach_views(model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: S
             problems.append(f"{name}: a buffer, and the server shares parameters alone")
         elif view is None:
             problems.append(f"{name}: the server has no such tensor")
-        elif tuple(view.shape) != spot.shape:
-            problems.append(f"{name}: {list(spot.shape)} does not fit the server's {view.shape}")
+        elif tuple(view.whole or view.shape) != spot.shape:
+            problems.append(f"{name}: {list(spot.shape)} does not fit the server's {view.whole or view.shape}")
+        elif view.begin is not None and spot.shape != tuple(wanted[spot.parameter].shape):
+            problems.append(f"{name}: cut over ranks, and not all of {spot.parameter}")
         else:
             parts[spot.parameter].append((spot, view))
     views: dict[str, torch.Tensor] = {}
     for name, pairs in parts.items():
         sources = {view.parameter for _, view in pairs}
-        shape = tuple(wanted[name].shape)
-        place = joined(shape, [Box(s.shape, s.stride, s.offset, tuple(v.stride), v.offset) for s, v in pairs])
+        part = pairs[0][1] if pairs[0][1].begin is not None else None
+        shape = tuple(wanted[name].shape if part is None else part.shape)
+        boxes = [Box(s.shape, s.stride, s.offset, tuple(v.stride), v.offset) for s, v in pairs]
+        place = joined(shape, boxes) if part is None else (part.offset, tuple(part.stride))
         if len(sources) > 1 or place is None:
             problems.append(f"{name}: its {len(pairs)} parts do not lie evenly in the server's {', '.join(sources)}")
             continue
@@ -205,14 +211,18 @@ def train_only(model: nn.Module, layers: list[int] | None) -> None:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, source: str | Path) -> None:
-    """Overwrite the model's parameters, wherever they lie, with those of a directory or hub id.
+    """Overwrite the model's parameters, wherever they lie and whatever part they are, with those of a directory or hub
+    id.
 
     Raises:
         UsageError: the weights are of another model.
     """
     loaded = dict(load_model(source, next(model.parameters()).dtype, torch.device("cpu")).named_parameters())
     ours = dict(model.named_parameters())
-    odd = sorted(loaded.keys() ^ ours.keys()) or [n for n in ours if ours[n].shape != loaded[n].shape]
+    odd = sorted(loaded.keys() ^ ours.keys())
+    if not odd:
+        loaded = {name: own_part(model, name, value) for name, value in loaded.items()}
+        odd = [name for name in ours if ours[name].shape != loaded[name].shape]
     if odd:
         raise UsageError(f"{source} holds another model: {', '.join(odd[:5])}")
     for name, param in ours.items():

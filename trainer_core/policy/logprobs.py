@@ -12,6 +12,7 @@ from atropos_common.model_math import LOGITS_AT_ONCE, carries_state
 from trainer_core.policy.attention import layout
 from trainer_core.policy.sharding import compute_dtype, gathered
 from trainer_core.policy.speed import compiled_on_cuda
+from trainer_core.policy.tensor_parallel import Vocabulary, enter, over_ranks, parallel_of
 from trainer_core.rollouts.packing import PackedRow
 
 
@@ -73,6 +74,7 @@ def _head_scores(
     return chunked_scores(
         hidden, weight, bias, labels, temperatures, last=last_word(model.config), wide=wide,
         keep=getattr(model, "keeps_logits", False),
+        vocabulary=None if (parallel := parallel_of(model)) is None else parallel.vocabulary,
     )  # fmt: skip
 
 
@@ -189,6 +191,7 @@ def chunked_scores(
     last: LastWord = LastWord(),  # noqa: B008
     wide: bool = False,
     keep: bool = False,
+    vocabulary: Vocabulary | None = None,
 ) -> TokenScores:
     """Of p = softmax(last(hidden @ weight.T + bias) / temperature): log p[label] and -sum p log p, float32 (float64 for
     float64 weights).
@@ -199,13 +202,19 @@ def chunked_scores(
         wide: logits of half-precision states and weights in float32, as their products are summed, instead of rounded.
             That is a head in float32, whose products of half-precision numbers are exact, at the price of one in half.
         keep: logits stay until the backward pass instead: a quarter fewer products, T * V logits more.
+        vocabulary: the rows that weight and bias are, where other ranks have the others; every rank scores the same.
     """
     limit = chunk_elements or LOGITS_AT_ONCE[hidden.is_cuda]
-    size = max(1, limit // weight.shape[0] // (2 if wide else 1))
+    rows = len(weight) if vocabulary is None else vocabulary.most  # ranks meet in every chunk
+    size = max(1, limit // rows // (2 if wide else 1))
+    if vocabulary is not None:
+        hidden = enter(hidden)
     keep = keep and torch.is_grad_enabled()
     # cap * tanh(scale * x / cap) / t = c * tanh(x / c) / (t / scale) with c = cap / scale: one number less to carry.
     cap = None if last.cap is None else last.cap / last.scale
-    values = _HeadScores.apply(hidden, weight, bias, labels, temperatures / last.scale, size, cap, wide, keep)
+    values = _HeadScores.apply(
+        hidden, weight, bias, labels, temperatures / last.scale, size, cap, wide, keep, vocabulary
+    )
     return TokenScores(*values)
 
 
@@ -214,17 +223,20 @@ class _HeadScores(torch.autograd.Function):
 
     The gradient of a logprob with respect to its logits is (one-hot - softmax) / temperature, so one more product with
     the head is all that the backward pass computes twice, unless logits are kept. The gradient of the head is summed in
-    float32.
+    float32. Where the vocabulary is cut over ranks, each has its own logits alone: the largest, then sums are shared.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
                 temperatures: torch.Tensor, size: int, cap: float | None, wide: bool, keep: bool,
-                ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+                vocabulary: Vocabulary | None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         parts, ctx.kept = [], []
+        if vocabulary is not None:
+            labels = labels - vocabulary.begin
         for a in range(0, len(labels), size):
             logits = _logits(hidden[a : a + size], weight, bias, wide)
-            parts.append(_pick(logits, labels[a : a + size], temperatures[a : a + size], cap))
+            pick = _pick if vocabulary is None else _pick_own
+            parts.append(pick(logits, labels[a : a + size], temperatures[a : a + size], cap))
             if keep:
                 ctx.kept.append(logits)
         nothing = (temperatures.new_zeros(0),)
@@ -256,7 +268,7 @@ class _HeadScores(torch.autograd.Function):
                 to_bias += to_logits.sum(0, dtype=wide)
         return (
             to_hidden, None if to_weight is None else to_weight.to(weight.dtype),
-            None if to_bias is None else to_bias.to(weight.dtype), None, None, None, None, None, None,
+            None if to_bias is None else to_bias.to(weight.dtype), None, None, None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -298,6 +310,38 @@ def _pick(
     return logprobs, normalizers + largest, normalizers - weights.mul_(scaled).sum(1) / total
 
 
+def _pick_own(
+    logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, cap: float | None
+) -> tuple[torch.Tensor, ...]:
+    """As `_pick`, of all ranks' logits; labels count from the first one here, those of other ranks lie outside."""
+    scaled, largest = _scaled(logits, temperatures, cap)
+    largest = over_ranks(largest, "max")
+    sums = over_ranks(_own_sums(scaled, largest, labels.view(len(labels), -1)))
+    own, total, weighed = sums[:, :-2], sums[:, -2], sums[:, -1]
+    normalizers = total.log()
+    logprobs = (own - normalizers[:, None]).view(labels.shape)
+    return logprobs, normalizers + largest, normalizers - weighed / total
+
+
+@compiled_on_cuda
+def _scaled(logits: torch.Tensor, temperatures: torch.Tensor, cap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits as they enter the softmax, [T, V] in float32, and the largest at each position, [T]."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scaled = (wide if cap is None else cap * torch.tanh(wide / cap)) / temperatures[:, None]
+    return scaled, scaled.amax(1)
+
+
+@compiled_on_cuda
+def _own_sums(scaled: torch.Tensor, largest: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """[T, K + 2], what ranks add up: the labels' logits, [T, K], below the largest; sums of p and of p times its logit,
+    with p not normalized."""
+    scaled = scaled - largest[:, None]
+    here = (labels >= 0) & (labels < scaled.shape[1])
+    own = torch.where(here, scaled.gather(1, labels.clamp(0, scaled.shape[1] - 1)), 0.0)
+    weights = scaled.exp()
+    return torch.cat([own, weights.sum(1, keepdim=True), (weights * scaled).sum(1, keepdim=True)], dim=1)
+
+
 @compiled_on_cuda
 def _spread(
     logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, normalizers: torch.Tensor,
@@ -308,7 +352,10 @@ def _spread(
     bent = wide if cap is None else cap * torch.tanh(wide / cap)
     share = (bent / temperatures[:, None] - normalizers[:, None]).exp()
     if labels.ndim == 2:
-        result = (-share * grads.sum(1, keepdim=True)).scatter_add(1, labels, grads).div(temperatures[:, None])
+        here = (labels >= 0) & (labels < logits.shape[1])  # with other ranks' labels elsewhere
+        own = torch.where(here, grads, 0.0)
+        result = (-share * grads.sum(1, keepdim=True)).scatter_add(1, labels.clamp(0, logits.shape[1] - 1), own)
+        result = result.div(temperatures[:, None])
     else:
         own = torch.arange(logits.shape[1], device=logits.device)[None, :] == labels[:, None]
         result = (own.to(share.dtype) - share) * (grads / temperatures)[:, None]

@@ -21,6 +21,7 @@ from trainer_core.config import Mode, TrainingConfig
 from trainer_core.errors import EngineGone, Stopped
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import Lifecycle, supervised, wait_for_server
+from trainer_core.world import ALONE, World
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +80,7 @@ class WeightSync(ABC):
         self.config = config
         self.device = device
         self.stop = stop
+        self.world: World = ALONE
         self.engines: list[ServerClient] = []
         """The servers that generate the rollouts, from `attach` on."""
         supervisor = supervised(config, stop)

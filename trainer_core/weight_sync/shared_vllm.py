@@ -2,6 +2,10 @@
 
 Over one file in /dev/shm on a CPU, over CUDA IPC on a GPU. A publish is no transfer: generation is paused, the
 optimizer writes in place, the device is synchronised, generation goes on with a reset prefix cache.
+
+A tensor-parallel server's weights lie with its workers, a part with each. Then the trainer has as many ranks, each on
+the GPU of one worker, and its policy is cut as theirs is (`policy/tensor_parallel.py`). Rank 0 pauses all of them with
+one call, each rank writes its part, and when all have, rank 0 lets them go on.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import torch
 
+from atropos_common.bridge import BridgeInfo
 from atropos_common.manifest import CudaIpc, Manifest, ManifestError, Shard, TensorEntry, read_manifest
 from atropos_common.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
 from trainer_core.config import TrainingConfig
@@ -31,8 +37,11 @@ from trainer_core.policy.load import (
     load_model,
 )  # fmt: skip
 from trainer_core.policy.logprobs import sequence_logprobs
+from trainer_core.policy.tensor_parallel import TensorParallel, own_part, parallel_of
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Phases, Start, WeightSync
+
+T = TypeVar("T")
 
 PROOF = 64.0
 """By so much, and as many times its size, one value is changed to see the server follow."""
@@ -61,6 +70,26 @@ class SingleCopy(WeightSync):
             ManifestError: no usable manifest within `engine_timeout`.
             UsageError: another model or dtype, or tensors that cannot be mapped.
         """
+        manifest, info = self.world.share(self._meet)
+        self._process = _live_server(manifest, self.path)
+        began = time.perf_counter()
+        self._start = start
+        self._model = model = self._together(lambda: self.map_model(manifest))
+        print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no weight memory of its own")
+        spoiled = any(self.world.gather(_spoiled(model)))
+        clean = info.weight_version in (None, 0) and not info.dirty and not spoiled
+        if info.paused:  # by a trainer that is no more, or is stopped: what it declares counts no longer
+            self._pause(dirty=info.dirty, lease_s=max(LEASE_S, self.config.engine_timeout))
+        if info.held and not info.paused and not info.dirty:
+            self._prove_sharing(model)
+        else:
+            print("Sharing not proved at attach (the server serves others, or is paused); the probe of each step tells")
+        self._place(model, start, clean=clean)
+        self.world.share(lambda: self.engine.resume(start.version))
+        return model
+
+    def _meet(self) -> tuple[Manifest, BridgeInfo]:
+        """The manifest of the server once it answers, and what that says of itself."""
         manifest = self._await_server(self.usable_manifest, (ManifestError, EngineGone))
         self.engines = [ServerClient(manifest.base_url, _token(self.path))]
         info = self.engine.meet()
@@ -71,34 +100,43 @@ class SingleCopy(WeightSync):
             )
         if info.eager_because:
             print(f"[WARNING] the server decodes without CUDA graphs, slower than it could: {info.eager_because}")
-        began = time.perf_counter()
-        self._start = start
-        self._model = model = self.map_model(manifest)
-        print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no weight memory of its own")
-        clean = info.weight_version in (None, 0) and not info.dirty and not _spoiled(model)
-        if info.paused:  # by a trainer that is no more, or is stopped: what it declares counts no longer
-            self.engine.pause(dirty=info.dirty, lease_s=max(LEASE_S, self.config.engine_timeout))
-        if info.held and not info.paused and not info.dirty:
-            self._prove_sharing(model)
-        else:
-            print("Sharing not proved at attach (the server serves others, or is paused); the probe of each step tells")
-        self._place(model, start, clean=clean)
-        self.engine.resume(start.version)
-        return model
+        return manifest, info
 
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
         """Pause, write in place, synchronise the device, resume as `version`."""
         with clock("pause"):
-            self.engine.pause(
-                dirty=True, lease_s=LEASE_S, in_flight=self.config.in_flight, wait_s=self.config.in_flight_timeout
-            )
+            in_flight = {"in_flight": self.config.in_flight, "wait_s": self.config.in_flight_timeout}
+            self._pause(dirty=True, lease_s=LEASE_S, **in_flight)
         with clock("write"):
             write()
         with clock("device_sync"):
-            self._synchronise()
+            self._settle(self._model)
         with clock("resume"):
-            self.engine.resume(version)
+            self.world.share(lambda: self.engine.resume(version))
         return True
+
+    def _pause(self, **how: Any) -> None:
+        """The whole server, on behalf of all ranks."""
+        self.world.share(lambda: self.engine.pause(**how))
+
+    def _settle(self, model: torch.nn.Module) -> None:
+        """Every rank has written, copies of the same weight are equal, and the devices have done it."""
+        if (parallel := parallel_of(model)) is not None:
+            parallel.settle()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.world.agree(None)
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """What `work` returns, unless it fails on any rank."""
+        done: list[T] = []
+        failed: Exception | None = None
+        try:
+            done.append(work())
+        except Exception as error:
+            failed = error
+        self.world.agree(failed)
+        return done[0]
 
     def check(self) -> None:
         """Raise `EngineGone` when the server's process has ended."""
@@ -114,9 +152,10 @@ class SingleCopy(WeightSync):
         """
         if self._lost is None:
             try:
-                self._lost = self._move_out(self._model, copies)
+                lost = self._move_out(self._model, copies)
             except RuntimeError as error:  # one read of a dead process's memory makes every later use of the GPU fail
-                self._lost = f"the GPU does not answer any more ({str(error).splitlines()[0]})"
+                lost = f"the GPU does not answer any more ({str(error).splitlines()[0]})"
+            self._lost = next(filter(None, self.world.gather(lost)), "")
         return self._lost
 
     def _move_out(self, model: torch.nn.Module, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
@@ -131,9 +170,10 @@ class SingleCopy(WeightSync):
         frozen = {}
         if len(copies) < len(shared):
             source = self._start.weights or self.config.model_name
-            frozen = dict(load_model(source, next(iter(shared.values())).dtype, self.device).named_parameters())
+            frozen = dict(load_model(source, next(iter(shared.values())).dtype, torch.device("cpu")).named_parameters())
         for name, param in shared.items():
-            param.data = copies[param].to(param.device, param.dtype) if param in copies else frozen[name].detach()
+            found = copies[param] if param in copies else own_part(model, name, frozen[name].detach())
+            param.data = found.to(param.device, param.dtype)
         return ""
 
     def usable_manifest(self) -> Manifest:
@@ -154,20 +194,42 @@ class SingleCopy(WeightSync):
             ManifestError: of another model, or memory that cannot be opened.
             UsageError: another type, or tensors that do not fit.
         """
-        if manifest.tensor_parallel_size != 1:
+        if (workers := manifest.tensor_parallel_size) != self.world.size:
             raise UsageError(
-                f"the server runs with --tensor-parallel-size {manifest.tensor_parallel_size}; single copy needs 1"
+                f"the server runs with --tensor-parallel-size {workers} and this trainer with {self.world.size} ranks: "
+                "single copy takes a rank for each worker, on the worker's GPU. In a profile: trainer.gpus = vllm.gpus "
+                f"(on a CPU trainer.processes = {workers}); by hand: torchrun --nproc-per-node {workers}"
             )
         config = load_config(self.config.model_name)
         odd = differences(config.to_dict(), manifest.config)
         if odd:
             raise ManifestError(f"{self.path} is of another model, {manifest.model}: {'; '.join(odd)}")
-        shard = manifest.ranks[0]
+        shards = self._shards(manifest)
+        shard = shards[self.world.rank]
         dtype = one_dtype(shard, self.config.dtype)
         tensors = open_tensors(shard, self.device)
         model = empty_model(config, dtype)
         attach_views(model, tensors, shard, verbose=self.config.debug_loading)
+        if len(shards) > 1:
+            model.parallel = TensorParallel(model, shards, self.world.rank)  # type: ignore[assignment]
         return model
+
+    def _shards(self, manifest: Manifest) -> dict[int, Shard]:
+        """By rank of this trainer: on a GPU that of the worker there, whatever numbers either side gives it.
+
+        Raises:
+            ManifestError: a rank is where no worker is.
+        """
+        if self.device.type != "cuda" or any(shard.gpu is None for shard in manifest.ranks.values()):
+            return manifest.ranks
+        places = {shard.gpu: shard for shard in manifest.ranks.values()}
+        own = str(torch.cuda.get_device_properties(self.device).uuid)
+        if own not in places:
+            raise ManifestError(
+                f"this trainer computes on GPU {own}, the server's weights are on {', '.join(map(str, places))}: "
+                "single copy needs the same ones (trainer.gpus = vllm.gpus)"
+            )
+        return {rank: places[uuid] for rank, uuid in enumerate(self.world.gather(own))}
 
     def _place(self, model: torch.nn.Module, start: Start, *, clean: bool) -> None:
         """Put the weights of `start` into the shared tensors; base weights of a fresh server lie there already."""
@@ -176,9 +238,9 @@ class SingleCopy(WeightSync):
         source = start.weights or self.config.model_name
         print(f"Writing version {start.version} from {source} into the server")
         # Loading from disk may take its time; whoever waits for this server waits that long anyway.
-        self.engine.pause(dirty=True, lease_s=max(LEASE_S, self.config.engine_timeout))
-        copy_weights(model, source)
-        self._synchronise()
+        self._pause(dirty=True, lease_s=max(LEASE_S, self.config.engine_timeout))
+        self._together(lambda: copy_weights(model, source))
+        self._settle(model)
 
     @torch.no_grad()
     def _prove_sharing(self, model: torch.nn.Module) -> None:
@@ -194,15 +256,15 @@ class SingleCopy(WeightSync):
         prompt = [min(2, model.config.vocab_size - 1)] * 4
         try:
             value.add_(PROOF * (1.0 + before.abs()))
-            self._synchronise()
-            answer = self.engine.generate(prompt, 1)
+            self._settle(model)
+            answer = self.world.share(lambda: self.engine.generate(prompt, 1))
             changed = sequence_logprobs(model, prompt, answer.token_ids)
         except EngineError as error:
             print(f"Sharing not proved at attach ({error}); the probe of each step tells")
             return
         finally:
             value.copy_(before)
-            self._synchronise()
+            self._settle(model)
         unchanged = sequence_logprobs(model, prompt, answer.token_ids)
         theirs = answer.logprobs[0]
         if abs(changed[0] - theirs) > abs(unchanged[0] - theirs):
@@ -211,10 +273,6 @@ class SingleCopy(WeightSync):
                 f"{changed[0]:.4f} and the old ones {unchanged[0]:.4f}. Restart it with VLLM_ENABLE_SHARED_WEIGHTS=1"
             )
         print("✓ Sharing proved: the server's logprobs follow a value changed here")
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _proof_value(model: torch.nn.Module) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -11,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atropos_common.manifest import View
-from atropos_common.strided import Box, joined
+from atropos_common.strided import Box, joined_part
 from atropos_common.transfer import Chunk
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -88,7 +89,8 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         return sorted(self._unread - self._no_weights()) if self.whole and not elsewhere else []
 
     def views(self) -> tuple[dict[str, View], dict[str, str]]:
-        """Where each given tensor lies in a parameter as a whole; and why others do not, as the end of a sentence."""
+        """Where each given tensor, or the part of it that this rank has, lies in a parameter; and why others do not, as
+        the end of a sentence."""
         views, without = {}, {}
         for name in self._shapes.keys() - self._no_weights():
             found = self._view(name)
@@ -109,9 +111,14 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
             return f"is a buffer of the model, {parameter}"
         if parameter in self._computed:
             return f"is computed with while it is loaded into {parameter}"
-        if (place := joined(shape, parts)) is None:
+        if not (filled := [box for box in parts if math.prod(box.shape)]):
+            return "leaves nothing for one of the tensor-parallel ranks, it is that small"
+        if (place := joined_part(shape, filled)) is None:
             return f"does not lie evenly in {parameter}"
-        return View(parameter=parameter, offset=place[0], shape=list(shape), stride=list(place[1]))
+        view = View(parameter=parameter, offset=place.offset, shape=list(place.shape), stride=list(place.stride))
+        if place.shape != shape:
+            view.begin, view.whole = list(place.begin), list(shape)
+        return view
 
     def _no_weights(self) -> set[str]:
         """Given names that stand for nothing to be loaded: a tied head is no tensor of its own."""

@@ -20,7 +20,7 @@ import json
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,7 +31,7 @@ import torch
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, View, write_manifest
+from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, View, left_out, write_manifest
 from atropos_common.strided import extent
 from vllm_server.config import ENV_SHM_PATH, ENV_START_WEIGHTS, ServerConfig
 from vllm_server.weights.copy_recorder import CopyRecorder, Named
@@ -184,12 +184,20 @@ class PlainLoader(FolderLoader):
 
 
 class SharedMemoryLoader(PlainLoader):
-    """The loader of plain weights, after which every parameter lies in the file named by `ATROPOS_SHM_PATH`."""
+    """The loader of plain weights, after which every parameter lies in the file of this rank (`shared_file`)."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         model = super().load_model(*args, **kwargs)
-        move_parameters(model, Path(os.environ[ENV_SHM_PATH]))
+        move_parameters(model, shared_file())
         return model
+
+
+def shared_file() -> Path:
+    """Where this worker's parameters lie on a CPU: `ATROPOS_SHM_PATH`, with a number behind it on all ranks but 0."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    rank = get_tensor_model_parallel_rank()
+    return Path(os.environ[ENV_SHM_PATH] + (f".{rank}" if rank else ""))
 
 
 def move_parameters(model: torch.nn.Module, path: Path) -> int:
@@ -264,7 +272,7 @@ def describe_shared_file(model: torch.nn.Module) -> Shard:
         entries[name] = _entry(parameter, parameter.storage_offset())
     return Shard(
         kind="shm",
-        shm_path=os.environ[ENV_SHM_PATH],
+        shm_path=str(shared_file()),
         shm_bytes=_mapping.nbytes(),
         param_mappings=entries,
         aliases=_aliases(model),
@@ -278,13 +286,14 @@ def describe_cuda(model: torch.nn.Module) -> Shard:
     Call it once: each call pins the storages anew for a receiver.
     """
     entries = {}
+    gpu = str(torch.cuda.get_device_properties(next(model.parameters()).device).uuid)
     for name, parameter in _parameters(model):
         if not parameter.is_cuda:
             raise SharedWeightsError(f"{name} lies on {parameter.device}; single copy needs every parameter on the GPU")
         entry = _entry(parameter, parameter.storage_offset())
         entry.ipc_handle = _cuda_handle(parameter.untyped_storage())
         entries[name] = entry
-    return Shard(kind="cuda_ipc", param_mappings=entries, aliases=_aliases(model), views=_views())
+    return Shard(kind="cuda_ipc", gpu=gpu, param_mappings=entries, aliases=_aliases(model), views=_views())
 
 
 def _views() -> dict[str, View]:
@@ -350,9 +359,28 @@ def _parameters(model: torch.nn.Module, **options: bool) -> Iterator[Named]:
 
 
 def write_manifest_for(
-    shard: Shard, *, config: ServerConfig, args: Namespace, model_config: Any, base_url: str, vllm_version: str
+    shards: Sequence[Shard],
+    *,
+    config: ServerConfig,
+    args: Namespace,
+    model_config: Any,
+    base_url: str,
+    vllm_version: str,
 ) -> Manifest:
-    """Complete the manifest of this server, write it, and say so."""
+    """Complete the manifest of this server, write it, and say so.
+
+    Args:
+        shards: one for each tensor-parallel rank, in order.
+
+    Raises:
+        SharedWeightsError: the ranks together do not have all of a tensor.
+    """
+    ranks = dict(enumerate(shards))
+    if names := left_out(ranks):
+        raise SharedWeightsError(
+            f"{len(names)} tensors of the checkpoint do not lie whole in vLLM's parameters, such as {names[0]}. "
+            f"{ANOTHER_MODE}"
+        )
     hf_config = model_config.hf_config
     local = Path(str(model_config.model)) / "config.json"
     description = json.loads(local.read_text()) if local.is_file() else json.loads(hf_config.to_json_string())
@@ -365,8 +393,9 @@ def write_manifest_for(
         server_create_time=psutil.Process().create_time(),
         base_url=base_url,
         vllm_version=vllm_version,
-        ranks={0: shard},
+        tensor_parallel_size=len(ranks),
+        ranks=ranks,
     )
     write_manifest(manifest, config.manifest_path)
-    logger.info("Exported %d params to %s", len(shard.param_mappings), config.manifest_path)
+    logger.info("Exported %d params of %d ranks to %s", len(ranks[0].param_mappings), len(ranks), config.manifest_path)
     return manifest

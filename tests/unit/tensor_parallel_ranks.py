@@ -1,0 +1,219 @@
+"""What a rank of `test_trainer_tensor_parallel.py` runs: a policy over the parts of a server that is made up here, its
+parameters laid out as vLLM lays them out, against the same policy whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from atropos_common.manifest import Shard, TensorEntry, View
+from tests.unit.trainer_rollouts import rollouts_of
+from trainer_core.config import TrainingConfig
+from trainer_core.objective.registry import Objective
+from trainer_core.optim import Stepper
+from trainer_core.policy.attention import register
+from trainer_core.policy.load import attach_views, empty_model
+from trainer_core.policy.logprobs import row_scores, whole_row
+from trainer_core.policy.proof import prove
+from trainer_core.policy.tensor_parallel import TensorParallel
+from trainer_core.rollouts.packing import pack
+from trainer_core.step import accumulate
+
+PADDING = 64
+"""To a multiple of it vLLM pads a vocabulary before it splits it."""
+SHAPE: dict[str, Any] = {
+    "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+ONE_KEY = SHAPE | {"num_key_value_heads": 1}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "norms of heads": Qwen3Config(**SHAPE),
+    "tied": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "fewer heads for keys than ranks": Qwen3Config(**ONE_KEY),
+    "biases of fewer heads": Qwen2Config(**{name: n for name, n in ONE_KEY.items() if name != "head_dim"}),
+    "soft caps": Gemma2Config(**SHAPE, query_pre_attn_scalar=8, sliding_window=16),
+}
+
+
+def whole_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The same weights on every rank, none of them 0 or 1 by rule."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape).to(dtype))
+    return model
+
+
+def served(model: torch.nn.Module, rank: int, size: int) -> tuple[dict[str, torch.Tensor], Shard]:
+    """What worker `rank` of vLLM's has in memory of `model`, and what it says of that."""
+    config, tensors, views = model.config, {}, {}
+    fused: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        value, leaf = parameter.detach(), name.split(".")[-2]
+        begin = [0] * value.ndim
+        if leaf in ("q_proj", "gate_proj", "up_proj"):
+            part, begin[0] = value.chunk(size)[rank], rank * (len(value) // size)
+        elif leaf in ("k_proj", "v_proj"):
+            parts = min(size, config.num_key_value_heads)
+            at = rank * parts // size
+            part, begin[0] = value.chunk(parts)[at], at * (len(value) // parts)
+        elif leaf in ("o_proj", "down_proj") and value.ndim == 2:
+            part, begin[1] = value.chunk(size, dim=1)[rank], rank * (value.shape[1] // size)
+        elif leaf in ("embed_tokens", "lm_head"):
+            rows = -(-len(value) // PADDING) * PADDING // size
+            part, begin[0] = value[rank * rows : (rank + 1) * rows], rank * rows
+        else:
+            part = value
+        holder = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
+                  "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}.get(leaf, leaf)  # fmt: skip
+        where = name.replace(leaf, holder)
+        offset = sum(each.numel() for each in fused.get(where, []))
+        fused.setdefault(where, []).append(part)
+        cut = part.shape != value.shape
+        views[name] = View(
+            parameter=where, offset=offset, shape=list(part.shape), stride=[*part.shape[1:], 1],
+            begin=begin if cut else None, whole=list(value.shape) if cut else None,
+        )  # fmt: skip
+    for where, parts in fused.items():
+        tensors[where] = torch.cat(parts).contiguous()
+    entries = {
+        name: TensorEntry(shape=list(t.shape), stride=list(t.stride()), dtype=str(t.dtype)[6:])
+        for name, t in tensors.items()
+    }
+    return tensors, Shard(kind="shm", param_mappings=entries, views=views)
+
+
+def cut_model(whole: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """The policy over this rank's part of what a server has of `whole`, and that memory."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine, _ = served(whole, rank, size)
+    shards = {each: served(whole, each, size)[1] for each in range(size)}
+    model = empty_model(whole.config, next(whole.parameters()).dtype)
+    attach_views(model, mine, shards[rank])
+    model.parallel = TensorParallel(model, shards, rank)  # type: ignore[assignment]
+    return model, mine
+
+
+def config_of(**fields: Any) -> TrainingConfig:
+    return TrainingConfig.model_validate({"model_name": "m", "optimizer": "adamw", "lr": 1e-2, **fields})
+
+
+def step(model: torch.nn.Module, config: TrainingConfig) -> tuple[Any, Stepper]:
+    """Gradient of some rollouts, not yet applied."""
+    stepper = Stepper(model, config)
+    outcome = accumulate(model, stepper, pack(rollouts_of(), 60), Objective(config), 1)
+    return outcome, stepper
+
+
+def largest_gap(model: torch.nn.Module, wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
+    """Between this rank's parts and what they should be, in the largest of `wanted`."""
+    worst = 0.0
+    for name, whole in wanted.items():
+        mine = model.parallel.part(name).take(whole)
+        worst = max(worst, ((mine - found[name]).abs().max() / whole.abs().max().clamp(min=1e-3)).item())
+    return worst
+
+
+def compare(name: str) -> dict[str, float]:
+    """Scores, what is saved, gradient and step of one model in parts, each against the whole one."""
+    whole = whole_model(CONFIGS[name])
+    whole.set_attn_implementation(register())
+    whole.eval()
+    model, memory = cut_model(whole)
+    pair = (whole, model)
+    found = {"proof": prove(model), **_scores(pair)}
+    saved = dict(model.parallel.gathered())
+    if dist.get_rank() == 0:
+        assert saved.keys() == dict(whole.named_parameters()).keys()
+        found["saved"] = max((saved[n] - p).abs().max().item() for n, p in whole.named_parameters())
+    config = config_of(max_grad_norm=0.05)
+    (one, wholly), (other, partly) = (step(each, config) for each in pair)
+    gradients = [{n: p.grad.clone() for n, p in each.named_parameters()} for each in pair]
+    found["gradient"] = largest_gap(model, *gradients)
+    found["norm"] = abs(one.grad_norm - other.grad_norm) / one.grad_norm
+    found["loss"], found["entropy"] = abs(one.loss - other.loss), abs(one.entropy - other.entropy)
+    for stepper in (wholly, partly):
+        stepper.compute()
+        stepper.write()
+    model.parallel.settle()
+    # Adam divides a gradient by its size, and with it the rounding of one that is nearly 0.
+    clear = {n: g.abs() > 0.01 * g.abs().max() for n, g in gradients[0].items()}
+    after = {n: p.detach() * clear[n] for n, p in whole.named_parameters()}
+    mine = {n: p.detach() * model.parallel.part(n).take(clear[n]) for n, p in model.named_parameters()}
+    found["step"] = largest_gap(model, after, mine)
+    places = {tensor.untyped_storage().data_ptr() for tensor in memory.values()}
+    assert all(p.untyped_storage().data_ptr() in places for p in model.parameters()), "the server's memory is stepped"
+    return found
+
+
+def _scores(pair: tuple[torch.nn.Module, torch.nn.Module]) -> dict[str, float]:
+    """Of several labels at each position, as a teacher's, and the gradient of what knows the vocabulary."""
+    row = whole_row([torch.arange(3, 40), torch.arange(30, 75)])
+    labels = torch.stack([row.labels, (row.labels + 40) % 80, row.labels], dim=1)
+    scores = [row_scores(each, row, labels=labels) for each in pair]
+    weights = torch.linspace(-1, 1, labels.numel()).view(labels.shape)
+    ends = []
+    for each, score in zip(pair, scores, strict=True):
+        (score.logprobs * weights).sum().backward()
+        ends.append({n: p.grad.clone() for n, p in each.named_parameters() if "embed" in n or "head" in n})
+        each.zero_grad()
+    return {
+        "several labels": (scores[0].logprobs - scores[1].logprobs).abs().max().item(),
+        "their entropy": (scores[0].entropy - scores[1].entropy).abs().max().item(),
+        "their gradient": largest_gap(pair[1], *ends),
+    }
+
+
+def in_group(folder: Path, work: Callable[[], Any]) -> int:
+    """Run `work` on this rank, and leave what it returns as JSON."""
+    import os
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size)
+    (folder / f"answer.{rank}").write_text(json.dumps(work()))
+    sys.stdout.flush()
+    dist.barrier()
+    return 0
+
+
+def everything(folder: Path) -> int:
+    return in_group(folder, lambda: {"models": {name: compare(name) for name in CONFIGS}, "copies": _copies()})
+
+
+def _copies() -> dict[str, Any]:
+    """Five steps in half precision, whose stochastic rounding each rank draws for itself: copies with other bits."""
+    whole = whole_model(CONFIGS["fewer heads for keys than ranks"], torch.bfloat16)
+    model, _ = cut_model(whole)
+    stepper = Stepper(model, config_of(master_weights="stochastic", max_grad_norm=0.05))
+    apart = 0
+    for number in range(1, 6):
+        accumulate(model, stepper, pack(rollouts_of(seed=number), 60), Objective(stepper.config), number)
+        stepper.compute()
+        stepper.write()
+        apart += _differ(model)
+        model.parallel.settle()
+    moved = max((model.parallel.part(n).take(p) - model.get_parameter(n)).abs().max().item()
+                for n, p in whole.named_parameters())  # fmt: skip
+    return {"before": apart, "after": _differ(model), "moved": moved}
+
+
+def _differ(model: torch.nn.Module) -> int:
+    """Parameters that all ranks have, and not with the same bits."""
+    count = 0
+    for name, parameter in model.named_parameters():
+        if math.prod(model.parallel.part(name).shape) == math.prod(model.parallel.part(name).whole) or "k_proj" in name:
+            seen = [torch.empty_like(parameter.detach()) for _ in range(dist.get_world_size())]
+            dist.all_gather(seen, parameter.detach().contiguous())
+            count += any(not torch.equal(seen[0], each) for each in seen)
+    return count

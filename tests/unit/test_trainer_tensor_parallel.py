@@ -1,0 +1,32 @@
+"""A policy in parts over two and four ranks (gloo) computes, steps and saves what it does whole."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.unit.ranks import run_ranks
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format)
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each rank found."""
+    folder, size = tmp_path_factory.mktemp("ranks"), request.param
+    ended = run_ranks("tests.unit.tensor_parallel_ranks:everything", folder, size=size, limit_s=150.0)
+    assert [rank.code for rank in ended] == [0] * size, "\n".join(rank.output[-3000:] for rank in ended)
+    return [json.loads((folder / f"answer.{rank}").read_text()) for rank in range(size)]
+
+
+def test_parts_compute_what_the_whole_does(answers: list[Any]) -> None:
+    for rank in answers:
+        for name, gaps in rank["models"].items():
+            print(f"{name}: " + ", ".join(f"{what} {gap:.1g}" for what, gap in gaps.items()))
+            assert max(gaps.values()) < 2e-6, name
+
+
+def test_copies_of_a_weight_stay_equal_bit_for_bit(answers: list[Any]) -> None:
+    for rank in answers:
+        found = rank["copies"]
+        assert found["after"] == 0 and found["before"] > 0 and found["moved"] > 1e-3, found
