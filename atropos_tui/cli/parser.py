@@ -206,6 +206,7 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     bench.add_argument("runs", metavar="RUN", type=Path, nargs="*", help=RUN)
     bench.add_argument("--json", action="store_true", help="as JSON")
     _compare(commands)
+    _sweep(commands)
 
 
 def _compare(commands) -> None:  # type: ignore[no-untyped-def]
@@ -220,6 +221,22 @@ def _compare(commands) -> None:  # type: ignore[no-untyped-def]
     compare.add_argument("--json", action="store_true", help="figures as JSON; progress goes to stderr")
     where = "where their run directories go (default: runs/compare-TIME)"
     compare.add_argument("--run-dir", metavar="DIR", type=Path, help=where)
+
+
+def _sweep(commands) -> None:  # type: ignore[no-untyped-def]
+    text = "run a profile with every combination of settings, and print one table"
+    sweep = _command(commands, "sweep", "sweep:sweep", text)
+    sweep.add_argument("profile", metavar="PROFILE", nargs="?", help="a path, or the name of a shipped profile")
+    text = "a key and its values, such as trainer.lr=1e-5,1e-6 or seed=0..3; several make a grid"
+    sweep.add_argument("--set", metavar="KEY=VALUE", dest="sets", action="append", default=[], help=text)
+    sweep.add_argument("--steps", metavar="N", type=int, help="optimizer steps of each")
+    text = "so many at a time, as far as the GPUs allow (default 1: one after another)"
+    sweep.add_argument("--parallel", metavar="N", type=_count, default=1, help=text)
+    sweep.add_argument("--json", action="store_true", help="figures as JSON; progress goes to stderr")
+    where = "where their run directories go (default: runs/sweep-NAME-TIME)"
+    sweep.add_argument("--run-dir", metavar="DIR", type=Path, help=where)
+    text = "go on with a sweep: what is done is not run again"
+    sweep.add_argument("--resume", metavar="DIR", type=Path, help=text)
 
 
 def _caring(commands) -> None:  # type: ignore[no-untyped-def]
