@@ -109,6 +109,7 @@ def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
         exit_code=code,
         reason=_text(result.get("reason")),
         components=component_rows(info, state),
+        gpus=state.gauges.last.gpus if state.gauges.last else [],
     )
     return status if code is not None else without_result(run, status)
 
@@ -304,6 +305,11 @@ class RecordBatch:
     """A file was cut or replaced and comes again from its start: begin with a new `RunState`."""
 
 
+def streams(run: RunDir) -> list[Path]:
+    """Every file of records of `run`, there or not."""
+    return [run.supervisor_jsonl, run.telemetry_jsonl, run.gauges_jsonl, *sorted(run.root.glob("eval.*.jsonl"))]
+
+
 @dataclass
 class RunFeed:
     """Tails of every stream of `run`."""
@@ -319,7 +325,7 @@ class RunFeed:
 
     def read(self) -> RecordBatch:
         """One bounded chunk of every stream."""
-        for path in (self.run.supervisor_jsonl, self.run.telemetry_jsonl, *self.run.root.glob("eval.*.jsonl")):
+        for path in streams(self.run):
             if path not in self._tails:
                 self._tails[path] = self._tail(path)
         records = [record for tail in self._tails.values() for record in tail.read()]

@@ -18,6 +18,7 @@ from atropos_common.records import (
     ComponentRecord,
     DiagnosisRecord,
     EvalRecord,
+    GaugesRecord,
     MemoryRecord,
     Record,
     RolloutRecord,
@@ -30,6 +31,7 @@ from atropos_common.records import (
 )
 from atropos_tui.monitor.charts import MOST_STEPS, Series
 from atropos_tui.monitor.format import real
+from atropos_tui.monitor.gauges import GaugeHistory
 
 METRICS: dict[type[Record], tuple[str, ...]] = {
     StepRecord: (
@@ -59,7 +61,7 @@ COMMANDS_KEPT = 200
 
 @dataclass
 class RunState:
-    """History of one run. Feed it records of `telemetry.jsonl`, `eval.*.jsonl` and `supervisor.jsonl` in any mix."""
+    """History of one run. Feed it the records of its streams in any mix."""
 
     series: dict[str, Series] = field(default_factory=dict)
     evals: dict[str, Series] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class RunState:
     """What each component reached in its newest attempt, oldest first."""
     commands: dict[str, CommandRecord] = field(default_factory=dict)
     """Latest word on each command, by id, oldest first."""
+    gauges: GaugeHistory = field(default_factory=GaugeHistory)
     supervisor_seq: int = -1
     """Last record of supervisor.jsonl that was applied."""
     unknown: int = 0
@@ -100,6 +103,8 @@ class RunState:
             self._apply_eval(record)
         elif isinstance(record, ComponentRecord):
             self._apply_supervisor(record)
+        elif isinstance(record, GaugesRecord):
+            self.gauges.add(record)
         elif type(record) is Record:  # counts and metrics of environments are known; trackers and diagnoses read them
             self.unknown += 1
 

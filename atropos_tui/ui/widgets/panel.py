@@ -5,7 +5,7 @@ A panel is two places: its file here, with its CSS, and one row of `ui.views.VIE
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.style import Style
@@ -35,13 +35,17 @@ class View:
     """Unix seconds."""
     bad_lines: int = 0
     """Lines in the run's streams that were no records."""
-    gauges: GaugeHistory = field(default_factory=GaugeHistory)
     other: RunBenchmark | None = None
     """The run that this one is compared with."""
     selected: str = ""
     """The component under the cursor."""
     loaded: bool = True
     """Whether the files were read to their end once."""
+
+    @property
+    def gauges(self) -> GaugeHistory:
+        """What the supervisor recorded of machine and engines."""
+        return self.state.gauges
 
     @property
     def rows(self) -> list[ComponentStatus]:
