@@ -434,10 +434,12 @@ class EnvFlow(Figures):
     flat: Count = 0
     counted_s: Amount = 0.0
     waiting: Amount | None = None
-    """Share of the time in which the trainer had no batch; None while too little was measured, as the next two."""
+    """Share of the time in which the trainer had no batch; None while too little was measured, as the next three."""
     idle: Amount | None = None
     """Share of the time in which its engine had no request."""
-    tokens_per_s: Amount | None = None
+    running: Amount | None = None
+    """Sequences in the engine, and how many it computes at a time, at most."""
+    slots: Amount | None = None
 
 
 class GaugesRecord(Record):

@@ -53,6 +53,7 @@ _MARKS_A_STEP = (StepRecord, AlignmentRecord, TimingRecord, MemoryRecord, Rollou
 """Kinds that tell where an attempt begins. A sync or checkpoint may carry the step that was resumed from."""
 
 ROLLOUTS_KEPT = 1000
+STEPS_KEPT = 10
 DIAGNOSES_KEPT = 200
 CHECKPOINTS_KEPT = 200
 TRANSITIONS_KEPT = 2000
@@ -73,6 +74,8 @@ class RunState:
     """Newest optimizer step, 0 before the first."""
     trainer_time: float | None = None
     """Time of the newest trainer record; tells how long the trainer has been silent."""
+    newest_steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    """Whole, for what is no curve."""
     alignment: AlignmentRecord | None = None
     benchmark: BenchmarkRecord | None = None
     rollouts: deque[RolloutRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
@@ -139,6 +142,7 @@ class RunState:
                 series.put(record.step, real(value), record.time)
         if isinstance(record, StepRecord):
             self.step = max(self.step, record.step)
+            self.newest_steps.append(record)
         elif isinstance(record, AlignmentRecord):
             self.alignment = record
         elif isinstance(record, CheckpointRecord):
@@ -158,6 +162,7 @@ class RunState:
         for series in self.series.values():
             series.cut(first)
         self.step = min(self.step, first - 1)
+        self.newest_steps.clear()
         self.syncs = [sync for sync in self.syncs if sync[0] >= record.attempt or sync[1] < first]
         kept_rollouts = [old for old in self.rollouts if old.attempt >= record.attempt or old.step < first]
         self.rollouts = deque(kept_rollouts, maxlen=ROLLOUTS_KEPT)

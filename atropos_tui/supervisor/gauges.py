@@ -192,7 +192,8 @@ def _flow(flow: Flow) -> EnvFlow:
         counted_s=flow.counted_s,
         waiting=min(1.0, max(0.0, flow.waiting)) if known else None,
         idle=flow.idle if known else None,
-        tokens_per_s=flow.tokens_per_s if known else None,
+        running=flow.running if known else None,
+        slots=flow.slots if known else None,
     )
 
 
