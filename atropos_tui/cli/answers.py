@@ -69,7 +69,10 @@ class Why(Answer):
     run_id: str
     phase: str
     exit_code: int | None
+    sentence: str
+    """What is to be known first: what limits or breaks it, and what to change."""
     headline: str
+    """What it waits for, or how it ended."""
     components: list[ComponentWhy]
     diagnoses: list[DiagnosisRecord]
     """Of a live run those that hold now, newest first; of an ended one all."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import shutil
 import sys
 import time
@@ -17,12 +16,14 @@ from atropos_tui.cli import runs, show
 from atropos_tui.cli.logs import compiled
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import counted, duration, number, one_line
-from atropos_tui.monitor.run_files import moment, read_info, status_from_files
+from atropos_tui.monitor.run_files import RunInfo, moment, read_info, status_from_files
 from atropos_tui.profile.errors import did_you_mean
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, StreamLost
 
 if TYPE_CHECKING:
     from atropos_tui.cli.answers import RunRow, Why
+    from atropos_tui.monitor.state import RunState
+    from atropos_tui.monitor.verdict import Verdict
     from atropos_tui.monitor.why import Picture
 
 RUNS_SHOWN = 20
@@ -58,37 +59,62 @@ def read_events(run: RunDir) -> Iterator[Record]:
 
 
 async def ps(options: argparse.Namespace) -> int:
-    status = await status_of(runs.of(options))
-    print(show.ascii_json(status.model_dump_json(indent=2)) if options.json else show.ps_table(status))
+    entry = runs.of(options)
+    if options.json:
+        print(show.ascii_json((await status_of(entry)).model_dump_json(indent=2)))
+        return Exit.DONE
+    status, said = await judged(entry)
+    print(show.ps_table(status, said.line))
     return Exit.DONE
 
 
+async def judged(entry: runs.RunEntry) -> tuple[RunStatus, Verdict]:
+    """How a run stands at this moment, and the one sentence about it."""
+    from atropos_tui.monitor.verdict import verdict
+
+    info, state, status = await _all_of(entry)
+    return status, verdict(status, info, state, time.time())
+
+
+async def _all_of(entry: runs.RunEntry) -> tuple[RunInfo, RunState, RunStatus]:
+    """What the files tell, and the supervisor's word on how it stands."""
+    from atropos_tui.monitor.run_files import load_run
+
+    info, state, _ = load_run(entry.dir.root)
+    try:
+        return info, state, await ControlClient(entry.dir.root).status()
+    except NoSupervisor:
+        return info, state, status_from_files(entry.dir, info, state)
+
+
 async def why(options: argparse.Namespace) -> int:
-    """What the run or one component waits for, since when, and the usual cause; from the files after the end."""
+    """The sentence about the run; what it or components wait for, since when, and the usual cause."""
     entry, names = runs.with_components(options.words, options.run_dir)
-    picture = await _picture(entry)
+    picture, said = await _picture(entry)
     if unknown := [name for name in names if name not in picture.rows]:
         raise _no_component(unknown[0], list(picture.rows))
     if options.json:
-        print(_why_answer(picture, names or list(picture.rows)).as_json())
+        print(_why_answer(picture, said, names or list(picture.rows)).as_json())
         return Exit.DONE
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    if not names:
+        print(said.line + "\n")
     chosen: list[str | None] = [*names] or [None]
     print("\n".join(line for name in chosen for line in picture.lines(name, columns)))
     return Exit.DONE
 
 
-def _why_answer(picture: Picture, names: list[str]) -> Why:
+def _why_answer(picture: Picture, said: Verdict, names: list[str]) -> Why:
     from atropos_tui.cli.answers import ComponentWhy, Why
     from atropos_tui.monitor.why import open_diagnoses
 
     status, state = picture.status, picture.state
-    headline = list(itertools.takewhile(bool, picture.lines()))
     return Why(
         run_id=status.run_id,
         phase=status.phase,
         exit_code=status.exit_code,
-        headline=" ".join(headline),
+        sentence=said.line,
+        headline=picture.lines()[0],
         components=[
             ComponentWhy(name=name, state=picture.rows[name].state, says=_ideas(picture.lines(name))) for name in names
         ],
@@ -102,17 +128,14 @@ def _ideas(paragraph: list[str]) -> list[str]:
     return [text for line in ["  ".join(first.split("  ")[2:]), *rest] if (text := line.strip())]
 
 
-async def _picture(entry: runs.RunEntry) -> Picture:
+async def _picture(entry: runs.RunEntry) -> tuple[Picture, Verdict]:
     """The run at this moment, with all that its records tell."""
-    from atropos_tui.monitor.run_files import load_run
+    from atropos_tui.monitor.verdict import verdict
     from atropos_tui.monitor.why import Picture
 
-    info, state, _ = load_run(entry.dir.root)
-    try:
-        status = await ControlClient(entry.dir.root).status()
-    except NoSupervisor:
-        status = status_from_files(entry.dir, info, state)
-    return Picture(status, info, state, time.time())
+    info, state, status = await _all_of(entry)
+    now = time.time()
+    return Picture(status, info, state, now), verdict(status, info, state, now)
 
 
 def _no_component(name: str, known: list[str]) -> UserError:
