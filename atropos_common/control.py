@@ -89,10 +89,10 @@ class StageStatus(Message):
 class GpuStatus(Message):
     """One GPU of the machine as NVML sees it, whoever uses it; bytes, and percent of time in use."""
 
-    index: int
+    index: int = Field(ge=0, le=2**16)
     name: str = ""
-    used_bytes: int
-    total_bytes: int
+    used_bytes: int = Field(ge=0, le=2**60)
+    total_bytes: int = Field(ge=0, le=2**60)
     utilization_percent: int | None = None
     """Null where the driver does not measure it (MIG)."""
     power_w: float | None = None

@@ -58,6 +58,7 @@ from atropos_tui.diagnoses.stall_rules import (
     RUNS,
     STALL_RULES,
     ApiView,
+    Flow,
     Part,
     RefusalWatch,
     RunSnapshot,
@@ -398,6 +399,8 @@ class Watcher:
         self._since_step: Counter[str] = Counter()
         self._refusals = RefusalWatch(stack)
         self._flows = FlowWatch(stack)
+        self.flows: Mapping[str, Flow] = {}
+        """What was seen of each environment at the last look."""
         api = next((spec for spec in stack.components if spec.role is Role.API and spec.port), None)
         self._api_url = f"http://127.0.0.1:{api.port}" if api else ""
         self._api_attempt = 0
@@ -489,7 +492,7 @@ class Watcher:
         came = sum(self._counts[name] for name in CAME)
         free, size = self._free(bare.now)
         self._flows.ask(bare.parts, bare.now)
-        flows = {} if starting_roles(bare) else self._flows.view(bare.parts, bare.now)
+        self.flows = flows = {} if starting_roles(bare) else self._flows.view(bare.parts, bare.now)
         refused = self._refusals.judge(bare.parts, bare.now)
         run = replace(
             bare,

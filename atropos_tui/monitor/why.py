@@ -241,6 +241,8 @@ def next_stage(row: ComponentStatus) -> StageStatus | None:
     """The first stage after the last one reached; earlier ones that were not seen do not matter any more."""
     if row.state not in (State.STARTING, State.HEALTHY, State.UNHEALTHY):
         return None
+    if row.role is Role.ENGINE and row.state is not State.STARTING:
+        return None  # it answers, whatever it has printed
     reached = [at for at, stage in enumerate(row.stages) if stage.reached_at is not None]
     return next(iter(row.stages[max(reached) + 1 if reached else 0 :]), None)
 

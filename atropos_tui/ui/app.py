@@ -22,10 +22,9 @@ from textual.screen import Screen
 from textual.widget import Widget
 
 from atropos_common.control import Phase, RunStatus, State
-from atropos_common.records import CommandRecord
+from atropos_common.records import CommandRecord, GaugesRecord, Record
 from atropos_tui.monitor.bench import RunBenchmark, benchmark_run
 from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.gauges import GaugeHistory, Sample
 from atropos_tui.monitor.run_files import RunInfo, other_runs, status_from_files
 from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import ControlClient
@@ -34,7 +33,6 @@ from atropos_tui.ui.dialogs import ChooseRunDialog, HelpDialog, TextDialog
 from atropos_tui.ui.feed import (
     Control,
     Feed,
-    GaugesArrived,
     LogArrived,
     RecordsArrived,
     StatusArrived,
@@ -104,15 +102,13 @@ class CockpitApp(CommandApp):
         *,
         control: Control | None = None,
         clock: Callable[[], float] = time.time,
-        look: Callable[[RunStatus | None], Sample] | None = None,
     ) -> None:
         super().__init__()
-        self.feed = Feed(run_dir, control or ControlClient(run_dir), self.post_message, look)
+        self.feed = Feed(run_dir, control or ControlClient(run_dir), self.post_message)
         self.clock = clock
         self.rings = Bell(self.feed.run)
         self.info = RunInfo()
         self.state = RunState()
-        self.gauges = GaugeHistory()
         self.status: RunStatus | None = None
         self.other: RunBenchmark | None = None
         self.gone = ""
@@ -141,7 +137,6 @@ class CockpitApp(CommandApp):
             self.feed.follow_status,
             self.feed.follow_events,
             self.feed.follow_log,
-            self.feed.follow_gauges,
         ):
             self.run_worker(follow(), group="feed")
         self.set_interval(REFRESH_S, self._refresh_panels)
@@ -176,7 +171,8 @@ class CockpitApp(CommandApp):
         if not self.loaded and not message.behind:
             self.loaded = True
             self._settle()
-        self._dirty = self._fresh_records = True
+        self._dirty = True
+        self._fresh_records = self._fresh_records or message.anew or not all(map(is_gauges, message.records))
         self._ask_the_files()
 
     def _settle(self) -> None:
@@ -193,13 +189,9 @@ class CockpitApp(CommandApp):
         if log and message.components == self._log_names():
             log.extend(message.entries, message.path)
 
-    def on_gauges_arrived(self, message: GaugesArrived) -> None:
-        self.gauges.add(message.sample)
-
     def _after_status(self, news: bool) -> None:
         """What is no news is drawn with the clocks."""
         self._dirty = self._dirty or news
-        self.gauges.add_cards(self.status.gpus if self.status and not self.gone else [], self.clock())
         if self.rings.at_status(self.status):
             self.bell()
         if self._log_of_all:
@@ -262,7 +254,6 @@ class CockpitApp(CommandApp):
             gone=self.gone,
             now=self.clock(),
             bad_lines=self._bad_lines,
-            gauges=self.gauges,
             other=self.other,
             selected=table.selected.name if table and table.selected else "",
             loaded=self.loaded,
@@ -395,6 +386,11 @@ class CockpitApp(CommandApp):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         panels_with_keys = [widget for kind in SEARCHED if (widget := self.find(kind))]
         return palette(self, panels_with_keys, self.status.components if self.status else (), self.act)
+
+
+def is_gauges(record: Record) -> bool:
+    """Whether it changes only what is drawn with the clocks."""
+    return isinstance(record, GaugesRecord)
 
 
 def standing(status: RunStatus) -> object:

@@ -26,7 +26,7 @@ from atropos_tui.ui.views import VIEWS
 from atropos_tui.ui.widgets.components import Components
 from tests.ui.conftest import cockpit
 from tests.ui.fakes import FakeControl
-from tests.ui.run_maker import T0, live_status, make_run, still, write_records
+from tests.ui.run_maker import T0, live_status, make_run, write_records
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 
@@ -266,7 +266,7 @@ VIEW_WORDS = {
 @pytest.mark.parametrize("size", [(80, 24), (200, 50)])
 async def test_number_keys_give_one_subject_the_room(run: RunDir, size: tuple[int, int]) -> None:
     assert len(VIEW_WORDS) == len(VIEWS)
-    async with cockpit(run, size, FakeControl(live_status(run, NOW)), now, still) as screen:
+    async with cockpit(run, size, FakeControl(live_status(run, NOW)), now) as screen:
         await screen.shows("step 37/60")
         for key, (there, gone) in [*VIEW_WORDS.items(), ("1", VIEW_WORDS["1"])]:
             await screen.press(key)
