@@ -35,7 +35,7 @@ LEAST_ADAPTER_LR = 5e-5
 def check_profile(site: Site) -> list[Problem]:
     """What contradicts itself, whatever the machine."""
     profile = site.profile
-    problems = [*_trainer_gpus(profile), *_fed(profile), *_names(profile), *_ports(profile), *_urls(site)]
+    problems = [*_fed(profile), *_names(profile), *_ports(profile), *_urls(site)]
     problems += [*_derived(profile), *_server_types(profile), *_several(profile), *_gpu_lists(profile)]
     problems += [*_shares(profile), *_logprobs(profile)]
     if site.traits.shares_memory:
@@ -150,14 +150,6 @@ def _meeting_place(site: Site, settings: TrainingConfig) -> Iterator[Problem]:
             "leave it out for the loopback, or name the one address that the servers reach",
             key=_meeting_key(settings),
         )
-
-
-def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
-    gpus = profile.trainer.gpus
-    if len(gpus) > 1:
-        reason = f"{len(gpus)} GPUs, and the trainer of this version uses one"
-        fix = f"name one, such as trainer.gpus = [{gpus[0]}], and a model that fits"
-        yield Problem(reason, fix, key="trainer.gpus")
 
 
 def _fed(profile: Profile) -> Iterator[Problem]:
