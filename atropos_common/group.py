@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 SECRET_BYTES = 32
 POLL_S = 0.001
-_MAC_BYTES = 32
+MAC_BYTES = 32
 NCCL_ID_BYTES = 128
 ABORT_S = 5.0
 """An abort may itself wait for the device; longer than this it is left to its thread."""
@@ -83,7 +83,7 @@ class SealedStore(dist.Store):  # type: ignore[misc]
         if not self._store.check([key]):
             return None
         sealed = bytes(self._store.get(key))
-        mac, value = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
+        mac, value = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
         return value if hmac.compare_digest(mac, self.mac(key, value)) else None
 
 
@@ -101,7 +101,7 @@ class Gloo:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # one machine: loopback
         self._parts: list[Any] = [store, dist.ProcessGroupGloo(store, rank, world_size, options)]
         try:
-            self._prove(store, rank, [peer for peer in range(world_size) if peer != rank])
+            prove(self._parts[1], store, rank, world_size)
         except RuntimeError:
             self.close()
             raise
@@ -112,24 +112,35 @@ class Gloo:
         options.rootRank = 0
         return self._parts[1].broadcast([tensor], options)
 
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, by rank; all have the same shape and type."""
+        found = [torch.empty_like(tensor) for _ in range(self._parts[1].size())]
+        self._parts[1].allgather([found], [tensor]).wait()
+        return found
+
     def close(self, works: Sequence[Any] = ()) -> None:
         """Leave. The end of a group waits for what is under way, up to its timeout; nobody here does."""
         # Only the interpreter does: it aborts (SIGABRT) when it ends while a daemon thread is in there.
         parts, self._parts = [*works, *self._parts], []
         threading.Thread(target=parts.clear).start()
 
-    def _prove(self, store: SealedStore, rank: int, peers: list[int]) -> None:
-        """gloo takes whoever connects to a rank's port with the number of a peer; only a peer can say its word."""
-        group = self._parts[1]
-        said = {peer: _tensor(store.mac(f"{rank} to {peer}")) for peer in peers}
-        heard = {peer: torch.zeros(_MAC_BYTES, dtype=torch.uint8) for peer in peers}
-        works = [group.send([said[peer]], peer, 0) for peer in peers]
-        works += [group.recv([heard[peer]], peer, 0) for peer in peers]
-        for work in works:
-            work.wait()
-        for peer in peers:
-            if not hmac.compare_digest(bytes(heard[peer].tolist()), store.mac(f"{peer} to {rank}")):
-                raise RuntimeError(f"a stranger has connected in the place of rank {peer}")
+
+def prove(group: Any, store: SealedStore, rank: int, size: int) -> None:
+    """gloo takes whoever connects to a rank's port with the number of a peer; only a peer can say its word.
+
+    Raises:
+        RuntimeError: a stranger has connected, or a peer has gone.
+    """
+    peers = [peer for peer in range(size) if peer != rank]
+    said = {peer: _tensor(store.mac(f"{rank} to {peer}")) for peer in peers}
+    heard = {peer: torch.zeros(MAC_BYTES, dtype=torch.uint8) for peer in peers}
+    works = [group.send([said[peer]], peer, 0) for peer in peers]
+    works += [group.recv([heard[peer]], peer, 0) for peer in peers]
+    for work in works:
+        work.wait()
+    for peer in peers:
+        if not hmac.compare_digest(bytes(heard[peer].tolist()), store.mac(f"{peer} to {rank}")):
+            raise RuntimeError(f"a stranger has connected in the place of rank {peer}")
 
 
 class NcclError(RuntimeError):

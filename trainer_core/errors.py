@@ -53,6 +53,10 @@ class EngineGone(TrainerError):
         """Whether that is what a server said, rather than its silence."""
 
 
+class RankGone(TrainerError):
+    """Another rank of this trainer has ended, so this one cannot go on."""
+
+
 class LossError(UsageError):
     """The loss function of one's own cannot be found, or does not return what it should."""
 

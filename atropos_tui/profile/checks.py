@@ -15,7 +15,16 @@ from atropos_common.transfer import is_loopback, is_wildcard
 from atropos_tui.errors import Problem
 from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.memory import VLLM_FRACTION
-from atropos_tui.profile.plan import Site, env_engines, fed_engines, meeting_address, training_config, traits_of
+from atropos_tui.profile.plan import (
+    Site,
+    env_engines,
+    fed_engines,
+    meeting_address,
+    trainer_gpus,
+    trainer_ranks,
+    training_config,
+    traits_of,
+)
 from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
@@ -35,7 +44,7 @@ LEAST_ADAPTER_LR = 5e-5
 def check_profile(site: Site) -> list[Problem]:
     """What contradicts itself, whatever the machine."""
     profile = site.profile
-    problems = [*_fed(profile), *_names(profile), *_ports(profile), *_urls(site)]
+    problems = [*_trainer_gpus(profile), *_fed(profile), *_names(profile), *_ports(profile), *_urls(site)]
     problems += [*_derived(profile), *_server_types(profile), *_several(profile), *_gpu_lists(profile)]
     problems += [*_shares(profile), *_logprobs(profile)]
     if site.traits.shares_memory:
@@ -150,6 +159,19 @@ def _meeting_place(site: Site, settings: TrainingConfig) -> Iterator[Problem]:
             "leave it out for the loopback, or name the one address that the servers reach",
             key=_meeting_key(settings),
         )
+
+
+def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
+    gpus, ranks = trainer_gpus(profile), trainer_ranks(profile)
+    if len(set(gpus)) < len(gpus):
+        reason = f"a GPU is named twice in {gpus}"
+        yield Problem(reason, "name each once: a rank has one of its own", key="trainer.gpus")
+    elif gpus and ranks != len(gpus):
+        reason = f"{ranks} ranks, and {len(gpus)} GPUs: each rank has one of its own"
+        yield Problem(reason, f"set it to {len(gpus)}, or leave it out", key="trainer.processes")
+    elif traits_of(profile).shares_memory and ranks != (workers := profile.vllm[0].tensor_parallel):
+        reason = f"{ranks} ranks, and in single copy each lives in the memory of one worker of the engine, which has"
+        yield Problem(f"{reason} {workers}", f"set it to {workers}, or leave it out", key="trainer.processes")
 
 
 def _fed(profile: Profile) -> Iterator[Problem]:

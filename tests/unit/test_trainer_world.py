@@ -1,0 +1,147 @@
+"""The ranks of a trainer: values and errors of rank 0 on all, sums, and what becomes of the others when one ends."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from trainer_core.errors import EngineGone, RankGone, TrainerError, UsageError
+from trainer_core.ranks import GONE_CODE, meeting_place
+from trainer_core.world import ALONE, World
+
+LIMIT_S = 10.0
+"""In this time all know that a rank has ended."""
+
+
+def join() -> World:
+    return World.join(torch.device("cpu"), 30.0)
+
+
+class Odd(TrainerError):
+    """An error that does not survive pickling."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def all_of_it(_: Path) -> int:
+    """On each rank: what a step asks of its world."""
+    world = join()
+    rows = world.share(lambda: {"rows": [torch.arange(3), torch.ones(2, dtype=torch.bool)], "rank": world.rank})
+    assert rows["rank"] == 0 and rows["rows"][0].tolist() == [0, 1, 2] and rows["rows"][1].dtype == torch.bool
+    assert world.total(torch.tensor([1.0, world.rank])).tolist() == [2.0, 1.0]
+    assert world.largest(torch.tensor([world.rank, -world.rank])).tolist() == [1, 0]
+    assert world.gather("x" * world.rank) == ["", "x"]
+    assert world.mesh is not None and world.mesh.mesh_dim_names == ("fsdp",) and world.mesh.size() == 2
+
+    def fail() -> None:
+        raise EngineGone("no server", answered=True)
+
+    with pytest.raises(EngineGone, match=r"^no server$") as caught:
+        world.share(fail)
+    assert caught.value.answered
+
+    def oddly() -> None:
+        raise Odd("two", "words")
+
+    with pytest.raises(TrainerError, match="two words"):
+        world.share(oddly)
+    with pytest.raises(UsageError, match=r"^rank 1: not here$"):
+        world.agree(UsageError("not here") if world.rank == 1 else None)
+    world.agree(None)
+    assert world.share(lambda: "still in step") == "still in step"
+    world.check()
+    world.close()
+    return 0
+
+
+def test_values_errors_and_sums_are_the_same_on_every_rank(tmp_path: Path) -> None:
+    ended = run_ranks("test_trainer_world:all_of_it", tmp_path)
+    assert [each.code for each in ended] == [0, 0], ended
+
+
+def dies_while_others_wait(folder: Path, how: str) -> int:
+    """Rank 1 ends while rank 0 waits: for a batch, or in a collective that nobody else will come to."""
+    world = join()
+    world.agree(None)
+    if world.rank == 1:
+        (folder / "died").write_text(repr(time.monotonic()))
+        if how == "raised":
+            world.close(ValueError("bad row"))
+            return 1
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "waiting":
+        time.sleep(60)  # for a batch: nothing here looks at the others
+    try:
+        world.total(torch.zeros(1))
+    except RankGone as error:
+        print(error)
+        world.close(error)
+        return 5
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("waiting", GONE_CODE, "rank 1 has ended"),
+        ("collective", 5, "rank 1 has ended"),
+        ("raised", 5, "rank 1 has ended: bad row"),
+    ],
+)
+def test_end_of_one_is_seen_by_the_other(tmp_path: Path, how: str, code: int, words: str) -> None:
+    first, second = run_ranks("test_trainer_world:dies_while_others_wait", tmp_path, how)
+    assert (first.code, words in first.output) == (code, True), first
+    assert second.code == (1 if how == "raised" else -signal.SIGKILL)
+    assert first.at - float((tmp_path / "died").read_text()) < LIMIT_S
+
+
+class Poison:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def says_without_the_secret(folder: Path) -> int:
+    """Rank 0 is a stranger: it does not know the secret that its words want."""
+    world = join()
+    if world.rank == 0:
+        words = pickle.dumps((True, Poison(folder / "poisoned")))
+        world._sealed._secret = b"guessed"  # type: ignore[attr-defined]
+        world._send(words)  # type: ignore[attr-defined]
+        return 0
+    with pytest.raises(RankGone, match="a stranger speaks"):
+        world.share(lambda: None)
+    return 0
+
+
+def test_words_without_the_secret_are_not_unpickled(tmp_path: Path) -> None:
+    ended = run_ranks("test_trainer_world:says_without_the_secret", tmp_path)
+    assert [each.code for each in ended] == [0, 0], ended
+    assert not (tmp_path / "poisoned").exists()
+
+
+def test_meeting_place_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    meeting_place(os.getpid()).chmod(0o755)
+    with pytest.raises(UsageError, match="not this user's alone"):
+        meeting_place(os.getpid())
+
+
+def test_alone_costs_nothing() -> None:
+    assert join() is ALONE
+    value = torch.ones(1)
+    assert ALONE.total(value) is value and ALONE.share(lambda: value) is value
+    with pytest.raises(ValueError, match="mine"):
+        ALONE.agree(ValueError("mine"))

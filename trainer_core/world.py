@@ -1,0 +1,333 @@
+"""The ranks of one trainer: who is here, rank 0's values and errors for all, sums over all.
+
+torchrun starts the same program N times. The loop learns no more of that than this class: what rank 0 alone may do (ask
+run-api, speak to servers, write records) it does inside `share`, and what it got or what went wrong there is so on
+every rank. Everything that runs the model runs on every rank. Without torchrun there is `ALONE`, which does nothing.
+
+The ranks meet in a folder that is this user's alone, so nobody else can take part: torchrun's own store, which listens
+on a port, is not used. There they find a secret; values travel over the loopback with a MAC made with it, and are not
+unpickled without. Waiting for rank 0 has no limit, for a batch may take hours. That a rank has died is seen at its
+process: a rank that then stands in a collective which never ends is ended.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import pickle
+import secrets
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from atropos_common.files import write_private
+from atropos_common.group import MAC_BYTES, SECRET_BYTES, Gloo, SealedStore, prove
+from atropos_common.parent_death import die_with_parent
+from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
+from trainer_core.ranks import GONE_CODE, KNOWN, meeting_place, on_every_rank, own_rank, rank_count
+
+T = TypeVar("T")
+
+EVER_S = 365 * 86_400.0
+"""The limit of waiting for rank 0, which waits for rollouts."""
+LOOK_S = 0.5
+"""Between two looks for words of a rank that has failed."""
+GRACE_S = 3.0
+"""So long a rank may take to leave by itself after another one has ended."""
+LEAVING_S = 30.0
+"""And so long for what it does on its way out, such as handing in what a tracker has not sent."""
+SEEN_S = 2.0
+"""In this time the process of a rank whose connections have closed is gone as well."""
+
+
+class World:
+    """One rank among `size`."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        self.mesh: DeviceMesh | None = None
+        """One-dimensional, "fsdp"; null for a single rank."""
+
+    @classmethod
+    def join(cls, device: torch.device, timeout_s: float, stop: threading.Event | None = None) -> World:
+        """The rank that torchrun has given this process, connected to all others; `ALONE` where it gave none.
+
+        Args:
+            device: what the ranks compute on; on GPUs each has one of its own, the current device from here on.
+            timeout_s: of a collective of the model, from the first rank's coming to the last one's.
+            stop: ends the waiting for rank 0, which may take long to come.
+
+        Raises:
+            UsageError: the ranks are spread over several machines, or the folder where they would meet is another's.
+            Stopped: while rank 0 was awaited.
+            RankGone: one has ended, or did not come.
+        """
+        return ALONE if rank_count() == 1 else _Ranks(device, timeout_s, stop or threading.Event())
+
+    def share(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, or the exception that it raises there, on every rank. Rank 0 alone calls it,
+        and the others wait for it as long as it takes. What it returns can be pickled; rank 0 keeps the original."""
+        return make()
+
+    def first(self, make: Callable[[], T]) -> T:
+        """As `share`, where what `make` returns stays on rank 0. The others get null, and may only hand that on."""
+        kept: list[T] = []
+        self.share(lambda: kept.append(make()))
+        return kept[0] if kept else cast(T, None)
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place."""
+        return tensor
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks, element by element, in place."""
+        return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank. For small ones: it goes through the CPU."""
+        return [value]
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise on every rank what one of them has met with: the first one's, with its rank in front.
+
+        Args:
+            error: this rank's; null when all is well here.
+        """
+        if error is not None:
+            raise error
+
+    def known(self, error: BaseException) -> bool:
+        """Whether every rank meets with `error` now, so that what all of them do together is still possible."""
+        return True
+
+    def check(self, *, patience_s: float = 0.0) -> None:
+        """Is every rank still there?
+
+        Args:
+            patience_s: how long to look for one that is ending: its connections close before its process is gone.
+
+        Raises:
+            RankGone: one is not.
+        """
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave; waits for the others, unless one is gone.
+
+        Args:
+            error: what ends this rank; the others learn of it, where they do not know it yet.
+        """
+
+
+ALONE = World()
+
+
+class _Ranks(World):
+    def __init__(self, device: torch.device, timeout_s: float, stop: threading.Event) -> None:
+        super().__init__()
+        self.rank, self.size = own_rank(), rank_count()
+        if os.environ.get("LOCAL_WORLD_SIZE", str(self.size)) != str(self.size):
+            raise UsageError("the ranks of a trainer run on one machine: start torchrun with --nnodes 1")
+        if not die_with_parent(os.getppid()):
+            raise RankGone("torchrun has ended")
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._folder = meeting_place(os.getppid())
+        self._lost = ""
+        self._leaving, self._closed = threading.Event(), threading.Event()
+        self._said = 0
+        secret = self._meet(stop)
+        try:
+            self._connect(device, timedelta(seconds=timeout_s), secret)
+        except RuntimeError as error:
+            self._blame(error)
+
+    def _meet(self, stop: threading.Event) -> bytes:
+        """Wait for all ranks, and watch over them from there on; the secret that rank 0 has thought of."""
+        if self.rank == 0:
+            write_private(self._folder / "secret", secrets.token_hex(SECRET_BYTES))
+        write_private(self._folder / f"pid.{self.rank}", str(os.getpid()))
+        pids = {rank: self._folder / f"pid.{rank}" for rank in range(self.size) if rank != self.rank}
+        while not all(path.exists() for path in pids.values()):
+            if stop.wait(0.02):
+                raise Stopped
+        found = {rank: int(path.read_text()) for rank, path in pids.items()}
+        threading.Thread(target=self._watch, args=(found,), daemon=True).start()
+        return bytes.fromhex((self._folder / "secret").read_text())
+
+    def _connect(self, device: torch.device, limit: timedelta, secret: bytes) -> None:
+        store = dist.FileStore(str(self._folder / "store"), self.size)
+        store.set_timeout(limit)
+        self._sealed = SealedStore(store, secret, limit)
+        self._control = Gloo(self._sealed, self.rank, self.size, "127.0.0.1", EVER_S)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("model", store), rank=self.rank, world_size=self.size, timeout=limit,
+        )  # fmt: skip
+        prove(dist.group.WORLD, self._sealed, self.rank, self.size)
+        self.mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("fsdp",))
+
+    def share(self, make: Callable[[], T]) -> T:
+        if self.rank:
+            done, value = pickle.loads(self._receive())
+        else:
+            try:
+                done, value = True, make()
+                said = pickle.dumps((True, value), protocol=5)
+            except Exception as error:
+                done, value = False, error
+                said = pickle.dumps((False, _portable(error)), protocol=5)
+            self._send(said)
+        if not done:
+            self._raise(value)
+        return cast(T, value)
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._reduced(tensor, dist.ReduceOp.MAX)
+
+    def gather(self, value: T) -> list[T]:
+        said = self._sealed_words(self.rank, pickle.dumps(value, protocol=5))
+        try:
+            sizes = [int(size) for size in self._control.gather(torch.tensor([len(said)]))]
+            room = torch.zeros(max(sizes), dtype=torch.uint8)
+            room[: len(said)] = torch.frombuffer(said, dtype=torch.uint8)
+            found = self._control.gather(room)
+        except RuntimeError as error:
+            self._blame(error)
+        parts = enumerate(zip(found, sizes, strict=True))
+        return [pickle.loads(self._opened(rank, part[:size])) for rank, (part, size) in parts]
+
+    def agree(self, error: BaseException | None) -> None:
+        found = self.gather(None if error is None else _portable(error))
+        errors = [(rank, each) for rank, each in enumerate(found) if each is not None]
+        if not errors:
+            return
+        rank, first = errors[0]
+        first = error if error is not None and rank == self.rank else first
+        if rank:
+            first.args = (f"rank {rank}: {first}", *first.args[1:])
+        self._raise(first)
+
+    def known(self, error: BaseException) -> bool:
+        return on_every_rank(error)
+
+    def check(self, *, patience_s: float = 0.0) -> None:
+        until = time.monotonic() + patience_s
+        while not self._lost and time.monotonic() < until:
+            time.sleep(0.05)
+        if self._lost:
+            self._leaving.set()
+            raise RankGone(self._lost)
+
+    def close(self, error: BaseException | None = None) -> None:
+        known = error is None or self.known(error)
+        (self._folder / f"left.{self.rank}").write_text("" if known else f"{error or type(error).__name__}")
+        self._leaving.set()
+        self._closed.set()
+        if known:
+            try:
+                self._control.gather(torch.zeros(1))
+            except RuntimeError as gone:
+                print(f"[WARNING] not every rank was there at the end: {gone}", file=sys.stderr)
+        self._control.close()
+        if dist.is_initialized() and known:
+            dist.destroy_process_group()
+
+    @staticmethod
+    def _raise(error: BaseException) -> NoReturn:
+        setattr(error, KNOWN, True)
+        raise error
+
+    def _send(self, said: bytes) -> None:
+        words = self._sealed_words(0, said)
+        try:
+            for part in (torch.tensor([len(words)]), torch.frombuffer(words, dtype=torch.uint8)):
+                self._control.broadcast(part).wait()
+        except RuntimeError as error:
+            self._blame(error)
+
+    def _receive(self) -> bytes:
+        self._said += 1
+        try:
+            size = torch.zeros(1, dtype=torch.int64)
+            self._control.broadcast(size).wait()
+            words = torch.empty(int(size), dtype=torch.uint8)
+            self._control.broadcast(words).wait()
+        except RuntimeError as error:
+            self._blame(error)
+        return self._opened(0, words)
+
+    def _sealed_words(self, rank: int, said: bytes) -> bytearray:
+        """The next words of all ranks, or of rank 0, with a MAC in front."""
+        self._said += 1
+        return bytearray(self._sealed.mac(f"{self._said} by {rank}", said) + said)
+
+    def _opened(self, rank: int, words: torch.Tensor) -> bytes:
+        mac, said = bytes(words[:MAC_BYTES].numpy()), bytes(words[MAC_BYTES:].numpy())
+        if not hmac.compare_digest(mac, self._sealed.mac(f"{self._said} by {rank}", said)):
+            raise RankGone(f"a stranger speaks in the place of rank {rank}")
+        return said
+
+    def _reduced(self, tensor: torch.Tensor, how: Any) -> torch.Tensor:
+        try:
+            dist.all_reduce(tensor, how)
+        except RuntimeError as error:
+            self._blame(error)
+        return tensor
+
+    def _blame(self, error: RuntimeError) -> NoReturn:
+        """Raise `RankGone` where the end of another rank explains `error`, else `error` itself."""
+        self.check(patience_s=SEEN_S)
+        raise error
+
+    def _watch(self, pids: dict[int, int]) -> None:
+        """See the end of another rank, and end this one where it does not do so by itself."""
+        running = {}
+        for rank, pid in pids.items():
+            try:
+                running[os.pidfd_open(pid)] = rank
+            except ProcessLookupError:
+                self._lost = self._last_words(rank, ended=True)
+        look = select.poll()
+        for descriptor in running:
+            look.register(descriptor, select.POLLIN)
+        while not self._lost and not self._leaving.is_set():
+            ended = {descriptor for descriptor, _ in look.poll(LOOK_S * 1000)}
+            words = [self._last_words(rank, ended=fd in ended) for fd, rank in running.items()]
+            self._lost = next(filter(None, words), "")
+        for descriptor in running:
+            os.close(descriptor)
+        if self._lost:
+            if self._leaving.wait(GRACE_S) and self._closed.wait(LEAVING_S):
+                return
+            print(f"error: {self._lost}. Rank {self.rank} waits for it in vain and leaves", file=sys.stderr, flush=True)
+            os._exit(GONE_CODE)
+
+    def _last_words(self, rank: int, *, ended: bool) -> str:
+        """What another rank has ended with, in words; nothing where it runs, or has left together with all others."""
+        try:
+            said = (self._folder / f"left.{rank}").read_text()
+        except FileNotFoundError:
+            return f"rank {rank} has ended" if ended and self._folder.exists() else ""
+        return f"rank {rank} has ended: {said.splitlines()[0]}" if said else ""
+
+
+def _portable(error: BaseException) -> BaseException:
+    """`error`, or where it does not survive being sent, one of the nearest kind with the same words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        kind = TrainerError if isinstance(error, TrainerError) else RuntimeError
+        return kind(str(error) if kind is TrainerError else f"{type(error).__name__}: {error}")
+    return error
