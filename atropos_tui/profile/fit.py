@@ -349,7 +349,8 @@ def _lean(settings: TrainingConfig, fixed: set[str]) -> dict[str, Any]:
 def lack(budget: Budget) -> str:
     """How much is missing where, in words; empty where nothing is."""
     missing = [
-        f"{device.name} lacks {memory.size_text(device.wanted - device.total)} of {memory.size_text(device.wanted)}"
+        f"{device.name} {'lack' if device.name.startswith('GPUs') else 'lacks'} "
+        f"{memory.size_text(device.wanted - device.total)} of {memory.size_text(device.wanted)}"
         for device in memory.alike(budget.devices)
         if device.total is not None and device.wanted > device.total
     ]
@@ -399,8 +400,10 @@ def _gpus_wanted(site: Site, inventory: Inventory) -> str:
     if not settings.trains_adapters:
         least |= {"trainer.optimizer": "adamw_8bit", "trainer.master_weights": "stochastic"}
     said = ", ".join(f"{key} = {toml(value)}" for key, value in least.items())
-    found = ((how, needed(chosen)) for how, chosen in (("as it is", {}), (f"with {said}", least)))
-    texts = [f"{count} {how}" if count else f"more than {MOST_RANKS} {how}" for how, count in found]
+    found = {"as it is": needed({}), f"with {said}": needed(least)}
+    if len({*found.values()}) == 1:
+        found.popitem()
+    texts = [f"{count} {how}" if count else f"more than {MOST_RANKS} {how}" for how, count in found.items()]
     return f"The trainer alone takes, of GPUs such as {kind.name}: {', '.join(texts)}"
 
 

@@ -456,18 +456,24 @@ def given_cache(device: Device, profile: Profile) -> str | None:
 
 
 def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list[str]:
-    """The five of the guides, as keys of the profile with their present values; first what is largest by request."""
+    """Those of the guides that concern this device, as keys of the profile with their present values; first what is
+    largest by request."""
     share = profile.vllm[0].gpu_memory_utilization or VLLM_FRACTION
     cache = given_cache(device, profile)
     share_text = f"lower vllm.gpu_memory_utilization (now {share:g})"
     # Rows are packed up to pack_tokens, where it is set, whatever the batch size.
     row = "pack_tokens" if settings.pack_tokens else "batch_size"
+    engines = {engine.name for engine in profile.engines}
+    has_engine = any(item.component in engines for item in device.items)
+    ranks = len(profile.trainer.gpus)
     return [
-        f"lower {profile.short_key(cache)}" if cache else share_text,
+        *([f"lower {profile.short_key(cache)}" if cache else share_text] if has_engine else []),
         f"lower trainer.{row} (now {getattr(settings, row)})",
         f"raise trainer.gradient_accumulation_steps as much (now {settings.gradient_accumulation_steps})",
         f"lower trainer.seq_len (now {settings.seq_len})",
-        f'set trainer.optimizer = "adafactor" (now {settings.optimizer})',
+        f"name more than {ranks} under trainer.gpus"
+        if ranks > 1
+        else f'set trainer.optimizer = "adafactor" (now {settings.optimizer})',
     ]
 
 
@@ -494,7 +500,7 @@ def as_data(budget: Budget) -> dict[str, Any]:
 def as_lines(budget: Budget) -> list[str]:
     """For `plan`."""
     lines = [f"memory ({'; '.join(budget.notes)})"]
-    for device in budget.devices:
+    for device in alike(budget.devices):
         missing = "(how much it has is not known)" if device.name == HOST else "(this machine has no such GPU)"
         known = f"of {size_text(device.total)}" if device.total is not None else missing
         more = " and more" if any(item.bytes is None for item in device.items) else ""

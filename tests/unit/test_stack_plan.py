@@ -210,7 +210,9 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "key", "reason", "fix"),
     [
-        ({"trainer": SEVERAL | {"gpus": [0, 1]}}, "trainer.gpus", "uses one", "trainer.gpus = [0]"),
+        ({"trainer": SEVERAL | {"gpus": [0, 0]}}, "trainer.gpus", "named twice", "a rank has one of its own"),
+        ({"trainer": SEVERAL | {"gpus": [2, 3], "processes": 3}}, "trainer.processes", "3 ranks, and 2 GPUs", "to 2"),
+        ({"trainer": {"processes": 2}}, "trainer.processes", "in the memory of one worker", "set it to 1"),
         ({"trainer": SEVERAL | {"num_inference_nodes": 2}}, "trainer.num_inference_nodes", "feeds 1 of", "leave"),
         # Sizes
         ({"trainer": {"batch_size": 12, "gradient_accumulation_steps": 1}}, "env.0.args.env.group_size",
@@ -257,7 +259,6 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         ({"vllm": [{"name": "a", "port": 1, "gpus": [0], "gpu_memory_utilization": 0.5},
                    {"name": "b", "port": 2, "gpus": [0]}]}, "vllm.1.gpu_memory_utilization", "b 0.92", "less than 1"),
         # Single copy
-        ({"vllm": {"tensor_parallel": 2}}, "vllm.0.tensor_parallel", "tensor-parallel", "tensor_parallel = 1"),
         ({"vllm": {"gpus": [0]}, "trainer": SEVERAL | {"gpus": [1]}}, "trainer.gpus", "same GPU", "trainer.gpus = [0]"),
         ({"trainer": SEVERAL | {"gpus": [1]}}, "trainer.gpus", "same GPU", "vllm.gpus = [1]"),
         ({"vllm": {"gpus": [0]}, "trainer": SEVERAL | {"device": "cpu"}}, "trainer.device", "on GPU [0]", "auto"),
