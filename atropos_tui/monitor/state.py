@@ -20,6 +20,7 @@ from atropos_common.records import (
     EvalRecord,
     GaugesRecord,
     MemoryRecord,
+    RanksRecord,
     Record,
     RolloutRecord,
     StageRecord,
@@ -78,6 +79,8 @@ class RunState:
     """Whole, for what is no curve."""
     alignment: AlignmentRecord | None = None
     benchmark: BenchmarkRecord | None = None
+    ranks: RanksRecord | None = None
+    """Of the newest step; null where the trainer has one rank."""
     rollouts: deque[RolloutRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
     checkpoints: deque[CheckpointRecord] = field(default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT))
     syncs: list[tuple[int, int, float]] = field(default_factory=list)
@@ -150,6 +153,8 @@ class RunState:
         elif isinstance(record, SyncRecord):
             if record.moved:
                 self.syncs.append((record.attempt, record.weight_version, record.seconds))
+        elif isinstance(record, RanksRecord):
+            self.ranks = record
         elif isinstance(record, BenchmarkRecord):
             self.benchmark = record
 
