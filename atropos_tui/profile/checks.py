@@ -20,7 +20,7 @@ from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
 from atropos_tui.profile.spec import StackSpec, dependency_faults, references
-from trainer_core.config import TrainingConfig
+from trainer_core.config import TrainingConfig, why_not_in_parts
 
 MAX_REASON = 1000
 """Characters of a reason or fix: both may quote what the profile says."""
@@ -51,6 +51,7 @@ def check_profile(site: Site) -> list[Problem]:
     problems += _recorded(settings)
     if site.traits.shares_memory:
         problems += _single_copy_type(profile.vllm[0], settings)
+        problems += _in_parts(profile.vllm[0], settings)
     if site.traits.lora:
         problems += _adapters(profile.vllm[0], settings)
     return problems
@@ -380,17 +381,11 @@ def _logprobs(profile: Profile) -> Iterator[Problem]:
 
 def _single_copy_place(profile: Profile) -> Iterator[Problem]:
     engine, trainer = profile.vllm[0], profile.trainer
-    if engine.tensor_parallel > 1:
-        yield Problem(
-            "single copy cannot attach to a tensor-parallel engine in this version: a rank holds part of the weights",
-            "set tensor_parallel = 1 and one GPU, with a model that fits on it",
-            key="vllm.0.tensor_parallel",
-        )
     if trainer.gpus and trainer.gpus != engine.gpus:
         fix = f"set trainer.gpus = {engine.gpus}" if engine.gpus else f"set vllm.gpus = {trainer.gpus}"
         where = f"GPU {engine.gpus}" if engine.gpus else "no GPU by name"
         yield Problem(
-            f"single copy needs trainer and engine on the same GPU, and the engine has {where}",
+            f"single copy needs trainer and engine on the same GPUs, and the engine has {where}",
             f"{fix}, or leave trainer.gpus out",
             key="trainer.gpus",
         )
@@ -400,6 +395,11 @@ def _single_copy_place(profile: Profile) -> Iterator[Problem]:
             'use "auto", or set vllm.gpus = []',
             key="trainer.device",
         )
+
+
+def _in_parts(engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
+    if engine.tensor_parallel > 1 and (refused := why_not_in_parts(settings)):
+        yield Problem(refused[0], f"set tensor_parallel = 1, or {refused[1]}", key="vllm.0.tensor_parallel")
 
 
 _UNSHARED = {
