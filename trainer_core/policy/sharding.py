@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from trainer_core.config import TrainingConfig
 from trainer_core.policy.checkpoint_layout import checkpoint_tensors
 from trainer_core.policy.load import decoder_layers, empty_model, load_config, load_model
+from trainer_core.policy.tensor_parallel import parallel_of
 from trainer_core.world import World
 
 T = TypeVar("T")
@@ -121,6 +122,8 @@ def scatter(model: nn.Module) -> None:
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every tensor of the checkpoint on the CPU, in the type that the model computes in, under its name there
     and contiguous, a tied head once. A collective, which gives them to rank 0 alone."""
+    if (parallel := parallel_of(model)) is not None:
+        return {name: whole for name, whole in parallel.gathered() if whole is not None}
     if not hasattr(model, "compute_gathered"):
         return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in checkpoint_tensors(model).items()}
     dtype, kept = compute_dtype(model), {}

@@ -40,6 +40,7 @@ from trainer_core.policy.logprobs import sequence_logprobs
 from trainer_core.policy.tensor_parallel import TensorParallel, own_part, parallel_of
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Phases, Start, WeightSync
+from trainer_core.world import ALONE, World
 
 T = TypeVar("T")
 
@@ -62,6 +63,11 @@ class SingleCopy(WeightSync):
         self._start = Start()
         self._lost: str | None = None
         """What `let_go` answered."""
+
+    @property
+    def dealt(self) -> World:
+        """Each rank has a part of the policy here, and computes the same rows with it."""
+        return ALONE
 
     def attach(self, start: Start) -> torch.nn.Module:
         """Wait for the manifest, check it, map the tensors and see to it that they hold the weights of `start`.
