@@ -1,6 +1,9 @@
-"""A large shape through the real stack on one GPU: what fits beside what, seconds a step, MFU, alignment.
+"""A large shape through the real stack, on one GPU or in parts on several: what fits beside what, seconds a step, MFU,
+alignment.
 
     python -m benchmarks.large_models --shape llama-3.1-8b --memory-limit 79 --steps 10 --json \\
+        --set master_weights=stochastic gradient_dtype=bfloat16 optimizer=adamw_8bit gradient_checkpointing=on
+    python -m benchmarks.large_models --shape qwen3-14b --parallel 2 --steps 20 --json \\
         --set master_weights=stochastic gradient_dtype=bfloat16 optimizer=adamw_8bit gradient_checkpointing=on
     python -m benchmarks.large_models --shape tiny --steps 3          # on a CPU, to see that it runs
 
@@ -9,6 +12,9 @@ its door, `python -m vllm_server` in the wanted mode with a KV cache of `--kv-ca
 the settings after `--set`. A feeder takes the environment's place: it registers, lets the engine complete random
 prompts, gives scores of +-1 at random, and posts groups. The trainer is killed after `--steps` steps, so that nobody
 waits for a checkpoint.
+
+`--parallel` N is single copy over a tensor-parallel engine: N workers of vLLM, N ranks of the trainer, each pair on a
+GPU of its own with its part of the one copy.
 
 `--memory-limit` GiB emulates a smaller card: a process of the script's allocates everything of the device but that much
 and holds it to the end, so the rest really cannot be had. A card of 80 GB has 79.6 GiB. What is free, and how much the
@@ -160,37 +166,37 @@ def _groups(
     return found
 
 
-class Device:
-    """What is in use of one GPU, by NVML; without one, zero."""
+class Devices:
+    """What is in use of some GPUs, by NVML, of each; without any, nothing."""
 
-    def __init__(self, index: int | None) -> None:
-        self.peak = self.base = 0
+    def __init__(self, indices: list[int]) -> None:
+        self.peak, self.base = [0] * len(indices), [0] * len(indices)
         self._stop = threading.Event()
-        self._handle: Any = None
-        if index is None:
+        self._handles: list[Any] = []
+        if not indices:
             return
         import pynvml  # type: ignore[import-untyped,unused-ignore]
 
         pynvml.nvmlInit()
-        self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)
+        self._nvml, self._handles = pynvml, [pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices]
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def used(self) -> int:
+    def used(self) -> list[int]:
         """Bytes beyond `base`."""
-        used = 0 if self._handle is None else int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-        return used - self.base
+        found = [int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles]
+        return [used - base for used, base in zip(found, self.base, strict=True)]
 
     def from_here(self) -> None:
         """What is in use now is not counted."""
-        self.base += self.used()
-        self.peak = 0
+        self.base = [base + used for base, used in zip(self.base, self.used(), strict=True)]
+        self.peak = [0] * len(self.peak)
 
     def close(self) -> None:
         self._stop.set()
 
     def _watch(self) -> None:
         while not self._stop.wait(0.1):
-            self.peak = max(self.peak, self.used())
+            self.peak = [max(pair) for pair in zip(self.peak, self.used(), strict=True)]
 
 
 class Run:
@@ -201,10 +207,11 @@ class Run:
         self.cpu = options.gpu is None
         self.model: Path = options.model or folder / "model"
         self.began = time.monotonic()
-        self.device = Device(options.gpu)
+        self.devices = Devices([] if self.cpu else list(range(options.gpu, options.gpu + options.parallel)))
         self.processes: list[Process] = []
         self.found: dict[str, Any] = {
             "shape": options.shape, "mode": options.mode, "settings": options.set, "kv_cache_gib": options.kv_cache,
+            "parallel": options.parallel,
             "memory_limit_gib": options.memory_limit, "steps": 0, "error": None,
         }  # fmt: skip
 
@@ -217,10 +224,16 @@ class Run:
     def start(
         self, name: str, command: list[str], extra: dict[str, str] | None = None, *, talks: bool = False
     ) -> Process:
-        env = environment(self.folder / name, self.options.gpu, extra or {})
+        env = environment(self.folder / name, self.options.gpu, self._places() | (extra or {}))
         process = Process(self.folder / name, ["-m", *command], env, talks=talks)
         self.processes.append(process)
         return process
+
+    def _places(self) -> dict[str, str]:
+        """The GPUs of all ranks; on a CPU workers and ranks that leave the cores to each other."""
+        if self.cpu:
+            return {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if self.options.parallel > 1 else {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(str(self.options.gpu + i) for i in range(self.options.parallel))}
 
     def run(self) -> None:
         """All of it; `found` grows as it goes."""
@@ -235,7 +248,7 @@ class Run:
             self.say(f"model written: {builder.tail().strip().splitlines()[-1]}")
         if self.options.memory_limit and not self.cpu:
             self._hold_the_rest()
-        self.device.from_here()
+        self.devices.from_here()
         api_port, port = free_ports(2)
         self.start("api", ["atropos_api", "--port", str(api_port)])
         server = self._server(port)
@@ -245,8 +258,9 @@ class Run:
              str(self.options.prompt), str(self.options.completion), str(self.options.sequences)],
         )  # fmt: skip
         server.wait_ready(time.perf_counter() + self.left())
-        self.found["server_ready_s"], self.found["server_bytes"] = server.ready_s, self.device.used()
-        self.say(f"server ready, {self.device.used() / GIB:.1f} GiB in use")
+        self.found["server_ready_s"], self.found["server_bytes"] = server.ready_s, self.devices.used()
+        self.found["eager_because"] = ServerClient(server.url, TOKEN).info().eager_because
+        self.say(f"server ready, {_gib(self.devices.used())} GiB in use")
         trainer = self._trainer(port, api_port)
         self._await_steps(trainer)
 
@@ -266,8 +280,10 @@ class Run:
         ]  # fmt: skip
         if self.cpu:
             common = [*common[:-2], "--block-size", "32", "--enforce-eager"]
+        if self.options.parallel > 1:
+            common += ["--tensor-parallel-size", str(self.options.parallel)]
         folder = self.folder / "server"
-        env = environment(folder, self.options.gpu, extra)
+        env = environment(folder, self.options.gpu, self._places() | extra)
         server = Server(folder, port, [*common, *flags, *self.options.server], env)
         self.processes.append(server)
         return server
@@ -285,7 +301,9 @@ class Run:
         settings |= MODES[self.options.mode][2] | dict(item.split("=", 1) for item in self.options.set)
         flags = [part for key, value in settings.items() for part in ("--" + key.replace("_", "-"), str(value))]
         manifest = str(self.folder / "server" / "bridge" / "vllm_bridge_config.json")
-        return self.start("trainer", ["trainer_core", *flags], {"VLLM_BRIDGE_CONFIG_PATH": manifest})
+        ranks = self.options.parallel
+        program = ["trainer_core"] if ranks == 1 else ["trainer_core.launch", str(ranks)]
+        return self.start("trainer", [*program, *flags], {"VLLM_BRIDGE_CONFIG_PATH": manifest})
 
     def _await_steps(self, trainer: Process) -> None:
         told = 0
@@ -320,7 +338,7 @@ class Run:
             "probe_abs_mean": probes, "verdicts": [a.verdict for a in by_kind.get("alignment", [])],
             "trainer_peak_bytes": max(m.peak_bytes or 0 for m in memory),
             "trainer_reserved_bytes": max(m.reserved_bytes or 0 for m in memory),
-            "trainer_rss_bytes": max(m.rss_bytes or 0 for m in memory), "device_peak_bytes": self.device.peak,
+            "trainer_rss_bytes": max(m.rss_bytes or 0 for m in memory), "device_peak_bytes": self.devices.peak,
             "last": f"{timings[-1].step_s:.2f} s, training {timings[-1].train_s:.2f} s",
         }  # fmt: skip
 
@@ -331,7 +349,7 @@ class Run:
                 process.popen.kill() if not isinstance(process, Server) else process.popen.terminate()
         for process in self.processes:
             process.close()
-        self.device.close()
+        self.devices.close()
 
 
 def records(path: Path) -> list[Record]:
@@ -346,23 +364,28 @@ def records(path: Path) -> list[Record]:
 def show(found: dict[str, Any]) -> str:
     if not found["steps"]:
         return f"{found['shape']}, {found['mode']}: nothing measured: {found['error']}"
-    gib = {
-        k: found.get(k, 0) / GIB
-        for k in ("server_bytes", "trainer_peak_bytes", "trainer_reserved_bytes", "device_peak_bytes")
-    }
+    trainer = _gib([found["trainer_peak_bytes"]]), _gib([found["trainer_reserved_bytes"]])
+    parts = f" in {found['parallel']} parts" if found["parallel"] > 1 else ""
+    graphs = f"; without CUDA graphs: {found['eager_because']}" if found["eager_because"] else ""
     mfu = "-" if found["mfu"] is None else f"{found['mfu']:.1%} ({found['mfu_790']:.1%} of 790)"
     return "\n".join(
         [
-            f"{found['shape']}, {found['mode']}, {' '.join(found['settings'])}; KV cache {found['kv_cache_gib']} GiB",
+            f"{found['shape']}{parts}, {found['mode']}, {' '.join(found['settings'])}{graphs}; "
+            f"KV cache {found['kv_cache_gib']} GiB",
             f"{found['steps']} steps of {found['step_s']:.2f} s (training {found['train_s']:.2f} s, waiting "
             f"{found['wait_s']:.2f} s, publish {found['publish_s']:.3f} s), MFU {mfu}",
-            f"GiB: server {gib['server_bytes']:.1f}, trainer's tensors at their peak {gib['trainer_peak_bytes']:.1f} "
-            f"(reserved {gib['trainer_reserved_bytes']:.1f}), device at its peak {gib['device_peak_bytes']:.1f}"
+            f"GiB: server {_gib(found['server_bytes'])}, tensors of a rank of the trainer at their peak {trainer[0]} "
+            f"(reserved {trainer[1]}), device at its peak {_gib(found['device_peak_bytes'])}"
             + (f" of {found['memory_limit_gib']}" if found["memory_limit_gib"] else ""),
             f"probe |diff| {', '.join(f'{p:.4f}' for p in found['probe_abs_mean'])}; {', '.join(found['verdicts'])}",
             *([f"ended early: {found['error']}"] if found["error"] else []),
         ]
     )
+
+
+def _gib(sizes: list[int]) -> str:
+    """Of each GPU."""
+    return " + ".join(f"{size / GIB:.1f}" for size in sizes) or "-"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -378,12 +401,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--kv-cache", type=float, default=6.0, metavar="GIB")
     parser.add_argument("--memory-limit", type=float, metavar="GIB", help="of the device; the rest is held")
     parser.add_argument("--gpu", type=int, help="which one; default: 0, or none where there is none")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="GPUs from --gpu on, each with a part")
     parser.add_argument("--model", type=Path, help="a folder from an earlier run, or where to put the model")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for everything")
     parser.add_argument("--folder", type=Path, help="keep model and logs here")
     parser.add_argument("--output", type=Path, help="write the result to this JSON file, too")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
+    if options.parallel > 1 and (options.mode != "shared_vllm" or options.memory_limit):
+        parser.error("--parallel is for --mode shared_vllm, without --memory-limit")
     if options.gpu is None and Path("/dev/nvidiactl").exists():
         options.gpu = 0
     return options

@@ -236,16 +236,17 @@ class Run:
         self.sync = make_sync(config, self.device, stop, world)
         opened.callback(self.sync.close)
         _seed(config.seed)
+        self.dealt = self.sync.dealt
         self.model = self.sync.attach(Start(start.path, start.version))
         train_only(self.model, config.train_layer_indices)
         print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         use_head(self.model, config.head_dtype)
         self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)
         self.threads = use_cores(self.model, config, self.device, world.size)
-        self.reference = Reference(config, self.model, self.device, world) if config.ref_kl_coef else None
+        self.reference = Reference(config, self.model, self.device, self.dealt) if config.ref_kl_coef else None
         self.stepper = _stepper(self.model, config, self.device, start.path, world)
         self.minibatches = Minibatches(
-            config, self.model, self.objective, threads=self.threads, reference=self.reference, world=world
+            config, self.model, self.objective, threads=self.threads, reference=self.reference, world=self.dealt
         )
         self.mfu = MfuMeter(self.model, self.device, world.size)
         dtype = str(compute_dtype(self.model)).removeprefix("torch.")
@@ -382,7 +383,7 @@ class Run:
     def accumulate(self, rows: list[PackedRow], step: int) -> StepOutcome:
         """The gradient of one optimizer step."""
         return accumulate(
-            self.model, self.stepper, rows, self.objective, step, world=self.world, threads=self.threads,
+            self.model, self.stepper, rows, self.objective, step, world=self.dealt, threads=self.threads,
             reference=self.reference,
         )  # fmt: skip
 

@@ -50,8 +50,8 @@ class Stepper:
         """This rank's rows of what trains, and all of what no rank shares."""
         self.config = config
         self._model, self._world = model, world
-        self._sharded = [part is not whole for part, whole in zip(self.params, wholes, strict=True)]
         self._parallel = parallel_of(model)
+        self._sharded = [part is not whole for part, whole in zip(self.params, wholes, strict=True)]
         # float32 parameters are stepped in place; the others as what `masters` makes of them.
         half = [p for p in self.params if p.dtype != torch.float32]
         first = [first_element(w) for w in wholes if w.dtype != torch.float32]
@@ -103,7 +103,10 @@ class Stepper:
         torch._foreach_div_(self.gradients, factor.float())
 
     def add_up(self) -> None:
-        """Add up over all ranks the gradients of what each of them has whole; FSDP has done so with the others."""
+        """Add up over all ranks the gradients of what each of them has whole; FSDP has done so with the others, and a
+        model in parts sums up on its way back."""
+        if self._parallel is not None:
+            return
         for shared, gradient in zip(self._sharded, self._collected(), strict=True):
             if not shared and gradient is not None:
                 self._world.total(gradient)
@@ -115,10 +118,10 @@ class Stepper:
             pairs = zip(self.params, found, strict=True)
             norm = self._parallel.norm({param: gradient for param, gradient in pairs if gradient is not None})
         else:
-            norm = _norm([g for shared, g in zip(self._sharded, found, strict=True) if not shared and g is not None])
-        if any(self._sharded):
             parts = [g for shared, g in zip(self._sharded, found, strict=True) if shared and g is not None]
-            norm = (norm.square() + self._world.total(_norm(parts).square())).sqrt()
+            norm = _norm([g for shared, g in zip(self._sharded, found, strict=True) if not shared and g is not None])
+            if any(self._sharded):
+                norm = (norm.square() + self._world.total(_norm(parts).square())).sqrt()
         limit = self.config.max_grad_norm
         if limit:
             torch.nn.utils.clip_grads_with_norm_(self.masters, limit, norm)

@@ -29,7 +29,7 @@ from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
 from atropos_tui.profile.spec import StackSpec, dependency_faults, references
-from trainer_core.config import TrainingConfig
+from trainer_core.config import TrainingConfig, why_not_in_parts
 
 MAX_REASON = 1000
 """Characters of a reason or fix: both may quote what the profile says."""
@@ -60,6 +60,7 @@ def check_profile(site: Site) -> list[Problem]:
     problems += _recorded(settings)
     if site.traits.shares_memory:
         problems += _single_copy_type(profile.vllm[0], settings)
+        problems += _in_parts(profile.vllm[0], settings)
     if site.traits.lora:
         problems += _adapters(profile.vllm[0], settings)
     return problems
@@ -409,17 +410,11 @@ def _logprobs(profile: Profile) -> Iterator[Problem]:
 
 def _single_copy_place(profile: Profile) -> Iterator[Problem]:
     engine, trainer = profile.vllm[0], profile.trainer
-    if engine.tensor_parallel > 1 and traits_of(profile).lora:
-        yield Problem(
-            "adapters over the one copy cannot attach to a tensor-parallel engine in this version",
-            "set tensor_parallel = 1, or trainer.single_copy = false with GPUs of its own for the trainer",
-            key="vllm.0.tensor_parallel",
-        )
     if trainer.gpus and trainer.gpus != engine.gpus:
         fix = f"set trainer.gpus = {engine.gpus}" if engine.gpus else f"set vllm.gpus = {trainer.gpus}"
         where = f"GPU {engine.gpus}" if engine.gpus else "no GPU by name"
         yield Problem(
-            f"single copy needs trainer and engine on the same GPU, and the engine has {where}",
+            f"single copy needs trainer and engine on the same GPUs, and the engine has {where}",
             f"{fix}, or leave trainer.gpus out",
             key="trainer.gpus",
         )
@@ -429,6 +424,11 @@ def _single_copy_place(profile: Profile) -> Iterator[Problem]:
             'use "auto", or set vllm.gpus = []',
             key="trainer.device",
         )
+
+
+def _in_parts(engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
+    if engine.tensor_parallel > 1 and (refused := why_not_in_parts(settings)):
+        yield Problem(refused[0], f"set tensor_parallel = 1, or {refused[1]}", key="vllm.0.tensor_parallel")
 
 
 _UNSHARED = {

@@ -192,7 +192,7 @@ def everything(folder: Path) -> int:
 
 
 def _copies() -> dict[str, Any]:
-    """Five steps in half precision, whose stochastic rounding each rank draws for itself: copies with other bits."""
+    """Five steps in half precision, with kernels that round each in their own way: copies with other bits."""
     whole = whole_model(CONFIGS["fewer heads for keys than ranks"], torch.bfloat16)
     model, _ = cut_model(whole)
     stepper = Stepper(model, config_of(master_weights="stochastic", max_grad_norm=0.05))
@@ -201,6 +201,9 @@ def _copies() -> dict[str, Any]:
         accumulate(model, stepper, pack(rollouts_of(seed=number), 60), Objective(stepper.config), number)
         stepper.compute()
         stepper.write()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0 + dist.get_rank() / 128)
         apart += _differ(model)
         model.parallel.settle()
     moved = max((model.parallel.part(n).take(p) - model.get_parameter(n)).abs().max().item()

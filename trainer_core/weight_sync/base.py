@@ -95,6 +95,11 @@ class WeightSync(ABC):
         """The server that the probe asks: the first."""
         return self.engines[0]
 
+    @property
+    def dealt(self) -> World:
+        """The ranks among which the rows of a step are dealt out, each with all of the policy as far as it can tell."""
+        return self.world
+
     def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
         """What `load` gave, on the trainer's device: a part of it on each rank."""
         from trainer_core.policy.load import train_only

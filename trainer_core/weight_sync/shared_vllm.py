@@ -25,7 +25,7 @@ import torch
 from atropos_common.bridge import BridgeInfo
 from atropos_common.manifest import CudaIpc, Manifest, ManifestError, Shard, TensorEntry, read_manifest
 from atropos_common.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
-from trainer_core.config import TrainingConfig
+from trainer_core.config import TrainingConfig, why_not_in_parts
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.load import (
     ANOTHER_MODE,
@@ -40,6 +40,7 @@ from trainer_core.policy.logprobs import sequence_logprobs
 from trainer_core.policy.tensor_parallel import TensorParallel, own_part, parallel_of
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Phases, Start, WeightSync
+from trainer_core.world import ALONE, World
 
 T = TypeVar("T")
 
@@ -62,6 +63,11 @@ class SingleCopy(WeightSync):
         self._start = Start()
         self._lost: str | None = None
         """What `let_go` answered."""
+
+    @property
+    def dealt(self) -> World:
+        """Each rank has a part of the policy here, and computes the same rows with it."""
+        return ALONE
 
     def attach(self, start: Start) -> torch.nn.Module:
         """Wait for the manifest, check it, map the tensors and see to it that they hold the weights of `start`.
@@ -194,7 +200,10 @@ class SingleCopy(WeightSync):
             ManifestError: of another model, or memory that cannot be opened.
             UsageError: another type, or tensors that do not fit.
         """
-        if (workers := manifest.tensor_parallel_size) != self.world.size:
+        workers = manifest.tensor_parallel_size
+        if workers > 1 and (refused := why_not_in_parts(self.config)):
+            raise UsageError(f"the server runs with --tensor-parallel-size {workers}, and {refused[0]}: {refused[1]}")
+        if workers != self.world.size:
             raise UsageError(
                 f"the server runs with --tensor-parallel-size {workers} and this trainer with {self.world.size} ranks: "
                 "single copy takes a rank for each worker, on the worker's GPU. In a profile: trainer.gpus = vllm.gpus "
