@@ -252,5 +252,8 @@ def _caring(commands) -> None:  # type: ignore[no-untyped-def]
     bundle = _command(commands, "bundle", "bundle:bundle", "pack a run for a support request, without secrets")
     bundle.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
     bundle.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: RUN-bundle-TIME.tar.gz")
+    text = "serve runs to agents: Model Context Protocol over stdin and stdout, reading only"
+    mcp = _command(commands, "mcp", "mcp:serve", text)
+    mcp.add_argument("--allow-actions", action="store_true", help="they may start, stop and restart components, too")
     completion = _command(commands, "completion", "completion:completion", "print a completion script for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
