@@ -64,6 +64,16 @@ def test_commands_with_components_take_a_run_too(two_runs: None, capsys: pytest.
     assert "did you mean trainer?" in capsys.readouterr().err
 
 
+def test_commands_that_act_take_a_run_too(two_runs: None, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["restart", "vllm", "add"], ["down", "add"], ["wait", "add", "--for", "ready"]):
+        assert main.run(words) == Exit.NO_RUN
+        assert "add-1-bb is not running" in capsys.readouterr().err, words
+    assert main.run(["wait", "add", "--for", "done"]) == 3, "its own code"
+    assert main.run(["clean", "add", "--dry-run"]) == 0
+    with pytest.raises(SystemExit):
+        main.run(["ps", "add", "--run-dir", "math"])
+
+
 def test_a_beginning_of_several_is_refused_with_their_names(two_runs: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["ps", "math-"]) == Exit.USAGE
     error = capsys.readouterr().err
