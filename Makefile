@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRA ?= cpu
 TORCH := 2.13.0
+TOOLS := $(VENV)-tools
 STAMP := $(VENV)/.installed-$(EXTRA)
 # --no-deps: the lists are complete. --no-compile: of 27,000 files few are ever imported, and those are compiled then.
 PIP := $(BIN)/pip install --quiet --no-deps --no-compile
@@ -15,7 +16,7 @@ MODEL_TESTS := $(addprefix tests/unit/test_,broadcast_*.py envs_*.py model_*.py 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-gpu cuda-driver test test-all check format requirements clean
+.PHONY: help install demo demo-gpu cuda-driver test test-all check format requirements dist docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -56,7 +57,7 @@ test: install  ## unit, supervisor, screen and end-to-end tests
 	$(PYTEST) $(MARKS) --numprocesses 2 tests/e2e $(MODEL_TESTS)
 
 test-all: MARKS := -m "not gpu"
-test-all: test  ## the same with the tests marked slow
+test-all: test docs dist  ## the same with the tests marked slow, the site of the docs, and the packages
 
 check: install  ## lint, types, import contracts
 	$(BIN)/ruff check .
@@ -68,6 +69,23 @@ format: install  ## format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+$(TOOLS)/.installed: requirements/tools.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install --quiet --requirement $<
+	@touch $@
+
+docs: $(TOOLS)/.installed  ## build the site of the docs into site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(TOOLS)/bin/mkdocs build --strict
+
+# The empty environment gets from PyPI what the wheel's metadata asks for, and reads a copied run with it.
+dist: install $(TOOLS)/.installed  ## build wheel and source archive into dist/, check them, try the wheel in an empty environment
+	rm -rf dist $(VENV)-empty
+	$(BIN)/python -m hatchling build
+	$(TOOLS)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv $(VENV)-empty
+	$(VENV)-empty/bin/pip install --quiet "$$(ls dist/*.whl)[report,mcp]"
+	ATROPOS_EMPTY_PYTHON="$(CURDIR)/$(VENV)-empty/bin/python" $(PYTEST) -n0 tests/unit/test_wheel.py
+
 COMPILE := uv pip compile --universal --python-version 3.11 --no-annotate --no-header
 requirements:  ## resolve requirements/*.in into the pinned *.txt (needs uv)
 	$(COMPILE) --overrides requirements/cpu.overrides \
@@ -76,4 +94,4 @@ requirements:  ## resolve requirements/*.in into the pinned *.txt (needs uv)
 	$(COMPILE) --overrides requirements/gpu.overrides requirements/gpu.in --output-file requirements/gpu.txt
 
 clean:  ## remove caches and .venv; runs/ stays
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(TOOLS) $(VENV)-empty dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -15,7 +15,7 @@ from atropos_tui.cli.show import ascii_json
 from atropos_tui.errors import Problem
 from atropos_tui.monitor.bench import RunBenchmark
 from atropos_tui.profile.memory import Device
-from atropos_tui.profile.spec import ComponentSpec, LogPolicy, NotifyPolicy
+from atropos_tui.profile.spec import ComponentSpec, LogPolicy, MetricsPolicy, NotifyPolicy
 
 
 class Answer(BaseModel):
@@ -124,6 +124,7 @@ class Plan(Answer):
     """In start order."""
     logs: LogPolicy
     notify: NotifyPolicy
+    metrics: MetricsPolicy
     survive: bool
     notes: list[str]
     budget: Budget

@@ -41,8 +41,9 @@ SETTLED_S = 10.0
 
 def clean(options: argparse.Namespace) -> int:
     """0: nothing is left; 2: not confirmed, or the run lives; 4: a process outlived SIGKILL; 5: no such run."""
-    named = options.run_dir is not None
-    found = [_named(options.run_dir)] if named else all_dead()
+    run = options.run or options.run_dir
+    named = run is not None
+    found = [_named(run)] if named else all_dead()
     kept = [] if named else [run for run in found if run.is_adoptable]
     chosen = [run for run in found if run not in kept and not run.is_clean]
     of_runs = {path for run in found for path in run.files}
@@ -66,7 +67,7 @@ def clean(options: argparse.Namespace) -> int:
 
 
 def _named(run_dir: Path) -> DeadRun:
-    """The run that --run-dir means; its folder may be gone as long as its processes tell of it."""
+    """The run that is named; its folder may be gone as long as its processes tell of it."""
     try:
         entry = runs.pick_own(run_dir)
     except UserError:

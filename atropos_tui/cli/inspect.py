@@ -90,12 +90,10 @@ async def _all_of(entry: runs.RunEntry) -> tuple[RunInfo, RunState, RunStatus]:
 async def why(options: argparse.Namespace) -> int:
     """The sentence about the run; what it or components wait for, since when, and the usual cause."""
     entry, names = runs.with_components(options.words, options.run_dir)
-    picture, said = await _picture(entry)
-    if unknown := [name for name in names if name not in picture.rows]:
-        raise _no_component(unknown[0], list(picture.rows))
     if options.json:
-        print(_why_answer(picture, said, names or list(picture.rows)).as_json())
+        print((await why_answer(entry, names)).as_json())
         return Exit.DONE
+    picture, said = await _picture(entry, names)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     if not names:
         print(said.line + "\n")
@@ -104,10 +102,16 @@ async def why(options: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _why_answer(picture: Picture, said: Verdict, names: list[str]) -> Why:
+async def why_answer(entry: runs.RunEntry, names: list[str]) -> Why:
+    """`why` as data: of the components in `names`, or of all.
+
+    Raises:
+        UserError: one of them is not part of the run.
+    """
     from atropos_tui.cli.answers import ComponentWhy, Why
     from atropos_tui.monitor.why import open_diagnoses
 
+    picture, said = await _picture(entry, names)
     status, state = picture.status, picture.state
     return Why(
         run_id=status.run_id,
@@ -116,7 +120,8 @@ def _why_answer(picture: Picture, said: Verdict, names: list[str]) -> Why:
         sentence=said.line,
         headline=picture.lines()[0],
         components=[
-            ComponentWhy(name=name, state=picture.rows[name].state, says=_ideas(picture.lines(name))) for name in names
+            ComponentWhy(name=name, state=picture.rows[name].state, says=_ideas(picture.lines(name)))
+            for name in names or picture.rows
         ],
         diagnoses=list(state.diagnoses) if status.phase is Phase.ENDED else open_diagnoses(state, status),
     )
@@ -128,14 +133,17 @@ def _ideas(paragraph: list[str]) -> list[str]:
     return [text for line in ["  ".join(first.split("  ")[2:]), *rest] if (text := line.strip())]
 
 
-async def _picture(entry: runs.RunEntry) -> tuple[Picture, Verdict]:
+async def _picture(entry: runs.RunEntry, names: list[str]) -> tuple[Picture, Verdict]:
     """The run at this moment, with all that its records tell."""
     from atropos_tui.monitor.verdict import verdict
     from atropos_tui.monitor.why import Picture
 
     info, state, status = await _all_of(entry)
     now = time.time()
-    return Picture(status, info, state, now), verdict(status, info, state, now)
+    picture = Picture(status, info, state, now)
+    if unknown := [name for name in names if name not in picture.rows]:
+        raise _no_component(unknown[0], list(picture.rows))
+    return picture, verdict(status, info, state, now)
 
 
 def _no_component(name: str, known: list[str]) -> UserError:
@@ -199,7 +207,7 @@ def list_runs(options: argparse.Namespace) -> int:
     """Newest first; a terminal gets the newest `RUNS_SHOWN`, JSON all, unless --limit says otherwise."""
     found = runs.all_runs()
     limit = options.limit if options.limit is not None else (len(found) if options.json else RUNS_SHOWN)
-    rows = [_row(entry) for entry in found[: limit or len(found)]]
+    rows = [run_row(entry) for entry in found[: limit or len(found)]]
     if options.json:
         from atropos_tui.cli.schemas import answer_json
 
@@ -213,7 +221,8 @@ def list_runs(options: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _row(entry: runs.RunEntry) -> RunRow:
+def run_row(entry: runs.RunEntry) -> RunRow:
+    """How a run went, from the ends of its files."""
     from atropos_tui.cli.answers import RunRow
     from atropos_tui.monitor.last_figures import last_figures
 

@@ -88,12 +88,12 @@ def _profile_arguments(parser: argparse.ArgumentParser, *, or_resume: bool = Fal
 RUN = "a run's directory, id or name, or the beginning of its id (default: the newest live run, else the newest)"
 
 
-def _run_argument(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+def _run_argument(parser: argparse.ArgumentParser, text: str = RUN, *, positional: bool = True) -> None:
     """`[RUN]`, also as `--run-dir`; commands that take components as well sort their words by themselves."""
     where = parser.add_mutually_exclusive_group()
     if positional:
-        where.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
-    where.add_argument("--run-dir", metavar="DIR", type=Path, help="the same" if positional else RUN)
+        where.add_argument("run", metavar="RUN", type=Path, nargs="?", help=text)
+    where.add_argument("--run-dir", metavar="DIR", type=Path, help="the same" if positional else text)
 
 
 def _up(commands) -> None:  # type: ignore[no-untyped-def]
@@ -202,7 +202,9 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     replay = _command(commands, "replay", "report:replay", "play a run in the screen, as it was")
     replay.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
     replay.add_argument("--speed", metavar="N", type=_speed, default=1.0, help="so many times as fast (default 1)")
-    bench = _command(commands, "bench", "report:bench", "print the benchmark summary of runs, and compare several")
+    bench = _command(
+        commands, "bench", "report:bench", "print the figures of runs that there are, several side by side"
+    )
     bench.add_argument("runs", metavar="RUN", type=Path, nargs="*", help=RUN)
     bench.add_argument("--json", action="store_true", help="as JSON")
     _compare(commands)
@@ -210,7 +212,9 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
 
 
 def _compare(commands) -> None:  # type: ignore[no-untyped-def]
-    compare = _command(commands, "compare", "compare:compare", "run several stacks and print one table of figures")
+    compare = _command(
+        commands, "compare", "compare:compare", "start several stacks, wait, and print their figures side by side"
+    )
     compare.add_argument(
         "profiles", metavar="PROFILE", nargs="+", help="two or more, paths or names; one may be given twice"
     )
@@ -246,11 +250,12 @@ def _caring(commands) -> None:  # type: ignore[no-untyped-def]
     clean = _command(commands, "clean", "cleanup:clean", "end and remove what runs without a supervisor left behind")
     clean.add_argument("--yes", action="store_true", help="do not ask")
     clean.add_argument("--dry-run", action="store_true", help="show what would be ended and removed, and do nothing")
-    clean.add_argument(
-        "--run-dir", metavar="DIR", type=Path, help="that run alone, also if it keeps processes for adoption"
-    )
+    _run_argument(clean, "that run alone, also if it keeps processes for adoption: its directory, id or name")
     bundle = _command(commands, "bundle", "bundle:bundle", "pack a run for a support request, without secrets")
     bundle.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
     bundle.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: RUN-bundle-TIME.tar.gz")
+    text = "serve runs to agents: Model Context Protocol over stdin and stdout, reading only"
+    mcp = _command(commands, "mcp", "mcp:serve", text)
+    mcp.add_argument("--allow-actions", action="store_true", help="they may start, stop and restart components, too")
     completion = _command(commands, "completion", "completion:completion", "print a completion script for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))

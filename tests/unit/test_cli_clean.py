@@ -143,7 +143,7 @@ def test_what_a_crash_left_is_listed_asked_for_and_ended(
     assert main.run(["clean", "--yes"]) == 0
     assert "no run left anything behind" in capsys.readouterr().out
     assert main.run(["runs"]) == 0
-    assert "crashed " in capsys.readouterr().out and bystander.poll() is None and run.run_json.exists()
+    assert "  crashed\n" in capsys.readouterr().out and bystander.poll() is None and run.run_json.exists()
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped by SIGSTOP"])
@@ -275,7 +275,7 @@ def test_readers_tell_the_truth_about_a_run_whose_supervisor_was_killed(
             supervisor.wait()
         wait_until(lambda: not tracker.find_leftovers(run_id, ProcessTable.load(run.journal_json)))
         assert main.run(["ps"]) == 0
-        head, _, *rows = capsys.readouterr().out.splitlines()
+        head, _, _, *rows = capsys.readouterr().out.splitlines()
         assert head.split(maxsplit=1) == [run_id, "crashed  (its supervisor is gone and left no result)"]
         assert [("stopped" in row, "healthy" in row) for row in rows] == [(True, False), (True, False)]
         assert "gone with the supervisor" in rows[0] and "was never started" in rows[1]

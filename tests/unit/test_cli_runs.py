@@ -64,6 +64,16 @@ def test_commands_with_components_take_a_run_too(two_runs: None, capsys: pytest.
     assert "did you mean trainer?" in capsys.readouterr().err
 
 
+def test_commands_that_act_take_a_run_too(two_runs: None, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["restart", "vllm", "add"], ["down", "add"], ["wait", "add", "--for", "ready"]):
+        assert main.run(words) == Exit.NO_RUN
+        assert "add-1-bb is not running" in capsys.readouterr().err, words
+    assert main.run(["wait", "add", "--for", "done"]) == 3, "its own code"
+    assert main.run(["clean", "add", "--dry-run"]) == 0
+    with pytest.raises(SystemExit):
+        main.run(["ps", "add", "--run-dir", "math"])
+
+
 def test_a_beginning_of_several_is_refused_with_their_names(two_runs: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["ps", "math-"]) == Exit.USAGE
     error = capsys.readouterr().err
@@ -82,7 +92,6 @@ def test_of_one_name_the_live_run_is_meant(two_runs: None, capsys: pytest.Captur
         link = RunDir(Path("runs") / run_id).control_sock
         link.symlink_to(Path("/proc/self/cwd") / target.relative_to(Path.cwd()))
         if run_id == "math-1-aa":
-            assert main.run(["report", "math", "-o", "/dev/null/x"]) == Exit.USAGE, "found: only the page cannot be"
             assert main.run(["logs", "math"]) == 0
             assert "a line of math-1-aa" in capsys.readouterr().out
     assert main.run(["logs", "math"]) == Exit.USAGE
