@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,6 +29,7 @@ from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.run_files import RunInfo, other_runs, status_from_files
 from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import ControlClient
+from atropos_tui.ui import preferences
 from atropos_tui.ui.commands import CommandApp, Outcome, palette
 from atropos_tui.ui.dialogs import ChooseRunDialog, HelpDialog, TextDialog
 from atropos_tui.ui.feed import (
@@ -38,10 +40,10 @@ from atropos_tui.ui.feed import (
     StatusArrived,
     SupervisorGone,
 )
-from atropos_tui.ui.terminal import Bell, edit, run_app, save_screenshot
-from atropos_tui.ui.theme import THEME, own_colours
+from atropos_tui.ui.terminal import Bell, edit, ground, run_app, save_screenshot
+from atropos_tui.ui.theme import LIGHT, THEME, own_colours, own_theme
 from atropos_tui.ui.views import VIEWS, arrange, compose_screen, visible
-from atropos_tui.ui.widgets.bars import Apply, SearchBar
+from atropos_tui.ui.widgets.bars import Apply, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.header import Notices
@@ -90,6 +92,7 @@ class CockpitApp(CommandApp):
         Binding("q", "ask_quit", "Quit", tooltip="Detach or stop"),
         Binding("ctrl+q,ctrl+c", "ask_quit", "Quit", show=False, system=True, priority=True),
         Binding("question_mark", "help", "Help", tooltip="This list"),
+        Binding("escape", "view_before", "Back", show=False, tooltip="Back to the view before"),
         *(
             Binding(str(number % 10), f"view('{name}')", view.title, show=False, tooltip=view.about)
             for number, (name, view) in enumerate(VIEWS.items(), 1)
@@ -121,8 +124,18 @@ class CockpitApp(CommandApp):
         """Panels that show the newest records of those that were drawn; one that appears later has to be told."""
         self._drawn_at = self._curves_at = self._news_at = float("-inf")
         self._log_of_all = False
-        self.register_theme(THEME)
+        self._view_name = "overview"
+        self._way_back: list[str] = []
+        """Views that led to the present one."""
+        for theme in (THEME, LIGHT):
+            self.register_theme(theme)
         self.theme = THEME.name
+        self.keep_theme: Callable[[str], object] = lambda name: None
+        """Called with a theme that the user has chosen."""
+
+    def watch_theme(self, name: str) -> None:
+        if self.is_running:
+            self.keep_theme(name)
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         return own_colours(self.current_theme)
@@ -171,8 +184,8 @@ class CockpitApp(CommandApp):
         if not self.loaded and not message.behind:
             self.loaded = True
             self._settle()
-        self._dirty = True
-        self._fresh_records = self._fresh_records or message.anew or not all(map(is_gauges, message.records))
+        news = message.anew or not message.records or not all(map(is_gauges, message.records))
+        self._dirty, self._fresh_records = self._dirty or news, self._fresh_records or news
         self._ask_the_files()
 
     def _settle(self) -> None:
@@ -305,6 +318,9 @@ class CockpitApp(CommandApp):
 
     def action_view(self, name: str) -> None:
         if main := self.main:
+            self._way_back = [*(seen for seen in self._way_back if seen != name), self._view_name]
+            self._view_name = name
+            main.query_one(ViewsLine).light(name)
             before = set(visible(main))
             arrange(main, name)
             if name == "rollouts":
@@ -314,6 +330,13 @@ class CockpitApp(CommandApp):
             self._show([widget for widget in visible(main) if widget not in before], self.loaded)
             if name == "events" and (diagnosis := main.query_one(Notices).diagnosis):
                 main.query_one(Events).point(diagnosis)
+
+    def action_view_before(self) -> None:
+        """Where the present view was reached from."""
+        *way, name = self._way_back or ["overview"]
+        if name != self._view_name:
+            self.action_view(name)
+        self._way_back = way
 
     def action_select(self, by: int) -> None:
         if table := self.find(Components):
@@ -401,4 +424,13 @@ def standing(status: RunStatus) -> object:
 
 def run_cockpit(run_dir: Path) -> Outcome:
     """Show the screen of `run_dir` until it is left."""
-    return run_app(CockpitApp(run_dir))
+    return run_app(dressed(CockpitApp(run_dir)))
+
+
+def dressed(app: CockpitApp) -> CockpitApp:
+    """In the colours that the user chose the last time or by ATROPOS_THEME, else in ours for this terminal."""
+    wish = os.environ.get("ATROPOS_THEME") or preferences.wished("theme")
+    known = app.available_themes
+    app.theme = own_theme(wish, known, None if wish in known else ground())
+    app.keep_theme = lambda name: preferences.remember("theme", name)
+    return app

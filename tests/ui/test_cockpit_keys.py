@@ -447,7 +447,7 @@ async def test_lists_take_such_a_pattern_too(tmp_path: Path, view: str, kind: ty
     write_records(run.telemetry_jsonl, [rollout], start=1000)
     write_records(run.supervisor_jsonl, [DiagnosisRecord(time=T0, component="vllm", title=EVIL)], start=1000)
     async with cockpit(run, (140, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
-        await screen.shows("5/5 up")
+        await screen.shows("step 2/60")
         await screen.press(view)
         listing = screen.app.query_one(kind)
         await screen.until(lambda: len(listing.items) > 1)

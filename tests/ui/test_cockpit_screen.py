@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import Phase, RunStatus, State
+from atropos_common.control import Phase, RunStatus, StageStatus, State
 from atropos_common.records import (
     AlignmentRecord,
     BenchmarkRecord,
@@ -24,7 +24,7 @@ from atropos_tui.ui import app
 from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.views import VIEWS
 from atropos_tui.ui.widgets.components import Components
-from tests.ui.conftest import cockpit
+from tests.ui.conftest import Screen, cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, write_records
 
@@ -92,15 +92,18 @@ async def test_values_on_screen_equal_those_in_the_file(run: RunDir) -> None:
 async def test_while_starting_it_says_what_is_waited_for_and_how_long(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=0)
     status = live_status(run, NOW, vllm=State.STARTING, trainer=State.PENDING)
-    status = changed(status, "vllm", since=NOW - 12.4, waiting_for="http://127.0.0.1:9001/health").model_copy(
-        update={"phase": Phase.STARTING}
-    )
+    refused = "GET http://127.0.0.1:9001/health: All connection attempts failed"
+    stages = [StageStatus(name="its imports", reached_at=NOW - 3), StageStatus(name="its weights")]
+    status = changed(
+        status, "vllm", since=NOW - 12.4, waiting_for=refused, probe_detail=refused, healthy=False, stages=stages
+    ).model_copy(update={"phase": Phase.STARTING})
     status = changed(status, "trainer", waiting_for="vllm to be healthy")
     async with cockpit(run, (120, 40), FakeControl(status), now) as screen:
-        await screen.shows("vllm: http://127.0.0.1:9001/health · 12 s")
+        await screen.shows("◔ vllm waits for its weights · 12 s")
         await screen.shows("3/5 up")
         await screen.shows("◔ starting")
         await screen.shows("○ pending")
+        assert "connection attempts" not in screen.text() and "fails" not in screen.text()
         await screen.shows("waits for vllm to be healthy")
         await screen.shows("no data")
         table = screen.app.query_one(Components)
@@ -273,7 +276,12 @@ async def test_number_keys_give_one_subject_the_room(run: RunDir, size: tuple[in
             if key == "2" and size[0] < 100:
                 await screen.press("tab", "end")
                 there = "Tokens/s"
-            await screen.until(lambda there=there, gone=gone: there in screen.text() and gone not in screen.text())  # type: ignore[misc]
+            await screen.until(lambda there=there, gone=gone: there in screen.text() and gone not in panels(screen))  # type: ignore[misc]
+
+
+def panels(screen: Screen) -> str:
+    """What is shown between the header and the line of views."""
+    return screen.text().rpartition("\n 1 ")[0]
 
 
 async def test_the_user_s_choice_of_a_component_stays(run: RunDir) -> None:

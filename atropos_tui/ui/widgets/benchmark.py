@@ -52,7 +52,7 @@ class Benchmark(TextPanel):
         note = (f"last {window} steps", "quiet") if window else ("no data", "quiet")
         if view.state.benchmark:
             note = (f"final, all {window} steps", "success")
-        self.border_title = title("Benchmark", note)
+        self.entitle(title("Benchmark", note))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         speed = pace(view.state, view.info.training_steps)
@@ -150,7 +150,7 @@ class Summary(VerticalScroll, Panel):
         mine = benchmark_state(view.state, run=view.info.name or "this run", mode=view.info.mode)
         text = render_benchmarks([mine, view.other] if view.other else [mine])
         about = f"beside {view.other.run}, x is the ratio to this run" if view.other else "c compares with another run"
-        self.border_title = title("Summary", (about, "quiet"))
+        self.entitle(title("Summary", (about, "quiet")))
         if text != self._text:
             self._text = text
             self.query_one("#summary-text", Static).update(Text(text, no_wrap=True))

@@ -13,6 +13,7 @@ from rich.style import Style
 from rich.text import Text
 from textual.app import RenderResult
 from textual.content import Content
+from textual.geometry import Region
 from textual.widget import Widget
 
 from atropos_common.control import ComponentStatus, RunStatus
@@ -91,7 +92,7 @@ class Panel(Widget):
 
 
 class TextPanel(Panel):
-    """A panel of lines that are cut where there is no room. It is painted only where they are not what it shows."""
+    """A panel of lines that are cut where there is no room. Those that are not what it shows are painted."""
 
     view: View | None = None
 
@@ -102,8 +103,10 @@ class TextPanel(Panel):
     def show(self, view: View) -> None:
         self.view = view
         before, self._painted = self._painted, self._cut()
-        if self._painted != before:
-            self.refresh(layout=self.styles.is_auto_height and len(self._painted) != len(before))
+        if len(self._painted) != len(before):
+            self.refresh(layout=self.styles.is_auto_height)
+        elif changed := [y for y, line in enumerate(self._painted) if line != before[y]]:
+            self.refresh(*(Region(0, y, self.content_size.width, 1) for y in changed))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         """What there is to say, the most important first."""
