@@ -336,7 +336,7 @@ def test_thinning_keeps_first_last_extremes_and_gaps() -> None:
     small = thin(Series(steps, values, [0.0] * len(steps)), 100)
     assert len(small) <= 103
     assert (small.steps[0], small.steps[-1]) == (1, 10_000)
-    assert small.steps == sorted(small.steps)
+    assert list(small.steps) == sorted(small.steps)
     assert 50.0 in small.values and -50.0 in small.values
     assert small.steps[[math.isnan(value) for value in small.values].index(True)] == 8_001
     few = Series([1, 2], [1.0, 2.0], [0.0, 0.0])
