@@ -21,14 +21,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
+from atropos_common.files import write_private
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show
 from atropos_tui.cli.control import bring_down
 from atropos_tui.cli.profiles import checked, read_env_files
+from atropos_tui.cli.report import overlay
 from atropos_tui.cli.up import spawn_supervisor, write_run_files
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import Progress, benchmark_runs, benchmarks_json, render_benchmarks
 from atropos_tui.monitor.format import plain_text
+from atropos_tui.monitor.overlay import read_runs, summary
 from atropos_tui.profile.errors import refused
 from atropos_tui.profile.hardware import read_machine
 from atropos_tui.profile.plan import make_site
@@ -94,6 +97,7 @@ async def compare(options: argparse.Namespace) -> int:
         board.say(f"  {line}")
     code = await Comparison(entries, board, sequential=options.sequential).run()
     tell(entries, board, as_json=options.json)
+    lay_over(entries, base, board, as_json=options.json)
     return code
 
 
@@ -319,6 +323,21 @@ def start(entry: ComparedStack, run: RunDir) -> None:
     write_run_files(run, entry.spec, entry.profile)
     runs.remember(run, entry.spec.run_id)
     spawn_supervisor(run, entry.spec)
+
+
+def lay_over(entries: Sequence[ComparedStack], base: Path, board: Board, *, as_json: bool) -> None:
+    """What differs and how each ended, as a table; their curves on the same axes, as a page beside the runs."""
+    roots = [Path(entry.spec.run_dir) for entry in entries if entry.progress is not None]
+    trained = [run for run in read_runs(roots) if run.state.step]
+    if len(trained) < 2:
+        return
+    if not as_json:
+        print(f"{summary(trained)}\n")
+    try:
+        write_private(base / "compare.html", overlay(trained))
+        board.say(f"curves on the same axes: {base / 'compare.html'}")
+    except (UserError, OSError) as error:  # what draws it may not be installed; the figures stand above
+        board.say(f"no page of the curves: {error}")
 
 
 def tell(entries: Sequence[ComparedStack], board: Board, *, as_json: bool) -> None:

@@ -177,8 +177,11 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     _run_argument(events)
     runs = _command(commands, "runs", "inspect:list_runs", "list runs, newest first")
     runs.add_argument("--json", action="store_true", help="as JSON")
-    report = _command(commands, "report", "report:report", "write one HTML page about a run")
-    report.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run directory or id (default: the newest)")
+    report = _command(
+        commands, "report", "report:report", "write one HTML page about a run, or about several on the same axes"
+    )
+    text = "run directories or ids (default: the newest); several are laid over one another"
+    report.add_argument("runs", metavar="RUN", type=Path, nargs="*", help=text)
     report.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: RUN-report.html")
     replay = _command(commands, "replay", "report:replay", "play a run in the screen, as it was")
     replay.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run directory or id (default: the newest)")

@@ -12,13 +12,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from atropos_common.files import read_regular
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.charts import Series, mean
-from atropos_tui.monitor.format import counted, duration, masked_line, number, seconds_text
+from atropos_tui.monitor.format import duration, masked_line, number, seconds_text
 from atropos_tui.monitor.reading import Along, Ruler, is_smoothed, smooth
 from atropos_tui.monitor.run_files import RunInfo, load_run
 from atropos_tui.monitor.state import RunState
@@ -30,6 +30,8 @@ PLACES = 300
 POINTS = 2_000
 """Of a curve, at most."""
 NONE = "–"
+MOST_WORDS = 3
+"""Settings that a label names."""
 _NOT_A_SETTING = ("name", "prepare", "notify")
 SEED = "seed"
 
@@ -88,7 +90,9 @@ def settings_of(run: RunDir) -> dict[str, str]:
     return {
         masked_line(key): masked_line(str(value))
         for key, value in _flat(profile)
-        if key.split(".")[0] not in _NOT_A_SETTING and key.split(".")[-1] not in ("port", "name")
+        if key.split(".")[0] not in _NOT_A_SETTING
+        and key.split(".")[-1] not in ("port", "name")
+        and (key == SEED or key.split(".")[-1] != SEED)
     }
 
 
@@ -126,12 +130,11 @@ def by_setting(runs: Sequence[RunCurves]) -> list[Setting]:
 
 
 def _label(keys: Sequence[str], values: Sequence[str], runs: Sequence[RunCurves]) -> str:
-    """What sets these runs apart; of nothing, their number, or the name of the only one."""
-    words = [
-        value if key == "mode" else f"{key.rpartition('.')[2]} {value}" for key, value in zip(keys, values, strict=True)
-    ]
-    seeds = f"{len(runs)} runs" if len(runs) > 1 else "" if words else runs[0].name
-    return ", ".join(filter(None, (*words[:3], seeds)))
+    """What sets these runs apart, and their number; the name of the first where that is nothing, or too much."""
+    pairs = zip(keys, values, strict=True)
+    words = [value if key == "mode" else f"{key.rpartition('.')[2]} {PurePath(value).name}" for key, value in pairs]
+    words = words if 0 < len(words) <= MOST_WORDS else [runs[0].name] if words or len(runs) == 1 else []
+    return ", ".join([*words, f"{len(runs)} runs"] if len(runs) > 1 else words)
 
 
 def line(setting: Setting, metric: str, along: Along, smoothing: int = 0) -> Line | None:
@@ -143,7 +146,8 @@ def line(setting: Setting, metric: str, along: Along, smoothing: int = 0) -> Lin
     span = smoothing if is_smoothed(max(len(series) for _, series in found), smoothing) else 0
     drawn = [(Ruler(run.state, along), smooth(series, span, POINTS) if span else series) for run, series in found]
     curves = [(list(ruler.place(series)), list(series.values)) for ruler, series in drawn]
-    last = mean([value for run, _ in found if (value := final(run.state.metric(metric))) is not None])
+    ends = [series.last if metric in run.state.evals else final(series) for run, series in found]
+    last = mean([value for value in ends if value is not None])
     if len(curves) == 1:
         return Line(setting.label, *curves[0], smoothing=span, last=last)
     return Line(setting.label, *_band(curves), smoothing=span, last=last)
@@ -191,18 +195,29 @@ def splits(runs: Iterable[RunCurves]) -> list[str]:
 
 
 def final_table(runs: Sequence[RunCurves]) -> list[list[str]]:
-    """A row of titles, then one for each run: what sets it apart, and its final values."""
-    apart, evaluated = differing(runs), splits(runs)
-    titles = ["run", *apart, "steps", f"reward, last {LAST}", *evaluated, "length", "tokens/s", "step", "duration"]
+    """A row of titles, then one for each run: mode, seed and final values."""
+    evaluated = splits(runs)
+    titles = [
+        "run",
+        "mode",
+        SEED,
+        "steps",
+        f"reward, last {LAST}",
+        *evaluated,
+        "length",
+        "tokens/s",
+        "step",
+        "duration",
+    ]
     rows = [titles]
-    for at, run in enumerate(runs):
-        values = [values[at] for values in apart.values()]
+    for run in runs:
         metric = run.state.metric
         times = metric("step_s").times
         rows.append(
             [
                 run.name,
-                *values,
+                run.info.mode or NONE,
+                run.settings.get(SEED, NONE),
                 f"{run.state.step:,}",
                 number(final(metric("reward_mean"))),
                 *(number(run.state.metric(name).last) for name in evaluated),
@@ -213,6 +228,12 @@ def final_table(runs: Sequence[RunCurves]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def settings_table(runs: Sequence[RunCurves]) -> list[list[str]]:
+    """A row of titles, then one for each setting that differs, but for the seed; empty where none does."""
+    rows = [[key, *values] for key, values in differing(runs).items() if key != SEED]
+    return [["setting", *(run.name for run in runs)], *rows] if rows else []
 
 
 def seeds_table(runs: Sequence[RunCurves]) -> list[list[str]]:
@@ -241,7 +262,5 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 def summary(runs: Sequence[RunCurves]) -> str:
     """What differs and how each ended, as text."""
-    apart = [key for key in differing(runs) if key != SEED]
-    what = f"what differs: {', '.join(apart)}" if apart else f"{counted(len(runs), 'run')} of one setting"
-    tables = [text_table(rows) for rows in (final_table(runs), seeds_table(runs)) if rows]
-    return "\n\n".join([what, *tables])
+    found = (final_table(runs), seeds_table(runs), settings_table(runs))
+    return "\n\n".join(text_table(rows) for rows in found if rows)

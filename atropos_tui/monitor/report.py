@@ -53,7 +53,7 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
     figures = benchmark_state(state, run=run.root.name, mode=info.mode or status.mode)
     drawn = charts(state)
     end = _end(status, state, now)
-    page = _environment().get_template("report.html.j2").render(
+    page = environment().get_template("report.html.j2").render(
         name=masked_line(info.name or run.root.name),
         identity=_identity(info, status),
         verdict=_verdict(status),
@@ -78,7 +78,8 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
     return page.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair in a model's output
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """The templates of this folder; everything put into them is escaped."""
     loader = PackageLoader("atropos_tui.monitor", package_path=".")
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
