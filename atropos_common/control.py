@@ -89,10 +89,10 @@ class StageStatus(Message):
 class GpuStatus(Message):
     """One GPU of the machine as NVML sees it, whoever uses it; bytes, and percent of time in use."""
 
-    index: int
+    index: int = Field(ge=0, le=2**16)
     name: str = ""
-    used_bytes: int
-    total_bytes: int
+    used_bytes: int = Field(ge=0, le=2**60)
+    total_bytes: int = Field(ge=0, le=2**60)
     utilization_percent: int | None = None
     """Null where the driver does not measure it (MIG)."""
     power_w: float | None = None
@@ -110,6 +110,8 @@ class ComponentStatus(Message):
     attempt: int = 0
     restarts: int = 0
     """Restarts after a crash; a restart by hand is not counted."""
+    errors: int = 0
+    """Times that this attempt has printed ERROR; in a flood as far as it is looked at."""
     pid: int | None = None
     pids: list[int] = Field(default_factory=list)
     """Every live process of the component, descendants included."""

@@ -14,6 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
+from atropos_common.control import GpuStatus
+
 SCHEMA_VERSION = 1
 
 
@@ -381,6 +383,84 @@ class EnvMetricsRecord(Record):
     env: str
     policy_step: int | None = None
     metrics: dict[str, Number]
+
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**60)]
+
+
+class Figures(BaseModel):
+    """A part of a `GaugesRecord`. None where nobody tells."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
+
+
+class EngineGauges(Figures):
+    """One look at an engine's counters."""
+
+    running: Amount | None = None
+    """Requests in the present batch."""
+    waiting: Amount | None = None
+    kv_use: Amount | None = None
+    """Share of the KV cache in use, 0 to 1; the mean of several engines behind one port."""
+    prefix_queries: Amount | None = None
+    prefix_hits: Amount | None = None
+    prompt_tokens: Amount | None = None
+    generated_tokens: Amount | None = None
+
+
+class HostUse(Figures):
+    """The whole machine, or the container where that has limits of its own; memory in bytes, CPU in percent of all."""
+
+    cpu_percent: Amount | None = None
+    cores: Amount | None = None
+    memory_used: Count | None = None
+    memory_total: Count | None = None
+
+
+class ComponentUse(Figures):
+    """What one component uses; CPU in percent of one core, memory in bytes, as in `control.ComponentStatus`."""
+
+    cpu_percent: Amount | None = None
+    memory_bytes: Count | None = None
+    gpu_bytes: Count | None = None
+
+
+class EnvFlow(Figures):
+    """What one environment makes, and who waits for it, over the newest seconds (`diagnoses.flow.FlowWatch`)."""
+
+    engine: str
+    """Which it asks."""
+    workers: str | None = None
+    """`max_num_workers` of its command."""
+    made: Count = 0
+    """Groups in `counted_s` seconds, and those of them with equal scores."""
+    flat: Count = 0
+    counted_s: Amount = 0.0
+    waiting: Amount | None = None
+    """Share of the time in which the trainer had no batch; None while too little was measured, as the next three."""
+    idle: Amount | None = None
+    """Share of the time in which its engine had no request."""
+    running: Amount | None = None
+    """Sequences in the engine, and how many it computes at a time, at most."""
+    slots: Amount | None = None
+
+
+class GaugesRecord(Record):
+    """How busy machine, components, engines and run-api are; in `gauges.jsonl`, which is thinned as it grows."""
+
+    KIND: ClassVar[str] = "gauges"
+    kind: Literal["gauges"] = "gauges"
+    components: dict[Name, ComponentUse] = {}
+    engines: dict[Name, EngineGauges] = {}
+    gpus: list[GpuStatus] = []
+    host: HostUse = HostUse()
+    queue: Count | None = None
+    """Groups that wait in run-api for the trainer; None where nobody answers."""
+    disk_free_bytes: Count | None = None
+    """Of the disk that holds the run directory."""
+    flows: dict[Name, EnvFlow] = {}
+    """By environment."""
 
 
 def _concrete(root: type[Record]) -> list[type[Record]]:

@@ -77,6 +77,7 @@ class RunDir:
     journal_json = _Below("journal.json")
     supervisor_jsonl = _Below("supervisor.jsonl")
     telemetry_jsonl = _Below("telemetry.jsonl")
+    gauges_jsonl = _Below("gauges.jsonl")
     fault_txt = _Below("fault.txt")
     """Report of a fault of ours, to file as an issue."""
     supervisor_log = _Below("supervisor.log")

@@ -18,10 +18,12 @@ from atropos_tui.cli import runs, show
 from atropos_tui.cli.logs import compiled
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.run_files import read_info, status_from_files
+from atropos_tui.monitor.run_files import RunInfo, read_info, status_from_files
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, StreamLost
 
 if TYPE_CHECKING:
+    from atropos_tui.monitor.state import RunState
+    from atropos_tui.monitor.verdict import Verdict
     from atropos_tui.monitor.why import Picture
 
 
@@ -54,35 +56,57 @@ def read_events(run: RunDir) -> Iterator[Record]:
 
 
 async def ps(options: argparse.Namespace) -> int:
-    status = await status_of(runs.pick(options.run_dir))
-    print(show.ascii_json(status.model_dump_json(indent=2)) if options.json else show.ps_table(status))
+    entry = runs.pick(options.run_dir)
+    if options.json:
+        print(show.ascii_json((await status_of(entry)).model_dump_json(indent=2)))
+        return Exit.DONE
+    status, said = await judged(entry)
+    print(show.ps_table(status, said.line))
     return Exit.DONE
 
 
+async def judged(entry: runs.RunEntry) -> tuple[RunStatus, Verdict]:
+    """How a run stands at this moment, and the one sentence about it."""
+    from atropos_tui.monitor.verdict import verdict
+
+    info, state, status = await _all_of(entry)
+    return status, verdict(status, info, state, time.time())
+
+
+async def _all_of(entry: runs.RunEntry) -> tuple[RunInfo, RunState, RunStatus]:
+    """What the files tell, and the supervisor's word on how it stands."""
+    from atropos_tui.monitor.run_files import load_run
+
+    info, state, _ = load_run(entry.dir.root)
+    try:
+        return info, state, await ControlClient(entry.dir.root).status()
+    except NoSupervisor:
+        return info, state, status_from_files(entry.dir, info, state)
+
+
 async def why(options: argparse.Namespace) -> int:
-    """What the run or one component waits for, since when, and the usual cause; from the files after the end."""
-    picture, component = await _picture(runs.pick(options.run_dir)), options.component
+    """The sentence about the run; what it or one component waits for, since when, and the usual cause."""
+    (picture, said), component = await _picture(runs.pick(options.run_dir)), options.component
     if component not in (None, *picture.rows):
         named = runs.find(Path(component)) if options.run_dir is None else None
         if named is None:
             raise _no_component(component, list(picture.rows))
-        picture, component = await _picture(named), None
+        (picture, said), component = await _picture(named), None
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    if component is None:
+        print(said.line + "\n")
     print("\n".join(picture.lines(component, columns)))
     return Exit.DONE
 
 
-async def _picture(entry: runs.RunEntry) -> Picture:
+async def _picture(entry: runs.RunEntry) -> tuple[Picture, Verdict]:
     """The run at this moment, with all that its records tell."""
-    from atropos_tui.monitor.run_files import load_run
+    from atropos_tui.monitor.verdict import verdict
     from atropos_tui.monitor.why import Picture
 
-    info, state, _ = load_run(entry.dir.root)
-    try:
-        status = await ControlClient(entry.dir.root).status()
-    except NoSupervisor:
-        status = status_from_files(entry.dir, info, state)
-    return Picture(status, info, state, time.time())
+    info, state, status = await _all_of(entry)
+    now = time.time()
+    return Picture(status, info, state, now), verdict(status, info, state, now)
 
 
 def _no_component(name: str, known: list[str]) -> UserError:

@@ -111,11 +111,22 @@ def replay(options: argparse.Namespace) -> int:
     return Exit.DONE
 
 
+def _sentence(root: Path) -> str:
+    """What is to be known first of a run, from its files."""
+    from atropos_tui.monitor.run_files import load_run, status_from_files
+    from atropos_tui.monitor.verdict import verdict
+
+    info, state, feed = load_run(root)
+    return verdict(status_from_files(feed.run, info, state), info, state, time.time()).line
+
+
 def bench(options: argparse.Namespace) -> int:
     """The guides' BENCHMARK SUMMARY of each run."""
     from atropos_tui.monitor import bench as summary
 
     chosen = [runs.pick(path).dir.root for path in options.runs] or [runs.pick(None).dir.root]
     figures = summary.benchmark_runs(chosen)
+    if len(chosen) == 1 and not options.json:
+        print(_sentence(chosen[0]))
     print(summary.benchmarks_json(figures) if options.json else summary.render_benchmarks(figures))
     return Exit.DONE

@@ -85,15 +85,16 @@ def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
     return "\n".join(lines)
 
 
-def ps_table(status: RunStatus, now: float | None = None) -> str:
-    """The components of a run, as `ps` prints them."""
+def ps_table(status: RunStatus, said: str = "", now: float | None = None) -> str:
+    """The components of a run, as `ps` prints them; `said`: the sentence about it."""
     now = time.time() if now is None else now
     gpu = ("GPU",) if any(component.gpu_bytes is not None for component in status.components) else ()
     head = ("COMPONENT", "ROLE", "STATE", "PID", "UPTIME", "RESTARTS", "MEMORY", *gpu, "CPU", "PORT", "NOTE")
     rows = [head, *(_ps_row(component, now, with_gpu=bool(gpu)) for component in status.components)]
     phase = "crashed" if is_crashed(status) else status.phase
     title = f"{status.run_id}  {status.mode}  {phase}" + (f"  ({one_line(status.reason)})" if status.reason else "")
-    return "\n".join([f"{title}\n{table(rows, right=range(3, len(head) - 1))}", *map(_gpu_line, status.gpus)])
+    heading = [title, said] if said else [title]
+    return "\n".join([*heading, table(rows, right=range(3, len(head) - 1)), *map(_gpu_line, status.gpus)])
 
 
 def _gpu_line(gpu: GpuStatus) -> str:

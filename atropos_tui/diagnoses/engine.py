@@ -58,6 +58,7 @@ from atropos_tui.diagnoses.stall_rules import (
     RUNS,
     STALL_RULES,
     ApiView,
+    Flow,
     Part,
     RefusalWatch,
     RunSnapshot,
@@ -125,6 +126,8 @@ class LogScanner:
         self.spec = spec
         self.names = names
         self.counts: Counter[str] = Counter()
+        self.errors = 0
+        """How often it printed `ERROR`."""
         self.noted: list[str] = []
         """Newest lines with the role's needle in `NOTED`; whoever takes them clears the list."""
         self._head: list[bytes] = []
@@ -202,6 +205,7 @@ class LogScanner:
                     self._settling.setdefault(rule.name, (rule, _Open(now, found)))
                 else:
                     said += self._say(rule, found, now)
+        self.errors += text.count(b"ERROR")
         for name, needle in self._counted.items():
             self.counts[name] += text.count(needle)
         if (wanted := NOTED.get(self.spec.role)) is not None:
@@ -398,6 +402,8 @@ class Watcher:
         self._since_step: Counter[str] = Counter()
         self._refusals = RefusalWatch(stack)
         self._flows = FlowWatch(stack)
+        self.flows: Mapping[str, Flow] = {}
+        """What was seen of each environment at the last look."""
         api = next((spec for spec in stack.components if spec.role is Role.API and spec.port), None)
         self._api_url = f"http://127.0.0.1:{api.port}" if api else ""
         self._api_attempt = 0
@@ -489,7 +495,7 @@ class Watcher:
         came = sum(self._counts[name] for name in CAME)
         free, size = self._free(bare.now)
         self._flows.ask(bare.parts, bare.now)
-        flows = {} if starting_roles(bare) else self._flows.view(bare.parts, bare.now)
+        self.flows = flows = {} if starting_roles(bare) else self._flows.view(bare.parts, bare.now)
         refused = self._refusals.judge(bare.parts, bare.now)
         run = replace(
             bare,

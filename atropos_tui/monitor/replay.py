@@ -18,11 +18,11 @@ from pathlib import Path
 
 from atropos_common.control import Accepted, Action, CommandRequest, Phase, Recipe, RunStatus, Snapshot, State
 from atropos_common.record_tail import RecordTail
-from atropos_common.records import ComponentRecord, Record, StepRecord
+from atropos_common.records import ComponentRecord, GaugesRecord, Record, StepRecord
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.log_buffer import EntryMaker, LogEntry
 from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs
-from atropos_tui.monitor.run_files import RecordBatch, RunInfo, component_rows, read_info, status_from_files
+from atropos_tui.monitor.run_files import RecordBatch, RunInfo, component_rows, read_info, status_from_files, streams
 from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import Refused
 
@@ -32,6 +32,8 @@ LINES_AT_ONCE = 500
 LOOKBACK_S = 60.0
 """After a jump, logs are shown from so long before it on."""
 SLOWEST, FASTEST = 1 / 16, 4096.0
+STATUS = (ComponentRecord, GaugesRecord)
+"""Records that a status is made of."""
 SEEKS = 50
 """The arrow keys move by one of so many parts of the whole."""
 
@@ -52,15 +54,15 @@ class Recording:
     @classmethod
     def load(cls, run: RunDir) -> Recording:
         """Read every stream of `run` to its present end; what is no record is counted and left out."""
-        streams, bad_lines = [], 0
-        for path in (run.supervisor_jsonl, run.telemetry_jsonl, *sorted(run.root.glob("eval.*.jsonl"))):
+        told, bad_lines = [], 0
+        for path in streams(run):
             records, bad = _read(path)
-            streams.append(list(zip(_ascending(records), records, strict=True)))
+            told.append(list(zip(_ascending(records), records, strict=True)))
             bad_lines += bad
-        ordered = list(heapq.merge(*streams, key=lambda pair: pair[0]))
+        ordered = list(heapq.merge(*told, key=lambda pair: pair[0]))
         info, state = read_info(run), RunState()
         for _, record in ordered:
-            if isinstance(record, ComponentRecord):  # all that a status is made of
+            if isinstance(record, STATUS):
                 state.apply(record)
         final = status_from_files(run, info, state)
         return cls(run, info, [at for at, _ in ordered], [record for _, record in ordered], bad_lines, final)
@@ -167,7 +169,7 @@ class ReplayFeed:
         self._next = until
         for record in records:
             self._steps = self._steps or isinstance(record, StepRecord)
-            if isinstance(record, ComponentRecord):
+            if isinstance(record, STATUS):
                 self._seen.apply(record)
         self.status = self._status()
         return RecordBatch(records, until < due, anew)
@@ -176,12 +178,15 @@ class ReplayFeed:
         final = self._recording.final
         if self._next == len(self._recording.records):
             return final
+        gauges = self._seen.gauges
         rows = component_rows(self._recording.info, self._seen)
+        rows = [gauges.used([row])[0] if row.state.has_process else row for row in rows]
         coming = any(row.state in (State.PENDING, State.STARTING) for row in rows)
         return final.model_copy(
             update={
                 "phase": Phase.STARTING if coming and not self._steps else Phase.RUNNING,
                 "components": rows,
+                "gpus": gauges.last.gpus if gauges.last else [],
                 "exit_code": None,
                 "reason": "",
                 "seq": self._seen.supervisor_seq,

@@ -255,8 +255,8 @@ def _spots(axes: Axes, chart: PageChart) -> Iterator[Spot]:
     """Strips over the whole height, one for each place that has a value, or for some of them where there are many."""
     places = sorted({place for line in chart.lines for place in line.along})
     places = places[:: max(1, math.ceil(len(places) / SPOTS))]
-    scale = 72 / axes.figure.dpi
-    box, height = axes.get_window_extent(), axes.figure.get_size_inches()[1] * 72
+    scale = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
+    box, height = axes.get_window_extent(), SIZE_IN[1] * 72
     xs = [float(axes.transData.transform((place, 0 if not chart.spec.log else 1))[0]) * scale for place in places]
     for at, (place, x) in enumerate(zip(places, xs, strict=True)):
         left = (x + xs[at - 1]) / 2 if at else x - 2

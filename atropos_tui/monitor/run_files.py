@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
@@ -29,6 +29,8 @@ from atropos_tui.supervisor.tracker import Leftover
 GONE = "its supervisor is gone and left no result"
 _ROLLOUT = b'"kind":"rollout"'
 """As the trainer writes it; inside a text its quotation marks would be escaped."""
+LOOKED_AT = 20
+"""Neighbours among which a run of the same name is looked for, the newest."""
 MOST_OTHERS = 100
 """Runs that are offered to be compared with, the newest."""
 E = TypeVar("E", bound=StrEnum)
@@ -64,6 +66,8 @@ class RunInfo:
     training_steps: int | None = None
     """Optimizer steps the trainer was asked for."""
     components: list[PlannedComponent] = field(default_factory=list)
+    last_start_s: dict[str, float] = field(default_factory=dict)
+    """How long each component's start took in the newest run of the same name beside this one; see `last_starts`."""
 
     @property
     def short_model(self) -> str:
@@ -88,6 +92,37 @@ def read_info(run: RunDir) -> RunInfo:
     )
 
 
+def start_seconds(transitions: Iterable[StateRecord]) -> dict[str, float]:
+    """How long the newest start of each component took that came to an end."""
+    began: dict[str, float] = {}
+    took: dict[str, float] = {}
+    for move in transitions:
+        name = move.component or ""
+        if move.new == State.STARTING:
+            began[name] = move.time
+        elif move.old == State.STARTING and move.new == State.HEALTHY and name in began:
+            took[name] = move.time - began[name]
+    return took
+
+
+def last_starts(run: RunDir, name: str) -> dict[str, float]:
+    """`start_seconds` of the newest run of this name beside `run`."""
+    for root in sorted(_beside(run.root), key=_changed_at, reverse=True)[:LOOKED_AT]:
+        other = RunDir(root)
+        if root.name != run.root.name and read_json(other.plan_json).get("name") == name:
+            records = RecordTail(other.supervisor_jsonl).read()
+            if took := start_seconds(record for record in records if isinstance(record, StateRecord)):
+                return took
+    return {}
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
     """The run as its files tell it: components at their last journaled state, end from result.json.
 
@@ -109,6 +144,7 @@ def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
         exit_code=code,
         reason=_text(result.get("reason")),
         components=component_rows(info, state),
+        gpus=state.gauges.last.gpus if state.gauges.last else [],
     )
     return status if code is not None else without_result(run, status)
 
@@ -304,6 +340,11 @@ class RecordBatch:
     """A file was cut or replaced and comes again from its start: begin with a new `RunState`."""
 
 
+def streams(run: RunDir) -> list[Path]:
+    """Every file of records of `run`, there or not."""
+    return [run.supervisor_jsonl, run.telemetry_jsonl, run.gauges_jsonl, *sorted(run.root.glob("eval.*.jsonl"))]
+
+
 @dataclass
 class RunFeed:
     """Tails of every stream of `run`."""
@@ -319,7 +360,7 @@ class RunFeed:
 
     def read(self) -> RecordBatch:
         """One bounded chunk of every stream."""
-        for path in (self.run.supervisor_jsonl, self.run.telemetry_jsonl, *self.run.root.glob("eval.*.jsonl")):
+        for path in streams(self.run):
             if path not in self._tails:
                 self._tails[path] = self._tail(path)
         records = [record for tail in self._tails.values() for record in tail.read()]
@@ -354,7 +395,8 @@ def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:
     """Everything the files of a run hold at this moment."""
     feed = RunFeed(RunDir(root))
     state = feed.catch_up(RunState())
-    return read_info(feed.run), state, feed
+    info = read_info(feed.run)
+    return replace(info, last_start_s=last_starts(feed.run, info.name)), state, feed
 
 
 @dataclass(frozen=True)

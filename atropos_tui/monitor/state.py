@@ -20,6 +20,7 @@ from atropos_common.records import (
     DiagnosisRecord,
     EnvMetricsRecord,
     EvalRecord,
+    GaugesRecord,
     MemoryRecord,
     Record,
     RolloutRecord,
@@ -32,6 +33,7 @@ from atropos_common.records import (
 )
 from atropos_tui.monitor.charts import MOST_STEPS, Series
 from atropos_tui.monitor.format import real
+from atropos_tui.monitor.gauges import GaugeHistory
 
 
 def _numbers(kind: type[Record], *without: str) -> tuple[str, ...]:
@@ -61,6 +63,7 @@ _MARKS_A_STEP = (StepRecord, AlignmentRecord, TimingRecord, MemoryRecord, Rollou
 """Kinds that tell where an attempt begins. A sync or checkpoint may carry the step that was resumed from."""
 
 ROLLOUTS_KEPT = 1000
+STEPS_KEPT = 10
 DIAGNOSES_KEPT = 200
 CHECKPOINTS_KEPT = 200
 TRANSITIONS_KEPT = 2000
@@ -69,7 +72,7 @@ COMMANDS_KEPT = 200
 
 @dataclass
 class RunState:
-    """History of one run. Feed it records of `telemetry.jsonl`, `eval.*.jsonl` and `supervisor.jsonl` in any mix."""
+    """History of one run. Feed it the records of its streams in any mix."""
 
     series: dict[str, Series] = field(default_factory=dict)
     evals: dict[str, Series] = field(default_factory=dict)
@@ -83,6 +86,8 @@ class RunState:
     """Newest optimizer step, 0 before the first."""
     trainer_time: float | None = None
     """Time of the newest trainer record; tells how long the trainer has been silent."""
+    newest_steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    """Whole, for what is no curve."""
     alignment: AlignmentRecord | None = None
     benchmark: BenchmarkRecord | None = None
     rollouts: deque[RolloutRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
@@ -95,6 +100,7 @@ class RunState:
     """What each component reached in its newest attempt, oldest first."""
     commands: dict[str, CommandRecord] = field(default_factory=dict)
     """Latest word on each command, by id, oldest first."""
+    gauges: GaugeHistory = field(default_factory=GaugeHistory)
     supervisor_seq: int = -1
     """Last record of supervisor.jsonl that was applied."""
     unknown: int = 0
@@ -114,6 +120,8 @@ class RunState:
             self._apply_env_metrics(record)
         elif isinstance(record, ComponentRecord):
             self._apply_supervisor(record)
+        elif isinstance(record, GaugesRecord):
+            self.gauges.add(record)
         elif type(record) is Record:  # counts of environments are known; diagnoses read them
             self.unknown += 1
 
@@ -146,6 +154,7 @@ class RunState:
         self._put_numbers(record)
         if isinstance(record, StepRecord):
             self.step = max(self.step, record.step)
+            self.newest_steps.append(record)
         elif isinstance(record, AlignmentRecord):
             self.alignment = record
         elif isinstance(record, CheckpointRecord):
@@ -195,6 +204,7 @@ class RunState:
         for series in self.series.values():
             series.cut(first)
         self.step = min(self.step, first - 1)
+        self.newest_steps.clear()
         self.syncs = [sync for sync in self.syncs if sync[0] >= record.attempt or sync[1] < first]
         kept_rollouts = [old for old in self.rollouts if old.attempt >= record.attempt or old.step < first]
         self.rollouts = deque(kept_rollouts, maxlen=ROLLOUTS_KEPT)

@@ -241,8 +241,23 @@ def next_stage(row: ComponentStatus) -> StageStatus | None:
     """The first stage after the last one reached; earlier ones that were not seen do not matter any more."""
     if row.state not in (State.STARTING, State.HEALTHY, State.UNHEALTHY):
         return None
+    if row.role is Role.ENGINE and row.state is not State.STARTING:
+        return None  # it answers, whatever it has printed
     reached = [at for at, stage in enumerate(row.stages) if stage.reached_at is not None]
     return next(iter(row.stages[max(reached) + 1 if reached else 0 :]), None)
+
+
+def doing(row: ComponentStatus) -> str:
+    """What a component that is coming up does: the stage that comes next, or what it waits for."""
+    stage = next_stage(row)
+    if stage is not None:
+        return _DOES.get(stage.name, f"waits for {one_line(stage.name)}")
+    words = one_line(row.waiting_for)
+    return f"waits for {words}" if words and words not in (one_line(row.probe_detail), "its probe") else "is starting"
+
+
+_DOES = {"registered": "registers with run-api", "attached": "attaches to the engine"}
+"""What a component does before it reaches a stage whose name does not tell it."""
 
 
 def _waiting_since(row: ComponentStatus) -> float | None:

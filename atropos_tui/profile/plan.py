@@ -86,6 +86,29 @@ TRAINER_STAGES = [
         "(--env.ensure_scores_are_not_same false keeps them): see `logs` of the environment",
     ),
 ]
+ENGINE_STAGES = [
+    Stage(name="its imports", pattern=r"non-default args|Resolved architecture", usually="vLLM imports for 10 to 30 s"),
+    Stage(
+        name="its weights",
+        pattern=r"Loading weights took|Model loading took",
+        usually="a large model is read from its disk, or first comes from the hub",
+    ),
+    Stage(
+        name="its KV cache",
+        pattern=r"KV cache size|# GPU blocks",
+        usually="the model is compiled, the first time for some minutes, and its memory measured",
+    ),
+    Stage(
+        name="its CUDA graphs",
+        pattern=r"Graph capturing finished|init engine \(",
+        usually="one graph a batch size; [vllm.args] enforce-eager = true leaves them out, and decodes slower",
+    ),
+    Stage(
+        name="its first answer",
+        pattern=r"\[vllm_server\] ready after|Application startup complete",
+        usually="it proves on a token that each kind of layer follows new weights",
+    ),
+]
 ENV_STAGES = [
     Stage(
         name=REGISTERED,
@@ -393,6 +416,7 @@ def _engine(site: Site, section: EngineSection, after: list[str], settings: Trai
         gpus=section.gpus,
         clears=clears,
         scratch=True,  # vLLM leaves sockets and files of its groups there
+        stages=ENGINE_STAGES,
         restart_with=["trainer"] if fed and site.traits.trainer_follows_engine else [],
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=15),

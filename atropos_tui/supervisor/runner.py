@@ -221,8 +221,7 @@ class Routes:
         )
 
     async def status(self, _: Request) -> Response:
-        usage = await self._supervisor.sampler.fresh()
-        return answer(self._supervisor.status(usage))
+        return answer(await self._supervisor.measured())
 
     async def events(self, request: Request) -> Response:
         try:

@@ -37,6 +37,7 @@ from atropos_tui.diagnoses.model import CANNOT_START
 from atropos_tui.profile.recipes import recipe
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.component import SIGNALS, Component, Ended, look_again, stuck
+from atropos_tui.supervisor.gauges import record_gauges
 from atropos_tui.supervisor.launcher import Host, Usage, UsageSampler
 from atropos_tui.supervisor.logs import latest_attempt
 from atropos_tui.supervisor.process import LaunchError
@@ -210,6 +211,11 @@ class Supervisor:
             gpus=list(self.sampler.gpus),
         )
 
+    async def measured(self) -> RunStatus:
+        """The status, with what the components use now."""
+        usage = await self.sampler.fresh()
+        return self.status(usage)
+
     def ready(self) -> bool:
         """Every long-running component is healthy or done, every one-shot step done."""
         return all(
@@ -221,7 +227,8 @@ class Supervisor:
 
     async def run(self) -> RunResult:
         """Start everything, stay until the end, leave nothing behind."""
-        besides = [self.task(self._sweep_forever()), self.task(self._watcher.watch())]
+        gauges = record_gauges(self.run_dir.gauges_jsonl, self.measured, lambda: self._watcher.flows)
+        besides = [self.task(work) for work in (self._sweep_forever(), self._watcher.watch(), gauges)]
         try:
             self._do(self._take_over)
             self._begun.set()

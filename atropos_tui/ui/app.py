@@ -21,9 +21,8 @@ from textual.screen import Screen
 from textual.widget import Widget
 
 from atropos_common.control import Phase, RunStatus, State
-from atropos_common.records import CommandRecord
+from atropos_common.records import CommandRecord, GaugesRecord, Record
 from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.gauges import GaugeHistory, Sample
 from atropos_tui.monitor.run_files import RunInfo, status_from_files
 from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import ControlClient
@@ -33,7 +32,6 @@ from atropos_tui.ui.dialogs import HelpDialog, TextDialog
 from atropos_tui.ui.feed import (
     Control,
     Feed,
-    GaugesArrived,
     LogArrived,
     RecordsArrived,
     StatusArrived,
@@ -42,7 +40,7 @@ from atropos_tui.ui.feed import (
 from atropos_tui.ui.terminal import Bell, edit, run_app, save_screenshot
 from atropos_tui.ui.theme import THEME, own_colours
 from atropos_tui.ui.views import VIEWS, arrange, compose_screen, view_spec, visible
-from atropos_tui.ui.widgets.bars import Apply, SearchBar
+from atropos_tui.ui.widgets.bars import Apply, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.events import Events
@@ -94,6 +92,7 @@ class CockpitApp(ChartApp):
         Binding("q", "ask_quit", "Quit", tooltip="Detach or stop"),
         Binding("ctrl+q,ctrl+c", "ask_quit", "Quit", show=False, system=True, priority=True),
         Binding("question_mark", "help", "Help", tooltip="This list"),
+        Binding("escape", "view_before", "Back", show=False, tooltip="Back to the view before"),
         *(
             Binding(str(number % 10), f"view('{name}')", view.title, show=False, tooltip=view.about)
             for number, (name, view) in enumerate(VIEWS.items(), 1)
@@ -106,15 +105,13 @@ class CockpitApp(ChartApp):
         *,
         control: Control | None = None,
         clock: Callable[[], float] = time.time,
-        look: Callable[[RunStatus | None], Sample] | None = None,
     ) -> None:
         super().__init__()
-        self.feed = Feed(run_dir, control or ControlClient(run_dir), self.post_message, look)
+        self.feed = Feed(run_dir, control or ControlClient(run_dir), self.post_message)
         self.clock = clock
         self.rings = Bell(self.feed.run)
         self.info = RunInfo()
         self.state = RunState()
-        self.gauges = GaugeHistory()
         self.status: RunStatus | None = None
         self.gone = ""
         self.loaded = False
@@ -126,6 +123,9 @@ class CockpitApp(ChartApp):
         """Panels that show the newest records of those that were drawn; one that appears later has to be told."""
         self._drawn_at = self._curves_at = self._news_at = float("-inf")
         self._log_of_all = False
+        self._view_name = "overview"
+        self._way_back: list[str] = []
+        """Views that led to the present one."""
         self.register_theme(THEME)
         self.theme = THEME.name
 
@@ -142,7 +142,6 @@ class CockpitApp(ChartApp):
             self.feed.follow_status,
             self.feed.follow_events,
             self.feed.follow_log,
-            self.feed.follow_gauges,
         ):
             self.run_worker(follow(), group="feed")
         self.set_interval(REFRESH_S, self._refresh_panels)
@@ -178,7 +177,8 @@ class CockpitApp(ChartApp):
         if not self.loaded and not message.behind:
             self.loaded = True
             self._settle()
-        self._dirty = self._fresh_records = True
+        news = message.anew or not message.records or not all(map(is_gauges, message.records))
+        self._dirty, self._fresh_records = self._dirty or news, self._fresh_records or news
         self._ask_the_files()
 
     def _settle(self) -> None:
@@ -195,13 +195,9 @@ class CockpitApp(ChartApp):
         if log and message.components == self._log_names():
             log.extend(message.entries, message.path)
 
-    def on_gauges_arrived(self, message: GaugesArrived) -> None:
-        self.gauges.add(message.sample)
-
     def _after_status(self, news: bool) -> None:
         """What is no news is drawn with the clocks."""
         self._dirty = self._dirty or news
-        self.gauges.add_cards(self.status.gpus if self.status and not self.gone else [], self.clock())
         if self.rings.at_status(self.status):
             self.bell()
         if self._log_of_all:
@@ -264,7 +260,6 @@ class CockpitApp(ChartApp):
             gone=self.gone,
             now=self.clock(),
             bad_lines=self._bad_lines,
-            gauges=self.gauges,
             other=self.other,
             selected=table.selected.name if table and table.selected else "",
             loaded=self.loaded,
@@ -324,6 +319,9 @@ class CockpitApp(ChartApp):
 
     def action_view(self, name: str) -> None:
         if main := self.main:
+            self._way_back = [*(seen for seen in self._way_back if seen != name), self._view_name]
+            self._view_name = name
+            main.query_one(ViewsLine).light(name)
             before = set(visible(main))
             arrange(main, name)
             if name == "rollouts":
@@ -338,6 +336,13 @@ class CockpitApp(ChartApp):
         """The panel that gets the keys: the first of its kind on the screen."""
         kind = view_spec(name).focus
         next((widget for widget in visible(main) if isinstance(widget, kind)), main.query_one(kind)).focus()
+
+    def action_view_before(self) -> None:
+        """Where the present view was reached from."""
+        *way, name = self._way_back or ["overview"]
+        if name != self._view_name:
+            self.action_view(name)
+        self._way_back = way
 
     def action_select(self, by: int) -> None:
         if table := self.find(Components):
@@ -399,6 +404,11 @@ class CockpitApp(ChartApp):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         panels_with_keys = [widget for kind in SEARCHED if (widget := self.find(kind))]
         return palette(self, panels_with_keys, self.status.components if self.status else (), self.act)
+
+
+def is_gauges(record: Record) -> bool:
+    """Whether it changes only what is drawn with the clocks."""
+    return isinstance(record, GaugesRecord)
 
 
 def standing(status: RunStatus) -> object:

@@ -17,7 +17,7 @@ from atropos_tui.monitor.state import RunState
 from atropos_tui.ui import chosen
 from atropos_tui.ui.commands import CommandApp
 from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog
-from atropos_tui.ui.views import ENLARGED, VIEWS
+from atropos_tui.ui.views import ENLARGED
 from atropos_tui.ui.widgets.curves import Chart, ChartGrid
 from atropos_tui.ui.widgets.rollouts import Rollouts
 
@@ -38,14 +38,17 @@ class ChartApp(CommandApp):
         self.other: RunBenchmark | None = None
         """The first of them in figures."""
         self._settings: dict[str, str] = {}
-        self._came_from = ("overview", "")
-        """View and chart that the enlarged one was enlarged in."""
+        self._enlarged: Chart | None = None
+        """The chart that has the whole screen, where it stands among others."""
 
     def draw_now(self, kind: type[Chart] | None = None) -> None:
         """Draw what is visible, or of it those of one kind, without waiting for news."""
         raise NotImplementedError
 
     def action_view(self, name: str) -> None:
+        raise NotImplementedError
+
+    def action_view_before(self) -> None:
         raise NotImplementedError
 
     @property
@@ -78,23 +81,15 @@ class ChartApp(CommandApp):
         if chart is large:
             self._shrink(chart)
             return
-        view = next((name for name in VIEWS if any(node.id == f"view-{name}" for node in chart.ancestors)), "overview")
-        self._came_from = (view, chart.spec.name)
+        self._enlarged = chart
         large.become(chart.spec)
         self.action_view(ENLARGED)
-        large.focus()
 
     def _shrink(self, chart: Chart) -> None:
-        """Back to where the chart was enlarged; in a view of its own, to the components."""
-        view, name = self._came_from
-        if not any(node.id == f"view-{ENLARGED}" for node in chart.ancestors) or self.main is None:
-            return
-        self.action_view(view)
-        within = self.main.query(f"#view-{view} Chart" if view != "overview" else ".overview Chart").results(Chart)
-        for before in within:
-            if before.spec.name == name:
-                before.focus()
-                return
+        """Back to where the chart was enlarged; from a view of its own, to the view before."""
+        self.action_view_before()
+        if self._enlarged is not None and any(node.id == f"view-{ENLARGED}" for node in chart.ancestors):
+            self._enlarged.focus()
 
     # Other curves.
 

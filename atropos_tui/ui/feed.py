@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,9 +22,8 @@ from textual.message import Message
 from atropos_common.control import Accepted, Action, CommandRequest, Recipe, RunStatus, Snapshot
 from atropos_common.records import Record, RecordError
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.gauges import GaugeReader, Sample
 from atropos_tui.monitor.log_buffer import LogEntry, LogFeed
-from atropos_tui.monitor.run_files import RecordBatch, RunFeed, RunInfo, read_info
+from atropos_tui.monitor.run_files import RecordBatch, RunFeed, RunInfo, last_starts, read_info
 from atropos_tui.supervisor.client import NoSupervisor, Refused, StreamLost
 from atropos_tui.supervisor.logs import latest_attempt
 
@@ -34,7 +33,6 @@ LOG_S = 0.1
 QUIET_S = 0.5
 """Files that do not grow are looked at less and less often, but at least so often."""
 RETRY_S = 1.0
-GAUGES_S = 1.0
 INFO_S = 1.0
 """At most so often is it looked whether a run was planned anew."""
 ANSWER_S = 5.0
@@ -103,13 +101,6 @@ class LogArrived(Message):
     entries: list[LogEntry]
 
 
-@dataclass(eq=False)
-class GaugesArrived(Message):
-    """Engines, run-api and the host were looked at."""
-
-    sample: Sample
-
-
 class Feed:
     """Follows one run and posts what it learns. Each `follow_*` runs for ever in its own worker."""
 
@@ -118,14 +109,10 @@ class Feed:
         run_dir: Path,
         control: Control,
         post: Callable[[Message], object],
-        look: Callable[[RunStatus | None], Sample] | None = None,
         feed: Streams | None = None,
         logs: Logs | None = None,
     ) -> None:
-        """
-        Args:
-            look: reads the gauges; called in a thread, as `feed` and `logs` are (default: the run's files).
-        """
+        """Args: `feed`, `logs`: read in a thread (default: the run's files)."""
         self.run = RunDir(run_dir)
         self.control = control
         self._feed = feed or RunFeed(self.run)
@@ -134,9 +121,7 @@ class Feed:
         self._feed_bell = asyncio.Event()
         self._status_bell = asyncio.Event()
         self._log_bell = asyncio.Event()
-        self._look = look or GaugeReader().read
         self._log_of: tuple[str, ...] = ()
-        self._status: RunStatus | None = None
 
     def follow_log_of(self, components: tuple[str, ...]) -> None:
         """Switch the log to these components; their lines start anew."""
@@ -157,10 +142,9 @@ class Feed:
         while True:
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    self._status = await self.control.status()
-                self._post(StatusArrived(self._status))
+                    status = await self.control.status()
+                self._post(StatusArrived(status))
             except NoSupervisor as error:
-                self._status = None
                 self._post(SupervisorGone(str(error), ended=True))
             except (*UNANSWERED, Refused) as error:
                 self._post(SupervisorGone(f"the supervisor does not answer ({type(error).__name__})", ended=False))
@@ -198,11 +182,6 @@ class Feed:
                     self._post(LogArrived(wanted, feed.path(wanted[0]) if len(wanted) == 1 else None, entries))
             await _wait(self._log_bell, pause)
 
-    async def follow_gauges(self) -> None:
-        while True:
-            self._post(GaugesArrived(await asyncio.to_thread(self._look, self._status)))
-            await asyncio.sleep(GAUGES_S)
-
     async def recipe(self, action: Action, component: str | None) -> Recipe:
         """What a command would touch. Raises Refused, also when nobody answers."""
         async with _answering():
@@ -230,7 +209,9 @@ class _Info:
             self._looked = time.monotonic()
             files = (self._run.plan_json, self._run.run_json, self._run.profile_toml)
             if (written := tuple(map(_written_at, files))) != self._written:
-                self._info, self._written = read_info(self._run), written
+                info = read_info(self._run)
+                self._info = replace(info, last_start_s=last_starts(self._run, info.name))
+                self._written = written
         return self._info
 
 

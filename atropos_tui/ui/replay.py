@@ -14,9 +14,7 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import Input
 
-from atropos_common.control import RunStatus
 from atropos_tui.monitor.format import duration
-from atropos_tui.monitor.gauges import Sample
 from atropos_tui.monitor.replay import Replay, ReplayClock
 from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.feed import Feed
@@ -70,18 +68,6 @@ class ReplayBar(Widget):
         return left.append_text(progress_bar(share, room, done, track)).append_text(keys)
 
 
-class QuietFeed(Feed):
-    """Has no gauges to read: what the engines' ports and this machine say now is not of the recording."""
-
-    async def follow_gauges(self) -> None:
-        return
-
-
-def _nothing(status: RunStatus | None) -> Sample:
-    """Stands in for the reader of the gauges, which would open connections."""
-    return Sample(time=0.0)
-
-
 class ReplayApp(CockpitApp):
     """The screen of a recorded run; commands are refused, leaving asks nothing."""
 
@@ -97,11 +83,9 @@ class ReplayApp(CockpitApp):
 
     def __init__(self, replay: Replay) -> None:
         run = replay.recording.run
-        super().__init__(run.root, control=replay.control, clock=replay.clock.now, look=_nothing)
+        super().__init__(run.root, control=replay.control, clock=replay.clock.now)
         self.replay = replay
-        self.feed = QuietFeed(
-            run.root, replay.control, self.post_message, look=_nothing, feed=replay.feed, logs=replay.logs
-        )
+        self.feed = Feed(run.root, replay.control, self.post_message, feed=replay.feed, logs=replay.logs)
         self.rings = Bell(run, muted=True)  # what rings has happened long ago
 
     def compose(self) -> ComposeResult:

@@ -11,7 +11,7 @@ from textual.widget import Widget
 from textual.widgets import Footer, Static
 
 from atropos_tui.ui.widgets.alignment import AlignmentPanel
-from atropos_tui.ui.widgets.bars import CommandBar, SearchBar
+from atropos_tui.ui.widgets.bars import CommandBar, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.benchmark import Benchmark, Summary
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart, ChartGrid
@@ -36,6 +36,8 @@ class ViewSpec(NamedTuple):
     """Makes the panels that stand side by side in this view alone."""
     bottom: tuple[type[Widget], ...] = ()
     """Panels of the overview's bottom row that fill the place instead: what was read in them stays as it was."""
+    short: str = ""
+    """Its title where there is little room, if that is another one."""
 
 
 TRAINING = (
@@ -45,12 +47,13 @@ TRAINING = (
 ALIGNMENT = ("diff", "diff-max", "logprobs", "kl")
 
 VIEWS = {
-    "overview": ViewSpec("Overview", "Everything"),
+    "overview": ViewSpec("Overview", "Everything", short="All"),
     "training": ViewSpec(
         "Training",
         "Curves of training, and those you choose",
         Chart,
         panels=lambda: [ChartGrid(*TRAINING, columns="three")],
+        short="Train",
     ),
     "logs": ViewSpec("Logs", "The log of the selected component, or of all", LogView, bottom=(LogView,)),
     "rollouts": ViewSpec("Rollouts", "The newest rollouts by group", Rollouts, bottom=(Rollouts, RolloutDetail)),
@@ -58,15 +61,19 @@ VIEWS = {
         "Benchmark",
         "Where the time goes; the summary, beside other runs",
         panels=lambda: [Benchmark(), Summary()],
+        short="Bench",
     ),
     "machine": ViewSpec("Machine", "GPUs, or the host's memory and CPU", panels=lambda: [MachinePanel()]),
     "alignment": ViewSpec(
         "Alignment",
         "Trainer against engine: logprobs, KL, verdict",
         panels=lambda: [AlignmentPanel(), ChartGrid(*ALIGNMENT, columns="two")],
+        short="Align",
     ),
     "events": ViewSpec("Events", "Transitions, diagnoses, commands", Events, bottom=(Events,)),
-    "component": ViewSpec("Component", "Everything known of the selected component", panels=lambda: [Details()]),
+    "component": ViewSpec(
+        "Component", "Everything known of the selected component", panels=lambda: [Details()], short="Part"
+    ),
 }
 """The views by name, in the order of the number keys. A new panel is its file and a row here."""
 ENLARGED = "enlarged"
@@ -102,6 +109,7 @@ def compose_screen() -> ComposeResult:
             yield Horizontal(*panels, id=f"view-{name}", classes="view")
     yield SearchBar()
     yield CommandBar()
+    yield ViewsLine({name: (view.title, view.short or view.title) for name, view in VIEWS.items()})
     yield Footer()
     yield Static("the terminal is too small:\n40 × 12 shows something, 80 × 24 all", id="too-small")
 

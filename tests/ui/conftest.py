@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from atropos_common.control import ComponentStatus, Role, RunStatus
+from atropos_common.control import ComponentStatus, Role
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.gauges import Sample
 from atropos_tui.profile.spec import ComponentSpec, LogCheck, Probe, Probes, RestartPolicy, StackSpec, StopPolicy
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui.app import CockpitApp, Outcome
@@ -173,9 +172,8 @@ async def cockpit(
     size: tuple[int, int] = (120, 40),
     control: Control | None = None,
     clock: Callable[[], float] = time.time,
-    look: Callable[[RunStatus | None], Sample] | None = None,
 ) -> AsyncIterator[Screen]:
-    """The running app on `run`; `look` stands in for reading the gauges."""
-    app = CockpitApp(run.root, control=control or ControlClient(run.root), clock=clock, look=look)
+    """The running app on `run`."""
+    app = CockpitApp(run.root, control=control or ControlClient(run.root), clock=clock)
     async with app.run_test(size=size, notifications=True) as pilot:
         yield Screen(app, pilot)

@@ -15,7 +15,10 @@ from typing import Any
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, State
 from atropos_common.records import (
     AlignmentRecord,
+    EngineGauges,
     EvalRecord,
+    GaugesRecord,
+    HostUse,
     MemoryRecord,
     Record,
     RolloutRecord,
@@ -25,7 +28,6 @@ from atropos_common.records import (
     TimingRecord,
 )
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.gauges import EngineMetrics, HostUse, Sample
 
 T0 = 1_790_000_000.0
 RUN_ID = "demo-test"
@@ -168,6 +170,7 @@ def make_run(root: Path, steps: int = 37, training_steps: int = 60, seed: int = 
         for at in range(0, steps + 1, 10)
     ]
     write_records(run.eval_jsonl("arithmetic"), list(evals))
+    write_records(run.gauges_jsonl, [gauges()])
     for name, _ in PARTS:
         path = run.log(name, 1)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,10 +187,19 @@ def _log_lines(name: str, steps: int) -> list[str]:
     return [f"INFO:     {name} line {at}\n" for at in range(200)]
 
 
-def still(status: RunStatus | None) -> Sample:
-    """The gauges of a machine on which nothing moves."""
-    engine = EngineMetrics(12, 3, 0.41, 1000, 880, 50_000, 120_000)
-    return Sample(T0 + 40, {"vllm": engine} if status else {}, 3, HostUse(37.5, 16.0, 9_300_000_000, 64_000_000_000))
+def gauges(at: float = T0 + 40, **changes: Any) -> GaugesRecord:
+    """What the supervisor records of a machine."""
+    engine = EngineGauges(
+        running=12,
+        waiting=3,
+        kv_use=0.41,
+        prefix_queries=1000,
+        prefix_hits=880,
+        prompt_tokens=50_000,
+        generated_tokens=120_000,
+    )
+    host = HostUse(cpu_percent=37.5, cores=16.0, memory_used=9_300_000_000, memory_total=64_000_000_000)
+    return GaugesRecord(**{"time": at, "engines": {"vllm": engine}, "queue": 3, "host": host} | changes)
 
 
 def live_status(run: RunDir, now: float, **changes: State) -> RunStatus:

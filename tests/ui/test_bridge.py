@@ -19,7 +19,7 @@ from atropos_tui.ui import feed
 from atropos_tui.ui.feed import Feed, RecordsArrived
 from tests.ui.conftest import cockpit
 from tests.ui.fakes import FakeControl
-from tests.ui.run_maker import T0, live_status, make_run, still, write_records
+from tests.ui.run_maker import T0, live_status, make_run, write_records
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 
@@ -33,7 +33,7 @@ async def following(run: RunDir) -> AsyncIterator[list[RecordsArrived]]:
         assert isinstance(message, RecordsArrived)
         posted.append(message)
 
-    task = asyncio.create_task(Feed(run.root, FakeControl(), post, look=still).follow_files())
+    task = asyncio.create_task(Feed(run.root, FakeControl(), post).follow_files())
     yield posted
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -88,7 +88,7 @@ async def test_a_plan_is_read_again_when_it_changes_and_not_before(
 @pytest.mark.parametrize("value", [1.7e308, -1.7e308, 5e-324])
 async def test_a_foreign_record_does_not_end_the_cockpit(tmp_path: Path, value: float) -> None:
     run = make_run(tmp_path / "run")
-    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 37/60")
         write_records(
             run.telemetry_jsonl,
@@ -112,7 +112,7 @@ async def test_half_a_surrogate_pair_in_a_rollout_is_not_shown(tmp_path: Path) -
     half = RolloutRecord(step=37, time=NOW, prompt="odd \ud800 one", completion="x", reward=1.0, advantage=0.0)
     with run.telemetry_jsonl.open("a") as file:
         file.write(json.dumps(half.model_dump()) + "\n")
-    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 37/60")
         await screen.press("4")
         await screen.shows("odd ? one")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from atropos_common.records import CommandRecord
 from atropos_common.run_dir import RunDir
 from tests.ui.conftest import cockpit
 from tests.ui.fakes import FakeControl
-from tests.ui.run_maker import T0, live_status, make_run, still, write_records
+from tests.ui.run_maker import T0, gauges, live_status, make_run, write_records
 
 
 @pytest.fixture
@@ -61,15 +59,11 @@ async def test_cards_without_a_line_are_counted(run: RunDir) -> None:
 
 
 async def test_a_queue_that_grows_while_the_trainer_stalls_is_drawn(run: RunDir) -> None:
-    depth = [13]
-
-    def look(_: RunStatus | None) -> object:
-        return dataclasses.replace(still(None), time=time.time(), queue=depth[0])
-
-    async with cockpit(run, (160, 45), FakeControl(live_status(run, T0)), look=look) as screen:  # type: ignore[arg-type]
+    write_records(run.gauges_jsonl, [gauges(T0 + 45, queue=13)])
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, T0))) as screen:
         await screen.press("2")
         await screen.shows("groups 13")
-        depth[0] = 83
+        write_records(run.gauges_jsonl, [gauges(T0 + 50, queue=83)])
         await screen.shows("groups 83")
 
 

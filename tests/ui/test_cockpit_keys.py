@@ -25,7 +25,7 @@ from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.rollouts import Rollouts
 from tests.ui.conftest import Screen, Supervise, child, cockpit, small_stack
 from tests.ui.fakes import FakeControl
-from tests.ui.run_maker import T0, live_status, make_run, still, write_records
+from tests.ui.run_maker import T0, live_status, make_run, write_records
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 TALKS = """
@@ -202,7 +202,7 @@ async def test_the_mouse_selects_and_presses(tmp_path: Path, supervise: Supervis
 async def test_j_and_k_move_and_end_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     control = FakeControl(live_status(run, NOW))
-    async with cockpit(run, (120, 40), control, lambda: NOW, still) as screen:
+    async with cockpit(run, (120, 40), control, lambda: NOW) as screen:
         table = screen.app.query_one(Components)
         await screen.until(lambda: table.selected is not None and table.selected.name == "trainer")
         await screen.press("k", "k", "enter")
@@ -228,7 +228,7 @@ async def test_j_and_k_move_and_end_nothing(tmp_path: Path) -> None:
 async def test_enter_alone_ends_nothing_that_does_not_come_back(tmp_path: Path, key: str, enter_sends: bool) -> None:
     run = make_run(tmp_path / "run")
     control = FakeControl(live_status(run, NOW))
-    async with cockpit(run, (100, 30), control, lambda: NOW, still) as screen:
+    async with cockpit(run, (100, 30), control, lambda: NOW) as screen:
         await screen.shows("step 37/60")
         await screen.press(key)
         await screen.until(lambda: isinstance(screen.app.screen, ConfirmDialog))
@@ -250,7 +250,7 @@ async def test_rollouts_are_searched_and_compared(tmp_path: Path) -> None:
         RolloutRecord(step=2, env="arithmetic", prompt="9+8=", completion="no idea", reward=0, advantage=-1),
     ]
     write_records(run.telemetry_jsonl, list(rows), start=1000)
-    async with cockpit(run, (140, 40), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, (140, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.press("4")
         await screen.shows("9+8=")
         await screen.press("slash")
@@ -275,7 +275,7 @@ async def test_rollouts_are_searched_and_compared(tmp_path: Path) -> None:
 async def test_another_run_stands_beside_with_ratios(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "mine")
     make_run(tmp_path / "runs" / "other", steps=20, seed=1)
-    async with cockpit(run, (180, 45), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, (180, 45), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 37/60")
         await screen.press("5", "c")
         await screen.until(lambda: isinstance(screen.app.screen, ChooseRunsDialog))
@@ -293,7 +293,7 @@ async def test_another_run_stands_beside_with_ratios(tmp_path: Path) -> None:
 async def test_a_picture_is_saved_and_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 37/60")
         await screen.press("p")
         await screen.until(lambda: any("saved" in toast for toast in screen.toasts()))
@@ -305,7 +305,7 @@ async def test_a_picture_is_saved_and_fetches_nothing(tmp_path: Path, monkeypatc
 
 async def test_themes_are_offered(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         for theme in ("textual-light", "gruvbox", "atropos"):
             screen.app.theme = theme
             await screen.shows("step 37/60")
@@ -320,7 +320,7 @@ async def test_without_colours_every_state_and_share_can_be_read(
     monkeypatch.setenv("NO_COLOR", "1")
     run = make_run(tmp_path / "run")
     control = FakeControl(live_status(run, NOW, vllm=State.FAILED))
-    async with cockpit(run, (180, 45), control, lambda: NOW, still) as screen:
+    async with cockpit(run, (180, 45), control, lambda: NOW) as screen:
         await screen.shows("✖ failed")
         await screen.shows("Host  no GPU")
         legend = screen.text()
@@ -330,7 +330,7 @@ async def test_without_colours_every_state_and_share_can_be_read(
 @pytest.mark.parametrize("size", [(20, 5), (39, 24), (80, 11)])
 async def test_a_terminal_too_small_gets_a_message(tmp_path: Path, size: tuple[int, int]) -> None:
     run = make_run(tmp_path / "run")
-    async with cockpit(run, size, FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, size, FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("the terminal is too")
         for key in ("2", "3", "slash", "a", "escape", "4", "1"):
             await screen.press(key)
@@ -342,13 +342,13 @@ async def test_a_newer_writer_is_said(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with run.telemetry_jsonl.open("a") as file:
         file.write('{"v": 9, "kind": "hologram", "step": 38}\n')
-    async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("a newer version wrote this run (schema 9")
 
 
 async def test_a_search_line_is_closed_by_escape(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 37/60")
         await screen.press("slash")
         assert isinstance(screen.app.focused, Input)
@@ -366,7 +366,7 @@ LINES = [LogEntry("error" if at in (5, 30, 55) else "plain", f"line {at} " + "wo
 async def the_log(tmp_path: Path, size: tuple[int, int] = (100, 30)) -> AsyncIterator[tuple[Screen, LogView]]:
     """View 3 with `LINES` and nothing that writes."""
     run = make_run(tmp_path / "run")
-    async with cockpit(run, size, FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, size, FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 37/60")
         await screen.press("3")
         log = screen.app.query_one(LogView)
@@ -446,8 +446,8 @@ async def test_lists_take_such_a_pattern_too(tmp_path: Path, view: str, kind: ty
     rollout = RolloutRecord(step=2, env="e", prompt=EVIL, completion="c", reward=0, advantage=0)
     write_records(run.telemetry_jsonl, [rollout], start=1000)
     write_records(run.supervisor_jsonl, [DiagnosisRecord(time=T0, component="vllm", title=EVIL)], start=1000)
-    async with cockpit(run, (140, 40), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
-        await screen.shows("5/5 up")
+    async with cockpit(run, (140, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("step 2/60")
         await screen.press(view)
         listing = screen.app.query_one(kind)
         await screen.until(lambda: len(listing.items) > 1)
@@ -462,7 +462,7 @@ async def test_lists_take_such_a_pattern_too(tmp_path: Path, view: str, kind: ty
 
 async def test_the_last_rollout_can_be_seen(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 37/60")
         await screen.press("4", "end")
         listing = screen.app.query_one(Rollouts)
@@ -477,7 +477,7 @@ async def test_the_last_rollout_can_be_seen(tmp_path: Path) -> None:
 
 async def test_ctrl_c_asks_as_q_does(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 37/60")
         await screen.press("ctrl+c")
         await screen.until(lambda: isinstance(screen.app.screen, QuitDialog))
@@ -503,7 +503,7 @@ class SlowControl(FakeControl):
 async def test_impatient_keys_ask_once_and_send_once(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     control = SlowControl(live_status(run, NOW))
-    async with cockpit(run, (100, 30), control, lambda: NOW, still) as screen:
+    async with cockpit(run, (100, 30), control, lambda: NOW) as screen:
         await screen.shows("step 37/60")
         await screen.press("r", "r", "K")
         await screen.until(lambda: isinstance(screen.app.screen, ConfirmDialog))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import Phase, RunStatus, State
+from atropos_common.control import Phase, RunStatus, StageStatus, State
 from atropos_common.records import (
     AlignmentRecord,
     BenchmarkRecord,
@@ -26,7 +26,7 @@ from atropos_tui.ui.views import VIEWS
 from atropos_tui.ui.widgets.components import Components
 from tests.ui.conftest import cockpit
 from tests.ui.fakes import FakeControl
-from tests.ui.run_maker import T0, live_status, make_run, still, write_records
+from tests.ui.run_maker import T0, live_status, make_run, write_records
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 
@@ -92,15 +92,18 @@ async def test_values_on_screen_equal_those_in_the_file(run: RunDir) -> None:
 async def test_while_starting_it_says_what_is_waited_for_and_how_long(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=0)
     status = live_status(run, NOW, vllm=State.STARTING, trainer=State.PENDING)
-    status = changed(status, "vllm", since=NOW - 12.4, waiting_for="http://127.0.0.1:9001/health").model_copy(
-        update={"phase": Phase.STARTING}
-    )
+    refused = "GET http://127.0.0.1:9001/health: All connection attempts failed"
+    stages = [StageStatus(name="its imports", reached_at=NOW - 3), StageStatus(name="its weights")]
+    status = changed(
+        status, "vllm", since=NOW - 12.4, waiting_for=refused, probe_detail=refused, healthy=False, stages=stages
+    ).model_copy(update={"phase": Phase.STARTING})
     status = changed(status, "trainer", waiting_for="vllm to be healthy")
     async with cockpit(run, (120, 40), FakeControl(status), now) as screen:
-        await screen.shows("vllm: http://127.0.0.1:9001/health · 12 s")
+        await screen.shows("◔ vllm waits for its weights · 12 s")
         await screen.shows("3/5 up")
         await screen.shows("◔ starting")
         await screen.shows("○ pending")
+        assert "connection attempts" not in screen.text() and "fails" not in screen.text()
         await screen.shows("waits for vllm to be healthy")
         await screen.shows("no data")
         table = screen.app.query_one(Components)
@@ -266,7 +269,7 @@ VIEW_WORDS = {
 @pytest.mark.parametrize("size", [(80, 24), (200, 50)])
 async def test_number_keys_give_one_subject_the_room(run: RunDir, size: tuple[int, int]) -> None:
     assert len(VIEW_WORDS) == len(VIEWS)
-    async with cockpit(run, size, FakeControl(live_status(run, NOW)), now, still) as screen:
+    async with cockpit(run, size, FakeControl(live_status(run, NOW)), now) as screen:
         await screen.shows("step 37/60")
         for key, (there, gone) in [*VIEW_WORDS.items(), ("1", VIEW_WORDS["1"])]:
             await screen.press(key)

@@ -17,7 +17,7 @@ from atropos_tui.ui.views import VIEWS
 from atropos_tui.ui.widgets.components import Components
 from tests.ui.conftest import Screen, cockpit
 from tests.ui.fakes import FakeControl
-from tests.ui.run_maker import T0, live_status, make_run, still, write_records
+from tests.ui.run_maker import T0, live_status, make_run, write_records
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 REFUSED = DiagnosisRecord(
@@ -53,7 +53,7 @@ def shows_all_records(screen: Screen) -> bool:
 
 
 async def test_what_appears_after_the_end_is_drawn(run: RunDir) -> None:
-    async with cockpit(run, (120, 35), ended(run), now, still) as screen:
+    async with cockpit(run, (120, 35), ended(run), now) as screen:
         await screen.shows("✔ done")
         await screen.until(lambda: not screen.app.has_news)
         assert "Events" not in screen.text()
@@ -66,7 +66,7 @@ async def test_what_appears_after_the_end_is_drawn(run: RunDir) -> None:
 
 async def test_a_view_that_was_looked_at_in_vain_is_drawn_too(run: RunDir) -> None:
     """Key 8 shows a panel that was on the screen already: it does not appear, and must not be passed over."""
-    async with cockpit(run, (120, 35), ended(run), now, still) as screen:
+    async with cockpit(run, (120, 35), ended(run), now) as screen:
         await screen.shows("✔ done")
         await screen.until(lambda: not screen.app.has_news)
         await screen.pilot.resize_terminal(185, 60)
@@ -91,7 +91,7 @@ async def test_what_appears_in_a_paused_replay_is_drawn(run: RunDir) -> None:
 
 
 async def test_the_table_fits_after_every_change_of_size(run: RunDir) -> None:
-    async with cockpit(run, (120, 60), FakeControl(live_status(run, NOW)), now, still) as screen:
+    async with cockpit(run, (120, 60), FakeControl(live_status(run, NOW)), now) as screen:
         await screen.shows("step 37/60")
         table = screen.app.query_one(Components)
         for width, height in ((220, 60), (185, 60), (120, 60), (60, 20), (80, 24), (120, 60)):
@@ -106,9 +106,11 @@ async def test_at_eighty_columns_the_diagnosis_is_whole_and_its_fix_two_keys_awa
     write_records(run.supervisor_jsonl, [REFUSED], start=100)
     later = StateRecord(time=NOW - 1, component="env", role=Role.ENV, old="healthy", new="unhealthy", attempt=1)
     write_records(run.supervisor_jsonl, [later], start=101)
-    async with cockpit(run, (80, 24), FakeControl(live_status(run, NOW)), now, still) as screen:
-        await screen.shows("▲ trainer: no batches: the engine refuses every request of env  (8 ⏎ fix)")
+    async with cockpit(run, (80, 24), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.shows("✖ no batches: the engine refuses every request of env: 331 of 332 requests")
+        await screen.shows("were answered 400; send top_p=1  (8 ⏎ fix)")
         assert "▲ running" in screen.text().splitlines()[0]
+        assert "8 Events ▲1" in screen.text()
         await screen.press("8")
         await screen.shows("Events  12")
         await screen.press("enter")
@@ -116,17 +118,18 @@ async def test_at_eighty_columns_the_diagnosis_is_whole_and_its_fix_two_keys_awa
         await screen.shows("send top_p=1")
         await screen.press("escape")
         await screen.pilot.resize_terminal(60, 20)
-        await screen.until(lambda: "…  (8 ⏎ fix)" in screen.text().splitlines()[2])
+        await screen.until(lambda: "…  (8 ⏎ fix)" in screen.text().splitlines()[3])
 
 
 async def test_an_ended_run_keeps_its_diagnosis_in_view_unless_all_went_well(run: RunDir) -> None:
     stopped = StateRecord(time=NOW, component="trainer", role=Role.TRAINER, old="healthy", new="stopped", attempt=1)
     write_records(run.supervisor_jsonl, [REFUSED, stopped], start=100)
-    async with cockpit(run, (80, 24), ended(run, 130), now, still) as screen:
-        await screen.shows("▲ trainer: no batches")
-    async with cockpit(run, (80, 24), ended(run, 0), now, still) as screen:
+    async with cockpit(run, (80, 24), ended(run, 130), now) as screen:
+        await screen.shows("■ stopped by hand: 37 steps, reward 0.59 → 0.91")
+        await screen.shows("batches: the engine refuses every request of env")
+    async with cockpit(run, (80, 24), ended(run, 0), now) as screen:
         await screen.shows("✔ done")
-        assert "▲ trainer" not in screen.text()
+        assert "no batches" not in screen.text()
 
 
 async def test_columns_make_room_for_words(run: RunDir) -> None:
@@ -135,11 +138,11 @@ async def test_columns_make_room_for_words(run: RunDir) -> None:
     rows = [row.model_copy(update={"state": State.BACKOFF, "reason": words}) if row.name == "env" else row
             for row in calm.components]  # fmt: skip
     control = FakeControl(calm)
-    async with cockpit(run, (80, 24), control, now, still) as screen:
+    async with cockpit(run, (80, 24), control, now) as screen:
         await screen.until(lambda: all(name in screen.text() for name in (" probe ", " pid ", " rst ", "40014")))
         control.answer = calm.model_copy(update={"components": rows})
         await screen.shows(words)
-        head = screen.text().splitlines()[3]
+        head = next(line for line in screen.text().splitlines() if line.split()[:1] == ["component"])
         assert head.split() == ["component", "state", "up", "rst", "cpu", "memory"]
 
 
@@ -151,14 +154,16 @@ def with_more(status: RunStatus, count: int) -> RunStatus:
 @pytest.mark.parametrize("key", [str(at) for at in range(1, len(VIEWS) + 1)])
 async def test_every_component_is_in_every_view_or_is_counted(run: RunDir, key: str) -> None:
     control = FakeControl(live_status(run, NOW))
-    async with cockpit(run, (80, 24), control, now, still) as screen:
+    async with cockpit(run, (80, 24), control, now) as screen:
         await screen.shows("step 37/60")
         await screen.press(key)
         table = screen.app.query_one(Components)
         await screen.until(lambda: table.size.height == 6)
         lines = screen.text().splitlines()
-        assert [line.split()[0] for line in lines[4:9]] == ["prepare", "run-api", "vllm", "env", "trainer"]
-        assert "more" not in lines[2]
+        first = next(at for at, line in enumerate(lines) if line.split()[:1] == ["component"])
+        names = [line.split()[0] for line in lines[first + 1 : first + 6]]
+        assert names == ["prepare", "run-api", "vllm", "env", "trainer"]
+        assert "more" not in lines[first - 1]
         control.answer = with_more(live_status(run, NOW), 9)
         await screen.until(lambda: len(table.statuses) == 14)
         await screen.until(lambda: f"Components  {14 + 1 - table.size.height} more: ↑ ↓" in screen.text())

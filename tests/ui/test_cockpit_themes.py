@@ -15,7 +15,7 @@ from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.header import Header
 from tests.ui.conftest import Screen, cockpit
 from tests.ui.fakes import FakeControl
-from tests.ui.run_maker import T0, live_status, make_run, still
+from tests.ui.run_maker import T0, live_status, make_run
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 LABEL, LINE = 3.0, 1.25
@@ -47,7 +47,7 @@ def bars(panel: Header | Benchmark) -> list[tuple[Segment, Segment]]:
 
 async def test_in_every_theme_a_bar_shows_its_share_and_labels_can_be_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 37/60")
         await screen.shows("fetch")
         themes = list(screen.app.available_themes)
@@ -85,12 +85,14 @@ def can_be_seen(screen: Screen, name: str) -> None:
     assert chart.styles.border_top[1] != chart.get_component_styles("chart--primary").color, (
         f"curve and frame in {name}"
     )
-    assert contrast(screen.app.query_one("#notices").styles.color, ground) >= LABEL, f"notices in {name}"
+    for tone in ("good", "busy", "warn", "bad"):
+        shown = screen.app.query_one("#notices").get_component_styles(f"notices--{tone}").color
+        assert contrast(shown, ground) >= LABEL, f"the sentence, {tone}, in {name}"
 
 
 async def test_in_the_terminal_s_own_colours_no_ground_hides_a_curve(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW, still) as screen:
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 37/60")
         for name in ("ansi-light", "ansi-dark"):
             screen.app.theme = name

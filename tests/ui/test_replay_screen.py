@@ -144,15 +144,14 @@ async def test_the_palette_has_every_action(replay: tuple[Replay, Ticks]) -> Non
         assert offered.count("Restart") == offered.count("Leave") == 1, "the replay's own instead of the cockpit's"
 
 
-async def test_nothing_of_the_present_is_read_or_rung(
-    replay: tuple[Replay, Ticks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("atropos_tui.ui.feed.GaugeReader", None)  # would open connections
+async def test_machine_and_engine_are_shown_as_they_were_and_nothing_is_rung(replay: tuple[Replay, Ticks]) -> None:
     player, ticks = replay
     async with playing(player) as screen:
+        await screen.press("6")
+        await screen.shows("no figures yet")
         ticks.at = 99.0
         await screen.shows("✔ done")
-        assert screen.app.gauges.last is None
+        await screen.shows("9.3/64.0 GB")
         assert not screen.app.rings.at_status(screen.app.status)
 
 

@@ -18,7 +18,7 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.ui.app import CockpitApp, Outcome
 from atropos_tui.ui.widgets.log_view import LogView
 from tests.ui.fakes import FakeControl
-from tests.ui.run_maker import T0, live_status, make_run, still, write_records
+from tests.ui.run_maker import T0, live_status, make_run, write_records
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 GPUS = [
@@ -47,7 +47,7 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def frozen(run: RunDir, status: RunStatus | None) -> CockpitApp:
-    return CockpitApp(run.root, control=FakeControl(status), clock=lambda: NOW, look=still)
+    return CockpitApp(run.root, control=FakeControl(status), clock=lambda: NOW)
 
 
 def settled(app: CockpitApp, done: Look) -> Callable[[Pilot[Outcome]], object]:
@@ -56,7 +56,7 @@ def settled(app: CockpitApp, done: Look) -> Callable[[Pilot[Outcome]], object]:
     async def wait(pilot: Pilot[Outcome]) -> None:
         for _ in range(400):
             await pilot.pause(0.05)
-            if app.loaded and app.status and app.gauges.last and not app.has_news and done(app):
+            if app.loaded and app.status and app.state.gauges.last and not app.has_news and done(app):
                 break
         else:
             raise AssertionError("the screen never came to rest")

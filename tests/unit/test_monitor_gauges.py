@@ -7,27 +7,20 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atropos_common.control import ComponentStatus, GpuStatus, Phase, Role, RunStatus, State
-from atropos_tui.monitor.gauges import (
-    EngineMetrics,
-    GaugeHistory,
-    GaugeReader,
-    HostUse,
-    Sample,
-    Share,
-    Split,
-    cells,
-    parse_metrics,
-    parse_queue,
-    split_cpu,
-    split_gpu,
-    split_memory,
-)
+from atropos_common.record_tail import RecordTail
+from atropos_common.records import ComponentUse, EngineGauges, GaugesRecord, HostUse
+from atropos_tui.diagnoses.stall_rules import Flow
+from atropos_tui.monitor.gauges import KEPT, GaugeHistory, Share, Split, cells, split_cpu, split_gpu, split_memory
+from atropos_tui.supervisor import gauges
+from atropos_tui.supervisor.gauges import DENSE, GaugeReader, GaugesFile, parse_metrics, parse_queue
 
 PAGE = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -75,16 +68,16 @@ def test_the_queue_of_run_api() -> None:
     assert parse_queue('{"current_step": 4, "queue_size": 3}') == 3
 
 
-def sampled(at: float, generated: float, hits: float = 0.0, queries: float = 0.0) -> Sample:
-    metrics = EngineMetrics(generated_tokens=generated, prefix_hits=hits, prefix_queries=queries)
-    return Sample(at, {"vllm": metrics}, queue=int(at))
+def sampled(at: float, generated: float, hits: float = 0.0, queries: float = 0.0) -> GaugesRecord:
+    metrics = EngineGauges(generated_tokens=generated, prefix_hits=hits, prefix_queries=queries)
+    return GaugesRecord(time=at, engines={"vllm": metrics}, queue=int(at))
 
 
 def test_counters_become_rates_over_the_window() -> None:
     history = GaugeHistory()
     for at in range(30):
         history.add(sampled(at, 100.0 * at, 8.0 * at, 10.0 * at))
-    rates = history.rates("vllm", window_s=10.0)
+    rates = history.rates("vllm")
     assert rates
     assert rates.generated_per_s == pytest.approx(100.0)
     assert rates.prefix_hit_rate == pytest.approx(0.8)
@@ -104,15 +97,15 @@ def test_one_sample_has_no_rate_and_a_counter_that_began_anew_has_no_negative_on
 def test_an_engine_that_does_not_answer_now_has_no_rates() -> None:
     history = GaugeHistory()
     history.add(sampled(0, 1.0))
-    history.add(Sample(1.0))
+    history.add(GaugesRecord(time=1.0))
     assert history.rates("vllm") is None
 
 
 def test_the_history_is_bounded_and_a_clock_set_back_starts_anew() -> None:
     history = GaugeHistory()
-    for at in range(2000):
+    for at in range(KEPT + 10):
         history.add(sampled(at, 0))
-    assert len(history.samples) == 900
+    assert len(history.samples) == KEPT
     history.add(sampled(5, 0))
     assert len(history.samples) == 1
 
@@ -151,7 +144,7 @@ def test_a_gpu_that_nobody_of_ours_has() -> None:
 
 
 def test_the_host_is_split_by_component() -> None:
-    host = HostUse(50.0, 8.0, 10_000, 64_000)
+    host = HostUse(cpu_percent=50.0, cores=8.0, memory_used=10_000, memory_total=64_000)
     memory, cpu = split_memory(ROWS, host), split_cpu(ROWS, host)
     assert memory
     assert memory.parts[-1] == Share("other", 7000)
@@ -206,23 +199,24 @@ def status(port: int, dead: int) -> RunStatus:
     return RunStatus(run_id="r", name="n", mode="none", run_dir="", phase=Phase.RUNNING, started_at=0, components=rows)
 
 
-def test_the_sampler_reads_who_answers_and_leaves_out_who_does_not(port: int) -> None:
-    sampler = GaugeReader(clock=lambda: 7.0)
-    found = sampler.read(status(port, dead=1))
+def test_the_sampler_reads_who_answers_and_leaves_out_who_does_not(port: int, tmp_path: Path) -> None:
+    sampler = GaugeReader()
+    found = sampler.read(status(port, dead=1), {"env": Flow(seconds=9.0, waiting=0.5, idle=0.25, sent=3)}, tmp_path)
     sampler.close()
-    assert found.time == 7.0
+    assert found.flows["env"].model_dump(include={"made", "waiting", "idle"}) == {
+        "made": 3,
+        "waiting": 0.5,
+        "idle": 0.25,
+    }
+    assert found.disk_free_bytes
     assert list(found.engines) == ["vllm"]
     assert found.engines["vllm"].running == 15.0
     assert found.queue == 5
 
 
-def test_without_a_run_there_is_still_a_host() -> None:
-    found = GaugeReader().read(None)
-    assert (found.engines, found.queue) == ({}, None)
-    host = found.host
-    assert host.memory_used
-    assert host.memory_total
-    assert host.memory_used <= host.memory_total
+def test_a_page_of_nonsense_gives_no_figure() -> None:
+    page = "vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\nvllm:kv_cache_usage_perc +Inf\n"
+    assert parse_metrics(page) == EngineGauges()
 
 
 def test_the_cpu_s_work_is_seen_from_any_thread() -> None:
@@ -232,18 +226,50 @@ def test_the_cpu_s_work_is_seen_from_any_thread() -> None:
         while time.process_time() < end:
             pass
         with ThreadPoolExecutor(1) as pool:
-            cpu = pool.submit(sampler.read, None).result().host.cpu_percent
+            cpu = pool.submit(sampler.read, status(1, 1), {}, Path()).result().host.cpu_percent
         assert cpu is not None
         assert 0 < cpu <= 100
 
 
-def test_cards_of_one_moment_are_remembered_once() -> None:
+def test_a_card_s_history_has_a_gap_where_it_was_not_recorded() -> None:
     history = GaugeHistory()
     card = GpuStatus(index=1, used_bytes=30, total_bytes=120, utilization_percent=50)
-    for now in (1.0, 1.0, 2.0):
-        history.add_cards([card], now)
-    history.add_cards([], 3.0)
-    assert list(history.cards) == [{1: (0.5, 0.25)}] * 2
+    for at, cards in ((1.0, [card]), (2.0, []), (3.0, [card])):
+        history.add(GaugesRecord(time=at, gpus=cards))
+    assert history.card(1) == [(0.5, 0.25), None, (0.5, 0.25)]
+
+
+def test_what_components_used_is_known_after_their_end_but_never_instead_of_what_is_measured_now() -> None:
+    history = GaugeHistory()
+    history.add(
+        GaugesRecord(components={"vllm": ComponentUse(memory_bytes=7), "trainer": ComponentUse(memory_bytes=8)})
+    )
+    bare = ROWS[0].model_copy(update={"cpu_percent": None, "memory_bytes": None})
+    assert [row.memory_bytes for row in history.used([bare, ROWS[1]])] == [7, 1000]
+
+
+def test_the_file_is_thinned_where_it_is_old_and_whole_where_it_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, path = GaugesFile(tmp_path / "gauges.jsonl"), tmp_path / "gauges.jsonl"
+    path.write_text("torn")
+    path.chmod(0o600)
+    monkeypatch.setattr(gauges, "MOST_BYTES", 400 * (DENSE + 101))
+    monkeypatch.setattr(gauges, "DENSE", DENSE // 10)
+    count, before, after = 0, 0, 1
+    while after > before:
+        before = path.stat().st_size
+        file.append(GaugesRecord(run_id="r" * 100, time=float(count)))
+        after, count = path.stat().st_size, count + 1
+    assert path.stat().st_mode & 0o777 == 0o600
+    tail, times = RecordTail(path), []
+    while records := tail.read():
+        times += [record.time for record in records]
+    assert tail.bad_lines == 0
+    assert times[0] == 0.0
+    dense = DENSE // 10
+    assert times[-dense:] == [float(at) for at in range(count - dense, count)]
+    assert {late - early for early, late in pairwise(times[:-dense])} == {2.0}
 
 
 def test_cpu_of_nobody_is_not_taken_for_that_of_others() -> None:

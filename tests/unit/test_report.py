@@ -155,7 +155,8 @@ def test_every_chart_is_an_accessible_picture_with_the_last_value_beside_it(tmp_
         assert title is not None and title.text and description is not None and description.text
         titles.append(title.text)
     assert titles == [
-        "Reward", "Loss", "Learning rate", "Ratio", "Ratio max", "Clip fraction", "Entropy", "Completion tokens", "Cut off",
+        "Reward", "Loss", "Learning rate", "Ratio", "Ratio max", "Clip fraction", "Entropy", "Completion tokens",
+            "Cut off",
         "Gradient norm", "Policy lag", "Logprobs", "Logprob |diff|", "KL", "Tokens per second", "Trainer memory",
         "Where a step's time goes",
     ]  # fmt: skip

@@ -53,7 +53,7 @@ class Benchmark(TextPanel):
         note = (f"last {window} steps", "quiet") if window else ("no data", "quiet")
         if view.state.benchmark:
             note = (f"final, all {window} steps", "success")
-        self.border_title = title("Benchmark", note)
+        self.entitle(title("Benchmark", note))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         speed = pace(view.state, view.info.training_steps)
@@ -153,7 +153,7 @@ class Summary(VerticalScroll, Panel):
         if view.runs:
             text = f"{text}\n\n{summary(view.runs)}"
         about = f"beside {view.other.run}, x is the ratio to this run" if view.other else "c compares with other runs"
-        self.border_title = title("Summary", (about, "quiet"))
+        self.entitle(title("Summary", (about, "quiet")))
         if text != self._text:
             self._text = text
             self.query_one("#summary-text", Static).update(Text(text, no_wrap=True))

@@ -148,7 +148,7 @@ class Chart(Panel, can_focus=True):
         """Points beyond the axis."""
 
     def on_mount(self) -> None:
-        self.border_title = title(one_line(self.spec.name))
+        self.entitle(title(one_line(self.spec.name)))
 
     def become(self, spec: ChartSpec) -> None:
         """Show another chart of the catalogue."""
@@ -161,7 +161,7 @@ class Chart(Panel, can_focus=True):
         self.view = view
         self._drawn_for = None
         self._prepare(view)
-        self.border_title = self._title(view)
+        self.entitle(self._title(view))
 
     def on_resize(self) -> None:
         """Another title may fit now; a chart that was hidden had no width at all."""

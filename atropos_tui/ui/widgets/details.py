@@ -39,6 +39,7 @@ class Details(VerticalScroll, Panel):
 
     def __init__(self) -> None:
         super().__init__(id="details")
+        self._text = Text()
 
     def compose(self) -> ComposeResult:
         yield Static(id="details-text")
@@ -48,9 +49,11 @@ class Details(VerticalScroll, Panel):
 
     def show(self, view: View) -> None:
         row = next((row for row in view.rows if row.name == view.selected), None)
-        self.border_title = title("Component", (view.selected, "primary"))
-        lines = list(self._lines(view, row)) if row else [Text("no component is selected")]
-        self.query_one("#details-text", Static).update(Text("\n").join(lines))
+        self.entitle(title("Component", (view.selected, "primary")))
+        text = Text("\n").join(self._lines(view, row) if row else [Text("no component is selected")])
+        if text != self._text:
+            self._text = text
+            self.query_one("#details-text", Static).update(text)
 
     def _line(self, label: str, words: str, tone: str = "") -> Text:
         line = Text(f"{label:<{_LABEL}}", self.ink("label"))

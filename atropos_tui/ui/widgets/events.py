@@ -80,7 +80,7 @@ class Events(Listing[Event]):
         note = str(len(self._all)) if self._all else "none yet"
         if self._pattern:
             note = f"{len(self.items)} of {len(self._all)}"
-        self.border_title = title("Events", (note, "quiet"))
+        self.entitle(title("Events", (note, "quiet")))
 
     def draw(self, item: Event, width: int) -> Text:
         quiet = self.ink("dim")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from rich.style import Style
 from rich.text import Text
-from textual.app import RenderResult
-from textual.reactive import reactive
+from textual.geometry import Size
 
 from atropos_common.control import Phase, RunStatus, State
 from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord
 from atropos_tui.monitor.bench import Pace, pace
 from atropos_tui.monitor.format import GLYPHS, TONES, duration, one_line, seconds_text
-from atropos_tui.monitor.why import open_diagnoses, overdue
+from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.theme import COLOURS
-from atropos_tui.ui.widgets.panel import Panel, TextPanel, View, inks
+from atropos_tui.ui.widgets.panel import TextPanel, View, inks
 
 ROOM_FOR_SHARES = 110
 """Columns from which on the two idle shares stand in the header."""
@@ -49,7 +49,7 @@ class Header(TextPanel):
 
     def _identity(self, view: View, width: int) -> Text:
         info, status = view.info, view.status
-        glyph, words, tone = verdict(view)
+        glyph, words, tone = standing(view)
         right = Text.assemble((f"{glyph} {words}", self.ink(tone)))
         if status and status.started_at:
             end = max((row.since or 0 for row in status.components), default=0) if _over(view) else view.now
@@ -64,10 +64,9 @@ class Header(TextPanel):
 
     def _progress(self, view: View, width: int) -> Text:
         state, steps = view.state, view.info.training_steps
-        if waiting := stage(view):
+        if is_coming(view):
             done, of = sum(row.state in (State.HEALTHY, State.COMPLETED) for row in view.rows), len(view.rows)
-            left, share = Text(f"{done}/{of} up "), done / max(of, 1)
-            right = Text(f" {waiting}")
+            left, share, right = Text(f"{done}/{of} up "), done / max(of, 1), Text()
         else:
             speed = pace(state, steps)
             left = Text(f"step {state.step}/{steps} " if steps else f"step {state.step} ", self.ink("name"))
@@ -90,13 +89,13 @@ def _shares(speed: Pace) -> str:
     return "".join(f"  {name} {value:.0%}" for name, value in known.items() if value is not None)
 
 
-def verdict(view: View) -> tuple[str, str, str]:
+def standing(view: View) -> tuple[str, str, str]:
     """How the run stands: glyph, words, tone."""
     status = view.status
     if status is None:
         return "◔", view.gone or "connecting", "busy"
     if status.phase is Phase.ENDED or view.gone:
-        return _ended(view, status)
+        return _ended(status)
     if status.phase is Phase.STOPPING:
         return "◕", "stopping", "busy"
     for state in (State.FAILED, State.BACKOFF, State.UNHEALTHY):
@@ -107,70 +106,88 @@ def verdict(view: View) -> tuple[str, str, str]:
     alignment = view.state.alignment
     if alignment and alignment.verdict != "ok":
         return "▲", f"logprob {alignment.verdict}", "bad" if alignment.verdict == "mismatch" else "warn"
-    if overdue(view.state, status, view.now) or open_diagnoses(view.state, status):
-        return "▲", "running", "warn"
-    return "●", "running", "good"
+    is_trouble = view.verdict is not None and view.verdict.is_trouble
+    return ("▲", "running", "warn") if is_trouble else ("●", "running", "good")
 
 
-def _ended(view: View, status: RunStatus) -> tuple[str, str, str]:
+def _ended(status: RunStatus) -> tuple[str, str, str]:
     if status.exit_code is None:
         words = "supervisor silent" if status.phase is not Phase.ENDED else "supervisor gone, no result written"
         return "▲", words, "bad"
     if status.exit_code == 0:
         return "✔", "done", "good"
+    if status.exit_code == 130:
+        return "■", "stopped by hand", "dim"
     return "✖", f"ended with {status.exit_code}: {one_line(status.reason)}" if status.reason else "ended", "bad"
 
 
-def stage(view: View) -> str:
-    """What is waited for, and for how long; empty while it trains and once it is over."""
-    status = view.status
-    if status is None or status.phase in (Phase.STOPPING, Phase.ENDED) or view.gone:
-        return ""
-    waiting = [row for row in status.components if row.state in (State.STARTING, State.BACKOFF)]
-    if waiting and (not view.state.step or status.phase is Phase.STARTING):
-        row = min(waiting, key=lambda row: row.since or view.now)
-        what = one_line(row.waiting_for) or "starting"
-        return f"{row.name}: {what} · {duration(view.now - (row.since or view.now))}"
-    if view.state.step:
-        return overdue(view.state, status, view.now)
-    since = max((row.since or 0 for row in status.components), default=0)
-    return f"first optimizer step · {duration(view.now - since)}" if since else "first optimizer step"
+def is_coming(view: View) -> bool:
+    """Whether components are still coming up, before the first step."""
+    starts = any(row.state in (State.STARTING, State.PENDING, State.BACKOFF) for row in view.rows)
+    return starts and not view.state.step and not _over(view)
 
 
 def _over(view: View) -> bool:
     return bool(view.gone) or (view.status is not None and view.status.phase is Phase.ENDED)
 
 
-class Notices(Panel):
-    """Lines under the header when something has to be said: a diagnosis that holds, and what the files lack."""
+class Notices(TextPanel):
+    """The one sentence about the run, in one line or two; below it what a reader has to know of what is shown."""
 
     DEFAULT_CLASSES = ""
-    DEFAULT_CSS = "Notices { height: auto; padding: 0 1; color: $text-warning; display: none; }"
-    hides_itself = True
+    INK = "notices"
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS)
+    DEFAULT_CSS = """
+    Notices {
+        height: auto;
+        max-height: 4;
+        padding: 0 1;
 
-    texts: reactive[tuple[tuple[str, str], ...]] = reactive((), layout=True)
-    """Words, and an end that is never cut; top to bottom."""
+        .notices--good { color: $success; }
+        .notices--busy { color: $primary; }
+        .notices--warn { color: $warning; }
+        .notices--bad { color: $error; }
+        .notices--dim { color: $quiet; }
+    }
+    """
 
     def __init__(self) -> None:
         super().__init__(id="notices")
         self.diagnosis: DiagnosisRecord | None = None
-        """The newest that holds."""
+        """The one that the sentence is about, else the newest that holds."""
 
     def show(self, view: View) -> None:
-        standing = diagnoses(view)
-        self.diagnosis = standing[0] if standing else None
-        texts = [diagnosed(standing)] if standing else []
-        if words := notices(view):
-            texts.append((" · ".join(words), ""))
-        self.texts, self.display = tuple(texts), bool(texts)
+        found = view.verdict
+        self.diagnosis = found.diagnosis if found and found.diagnosis else next(iter(diagnoses(view)), None)
+        super().show(view)
 
-    def render(self) -> RenderResult:
-        return Text("\n").join(self._line(words, end) for words, end in self.texts)
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return max(1, len(self._said(self.view, width))) if self.view else 1
 
-    def _line(self, words: str, end: str) -> Text:
-        line = Text(f"▲ {words}", no_wrap=True)
-        line.truncate(max(0, self.content_size.width - len(end)), overflow="ellipsis")
-        return line.append(end)
+    def lines(self, view: View, width: int, height: int) -> list[Text]:
+        return self._said(view, width)
+
+    def _said(self, view: View, width: int) -> list[Text]:
+        found = view.verdict
+        lines = []
+        if found:
+            more = len(diagnoses(view)) - (found.diagnosis is not None)
+            end = f"  (8 ⏎ fix{f', {more} more' if more > 0 else ''})" if self.diagnosis else ""
+            lines = in_two(found.line, end, width, self.ink(found.tone))
+        words = notices(view)
+        return [*lines, *([Text(f"▲ {' · '.join(words)}", self.ink("warn"), no_wrap=True)] if words else [])]
+
+
+def in_two(words: str, end: str, width: int, style: Style) -> list[Text]:
+    """`words` in at most two lines, the last one cut where they do not fit; `end` is never cut."""
+    first, rest = words, ""
+    if len(words) + len(end) > width > 0:
+        at = words.rfind(" ", 0, width + 1)
+        first, rest = (words[:at], f"  {words[at + 1 :]}") if at > 0 else (words[:width], words[width:])
+    last = Text(rest or first, style, no_wrap=True)
+    last.truncate(max(0, width - len(end)), overflow="ellipsis")
+    last.append(end)
+    return [Text(first, style, no_wrap=True), last] if rest else [last]
 
 
 def diagnoses(view: View) -> list[DiagnosisRecord]:
@@ -178,12 +195,6 @@ def diagnoses(view: View) -> list[DiagnosisRecord]:
     if view.status is None or view.status.exit_code == 0 or not view.loaded:
         return []
     return open_diagnoses(view.state, view.status)
-
-
-def diagnosed(standing: list[DiagnosisRecord]) -> tuple[str, str]:
-    """The newest of them in one line, and where the others and the way out are."""
-    more = f", {len(standing) - 1} more" if len(standing) > 1 else ""
-    return f"{one_line(standing[0].component or '')}: {one_line(standing[0].title)}", f"  (8 ⏎ fix{more})"
 
 
 def notices(view: View) -> list[str]:

@@ -11,7 +11,7 @@ from typing import ClassVar
 from rich.style import Style
 from rich.text import Text
 
-from atropos_common.control import GpuStatus, Role
+from atropos_common.control import GpuStatus, Phase, Role
 from atropos_tui.monitor.format import bytes_text, one_line
 from atropos_tui.monitor.gauges import Split, split_cpu, split_gpu, split_memory
 from atropos_tui.ui.plot import legend, sparkline, split_bar, textures
@@ -54,7 +54,7 @@ class MachinePanel(TextPanel):
     def show(self, view: View) -> None:
         super().show(view)
         gpus = view.status.gpus if view.status else []
-        self.border_title = title("GPUs" if gpus else "Host", (_note(view, gpus), "quiet"))
+        self.entitle(title("GPUs" if gpus else "Host", (_note(view, gpus), "quiet")))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         gpus = view.status.gpus if view.status else []
@@ -90,17 +90,17 @@ class MachinePanel(TextPanel):
     def _gpu(self, view: View, gpu: GpuStatus, width: int) -> list[Text]:
         """The most important line first: memory; then load and history; then who holds what."""
         planned = {item.name: item.gpus for item in view.info.components}
-        split = split_gpu(gpu, view.rows, planned, view.state.metric("reserved_bytes").last)
+        split = split_gpu(gpu, view.gauges.used(view.rows), planned, view.state.metric("reserved_bytes").last)
         busy = "–" if gpu.utilization_percent is None else f"{gpu.utilization_percent}%"
         power = "–" if gpu.power_w is None else f"{gpu.power_w:.0f} W"
         heat = "–" if gpu.temperature_c is None else f"{gpu.temperature_c} °C"
         memory = f"{gpu.used_bytes / 1e9:.1f}/{bytes_text(gpu.total_bytes)}"
         words = f"{memory}  {busy:>4}  {power:>5}  {heat}"
-        load = [cards[gpu.index][0] if gpu.index in cards else None for cards in view.gauges.cards]
+        history = view.gauges.card(gpu.index)
         lines = self._use(view, f"GPU {gpu.index}", split, words, bytes_text, width)
         if split.note:
             lines.append(self.labelled("", _LABEL).append(split.note))
-        held = [cards[gpu.index][1] if gpu.index in cards else None for cards in view.gauges.cards]
+        load, held = ([found and found[part] for found in history] for part in (0, 1))
         return [*lines, self._history("busy", load, width), self._history("memory", held, width)]
 
     def _history(self, label: str, values: Iterable[float | None], width: int) -> Text:
@@ -110,12 +110,13 @@ class MachinePanel(TextPanel):
     def _host(self, view: View, width: int) -> list[Text]:
         host = view.gauges.last.host if view.gauges.last else None
         if host is None:
-            return [self.labelled("no figures yet", _LABEL)]
-        lines: list[Text] = []
-        if memory := split_memory(view.rows, host):
+            words = "no figures yet" if view.status and view.status.phase is not Phase.ENDED else "not recorded"
+            return [self.labelled(words, _LABEL)]
+        rows, lines = view.gauges.used(view.rows), list[Text]()
+        if memory := split_memory(rows, host):
             words = f"{memory.used / 1e9:.1f}/{bytes_text(memory.total)}"
             lines += self._use(view, "memory", memory, words, bytes_text, width)
-        if cpu := split_cpu(view.rows, host):
+        if cpu := split_cpu(rows, host):
             words = f"{cpu.used / 100:.1f}/{cpu.total / 100:.0f} cores"
             lines += self._use(view, "CPU", cpu, words, lambda value: f"{value:.0f}%", width)
         samples = list(view.gauges.samples)

@@ -13,7 +13,8 @@ from typing import ClassVar
 from rich.style import Style
 from rich.text import Text
 from textual.app import RenderResult
-from textual.reactive import reactive
+from textual.content import Content
+from textual.geometry import Region
 from textual.widget import Widget
 
 from atropos_common.control import ComponentStatus, RunStatus
@@ -24,6 +25,7 @@ from atropos_tui.monitor.overlay import RunCurves, Setting, by_setting
 from atropos_tui.monitor.reading import MARKS, Lens, Looking, Mark, Ruler, marks
 from atropos_tui.monitor.run_files import RunInfo
 from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.verdict import Verdict, verdict
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +42,6 @@ class View:
     """Unix seconds."""
     bad_lines: int = 0
     """Lines in the run's streams that were no records."""
-    gauges: GaugeHistory = field(default_factory=GaugeHistory)
     other: RunBenchmark | None = None
     """The run that this one is compared with."""
     selected: str = ""
@@ -51,6 +52,16 @@ class View:
     """How charts are looked at."""
     runs: Sequence[RunCurves] = ()
     """On the same axes: this one first, then the others; empty where it is alone."""
+
+    @cached_property
+    def verdict(self) -> Verdict | None:
+        """The one sentence about the run; None until something has told of it."""
+        return verdict(self.status, self.info, self.state, self.now) if self.status and self.loaded else None
+
+    @property
+    def gauges(self) -> GaugeHistory:
+        """What the supervisor recorded of machine and engines."""
+        return self.state.gauges
 
     @property
     def rows(self) -> list[ComponentStatus]:
@@ -97,10 +108,16 @@ class Panel(Widget):
     """Shown only while it has something to say, which it has to be asked."""
     follows_records: bool = False
     """Only the run's records change it: it is drawn less often than what moves with the clock."""
+    _title_words: Content | None = None
 
     def show(self, view: View) -> None:
         """Take the newest."""
         raise NotImplementedError
+
+    def entitle(self, words: Content) -> None:
+        """Set the title in the frame, which paints the whole panel anew, where it is another one."""
+        if words != self._title_words:
+            self._title_words = self.border_title = words
 
     def ink(self, name: str) -> Style:
         """One of the panel's styles, without the ground beneath it."""
@@ -112,25 +129,38 @@ class Panel(Widget):
 
 
 class TextPanel(Panel):
-    """A panel of lines that are cut where there is no room."""
+    """A panel of lines that are cut where there is no room. Those that are not what it shows are painted."""
 
-    view: reactive[View | None] = reactive(None)
+    view: View | None = None
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._painted: list[Text] = []
 
     def show(self, view: View) -> None:
         self.view = view
+        before, self._painted = self._painted, self._cut()
+        if len(self._painted) != len(before):
+            self.refresh(layout=self.styles.is_auto_height)
+        elif changed := [y for y, line in enumerate(self._painted) if line != before[y]]:
+            self.refresh(*(Region(0, y, self.content_size.width, 1) for y in changed))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         """What there is to say, the most important first."""
         raise NotImplementedError
 
     def render(self) -> RenderResult:
+        self._painted = self._cut()
+        return Text("\n", end="").join(self._painted)
+
+    def _cut(self) -> list[Text]:
         if self.view is None:
-            return Text("")
+            return []
         width, height = self.content_size
-        lines = self.lines(self.view, width, height)[:height]
+        lines = self.lines(self.view, width, height)
         for line in lines:
             line.truncate(width, overflow="ellipsis")
-        return Text("\n", end="").join(lines)
+        return lines if self.styles.is_auto_height else lines[:height]
 
 
 def inks(name: str, *inks: str) -> set[str]:

@@ -39,7 +39,7 @@ class StepPanel(TextPanel):
 
     def show(self, view: View) -> None:
         super().show(view)
-        self.border_title = title("Step", (f"{view.cursor_step:,}", "accent"))
+        self.entitle(title("Step", (f"{view.cursor_step:,}", "accent")))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         step = view.cursor_step

@@ -1,0 +1,394 @@
+"""One sentence about a run: what it does, what limits it, what to change. Pure functions over what is known of it.
+
+`verdict` looks at what is broken first, then at what stands still, then at what is coming up; advice is given only on a
+run that trains. Rates are the supervisor's (`GaugesRecord.flows`), else those of the newest steps; what is wrong is
+what the diagnoses say. `Verdict.text` is the same in the screen, `ps`, `why`, `bench`, the report and a replay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, State
+from atropos_common.records import DiagnosisRecord, EnvFlow
+from atropos_tui.monitor.bench import Pace, pace
+from atropos_tui.monitor.charts import mean
+from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
+from atropos_tui.monitor.run_files import RunInfo, flag, start_seconds
+from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.why import doing, next_stage, open_diagnoses, overdue
+
+Severity = Literal["alarm", "warning", "advice", "healthy", "coming", "over"]
+
+WAITS = 0.5
+"""Share of the time without a batch from which on the trainer is not what limits the run."""
+HARDLY_WAITS = 0.25
+IDLES = 0.3
+"""Share of the time without a request from which on the engine could do more."""
+BOTH_WAIT = 0.3
+"""As in `flow_rules`: in so much of the time neither has work."""
+FEW_IN_FLIGHT = 0.1
+"""Of the sequences that the engine computes at a time."""
+MUCH_FLAT = 0.3
+LEFT_OUT = 0.05
+"""Share of sequences that are too old, from which on it is worth a word."""
+FRESH_S = 20.0
+"""Older rates say nothing of now."""
+STEPS = 5
+"""Over so many of the newest steps rates are taken where the supervisor recorded none."""
+MOST_WORDS = 160
+"""Of a fix: the whole of it stands in the diagnosis."""
+
+FIRST = (
+    "disk_full", "disk_low", "engine_dead", "dataset_unreachable", "rollouts_refused", "api_unreachable",
+    "engine_unreachable", "non_finite", "alignment_mismatch", "rollouts_fail", "groups_left_out", "groups_all_flat",
+)  # fmt: skip
+"""Rules whose diagnoses come before others, the gravest first; of the rest the newest."""
+RATES = ("environment_bound", "slow_progress")
+"""Rules about what limits a run that trains: the sentence says it from the rates of now."""
+
+GLYPHS: dict[Severity, str] = {
+    "alarm": "✖", "warning": "▲", "advice": "◆", "healthy": "●", "coming": "◔", "over": "■",
+}  # fmt: skip
+TONES: dict[Severity, Tone] = {
+    "alarm": "bad", "warning": "warn", "advice": "busy", "healthy": "good", "coming": "busy", "over": "dim",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be known first."""
+
+    severity: Severity
+    what: str
+    do: str = ""
+    """What to change; empty where nothing is to be."""
+    diagnosis: DiagnosisRecord | None = None
+    """That it comes from, with evidence and the whole fix."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.what}; {self.do}" if self.do else self.what
+
+    @property
+    def line(self) -> str:
+        """With its glyph, as a terminal shows it."""
+        return f"{GLYPHS[self.severity]} {self.text}"
+
+    @property
+    def is_trouble(self) -> bool:
+        """Whether something is wrong, or has come to a stop."""
+        return self.severity in ("alarm", "warning")
+
+    @property
+    def tone(self) -> Tone:
+        return TONES[self.severity]
+
+
+def verdict(status: RunStatus, info: RunInfo, state: RunState, now: float) -> Verdict:
+    """The sentence about a run at `now` (Unix seconds)."""
+    known = Known(status, info, state, now)
+    return next(found for look in LOOKS if (found := look(known)) is not None)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Everything that the sentence is made of."""
+
+    status: RunStatus
+    info: RunInfo
+    state: RunState
+    now: float
+
+    @property
+    def standing(self) -> list[DiagnosisRecord]:
+        """Diagnoses that hold, the gravest first."""
+        ranks = {rule: at for at, rule in enumerate(FIRST)}
+        found = [each for each in open_diagnoses(self.state, self.status) if each.rule not in RATES]
+        return sorted(found, key=lambda each: ranks.get(each.rule, len(FIRST)))
+
+    def of(self, role: Role) -> list[ComponentStatus]:
+        return [row for row in self.status.components if row.role is role]
+
+    def option(self, role: Role, name: str) -> str:
+        """A flag of the first component of a role; empty where it is not given."""
+        found = (flag(list(item.command), name) for item in self.info.components if item.role is role)
+        return next(filter(None, found), "")
+
+
+# The end.
+
+
+def _over(known: Known) -> Verdict | None:
+    status = known.status
+    if status.phase is Phase.STOPPING:
+        left = [row.name for row in status.components if not row.state.is_resting]
+        return Verdict("coming", f"stopping ({one_line(status.reason)}): {', '.join(left) or 'nothing'} still to end")
+    if status.phase is not Phase.ENDED:
+        return None
+    wrong = _gravest(known.standing)
+    if status.exit_code == 0:
+        return Verdict("over", f"done: {_achieved(known)}")
+    if status.exit_code == 130:
+        return Verdict("over", f"stopped by hand: {_achieved(known)}{_also(wrong)}", *_fixed(wrong))
+    end = "the supervisor is gone" if status.exit_code is None else f"failed with code {status.exit_code}"
+    return Verdict("alarm", f"{end}: {one_line(status.reason)}{_also(wrong)}", *_fixed(wrong), wrong)
+
+
+def _achieved(known: Known) -> str:
+    """Steps, reward, held-out accuracy, and what the time went into."""
+    state = known.state
+    words = [counted(state.step, "step")]
+    if (rewards := state.metric("reward_mean").values) and state.step > 1:
+        words.append(f"reward {number(mean(rewards[:5]), 2)} → {number(mean(rewards[-5:]), 2)}")
+    held_out = next((series.values for series in state.evals.values() if len(series) > 1), None)
+    if held_out:
+        words.append(f"held-out {held_out[0]:.0%} → {held_out[-1]:.0%}")
+    speed = pace(state, None, window=max(1, state.step))
+    if speed.waiting is not None and speed.waiting >= WAITS:
+        words.append(f"the trainer waited {speed.waiting:.0%} of the time")
+    return ", ".join(words)
+
+
+# What is broken, and what stands still.
+
+
+def _ill(known: Known) -> Verdict | None:
+    """Components that are down, with why."""
+    rows = [row for row in known.status.components if row.state in (State.FAILED, State.BACKOFF, State.UNHEALTHY)]
+    if not rows:
+        return None
+    row = min(rows, key=lambda row: (State.FAILED, State.BACKOFF, State.UNHEALTHY).index(row.state))
+    found = next((each for each in known.standing if each.component == row.name), None)
+    what = f"{row.name} {_down(row, known.now)}"
+    alike = known.of(row.role)
+    if len(alike) > 1:
+        up = sum(each.state is State.HEALTHY for each in alike)
+        what += f", {up} of {len(alike)} {_NAMES.get(row.role, 'component')}s are left"
+    why = one_line(found.title if found else row.probe_detail or row.reason)
+    do = _first_words(found.fix) if found else f"atropos-tui why {row.name}"
+    return Verdict("alarm", f"{what}: {why}" if why else what, do, found)
+
+
+_NAMES = {Role.ENGINE: "engine", Role.ENV: "environment"}
+
+
+def _down(row: ComponentStatus, now: float) -> str:
+    if row.state is State.BACKOFF:
+        left = (row.retry_at or now) - now
+        return f"crashed and starts again in {duration(left)}" if left > 0 else "crashed and starts again"
+    return "has failed for good" if row.state is State.FAILED else "does not answer"
+
+
+def _diagnosed(known: Known) -> Verdict | None:
+    found = _gravest(known.standing)
+    if found is None:
+        return None
+    severity: Severity = "alarm" if found.rule in FIRST else "warning"
+    title = one_line(found.title)
+    evidence = one_line(found.evidence) if found.rule in _TELLING else ""
+    return Verdict(severity, f"{title}: {evidence}" if evidence else title, _first_words(found.fix), found)
+
+
+_TELLING = ("disk_low", "rollouts_refused")
+"""Rules of which the title alone does not tell enough."""
+
+
+def _gravest(standing: Iterable[DiagnosisRecord]) -> DiagnosisRecord | None:
+    return next(iter(standing), None)
+
+
+def _also(found: DiagnosisRecord | None) -> str:
+    return f"; {one_line(found.title)}" if found else ""
+
+
+def _fixed(found: DiagnosisRecord | None) -> tuple[str]:
+    return (_first_words(found.fix) if found else "",)
+
+
+def _first_words(fix: str) -> str:
+    """The first sentence of a fix."""
+    first = re.split(r"(?<=[a-z)\]\d])\. (?=[A-Z])", one_line(fix), maxsplit=1)[0]
+    return first if len(first) <= MOST_WORDS else f"{first[: MOST_WORDS - 1].rsplit(' ', 1)[0]} …"
+
+
+def _stopped(known: Known) -> Verdict | None:
+    """Somebody has stopped a component that the others need."""
+    rows = [row for row in known.status.components if row.state is State.STOPPED and "by hand" in row.reason]
+    if not rows or known.status.phase is Phase.STARTING:
+        return None
+    late = overdue(known.state, known.status, known.now)
+    what = late or f"{', '.join(row.name for row in rows)} stopped by hand"
+    return Verdict("warning", what, f"atropos-tui start {rows[0].name}")
+
+
+def _late(known: Known) -> Verdict | None:
+    late = overdue(known.state, known.status, known.now)
+    return Verdict("warning", late, "atropos-tui why") if late else None
+
+
+# What is coming up.
+
+
+def _coming(known: Known) -> Verdict | None:
+    """What is waited for before the first step, for how long, and how long it took the last time."""
+    status, state = known.status, known.state
+    waiting = [row for row in status.components if row.state is State.STARTING]
+    if waiting and (not state.step or status.phase is Phase.STARTING):
+        row = min(waiting, key=lambda row: row.since or known.now)
+        return Verdict("coming", starting_words(row, known.info, state, known.now))
+    pending = [row for row in status.components if row.state is State.PENDING]
+    if pending and not state.step:
+        return Verdict("coming", f"{pending[0].name} waits for {one_line(pending[0].waiting_for) or 'its turn'}")
+    if state.step:
+        return None
+    trainer = next(iter(known.of(Role.TRAINER)), None)
+    since = max((row.since or 0.0 for row in status.components), default=0.0)
+    stage = next_stage(trainer) if trainer else None
+    what = "waiting for the first batch" if stage and stage.name == "first batch" else "the first optimizer step"
+    return Verdict("coming", f"{what} · {duration(known.now - since)}" if since else what)
+
+
+def starting_words(row: ComponentStatus, info: RunInfo, state: RunState, now: float) -> str:
+    """What a component that is coming up does, for how long, and how long its start took the last time."""
+    usual = (info.last_start_s | start_seconds(state.transitions)).get(row.name)
+    last = f" (last time {duration(usual)})" if usual is not None else ""
+    return f"{row.name} {doing(row)} · {duration(now - (row.since or now))}{last}"
+
+
+# What limits a run that trains.
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Who waits for whom, in shares of the newest seconds."""
+
+    waiting: float
+    """The trainer, for a batch."""
+    idle: float
+    """The engine, for a request."""
+    env: str = ""
+    flow: EnvFlow | None = None
+    """Of the environment that makes least."""
+
+
+def rates(state: RunState, now: float) -> Rates | None:
+    """As the supervisor measured them, else of the newest steps; None where nobody knows."""
+    last = state.gauges.last
+    if last and now - last.time <= FRESH_S:
+        known = [(env, flow) for env, flow in last.flows.items() if flow.waiting is not None and flow.idle is not None]
+        if known:
+            env, flow = max(known, key=lambda item: item[1].idle or 0.0)
+            return Rates(flow.waiting or 0.0, flow.idle or 0.0, env, flow)
+    speed = pace(state, None, window=STEPS)
+    if speed.waiting is None or speed.engine_idle is None:
+        return None
+    return Rates(speed.waiting, speed.engine_idle)
+
+
+def _too_old(known: Known) -> Verdict | None:
+    """Sequences are left out, since more versions lie between than `max_policy_lag` allows."""
+    steps = known.state.newest_steps
+    out = sum(count for step in steps for why, count in step.left_out.items() if why.startswith("older than"))
+    taken = sum(step.sequences for step in steps)
+    if not out or out < LEFT_OUT * (out + taken):
+        return None
+    most = known.option(Role.TRAINER, "--max-policy-lag")
+    return Verdict(
+        "warning",
+        f"policy lag at its bound: {out} of the newest {out + taken} sequences are older than max_policy_lag = {most} "
+        "and left out",
+        "env.max_batches_offpolicy = 1 and fewer env.max_num_workers make rollouts younger, or raise [trainer] "
+        "max_policy_lag",
+    )
+
+
+def _limited(known: Known) -> Verdict | None:
+    found = rates(known.state, known.now)
+    if found is None:
+        return None
+    few = found.flow and found.flow.slots and (found.flow.running or 0.0) < FEW_IN_FLIGHT * found.flow.slots
+    if found.waiting + found.idle - 1.0 >= BOTH_WAIT or (found.waiting >= WAITS and few):
+        return _by_environment(found)
+    if found.idle < IDLES:
+        return _by_engine(known, found) if found.waiting >= WAITS else None
+    return _by_training(known, found) if found.waiting < HARDLY_WAITS else _by_turns(known, found)
+
+
+def _by_environment(found: Rates) -> Verdict:
+    flow, who = found.flow, f"the environment {found.env}" if found.env else "the environment"
+    waits = f"the trainer waits {found.waiting:.0%} of the time, the engine idles {found.idle:.0%}"
+    workers = f" (now {flow.workers})" if flow and flow.workers else ""
+    do = f"raise env.max_num_workers{workers}, or make its scoring faster"
+    if flow and flow.made and flow.counted_s:
+        per_s = flow.made / flow.counted_s
+        could = f" of {per_s / (1.0 - found.idle):.2g} possible" if 0.05 <= found.idle < 0.99 else ""
+        waits = f"{per_s:.2g}{could} groups/s; {waits}"
+        if flow.flat > MUCH_FLAT * flow.made:
+            do += f"; {flow.flat / flow.made:.0%} of its groups are flat and teach nothing"
+    return Verdict("advice", f"limited by {who}: {waits}", do)
+
+
+def _by_engine(known: Known, found: Rates) -> Verdict:
+    names = [found.flow.engine] if found.flow else [row.name for row in known.of(Role.ENGINE)]
+    full = ""
+    if found.flow and found.flow.slots:
+        full = f" with {found.flow.running or 0.0:.0f} of {found.flow.slots:.0f} possible sequences"
+    return Verdict(
+        "advice",
+        f"limited by the engine {', '.join(names)}: busy {1.0 - found.idle:.0%} of the time{full}, while the trainer "
+        f"waits {found.waiting:.0%}",
+        "shorter env.max_token_length, more engines, or no enforce-eager",
+    )
+
+
+def _by_training(known: Known, found: Rates) -> Verdict:
+    speed = pace(known.state, None, window=STEPS)
+    part = _largest(speed)
+    what, do = _SLOW[part]
+    share = (speed.parts.get(part) or 0.0) / speed.step_s if speed.step_s else 0.0
+    lag, bound = known.state.metric("policy_lag_max").last, known.option(Role.ENV, "--env.max_batches_offpolicy")
+    full = f", policy lag {number(lag, 0)} of at most {bound}" if bound and lag is not None else ""
+    idle = f"the engine idles {found.idle:.0%}"
+    return Verdict("advice", f"limited by {what}: {idle}; {part} is {share:.0%} of a step{full}", do)
+
+
+def _by_turns(known: Known, found: Rates) -> Verdict:
+    bound = known.option(Role.ENV, "--env.max_batches_offpolicy") or "1"
+    return Verdict(
+        "advice",
+        f"trainer and engine take turns: the trainer waits {found.waiting:.0%}, the engine idles {found.idle:.0%}",
+        f"they overlap with env.max_batches_offpolicy above {bound}, at a policy lag as much higher",
+    )
+
+
+def _largest(speed: Pace) -> str:
+    return max(_SLOW, key=lambda name: speed.parts.get(name) or 0.0)
+
+
+_SLOW = {
+    "train": ("training", "more GPUs for [trainer], a shorter seq_len, or fewer epochs"),
+    "sync": ("publishing weights", "broadcast or shared_vllm publish faster; or a longer interval between publishes"),
+    "checkpoint": ("checkpoints", "raise [trainer] checkpoint_interval"),
+}
+"""Part of a step, in words, and what makes it shorter."""
+
+
+def _healthy(known: Known) -> Verdict:
+    state, steps = known.state, known.info.training_steps
+    speed, found = pace(state, steps), rates(state, known.now)
+    words = [f"healthy: step {state.step}" + (f" of {steps}" if steps else "")]
+    if speed.eta_s is not None and state.step:
+        words.append(f"ETA {duration(speed.eta_s)}")
+    if found:
+        words.append(f"the trainer waits {found.waiting:.0%}, the engine idles {found.idle:.0%}")
+    return Verdict("healthy", ", ".join(words))
+
+
+LOOKS: tuple[Callable[[Known], Verdict | None], ...] = (
+    _over, _ill, _diagnosed, _stopped, _late, _coming, _too_old, _limited, _healthy,
+)  # fmt: skip
+"""The first that has something to say."""

@@ -1,0 +1,240 @@
+"""The gauges of a run: `RUN/gauges.jsonl`, a line every few seconds, of which this is the only writer.
+
+`GaugeReader` asks the engines' `/metrics`, run-api's `/status` and the host; `GaugesFile` writes, and thins what is old
+as the file grows; `record_gauges` does both for as long as a supervisor runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+
+from atropos_common.control import ComponentStatus, Role, RunStatus, State
+from atropos_common.files import cut_torn_line, write_private
+from atropos_common.http import LIMITS
+from atropos_common.records import ComponentUse, EngineGauges, EnvFlow, GaugesRecord, HostUse
+from atropos_tui.diagnoses.stall_rules import Flow
+
+EVERY_S = 5.0
+MOST_BYTES = 2_000_000
+"""From this size on every second line of what is older than the newest `DENSE` is left out."""
+DENSE = 720
+"""An hour."""
+ANSWER_S = 1.0
+MOST_ANSWER_BYTES = 4_000_000
+"""A longer answer is no metrics page."""
+_ANSWERING = (State.HEALTHY, State.UNHEALTHY)
+_CGROUP = Path("/sys/fs/cgroup")
+_GAUGES = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_use",
+    "vllm:prefix_cache_queries_total": "prefix_queries",
+    "vllm:prefix_cache_hits_total": "prefix_hits",
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:generation_tokens_total": "generated_tokens",
+}
+"""vLLM's names and ours. Several lines of one name (an engine each, with data parallelism) are added up."""
+
+
+def parse_metrics(text: str) -> EngineGauges:
+    """The figures of a Prometheus page that are shown. Lines that cannot be read are left out."""
+    found: dict[str, list[float]] = {}
+    for line in text.splitlines():
+        if not line.startswith("vllm:"):
+            continue
+        name = line.partition("{")[0] if "{" in line else line.partition(" ")[0]
+        ours = _GAUGES.get(name)
+        if ours is None:
+            continue
+        try:
+            value = float(line[line.rfind("}") + 1 :].split()[0 if "{" in line else 1])
+        except (ValueError, IndexError):
+            continue
+        if 0 <= value < math.inf:
+            found.setdefault(ours, []).append(value)
+    means = {"kv_use": sum(found["kv_use"]) / len(found["kv_use"])} if "kv_use" in found else {}
+    return EngineGauges(**{name: sum(values) for name, values in found.items()} | means)
+
+
+def parse_queue(text: str) -> int | None:
+    """`queue_size` of run-api's `/status`."""
+    try:
+        size = json.loads(text)["queue_size"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return size if isinstance(size, int) and not isinstance(size, bool) else None
+
+
+class GaugeReader:
+    """Keeps connections and what is needed to turn CPU seconds into percent."""
+
+    def __init__(self) -> None:
+        self._http = httpx.Client(timeout=ANSWER_S, limits=LIMITS, trust_env=False)
+        self._cpu = _cpu_seconds()
+
+    def read(self, status: RunStatus, flows: Mapping[str, Flow], folder: Path) -> GaugesRecord:
+        """Look at every engine and at run-api, all at once, at the host and at the disk that holds `folder`."""
+        rows = [row for row in status.components if row.port and row.state in _ANSWERING]
+        engines = [row for row in rows if row.role is Role.ENGINE]
+        apis = [row for row in rows if row.role is Role.API]
+        answers = self._ask([(row, "/metrics") for row in engines] + [(row, "/status") for row in apis])
+        metrics = dict(zip((row.name for row in engines), answers, strict=False))
+        queues = [parse_queue(text) for text in answers[len(engines) :] if text is not None]
+        return GaugesRecord(
+            run_id=status.run_id,
+            time=time.time(),
+            components={row.name: ComponentUse.model_validate(row, from_attributes=True)
+                        for row in status.components if row.pid},
+            engines={name: parse_metrics(text) for name, text in metrics.items() if text is not None},
+            gpus=status.gpus,
+            queue=next((depth for depth in queues if depth is not None), None),
+            host=self._host(),
+            disk_free_bytes=_free(folder),
+            flows={name: _flow(found) for name, found in flows.items()},
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _host(self) -> HostUse:
+        """CPU since the last call and memory, of the container where it has a limit, else of the machine."""
+        before, self._cpu = self._cpu, _cpu_seconds()
+        busy, whole = (now - then for now, then in zip(self._cpu, before, strict=True))
+        used, total = _memory()
+        percent = min(100.0, max(0.0, 100 * busy / whole)) if whole > 0 else None
+        cores = float(psutil.cpu_count() or 1)
+        return HostUse(cpu_percent=percent, cores=cores, memory_used=used, memory_total=total)
+
+    def _ask(self, routes: list[tuple[ComponentStatus, str]]) -> list[str | None]:
+        if not routes:
+            return []
+        with ThreadPoolExecutor(len(routes), thread_name_prefix="gauges") as pool:
+            return list(pool.map(lambda route: self._get(route[0].port, route[1]), routes))
+
+    def _get(self, port: int | None, path: str) -> str | None:
+        try:
+            with self._http.stream("GET", f"http://127.0.0.1:{port}{path}") as answer:
+                if answer.status_code != 200:
+                    return None
+                body = b""
+                for chunk in answer.iter_bytes():
+                    body += chunk
+                    if len(body) > MOST_ANSWER_BYTES:
+                        return None
+                return body.decode("utf-8", "replace")
+        except (httpx.HTTPError, OSError):
+            return None
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """Seconds of all cores that were spent working, and all of them.
+
+    psutil's own percentages are since the last call of the same thread, and each look here may be in another one.
+    """
+    times = psutil.cpu_times()
+    whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # these are in user and nice
+    return whole - times.idle - getattr(times, "iowait", 0.0), whole
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes used, and bytes there are."""
+    memory = psutil.virtual_memory()
+    used, total = memory.total - memory.available, memory.total
+    limit, held = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    if limit is not None and held is not None and limit < total:
+        return max(0, held - _reclaimable()), limit
+    return used, total
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    try:
+        return int((_CGROUP / name).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _reclaimable() -> int:
+    """Cached files of a container: the kernel gives them back when memory is needed."""
+    try:
+        for line in (_CGROUP / "memory.stat").read_text().splitlines():
+            if line.startswith("inactive_file "):
+                return int(line.split()[1])
+    except (OSError, ValueError, IndexError):
+        pass
+    return 0
+
+
+def _free(folder: Path) -> int | None:
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return None
+    return disk.f_bavail * disk.f_frsize
+
+
+def _flow(flow: Flow) -> EnvFlow:
+    known = flow.seconds is not None
+    return EnvFlow(
+        engine=flow.engine,
+        workers=flow.workers,
+        made=flow.made,
+        flat=flow.flat,
+        counted_s=flow.counted_s,
+        waiting=min(1.0, max(0.0, flow.waiting)) if known else None,
+        idle=flow.idle if known else None,
+        running=flow.running if known else None,
+        slots=flow.slots if known else None,
+    )
+
+
+class GaugesFile:
+    """Appends to `gauges.jsonl` and keeps it small. A disk that takes nothing costs lines, never the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seq = 0
+
+    def append(self, record: GaugesRecord) -> None:
+        """Write one line."""
+        descriptor = -1
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            cut_torn_line(descriptor)
+            os.write(descriptor, record.model_copy(update={"seq": self._seq}).to_line().encode())
+            self._seq += 1
+            if os.fstat(descriptor).st_size > MOST_BYTES:
+                self._thin()
+        except OSError:
+            return
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _thin(self) -> None:
+        lines = self._path.read_text().splitlines(keepends=True)
+        write_private(self._path, "".join([*lines[:-DENSE:2], *lines[-DENSE:]]))
+
+
+async def record_gauges(
+    path: Path, status: Callable[[], Awaitable[RunStatus]], flows: Callable[[], Mapping[str, Flow]]
+) -> None:
+    """Write a line every `EVERY_S` seconds, until cancelled."""
+    reader, file = GaugeReader(), GaugesFile(path)
+    try:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            now = await status()
+            record = await asyncio.to_thread(reader.read, now, flows(), path.parent)
+            await asyncio.to_thread(file.append, record)
+    finally:
+        reader.close()

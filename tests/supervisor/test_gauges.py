@@ -1,0 +1,33 @@
+"""What a supervisor records of machine and components while its stack runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atropos_common.record_tail import RecordTail
+from atropos_common.records import GaugesRecord, Record
+from atropos_tui.supervisor import gauges
+from tests.supervisor.harness import part, python, wait_until
+
+BUSY = "import time\nend = time.monotonic() + 3\nwhile time.monotonic() < end: sum(range(1000))"
+
+
+async def test_a_live_stack_leaves_gauges_of_its_components(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gauges, "EVERY_S", 0.3)
+    async with launch(part("sleeps"), part("works", python(BUSY), ends_run=True)) as running:
+        tail, found = RecordTail(running.run.gauges_jsonl), list[Record]()
+
+        def worked() -> bool:
+            found.extend(tail.read())
+            return bool(found) and (found[-1].components["works"].cpu_percent or 0) > 10
+
+        await wait_until(worked)
+        await running.end()
+    last = found[-1]
+    assert isinstance(last, GaugesRecord)
+    assert last.run_id == running.stack.run_id
+    assert (last.components["sleeps"].memory_bytes or 0) > 100_000
+    assert last.host.memory_total
+    assert last.disk_free_bytes
