@@ -57,6 +57,8 @@ class ComparedStack:
     sets: list[str] = field(default_factory=list)
     profile: Profile = field(init=False)
     """Known once it is loaded."""
+    root: Path = field(init=False)
+    """Its run directory, known before it is planned."""
     spec: StackSpec = field(init=False)
     """What it starts, known once every check has passed."""
     progress: Progress | None = None
@@ -135,7 +137,7 @@ def prepare(entries: Sequence[ComparedStack], base: Path, *, sequential: bool) -
     Raises:
         UserError: with every problem of every profile.
     """
-    _each(entries, _load)
+    each(entries, load)
     said: list[str] = []
     if not sequential:
         changes = separate({entry.label: entry.profile for entry in entries}, len(read_machine().gpus))
@@ -144,28 +146,37 @@ def prepare(entries: Sequence[ComparedStack], base: Path, *, sequential: bool) -
         said = changes.lines
         for entry in entries:
             entry.sets += changes.sets[entry.label]
-        _each(entries, _load)
+        each(entries, load)
         without_gpus = [entry.label for entry in entries if not any(part.gpus for part in entry.profile.vllm)]
         if len(without_gpus) > 1:
             share = f"{', '.join(without_gpus)} share {os.cpu_count()} processors"
             said.append(f"{share}: to measure each by itself add --sequential")
 
-    def plan(entry: ComparedStack) -> None:
-        file = find_profile(entry.name)
-        run_id, dotenv = runs.new_run_id(entry.label), read_env_files(file)
-        site = make_site(entry.profile, base / entry.label, run_id=run_id, dotenv=dotenv)
-        ready = checked(entry.profile, file, site, machine=True)
-        entry.profile, entry.spec = ready.site.profile, ready.stack
-
-    _each(entries, plan)
+    for entry in entries:
+        entry.root = base / entry.label
+    each(entries, plan)
     return said
 
 
-def _load(entry: ComparedStack) -> None:
+def plan(entry: ComparedStack, *, resumed_id: str | None = None) -> None:
+    """Check a loaded entry on this machine: what it starts; with `resumed_id` that run goes on.
+
+    Raises:
+        UserError: with every problem.
+    """
+    file = find_profile(entry.name)
+    run_id = resumed_id or runs.new_run_id(entry.label)
+    site = make_site(entry.profile, entry.root, run_id=run_id, dotenv=read_env_files(file))
+    ready = checked(entry.profile, file, site, machine=True, resumed=resumed_id is not None)
+    entry.profile, entry.spec = ready.site.profile, ready.stack
+
+
+def load(entry: ComparedStack) -> None:
+    """Read the entry's profile, its own settings included."""
     entry.profile, _ = load_profile(entry.name, entry.sets)
 
 
-def _each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], None]) -> None:
+def each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], None]) -> None:
     """`work` for every entry, or all problems of all of them."""
     problems: list[Problem] = []
     several = Counter(entry.name for entry in entries)
@@ -177,7 +188,7 @@ def _each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], None
                 file = f"{problem.file} ({entry.label})" if several[entry.name] > 1 else problem.file
                 problems.append(replace(problem, file=file))
     if problems:
-        raise refused(problems, "cannot start this comparison")
+        raise refused(problems, "these stacks cannot be started")
 
 
 class Board:
@@ -187,26 +198,30 @@ class Board:
         self._entries = entries
         self._to = to
         self._live = to.isatty() and os.environ.get("TERM") != "dumb"
-        self._drawn = False
+        self._drawn = 0
+        """Lines that the next drawing replaces."""
         self._width = max(len(entry.label) for entry in entries)
         self._last = {entry.label: ("", 0.0) for entry in entries}
 
     def say(self, line: str) -> None:
         """A line above those that are redrawn."""
         self._print(plain_text(line) + "\n")
-        self._drawn = False
+        self._drawn = 0
 
     def draw(self) -> None:
-        """Show how every stack is doing."""
-        lines = [plain_text(f"{entry.label:<{self._width}}  {entry.line()}") for entry in self._entries]
+        """Show how every stack is doing; where they are too many for the terminal, those that run."""
+        columns, rows = shutil.get_terminal_size()
+        entries = self._entries
+        if self._live and len(entries) >= rows:
+            entries = [entry for entry in entries if entry.progress and entry.code is None][: rows - 1]
+        lines = [plain_text(f"{entry.label:<{self._width}}  {entry.line()}") for entry in entries]
         if self._live:
-            columns = shutil.get_terminal_size().columns - 1
-            up = f"\x1b[{len(lines)}F" if self._drawn else ""
-            text = "".join(f"\x1b[2K{line[:columns]}\n" for line in lines)
-            self._print(up + text)
-            self._drawn = True
+            up = f"\x1b[{self._drawn}F" if self._drawn else ""
+            text = "".join(f"\x1b[2K{line[: columns - 1]}\n" for line in lines)
+            self._print(up + text + ("\x1b[J" if len(lines) < self._drawn else ""))
+            self._drawn = len(lines)
             return
-        for entry, line in zip(self._entries, lines, strict=True):
+        for entry, line in zip(entries, lines, strict=True):
             phase, when = self._last[entry.label]
             if entry.phase != phase or (line and time.monotonic() - when > REPEAT_S and entry.code is None):
                 self._last[entry.label] = entry.phase, time.monotonic()
@@ -235,11 +250,7 @@ class Comparison:
             loop.add_signal_handler(number, self._interrupt)
         drawing = asyncio.create_task(self._draw())
         try:
-            if self._sequential:
-                for entry in self._entries:
-                    await self._one(entry)
-            else:
-                await asyncio.gather(*(self._one(entry) for entry in self._entries))
+            await self._all()
             await asyncio.gather(*self._stopping)
         finally:
             self._over.set()
@@ -248,6 +259,14 @@ class Comparison:
             return Exit.INTERRUPTED
         codes = [entry.code for entry in self._entries]
         return next((code for code in WORST_FIRST if code in codes), Exit.DONE)
+
+    async def _all(self) -> None:
+        """Start every stack when its turn has come, and wait for their ends."""
+        if self._sequential:
+            for entry in self._entries:
+                await self._one(entry)
+        else:
+            await asyncio.gather(*(self._one(entry) for entry in self._entries))
 
     async def _draw(self) -> None:
         """Show how every stack is doing, and once more when all have ended."""
@@ -267,13 +286,17 @@ class Comparison:
         if self._interrupts:
             entry.note = "not started"
             return
-        run = RunDir(Path(entry.spec.run_dir))
         try:
-            await asyncio.to_thread(start, entry, run)
+            await asyncio.to_thread(start, entry)
         except UserError as error:
             entry.note = str(error).replace("\n", "; ")
             entry.code = error.exit_code
             return
+        await self._follow(entry)
+
+    async def _follow(self, entry: ComparedStack) -> None:
+        """Wait for the end of a stack whose supervisor runs."""
+        run = RunDir(entry.root)
         entry.progress = Progress(run)
         if self._interrupts:
             self._stop(entry)
@@ -284,12 +307,16 @@ class Comparison:
 
     async def _wait_for_shared_steps(self, entry: ComparedStack) -> None:
         """Two stacks that prepare the same thing at once would be in each other's way."""
-        for other in self._entries[: self._entries.index(entry)]:
+        for other in self._before(entry):
             for step in sorted(_creates(entry.spec).keys() & _creates(other.spec).keys()):
                 name = _creates(other.spec)[step]
                 while other.code is None and not self._interrupts and not other.has_settled(name):
                     entry.note = f"waits for {name} of {other.label}"
                     await asyncio.sleep(POLL_S)
+
+    def _before(self, entry: ComparedStack) -> Sequence[ComparedStack]:
+        """Those that may be preparing what `entry` needs, too."""
+        return self._entries[: self._entries.index(entry)]
 
     def _interrupt(self) -> None:
         self._interrupts += 1
@@ -307,7 +334,7 @@ class Comparison:
 
     async def _bring_down(self, entry: ComparedStack, timeout_s: float | None) -> None:
         try:
-            await bring_down(Path(entry.spec.run_dir), timeout_s)
+            await bring_down(entry.root, timeout_s)
         except UserError as error:
             self._board.say(f"{entry.label}: {error}")
 
@@ -317,8 +344,9 @@ def _creates(stack: StackSpec) -> dict[str, str]:
     return {part.creates: part.name for part in stack.components if part.creates}
 
 
-def start(entry: ComparedStack, run: RunDir) -> None:
+def start(entry: ComparedStack) -> None:
     """Write the run directory and start its supervisor."""
+    run = RunDir(entry.root)
     run.create()
     write_run_files(run, entry.spec, entry.profile)
     runs.remember(run, entry.spec.run_id)
@@ -342,13 +370,18 @@ def lay_over(entries: Sequence[ComparedStack], base: Path, board: Board, *, as_j
 
 def tell(entries: Sequence[ComparedStack], board: Board, *, as_json: bool) -> None:
     """The table of what ran, then how the others ended."""
-    figures = benchmark_runs([Path(entry.spec.run_dir) for entry in entries if entry.progress is not None])
+    figures = benchmark_runs([entry.root for entry in entries if entry.progress is not None])
     if as_json:
         print(benchmarks_json(figures))
     elif figures:
         print(f"\n{render_benchmarks(figures)}\n")
+    tell_failures(entries, board)
+
+
+def tell_failures(entries: Sequence[ComparedStack], board: Board) -> None:
+    """How those ended that did not end well, and where their files are."""
     for entry in entries:
-        run = RunDir(Path(entry.spec.run_dir))
+        run = RunDir(entry.root)
         result = runs.read_result(run)
         if entry.progress is None:
             board.say(f"{entry.label}: {entry.note}")

@@ -12,7 +12,6 @@ import argparse
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import argcomplete
@@ -61,7 +60,11 @@ def values(prefix: str, action: argparse.Action, parser: argparse.ArgumentParser
         if kind.islower():
             offered[kind] = ""
         elif kind == "COMPONENT":
-            offered |= _components(getattr(parsed["parsed_args"], "run_dir", None))
+            offered |= _components(parsed["parsed_args"])
+        elif kind == "KIND":
+            offered |= dict.fromkeys(_kinds(), "")
+        elif kind == "KEY=VALUE":
+            offered |= _keys()
         elif kind == "PROFILE":
             offered |= _profiles() | dict.fromkeys(FilesCompleter("toml")(prefix), "")
         elif kind == "FILE":
@@ -72,15 +75,42 @@ def values(prefix: str, action: argparse.Action, parser: argparse.ArgumentParser
     return {word: text for word, text in offered.items() if word not in taken}
 
 
-def _components(run_dir: Path | None) -> dict[str, str]:
+def _components(options: argparse.Namespace) -> dict[str, str]:
     from atropos_tui.cli import runs
 
     try:
-        plan = json.loads(runs.pick(run_dir).dir.plan_json.read_bytes())
-        rows = [(part["name"], part.get("role", "")) for part in plan["components"]]
-    except (UserError, OSError, ValueError, KeyError, TypeError):
+        entry, _ = runs.with_components(getattr(options, "words", None) or [], getattr(options, "run_dir", None))
+        names = runs.component_names(entry)
+    except UserError:
         return {}
-    return {name: str(role) for name, role in rows if isinstance(name, str) and PLAIN.fullmatch(name)}
+    return {name: role for name, role in names.items() if PLAIN.fullmatch(name)}
+
+
+def _kinds() -> list[str]:
+    from atropos_tui.cli.inspect import event_kinds
+
+    return event_kinds()
+
+
+def _keys() -> dict[str, str]:
+    """Keys of a profile with their types, from the schema beside the shipped ones: reading it needs no pydantic."""
+    from atropos_tui.profile.load import shipped_profiles
+
+    beside = next(iter(shipped_profiles().values()))
+    schema = json.loads(beside.with_name("profile.schema.json").read_bytes())
+    found: dict[str, str] = {}
+    for name, part in schema["properties"].items():
+        table = _table(part, schema["$defs"])
+        found |= {f"{name}.{key}=": str(inner.get("type", "")) for key, inner in table.items()} or {f"{name}=": ""}
+    return found
+
+
+def _table(part: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a table, or of the table in a list of tables; empty for anything else."""
+    for form in [part, *part.get("anyOf", []), *part.get("allOf", [])]:
+        if "$ref" in form:
+            return dict(definitions[form["$ref"].rpartition("/")[2]].get("properties", {}))
+    return {}
 
 
 def _profiles() -> dict[str, str]:

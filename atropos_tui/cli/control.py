@@ -16,6 +16,7 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
+from atropos_tui.profile.errors import did_you_mean
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 
 POLL_S = 0.1
@@ -32,7 +33,8 @@ def not_live(run_dir: Path) -> UserError:
 async def act(options: argparse.Namespace) -> int:
     """`start`, `stop`, `restart`, `kill`: show the blast radius, ask where it is wide, and follow it to its end."""
     action: Action = options.action
-    run_dir = runs.pick(options.run_dir).dir.root
+    entry = runs.of(options)
+    run_dir = entry.dir.root
     socket = ControlClient(run_dir)
     try:
         recipe = await socket.recipe(action, options.component)
@@ -46,13 +48,15 @@ async def act(options: argparse.Namespace) -> int:
         accepted = await socket.command(CommandRequest(action=action, component=options.component))
         return await _follow(socket, accepted.command_id)
     except Refused as refused:
-        raise _refused(refused) from None
+        raise _refused(refused, options.component, entry) from None
     except NoSupervisor:
         raise not_live(run_dir) from None
 
 
-def _refused(refused: Refused) -> UserError:
-    return UserError(f"refused: {refused.error}", [Problem(refused.fix)] if refused.fix else [])
+def _refused(refused: Refused, named: str, entry: runs.RunEntry) -> UserError:
+    known = runs.component_names(entry)
+    meant = did_you_mean(named, known) if named not in known else ""
+    return UserError(f"refused: {refused.error}", [Problem(meant + refused.fix)] if meant or refused.fix else [])
 
 
 async def _follow(socket: ControlClient, command_id: str) -> int:
@@ -80,7 +84,7 @@ async def bring_down(run_dir: Path, timeout_s: float | None) -> None:
 
 async def down(options: argparse.Namespace) -> int:
     """`down`: exit 0 once nothing is left."""
-    entry = runs.pick(options.run_dir)
+    entry = runs.of(options)
     if not entry.is_live:
         raise not_live(entry.dir.root)
     await bring_down(entry.dir.root, options.timeout)
@@ -112,11 +116,11 @@ async def wait(options: argparse.Namespace) -> int:
     """`wait --for`: 0 reached, 3 impossible (also: crashed), 4 timeout; `done` passes on the run's own code."""
     from atropos_tui.monitor.run_files import GONE, supervisor_gone
 
-    entry = runs.pick(options.run_dir)
+    entry = runs.of(options)
     try:
         outcome = await ControlClient(entry.dir.root).wait(options.target, options.timeout)
     except Refused as refused:
-        raise _refused(refused) from None
+        raise _refused(refused, options.target, entry) from None
     except NoSupervisor:
         result = runs.read_result(entry.dir)
         if options.target == "done" and result is not None:
@@ -148,7 +152,7 @@ async def _result_soon(entry: runs.RunEntry) -> dict[str, Any] | None:
 
 def attach(options: argparse.Namespace) -> int:
     """Open the screen on a live run, or on what an ended one left."""
-    return open_screen(runs.pick(options.run_dir).dir)
+    return open_screen(runs.of(options).dir)
 
 
 def open_screen(run: RunDir) -> int:

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import platform
 import re
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
@@ -28,6 +25,7 @@ from packaging.version import InvalidVersion, Version
 
 from atropos_tui import __version__
 from atropos_tui.cli import doctor_machine
+from atropos_tui.cli.answers import Doctor
 from atropos_tui.cli.doctor_machine import Check, Verdict, fail, ok, warn
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.gpu import NvidiaDriver, read_driver
@@ -54,7 +52,7 @@ def doctor(options: argparse.Namespace) -> int:
         if not options.json:
             print(_line(check), flush=True)
     if options.json:
-        print(json.dumps(_report(checks, time.monotonic() - began), indent=2))
+        print(_report(checks, time.monotonic() - began).as_json())
     else:
         counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in SIGNS}
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
@@ -65,7 +63,7 @@ def doctor(options: argparse.Namespace) -> int:
 def report_json() -> str:
     """What `doctor --json` prints about the machine."""
     began = time.monotonic()
-    return json.dumps(_report(list(_examine(None)), time.monotonic() - began), indent=2)
+    return _report(list(_examine(None)), time.monotonic() - began).as_json()
 
 
 def _examine(profile: str | None) -> Iterator[Check]:
@@ -105,16 +103,16 @@ def _line(check: Check) -> str:
     return f"{line}\n          fix: {one_line(check.fix)}" if check.fix and check.verdict != "ok" else line
 
 
-def _report(checks: list[Check], seconds: float) -> dict[str, Any]:
+def _report(checks: list[Check], seconds: float) -> Doctor:
     worst = next(verdict for verdict in ("fail", "warn", "ok") if any(check.verdict == verdict for check in checks))
-    return {
-        "version": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "verdict": worst,
-        "seconds": round(seconds, 2),
-        "checks": [asdict(check) for check in checks],
-    }
+    return Doctor(
+        version=__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        verdict=worst,
+        seconds=round(seconds, 2),
+        checks=checks,
+    )
 
 
 def software() -> Iterator[Check]:

@@ -21,6 +21,7 @@ from typing import Any
 import tomli_w
 
 from atropos_common.run_dir import is_safe_name
+from atropos_tui.cli.answers import Written
 from atropos_tui.cli.profiles import checked, planned_site, schema_text
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile import ports
@@ -30,7 +31,7 @@ from atropos_tui.profile.load import shipped_profiles
 from atropos_tui.profile.memory import gpu_count, site_budget
 from atropos_tui.profile.plan import TRAITS
 from atropos_tui.profile.schema import TITLE
-from atropos_tui.profile.sections import Mode, parse_profile
+from atropos_tui.profile.sections import Mode, Profile, parse_profile
 
 SCHEMA_FILE = "profile.schema.json"
 """Lies beside the profile, which points at it in its first line."""
@@ -83,6 +84,8 @@ def init(options: argparse.Namespace) -> int:
     """Ask or take flags, check, write. Nothing is written unless everything is right."""
     if options.file is not None:
         _refuse_existing(options.file)
+    if options.json and not options.yes:
+        raise UserError("--json asks nothing", [Problem("the questions would stand in the answer", "add --yes")])
     if not options.yes and not (sys.stdin.isatty() and sys.stdout.isatty()):
         problem = Problem("the questions need one", "add --yes, and flags for what differs from the defaults")
         raise UserError("no terminal to ask on", [problem])
@@ -94,16 +97,27 @@ def init(options: argparse.Namespace) -> int:
     profile = parse_profile(tomllib.loads(text), printable(str(file)))
     stack = checked(profile, file, planned_site(profile), machine=False).stack
     _write(file, text)
-    print(f"{file}: written, valid ({profile.mode}: {', '.join(part.name for part in stack.components)})")
+    names = [part.name for part in stack.components]
+    done = Written(file=str(file), mode=profile.mode, components=names, said=said, lacking=_lacking(profile, file))
+    if options.json:
+        print(done.as_json())
+        return Exit.DONE
+    print(f"{file}: written, valid ({profile.mode}: {', '.join(names)})")
     if said:
         print(said)
+    if done.lacking:
+        print("this machine is not ready for it yet:")
+        print("\n".join(f"  {problem}" for problem in done.lacking))
+    print(f"next: atropos-tui plan {file} · atropos-tui up {file}")
+    return Exit.DONE
+
+
+def _lacking(profile: Profile, file: Path) -> list[Problem]:
     try:
         checked(profile, file, planned_site(profile), machine=True)
     except UserError as error:
-        print("this machine is not ready for it yet:")
-        print("\n".join(f"  {problem}" for problem in error.problems))
-    print(f"next: atropos-tui plan {file} · atropos-tui up {file}")
-    return Exit.DONE
+        return error.problems
+    return []
 
 
 def fitted(text: str, file: Path) -> tuple[str, str]:

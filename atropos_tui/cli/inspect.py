@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atropos_common.control import RunStatus
+from atropos_common.control import Phase, RunStatus
 from atropos_common.records import RECORD_TYPES, ComponentRecord, Record, RecordError, parse_line
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show
 from atropos_tui.cli.logs import compiled
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.run_files import RunInfo, read_info, status_from_files
+from atropos_tui.monitor.format import counted, duration, number, one_line
+from atropos_tui.monitor.run_files import RunInfo, moment, read_info, status_from_files
+from atropos_tui.profile.errors import did_you_mean
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, StreamLost
 
 if TYPE_CHECKING:
+    from atropos_tui.cli.answers import RunRow, Why
     from atropos_tui.monitor.state import RunState
     from atropos_tui.monitor.verdict import Verdict
     from atropos_tui.monitor.why import Picture
+
+RUNS_SHOWN = 20
+AGES = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 async def status_of(entry: runs.RunEntry) -> RunStatus:
@@ -56,7 +59,7 @@ def read_events(run: RunDir) -> Iterator[Record]:
 
 
 async def ps(options: argparse.Namespace) -> int:
-    entry = runs.pick(options.run_dir)
+    entry = runs.of(options)
     if options.json:
         print(show.ascii_json((await status_of(entry)).model_dump_json(indent=2)))
         return Exit.DONE
@@ -85,48 +88,91 @@ async def _all_of(entry: runs.RunEntry) -> tuple[RunInfo, RunState, RunStatus]:
 
 
 async def why(options: argparse.Namespace) -> int:
-    """The sentence about the run; what it or one component waits for, since when, and the usual cause."""
-    (picture, said), component = await _picture(runs.pick(options.run_dir)), options.component
-    if component not in (None, *picture.rows):
-        named = runs.find(Path(component)) if options.run_dir is None else None
-        if named is None:
-            raise _no_component(component, list(picture.rows))
-        (picture, said), component = await _picture(named), None
+    """The sentence about the run; what it or components wait for, since when, and the usual cause."""
+    entry, names = runs.with_components(options.words, options.run_dir)
+    if options.json:
+        print((await why_answer(entry, names)).as_json())
+        return Exit.DONE
+    picture, said = await _picture(entry, names)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    if component is None:
+    if not names:
         print(said.line + "\n")
-    print("\n".join(picture.lines(component, columns)))
+    chosen: list[str | None] = [*names] or [None]
+    print("\n".join(line for name in chosen for line in picture.lines(name, columns)))
     return Exit.DONE
 
 
-async def _picture(entry: runs.RunEntry) -> tuple[Picture, Verdict]:
+async def why_answer(entry: runs.RunEntry, names: list[str]) -> Why:
+    """`why` as data: of the components in `names`, or of all.
+
+    Raises:
+        UserError: one of them is not part of the run.
+    """
+    from atropos_tui.cli.answers import ComponentWhy, Why
+    from atropos_tui.monitor.why import open_diagnoses
+
+    picture, said = await _picture(entry, names)
+    status, state = picture.status, picture.state
+    return Why(
+        run_id=status.run_id,
+        phase=status.phase,
+        exit_code=status.exit_code,
+        sentence=said.line,
+        headline=picture.lines()[0],
+        components=[
+            ComponentWhy(name=name, state=picture.rows[name].state, says=_ideas(picture.lines(name)))
+            for name in names or picture.rows
+        ],
+        diagnoses=list(state.diagnoses) if status.phase is Phase.ENDED else open_diagnoses(state, status),
+    )
+
+
+def _ideas(paragraph: list[str]) -> list[str]:
+    """A component's paragraph without its name and state."""
+    first, *rest = paragraph
+    return [text for line in ["  ".join(first.split("  ")[2:]), *rest] if (text := line.strip())]
+
+
+async def _picture(entry: runs.RunEntry, names: list[str]) -> tuple[Picture, Verdict]:
     """The run at this moment, with all that its records tell."""
     from atropos_tui.monitor.verdict import verdict
     from atropos_tui.monitor.why import Picture
 
     info, state, status = await _all_of(entry)
     now = time.time()
-    return Picture(status, info, state, now), verdict(status, info, state, now)
+    picture = Picture(status, info, state, now)
+    if unknown := [name for name in names if name not in picture.rows]:
+        raise _no_component(unknown[0], list(picture.rows))
+    return picture, verdict(status, info, state, now)
 
 
 def _no_component(name: str, known: list[str]) -> UserError:
-    return UserError(f"no component {name!r}", [Problem("not part of this run", f"one of: {', '.join(known)}")])
+    fix = f"{did_you_mean(name, known)}one of: {', '.join(known)}"
+    return UserError(f"no component {name!r}", [Problem("not part of this run, and no run is called so", fix)])
 
 
 async def events(options: argparse.Namespace) -> int:
-    entry = runs.pick(options.run_dir)
+    entry, count = runs.of(options), 0
     wanted = _wanted_events(entry, options)
     async for record in _events(entry, follow=options.follow):
         if wanted(record):
+            count += 1
             line = show.ascii_json(record.to_line().rstrip("\n")) if options.json else show.event_line(record)
             print(line, flush=True)
+    if not count:
+        print(f"{entry.dir.root.name} has no such event", file=sys.stderr)
     return Exit.DONE
 
 
+def event_kinds() -> list[str]:
+    """Kinds of records that a supervisor writes."""
+    return [name for name, record in RECORD_TYPES.items() if issubclass(record, ComponentRecord)]
+
+
 def _wanted_events(entry: runs.RunEntry, options: argparse.Namespace) -> Callable[[Record], bool]:
-    kinds = [name for name, record in RECORD_TYPES.items() if issubclass(record, ComponentRecord)]
-    if options.kind not in (None, *kinds):
-        raise UserError("invalid --kind", [Problem(f"no kind {options.kind!r}", f"one of: {', '.join(kinds)}")])
+    if options.kind not in (None, *event_kinds()):
+        fix = f"{did_you_mean(options.kind, event_kinds())}one of: {', '.join(event_kinds())}"
+        raise UserError("invalid --kind", [Problem(f"no kind {options.kind!r}", fix)])
     names = [part.name for part in read_info(entry.dir).components]
     if options.component not in (None, *names):
         raise _no_component(options.component, names)
@@ -158,20 +204,76 @@ async def _events(entry: runs.RunEntry, *, follow: bool) -> AsyncIterator[Record
 
 
 def list_runs(options: argparse.Namespace) -> int:
-    rows = []
-    for entry in runs.all_runs():
-        result = runs.read_result(entry.dir)
-        state = "live" if entry.is_live else (f"ended {result['exit_code']}" if result else _crashed(entry))
-        known = {"run": entry.info.get("run_id"), "mode": entry.info.get("mode")}
-        rows.append(known | {"state": state, "dir": str(entry.dir.root)})
+    """Newest first; a terminal gets the newest `RUNS_SHOWN`, JSON all, unless --limit says otherwise."""
+    found = runs.all_runs()
+    limit = options.limit if options.limit is not None else (len(found) if options.json else RUNS_SHOWN)
+    rows = [run_row(entry) for entry in found[: limit or len(found)]]
     if options.json:
-        print(json.dumps(rows, indent=2))
+        from atropos_tui.cli.schemas import answer_json
+
+        print(answer_json("runs", rows))
     elif not rows:
         print("no runs yet: atropos-tui up PROFILE")
     else:
-        cells = [tuple(one_line(str(value)) for value in row.values()) for row in rows]
-        print(show.table([("RUN", "MODE", "STATE", "DIRECTORY"), *cells]))
+        print(runs_table(rows, time.time()))
+        if more := len(found) - len(rows):
+            print(f"{counted(more, 'older run')}: --limit 0 shows all")
     return Exit.DONE
+
+
+def run_row(entry: runs.RunEntry) -> RunRow:
+    """How a run went, from the ends of its files."""
+    from atropos_tui.cli.answers import RunRow
+    from atropos_tui.monitor.last_figures import last_figures
+
+    result, info, figures = runs.read_result(entry.dir), read_info(entry.dir), last_figures(entry.dir)
+    live = entry.is_live
+    ended = moment(result.get("ended_at")) if result else None
+    until = time.time() if live else ended
+    return RunRow(
+        run=entry.run_id,
+        name=info.name,
+        mode=str(entry.info.get("mode", "")),
+        state="live" if live else (f"ended {result['exit_code']}" if result else _crashed(entry)),
+        reason="" if live or not result else str(result.get("reason", "")),
+        started_at=entry.started_at or None,
+        duration_s=max(0.0, until - entry.used_at) if until and entry.used_at else None,
+        step=figures.step,
+        training_steps=info.training_steps,
+        reward=figures.reward,
+        held_out=figures.held_out,
+        dir=str(entry.dir.root),
+    )
+
+
+def runs_table(rows: list[RunRow], now: float) -> str:
+    """One line a run; the directory is in `runs --json`, since every command takes the run's name."""
+    cells = [("RUN", "MODE", "STARTED", "TOOK", "STEPS", "REWARD", "HELD OUT", "STATE")]
+    for row in rows:
+        steps = "–" if row.step is None else f"{row.step}/{row.training_steps}" if row.training_steps else str(row.step)
+        ended = f": {row.reason}" if row.reason and row.state != "ended 0" else ""
+        cells.append(
+            (
+                one_line(row.run),
+                one_line(row.mode),
+                age(row.started_at, now),
+                duration(row.duration_s),
+                steps,
+                number(row.reward),
+                "–" if row.held_out is None else f"{100 * row.held_out:.1f} %",
+                one_line(f"{row.state}{ended}"),
+            )
+        )
+    return show.table(cells, right=range(3, 7))
+
+
+def age(when: float | None, now: float) -> str:
+    """`2 h ago`; `–` where nobody knows."""
+    if when is None:
+        return "–"
+    seconds = max(0.0, now - when)
+    unit, size = next(((unit, size) for unit, size in AGES if seconds >= size), ("s", 1))
+    return f"{seconds // size:.0f} {unit} ago"
 
 
 def _crashed(entry: runs.RunEntry) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import math
 import os
 import re
@@ -23,6 +24,7 @@ from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs
 from atropos_tui.monitor.patterns import Pattern, PatternError
 from atropos_tui.monitor.run_files import read_info
+from atropos_tui.profile.errors import did_you_mean
 from atropos_tui.supervisor.logs import attempts
 
 Show = Callable[[LogLine], str]
@@ -79,20 +81,25 @@ class Prefix:
         return f"{head} {line.text}"
 
 
+def as_json(line: LogLine) -> str:
+    """The line as `LogRow` of `answers.py`, without the cost of a model for each."""
+    return json.dumps({"time": line.time, "component": line.component, "attempt": line.attempt, "text": line.text})
+
+
 async def logs(options: argparse.Namespace) -> int:
     """Print the newest attempts' logs; `-f` goes on through restarts until the run ends."""
-    entry = runs.pick(options.run_dir)
+    entry, chosen = runs.with_components(options.words, options.run_dir)
     since = -math.inf if options.since is None else moment(options.since, datetime.now())
     wanted = Filter(compiled(options.grep), since)
-    names, readers = _readers(entry.dir, options)
+    names, readers = _readers(entry.dir, chosen, options)
     count = _count(options)
     for reader in readers:
         reader.skip(math.inf if options.grep else count, since)
     merged = MergedLogs(readers)
-    alone = options.no_prefix or len(options.components) == 1
+    alone = options.no_prefix or len(chosen) == 1
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     prefix = Prefix(names, colour, str(datetime.now().date()))
-    show: Show = (lambda line: line.text) if alone else prefix
+    show: Show = as_json if options.json else (lambda line: line.text) if alone else prefix
     first = wanted.of(merged.ready() if options.follow else merged.rest())
     shown = _print(first if count == math.inf else deque(first, maxlen=int(count)), show)
     if options.follow:
@@ -121,13 +128,14 @@ def _print(lines: Iterable[LogLine], show: Show) -> int:
     return count
 
 
-def _readers(run: RunDir, options: argparse.Namespace) -> tuple[list[str], list[LogReader]]:
+def _readers(run: RunDir, chosen: list[str], options: argparse.Namespace) -> tuple[list[str], list[LogReader]]:
     """Names and readers of the components that are asked for; of all, in plan order, where none is named."""
     planned = [part.name for part in read_info(run).components if is_safe_name(part.name)]
     known = list(dict.fromkeys([*planned, *sorted(path.name for path in run.logs.glob("*") if path.is_dir())]))
-    names = list(dict.fromkeys(options.components)) or known
+    names = list(dict.fromkeys(chosen)) or known
     if unknown := [name for name in names if name not in known]:
-        problems = [Problem(f"{name!r} is not part of this run", f"one of: {', '.join(known)}") for name in unknown]
+        fixes = [f"{did_you_mean(name, known)}one of: {', '.join(known)}" for name in unknown]
+        problems = [Problem(f"{name!r} is not part of this run", fix) for name, fix in zip(unknown, fixes, strict=True)]
         raise UserError("no such component", problems)
     attempt = _attempt(options.attempt)
     readers = [LogReader(run.logs / name, attempt) for name in names]
@@ -136,7 +144,7 @@ def _readers(run: RunDir, options: argparse.Namespace) -> tuple[list[str], list[
         listed = ", ".join(f"{name}: {' '.join(map(str, numbers)) or 'none'}" for name, numbers in have.items())
         raise UserError(f"no attempt {attempt}", [Problem(f"attempts with a log: {listed}", "--attempt all shows all")])
     silent = [name for name, reader in zip(names, readers, strict=True) if reader.path is None]
-    for name in silent if options.components else []:
+    for name in silent if chosen else []:
         print(f"{name} has not printed anything yet", file=sys.stderr)
     return names, readers
 

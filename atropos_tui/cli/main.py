@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import importlib
@@ -10,12 +11,12 @@ import platform
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from atropos_tui import __version__
-from atropos_tui.cli.parser import build_parser
-from atropos_tui.errors import Exit, UserError
+from atropos_tui.cli.parser import build_parser, command_names
+from atropos_tui.errors import Exit, Problem, UserError
 
 
 def run(argv: Sequence[str]) -> int:
@@ -25,6 +26,11 @@ def run(argv: Sequence[str]) -> int:
         from atropos_tui.cli.completion import answer
 
         answer(parser)
+    if not argv:
+        return _introduce(parser)
+    if not argv[0].startswith("-") and argv[0] not in (known := command_names(parser)):
+        _say(_no_command(argv[0], known))
+        return int(Exit.USAGE)
     options = parser.parse_args(argv)
     module, _, name = options.handler.partition(":")
     try:
@@ -42,6 +48,33 @@ def run(argv: Sequence[str]) -> int:
         return int(Exit.DONE)
     except Exception:
         return _report_fault(argv, getattr(options, "run_dir", None))
+
+
+def _introduce(parser: argparse.ArgumentParser) -> int:
+    """What there is, and what to do next: for who types the name alone."""
+    from atropos_tui.cli import runs
+
+    parser.print_help()
+    live = next((entry.run_id for entry in runs.all_runs() if entry.is_live), None)
+    steps = (("attach", f"the screen of {live}"), ("why", "what it waits for")) if live else ()
+    steps = (
+        *steps,
+        ("up demo", "a tiny model learns, on this machine's processors"),
+        ("doctor", "what is missing here"),
+    )
+    print("\nnext:\n" + "\n".join(f"  atropos-tui {words:<10}{text}" for words, text in steps))
+    return int(Exit.DONE)
+
+
+def _no_command(word: str, known: Collection[str]) -> UserError:
+    from atropos_tui.profile.errors import did_you_mean
+
+    path = Path(word)
+    if path.suffix == ".toml" and path.is_file():
+        fix = f"atropos-tui up {word} starts it"
+    else:
+        fix = f"{did_you_mean(word, known)}atropos-tui --help lists the commands"
+    return UserError(f"no command {word!r}", [Problem(fix)])
 
 
 def _report_fault(argv: Sequence[str], run_dir: Path | None) -> int:

@@ -31,6 +31,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def command_names(parser: argparse.ArgumentParser) -> list[str]:
+    """Every command that `parser` knows."""
+    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return list(commands.choices)
+
+
 def _command(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, handler: str, text: str):  # type: ignore[no-untyped-def]
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.set_defaults(handler=handler)
@@ -79,10 +85,15 @@ def _profile_arguments(parser: argparse.ArgumentParser, *, or_resume: bool = Fal
     )
 
 
-def _run_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--run-dir", metavar="DIR", type=Path, help="the run (default: the newest live run, else the newest)"
-    )
+RUN = "a run's directory, id or name, or the beginning of its id (default: the newest live run, else the newest)"
+
+
+def _run_argument(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    """`[RUN]`, also as `--run-dir`; commands that take components as well sort their words by themselves."""
+    where = parser.add_mutually_exclusive_group()
+    if positional:
+        where.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
+    where.add_argument("--run-dir", metavar="DIR", type=Path, help="the same" if positional else RUN)
 
 
 def _up(commands) -> None:  # type: ignore[no-untyped-def]
@@ -107,11 +118,13 @@ def _profiles(commands) -> None:  # type: ignore[no-untyped-def]
     _profile_arguments(validate)
     plan = _command(commands, "plan", "profiles:plan", "show what a profile would start: commands, order, ports")
     _profile_arguments(plan)
-    plan.add_argument("--json", action="store_true", help="as JSON")
     for parser in (validate, plan):
+        parser.add_argument("--json", action="store_true", help="as JSON")
         text = "for GPUs that are not here, such as 8xH100, 2xH200, A100-40GB or 4x80GB"
         parser.add_argument("--gpus", metavar="GPUS", help=text)
-    schema = _command(commands, "schema", "profiles:schema", "print the JSON Schema of a profile, for editors")
+    text = "print the JSON Schema of a profile, for editors, or of what a command prints with --json"
+    schema = _command(commands, "schema", "profiles:schema", text)
+    schema.add_argument("command", metavar="COMMAND", nargs="?", help="such as ps, runs or events (default: a profile)")
     schema.add_argument("-o", "--output", metavar="FILE", type=Path, help="write it to FILE")
     _init(commands)
 
@@ -119,6 +132,7 @@ def _profiles(commands) -> None:  # type: ignore[no-untyped-def]
 def _init(commands) -> None:  # type: ignore[no-untyped-def]
     init = _command(commands, "init", "init:init", "ask a few questions and write a valid profile")
     init.add_argument("file", metavar="FILE", type=Path, nargs="?", help="where to write it (default: NAME.toml)")
+    init.add_argument("--json", action="store_true", help="what came of it as JSON; needs --yes")
     init.add_argument("-y", "--yes", action="store_true", help="do not ask: defaults for what no flag says")
     init.add_argument("--name", metavar="NAME", help="name of the stack, first part of its runs' names")
     init.add_argument("--env", metavar="ENV", help="gsm8k, arithmetic, math-zero, or your own script.py")
@@ -157,17 +171,21 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     ps.add_argument("--json", action="store_true", help="as JSON")
     _run_argument(ps)
     why = _command(commands, "why", "inspect:why", "what a component waits for, or why it failed")
-    why.add_argument("component", metavar="COMPONENT", nargs="?", help="of that run; or a run's directory or id")
-    _run_argument(why)
+    text = "a component, or a run by its directory, id or name; or both"
+    why.add_argument("words", metavar="RUN|COMPONENT", nargs="*", help=text)
+    why.add_argument("--json", action="store_true", help="as JSON")
+    _run_argument(why, positional=False)
     logs = _command(commands, "logs", "logs:logs", "show what components print, merged by time of arrival")
-    logs.add_argument("components", metavar="COMPONENT", nargs="*", help="one, or several (default: all)")
+    text = "components (default: all), and a run by its directory, id or name"
+    logs.add_argument("words", metavar="RUN|COMPONENT", nargs="*", help=text)
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing as they grow")
     logs.add_argument("-n", "--lines", metavar="N", type=_count, help="the last N lines of the whole (default 200)")
     logs.add_argument("--grep", metavar="RE", help="only lines that match the regular expression (RE2)")
     logs.add_argument("--since", metavar="TIME", help="only lines since 5m ago (s, m, h, d), 14:30, or a date and time")
     logs.add_argument("--attempt", metavar="N|all", help="that start of it alone, or all (default: the latest)")
     logs.add_argument("--no-prefix", action="store_true", help="merged lines without time and component")
-    _run_argument(logs)
+    logs.add_argument("--json", action="store_true", help="one JSON object a line")
+    _run_argument(logs, positional=False)
     events = _command(commands, "events", "inspect:events", "show transitions, commands and diagnoses")
     events.add_argument("-f", "--follow", action="store_true", help="keep printing")
     events.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -177,19 +195,20 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     _run_argument(events)
     runs = _command(commands, "runs", "inspect:list_runs", "list runs, newest first")
     runs.add_argument("--json", action="store_true", help="as JSON")
+    runs.add_argument("--limit", metavar="N", type=_count, help="the newest N alone, 0 for all (default 20; JSON: all)")
     report = _command(
-        commands, "report", "report:report", "write one HTML page about a run, or about several on the same axes"
+        commands, "report", "report:report", "write one HTML page about a run, or several on the same axes"
     )
-    text = "run directories or ids (default: the newest); several are laid over one another"
-    report.add_argument("runs", metavar="RUN", type=Path, nargs="*", help=text)
+    report.add_argument("runs", metavar="RUN", type=Path, nargs="*", help=RUN)
     report.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: RUN-report.html")
     replay = _command(commands, "replay", "report:replay", "play a run in the screen, as it was")
-    replay.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run directory or id (default: the newest)")
+    replay.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
     replay.add_argument("--speed", metavar="N", type=_speed, default=1.0, help="so many times as fast (default 1)")
     bench = _command(commands, "bench", "report:bench", "print the benchmark summary of runs, and compare several")
-    bench.add_argument("runs", metavar="RUN", type=Path, nargs="*", help="run directories (default: the newest)")
+    bench.add_argument("runs", metavar="RUN", type=Path, nargs="*", help=RUN)
     bench.add_argument("--json", action="store_true", help="as JSON")
     _compare(commands)
+    _sweep(commands)
 
 
 def _compare(commands) -> None:  # type: ignore[no-untyped-def]
@@ -206,6 +225,22 @@ def _compare(commands) -> None:  # type: ignore[no-untyped-def]
     compare.add_argument("--run-dir", metavar="DIR", type=Path, help=where)
 
 
+def _sweep(commands) -> None:  # type: ignore[no-untyped-def]
+    text = "run a profile with every combination of settings, and print one table"
+    sweep = _command(commands, "sweep", "sweep:sweep", text)
+    sweep.add_argument("profile", metavar="PROFILE", nargs="?", help="a path, or the name of a shipped profile")
+    text = "a key and its values, such as trainer.lr=1e-5,1e-6 or seed=0..3; several make a grid"
+    sweep.add_argument("--set", metavar="KEY=VALUE", dest="sets", action="append", default=[], help=text)
+    sweep.add_argument("--steps", metavar="N", type=int, help="optimizer steps of each")
+    text = "so many at a time, as far as the GPUs allow (default 1: one after another)"
+    sweep.add_argument("--parallel", metavar="N", type=_count, default=1, help=text)
+    sweep.add_argument("--json", action="store_true", help="figures as JSON; progress goes to stderr")
+    where = "where their run directories go (default: runs/sweep-NAME-TIME)"
+    sweep.add_argument("--run-dir", metavar="DIR", type=Path, help=where)
+    text = "go on with a sweep: what is done is not run again"
+    sweep.add_argument("--resume", metavar="DIR", type=Path, help=text)
+
+
 def _caring(commands) -> None:  # type: ignore[no-untyped-def]
     doctor = _command(commands, "doctor", "doctor:doctor", "check this machine: one line per check, with the way out")
     doctor.add_argument("profile", metavar="PROFILE", nargs="?", help="check what this profile needs, too")
@@ -217,7 +252,10 @@ def _caring(commands) -> None:  # type: ignore[no-untyped-def]
         "--run-dir", metavar="DIR", type=Path, help="that run alone, also if it keeps processes for adoption"
     )
     bundle = _command(commands, "bundle", "bundle:bundle", "pack a run for a support request, without secrets")
-    bundle.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run directory or id (default: the newest)")
+    bundle.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
     bundle.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: RUN-bundle-TIME.tar.gz")
+    text = "serve runs to agents: Model Context Protocol over stdin and stdout, reading only"
+    mcp = _command(commands, "mcp", "mcp:serve", text)
+    mcp.add_argument("--allow-actions", action="store_true", help="they may start, stop and restart components, too")
     completion = _command(commands, "completion", "completion:completion", "print a completion script for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from atropos_tui.cli.answers import Validated
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
 from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile, placed
-from atropos_tui.profile.errors import in_words, printable, refused
+from atropos_tui.profile.errors import did_you_mean, in_words, printable, refused
 from atropos_tui.profile.fit import advice, settle
 from atropos_tui.profile.hardware import EXAMPLES, Hardware, named_machine
 from atropos_tui.profile.memory import Inventory, as_data, as_lines, site_budget, take_inventory
@@ -83,26 +84,44 @@ def planned_site(profile: Profile, dotenv: Mapping[str, str] | None = None) -> S
 
 def validate(options: argparse.Namespace) -> int:
     """Check the profile and this machine, or the machine that is named; silent problems are none."""
+    if not options.json:
+        found = _validated(options)
+        for line in [*found.notes, *(f"WARNING {warning}" for warning in found.warnings)]:
+            print(line)
+        print(f"{found.file}: valid ({found.mode}: {', '.join(found.components)})")
+        return Exit.DONE
+    try:
+        found = _validated(options)
+    except UserError as error:
+        problems = error.problems or [Problem(error.title)]
+        found = Validated(valid=False, file=str(options.profile), problems=problems)
+    print(found.as_json())
+    return Exit.DONE if found.valid else Exit.USAGE
+
+
+def _validated(options: argparse.Namespace) -> Validated:
     profile, file = load_profile(options.profile, options.sets)
     named = _named(options)
     ready = checked(profile, file, planned_site(profile, read_env_files(file)), machine=named is None, named=named)
     site, stack = ready.site, ready.stack
     tell_unused(site.dotenv, stack.variables)
+    notes = []
     if named is not None:
         wrong = [*mismatches(site, ready.inventory), *unfit(site, ready.inventory)]
         if wrong:
             raise refused(
                 [placed(problem, profile) for problem in wrong], f"cannot start this profile on {options.gpus}"
             )
-        for problem in lacks(site, stack, named):
-            print(f"here, not there: {placed(problem, profile).reason}")
-    warnings = site_budget(site, ready.inventory).warnings
-    notes = [*check_notes(site), *check_commands(stack), *([ready.chosen] if site.profile != profile else [])]
-    for line in [*notes, *(f"WARNING {warning}" for warning in warnings)]:
-        print(line)
-    names = ", ".join(component.name for component in stack.components)
-    print(f"{file}: valid ({profile.mode}: {names})")
-    return Exit.DONE
+        notes += [f"here, not there: {placed(problem, profile).reason}" for problem in lacks(site, stack, named)]
+    notes += [*check_notes(site), *check_commands(stack), *([ready.chosen] if site.profile != profile else [])]
+    return Validated(
+        valid=True,
+        file=str(file),
+        mode=profile.mode,
+        components=[component.name for component in stack.components],
+        notes=notes,
+        warnings=site_budget(site, ready.inventory).warnings,
+    )
 
 
 def _named(options: argparse.Namespace) -> Hardware | None:
@@ -164,16 +183,26 @@ def _component_lines(component: ComponentSpec, command: list[str], env: dict[str
 
 
 def schema(options: argparse.Namespace) -> int:
-    """The JSON Schema, for editors: `#:schema ./profile.schema.json` at the top of a profile."""
+    """The JSON Schema for editors (`#:schema ./profile.schema.json` heads a profile), or of a command's JSON."""
+    text = schema_text() if options.command is None else _answer_schema(options.command)
     if options.output is None:
-        print(schema_text(), end="")
+        print(text, end="")
         return Exit.DONE
     try:
-        options.output.write_text(schema_text(), encoding="utf-8")
+        options.output.write_text(text, encoding="utf-8")
     except OSError as error:
         problem = Problem(str(error.strerror), "choose another file", file=printable(str(options.output)))
         raise UserError("the schema cannot be written", [problem]) from None
     return Exit.DONE
+
+
+def _answer_schema(command: str) -> str:
+    from atropos_tui.cli.schemas import ANSWERS, answer_schema
+
+    if command not in ANSWERS:
+        fix = f"{did_you_mean(command, ANSWERS)}one of: {', '.join(ANSWERS)}"
+        raise UserError("no such schema", [Problem(f"{printable(command)} prints no JSON", fix)])
+    return json.dumps(answer_schema(command), indent=2) + "\n"
 
 
 def schema_text() -> str:

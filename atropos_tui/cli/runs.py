@@ -1,15 +1,17 @@
-"""Finding runs: by directory, or the newest live one.
+"""Finding runs: by directory, id or name, by the beginning of an id, or the newest live one.
 
 Every run leaves a symlink to its directory in the user's state folder, so that commands find it from anywhere.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from atropos_common.run_dir import LATEST_TIME, RunDir, is_safe_name
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.ports import listens
 
+MOST_NAMED = 5
+"""Runs that a message about several lists."""
+
 
 @dataclass(frozen=True)
 class RunEntry:
@@ -28,6 +33,11 @@ class RunEntry:
 
     dir: RunDir
     info: dict[str, Any]
+
+    @property
+    def run_id(self) -> str:
+        """Empty where its file names none."""
+        return str(self.info.get("run_id") or "")
 
     @property
     def is_own(self) -> bool:
@@ -121,20 +131,57 @@ def pick(run_dir: Path | None) -> RunEntry:
     """
     if run_dir is not None:
         if (entry := find(run_dir)) is None:
-            what = "its run.json cannot be read" if RunDir(run_dir).run_json.exists() else "no run.json there"
-            problem = Problem(what, "`atropos-tui runs` lists the runs")
-            raise UserError(f"no run in {run_dir}", [problem], Exit.NO_RUN)
+            raise _no_run(run_dir)
         return entry
-    if not (runs := all_runs()):
+    if (entry := _newest()) is None:
         raise UserError("no run yet", [Problem("nothing was started", "atropos-tui up PROFILE")], Exit.NO_RUN)
-    return next((entry for entry in runs if entry.is_live), runs[0])
+    return entry
+
+
+def _newest() -> RunEntry | None:
+    """The newest live run, else the newest."""
+    known = all_runs()
+    return next((entry for entry in known if entry.is_live), next(iter(known), None))
+
+
+def of(options: argparse.Namespace) -> RunEntry:
+    """The run of a command that takes `[RUN]` or `--run-dir`: see `pick`."""
+    return pick(options.run or options.run_dir)
+
+
+def with_components(words: Sequence[str], run_dir: Path | None) -> tuple[RunEntry, list[str]]:
+    """Run and components of a command that takes both in any order; a word is a run where no component is called so.
+
+    Raises:
+        UserError: exit code 5, no such run.
+    """
+    left = list(words)
+    if run_dir is None:
+        known = component_names(_newest())
+        for word in left:
+            if word not in known and (entry := find(Path(word))) is not None:
+                left.remove(word)
+                return entry, left
+    return pick(run_dir), left
+
+
+def component_names(entry: RunEntry | None) -> dict[str, str]:
+    """Roles of a run's components by name, as far as its plan.json can be read."""
+    try:
+        plan = json.loads(read_regular(entry.dir.plan_json)) if entry else {}
+        parts = [(part["name"], str(part.get("role", ""))) for part in plan["components"]]
+        return {name: role for name, role in parts if isinstance(name, str)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def find(run: Path) -> RunEntry | None:
-    """The run in a folder, or with an id that `runs` lists; None where there is none.
+    """The run in a folder, or one that `runs` lists, by its id, its name or the beginning of its id; None: none fits.
+
+    Of several runs of one name the live one is meant, else the newest.
 
     Raises:
-        UserError: exit code 5, the name leads nowhere.
+        UserError: exit code 5, the name leads nowhere; 2, several runs fit.
     """
     try:
         here = read_run(run.resolve())
@@ -142,7 +189,46 @@ def find(run: Path) -> RunEntry | None:
         reason = getattr(error, "strerror", None) or str(error)
         fix = "name the run's own folder; `atropos-tui runs` lists the runs"
         raise UserError(f"no run in {run}", [Problem(reason, fix)], Exit.NO_RUN) from None
-    return here or next((entry for entry in all_runs() if entry.info.get("run_id") == str(run)), None)
+    return here or _called(str(run))
+
+
+def _called(text: str) -> RunEntry | None:
+    known = all_runs()
+    named = [entry for entry in known if entry.info.get("name") == text]
+    live = [entry for entry in named if entry.is_live]
+    fitting = (
+        [entry for entry in known if entry.run_id == text][:1]
+        or live
+        or named[:1]
+        or [entry for entry in known if entry.run_id.startswith(text)]
+    )
+    if len(fitting) > 1:
+        listed = ", ".join(entry.run_id for entry in fitting[:MOST_NAMED])
+        more = f" and {len(fitting) - MOST_NAMED} more" if len(fitting) > MOST_NAMED else ""
+        kind = "live runs are called" if live else "runs begin with"
+        raise UserError(
+            f"{len(fitting)} {kind} {text}", [Problem(listed + more, "write more of the one that is meant")]
+        )
+    return next(iter(fitting), None)
+
+
+def _no_run(named: Path) -> UserError:
+    """What the name may have meant."""
+    from atropos_tui.profile.errors import did_you_mean
+    from atropos_tui.profile.load import shipped_profiles
+
+    text = str(named)
+    if (named.suffix == ".toml" and named.is_file()) or text in shipped_profiles():
+        problem = Problem("no run is called so", f"atropos-tui up {text} starts one")
+        return UserError(f"{text} is a profile", [problem], Exit.NO_RUN)
+    known = [name for entry in all_runs() for name in (entry.run_id, str(entry.info.get("name")))]
+    what = (
+        "its run.json cannot be read"
+        if RunDir(named).run_json.exists()
+        else "no run.json there, and no such id or name"
+    )
+    fix = f"{did_you_mean(text, known)}`atropos-tui runs` lists the runs"
+    return UserError(f"no run in {named}", [Problem(what, fix)], Exit.NO_RUN)
 
 
 def read_result(run: RunDir) -> dict[str, Any] | None:

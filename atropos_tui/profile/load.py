@@ -121,7 +121,8 @@ def _not_found(path: Path, name: str) -> tuple[str, str]:
     """Reason and fix for a profile that is no file."""
     shipped = shipped_profiles()
     reason = "is a directory" if os.path.isdir(path) else "no such profile"  # noqa: PTH112
-    return reason, f"{did_you_mean(Path(name).stem, shipped)}give a path, or one of: {', '.join(shipped)}"
+    meant = did_you_mean(Path(name).stem, shipped)
+    return reason, f"{meant}or give a path" if meant else f"give a path, or one of: {', '.join(shipped)}"
 
 
 def file_text(path: Path) -> str:

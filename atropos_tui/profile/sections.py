@@ -39,6 +39,7 @@ from atropos_tui.profile.spec import (
     HttpCheck,
     LogCheck,
     LogPolicy,
+    MetricsPolicy,
     NotifyPolicy,
     Probe,
     RestartPolicy,
@@ -397,6 +398,8 @@ class Profile(Section):
     """How much of the components' output is kept."""
     notify: NotifySection = NotifySection()
     """Tell someone who is not looking."""
+    metrics: MetricsPolicy = MetricsPolicy()
+    """Figures for Prometheus."""
     survive: bool = False
     """Components outlive a supervisor that is killed; `up --resume RUN` adopts them."""
     _origins: Origins = PrivateAttr(default_factory=Origins)
@@ -412,6 +415,7 @@ class Profile(Section):
             ("api.port", self.api.port),
             *((f"vllm.{index}.port", engine.port) for index, engine in enumerate(self.vllm)),
             *((f"component.{name}.port", part.port) for name, part in self.component.items() if part.port),
+            *([("metrics.port", self.metrics.port)] if self.metrics.port else []),
         ]
 
     def short_key(self, key: str) -> str:

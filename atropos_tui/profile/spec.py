@@ -208,6 +208,15 @@ class NotifyPolicy(StackPart):
     on: tuple[Literal["failed", "mismatch", "done"], ...] = ("failed", "mismatch", "done")
 
 
+class MetricsPolicy(StackPart):
+    """Figures for Prometheus, at `/metrics` of the supervisor."""
+
+    port: int | None = Field(None, ge=1, le=65535)
+    """Where they are served; without it nothing is."""
+    host: str = Field("127.0.0.1", min_length=1)
+    """The address that it is bound to. Who can reach it can read how the run stands."""
+
+
 class StackSpec(StackPart):
     """Everything the supervisor runs, in start order: stopping goes through the list backwards."""
 
@@ -218,6 +227,7 @@ class StackSpec(StackPart):
     components: list[ComponentSpec]
     logs: LogPolicy = LogPolicy()
     notify: NotifyPolicy = NotifyPolicy()
+    metrics: MetricsPolicy = MetricsPolicy()
     variables: dict[str, str] = Field(default_factory=dict, repr=False)
     """What `${VAR}` of this stack refers to beside the environment, which wins: from `.env` files, and never written to
     a file."""

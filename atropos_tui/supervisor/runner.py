@@ -29,7 +29,7 @@ from starlette.routing import Route
 
 from atropos_common.control import CommandRequest, Phase, Snapshot, State, WaitResult
 from atropos_common.files import is_private
-from atropos_common.records import Record
+from atropos_common.records import DiagnosisRecord, Record
 from atropos_common.run_dir import ENV_TOKEN, RunDir
 from atropos_tui.profile.spec import StackSpec, check_stack
 from atropos_tui.supervisor import procfs
@@ -93,6 +93,7 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
     lock, own = store.journal.fileno(), (path, run.control_sock)
     guard = Guard(stack.run_id, lock, group=_group(stack.run_id, estate), own=own, keep=stack.survive)
     api: ApiServer | None = None
+    figures: ApiServer | None = None
     try:
         token = _token(estate)
         launcher = (
@@ -101,8 +102,9 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
             else DirectLauncher(stack, guard.group)
         )
         supervisor = Supervisor(store, Host(stack, guard, launcher, str(path), token, estate.table))
-        api = ApiServer(supervisor, run, listening)
+        api = ApiServer(Routes(supervisor, run).app(), listening)
         await api.started()
+        figures = await _serve_metrics(supervisor, run)
         signals.attach(supervisor)
         notifier = Notifier(stack, store, lambda: supervisor.result)
         try:
@@ -119,10 +121,29 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
         if not guard.keeps:
             reap_leftovers(stack.run_id, ProcessTable.load(run.journal_json))
         store.hub.close()
-        if api is not None:
-            await api.stop()
+        for server in filter(None, (figures, api)):
+            await server.stop()
         unlisten(listening, path, run)
         await guard.close()
+
+
+async def _serve_metrics(supervisor: Supervisor, run: RunDir) -> ApiServer | None:
+    """The server of `[metrics]`, if the profile wants one; a port that was taken since it was checked ends no run."""
+    policy = supervisor.stack.metrics
+    if policy.port is None:
+        return None
+    from atropos_tui.supervisor.metrics import listen_tcp, metrics_app  # costs nothing where it is off
+
+    try:
+        listening = await asyncio.to_thread(listen_tcp, policy)
+    except OSError as error:
+        evidence = f"{policy.host}:{policy.port}: {error.strerror or error}"
+        fix = "free that port, or give [metrics] another, and start the run again with up --resume"
+        supervisor.store.emit(DiagnosisRecord(title="no metrics are served", evidence=evidence, fix=fix))
+        return None
+    server = ApiServer(metrics_app(run, policy, supervisor.measured), listening)
+    await server.started()
+    return server
 
 
 async def _journal(run: RunDir, run_id: str) -> Journal:
@@ -370,11 +391,11 @@ class _Server(uvicorn.Server):
 
 
 class ApiServer:
-    """Serves the routes on a bound Unix socket, in the supervisor's event loop."""
+    """Serves an application on a bound socket, in the supervisor's event loop."""
 
-    def __init__(self, supervisor: Supervisor, run: RunDir, listening: socket.socket) -> None:
+    def __init__(self, app: Starlette, listening: socket.socket) -> None:
         config = uvicorn.Config(
-            Routes(supervisor, run).app(),
+            app,
             log_config=None,
             log_level="critical",
             access_log=False,
@@ -392,7 +413,7 @@ class ApiServer:
             await asyncio.sleep(0.005)
         if self._task.done():
             self._task.result()
-        assert self._server.started, "the control socket did not start"
+        assert self._server.started, "the socket did not start"
 
     async def stop(self) -> None:
         """Finish what is being answered (at most a second) and close."""

@@ -148,10 +148,19 @@ def test_impossible_numbers_are_refused(words: list[str], capsys: pytest.Capture
     assert f"{words[-1]!r} is no" in capsys.readouterr().err
 
 
-def test_unknown_command_is_usage() -> None:
-    with pytest.raises(SystemExit) as caught:
-        main.run(["levitate"])
-    assert caught.value.code == Exit.USAGE
+def test_unknown_command_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["levitate"]) == Exit.USAGE
+    assert "--help lists the commands" in capsys.readouterr().err
+    assert main.run(["rpelay"]) == Exit.USAGE
+    assert "did you mean replay?" in capsys.readouterr().err
+    assert main.run([write_profile(tmp_path)]) == Exit.USAGE
+    assert f"atropos-tui up {tmp_path / 'p.toml'} starts it" in capsys.readouterr().err
+
+
+def test_the_bare_name_shows_help_and_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([]) == 0
+    text = capsys.readouterr().out
+    assert "exit codes:" in text and "atropos-tui up demo" in text.partition("next:")[2]
 
 
 def test_fault_of_ours_leaves_a_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

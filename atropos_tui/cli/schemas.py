@@ -1,0 +1,156 @@
+"""The JSON Schema of what commands print with `--json`, and docs/json.md, which is made of it.
+
+atropos-tui schema ps
+python -m atropos_tui.cli.schemas > docs/json.md
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from functools import cache
+from typing import Any, Union
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import DataclassSchema, FloatSchema, ModelSchema
+
+from atropos_common.control import RunStatus
+from atropos_common.records import RECORD_TYPES, ComponentRecord
+from atropos_tui.cli import answers
+from atropos_tui.cli.show import ascii_json
+
+EVENTS: Any = Union[tuple(kind for kind in RECORD_TYPES.values() if issubclass(kind, ComponentRecord))]  # noqa: UP007
+ANSWERS: dict[str, Any] = {
+    "bench": answers.Benchmarks,
+    "compare": answers.Benchmarks,
+    "doctor": answers.Doctor,
+    "events": EVENTS,
+    "init": answers.Written,
+    "logs": answers.LogRow,
+    "plan": answers.Plan,
+    "ps": RunStatus,
+    "runs": list[answers.RunRow],
+    "sweep": answers.Sweep,
+    "validate": answers.Validated,
+    "why": answers.Why,
+}
+"""What each command prints; `events` and `logs` print one object a line."""
+LINES = ("events", "logs")
+
+HEAD = """\
+# JSON for programs
+
+Every command that shows something takes `--json`. `atropos-tui schema COMMAND` prints the JSON Schema of what it
+prints; the tables below are made of the same models (`python -m atropos_tui.cli.schemas`), and a test keeps them
+alike. Fields are added, never renamed or taken away. A number that is not finite is the string `"NaN"`,
+`"Infinity"` or `"-Infinity"`; null is what nobody knows. Everything beyond ASCII is escaped. Errors are words on
+stderr, and the exit codes are those of `atropos-tui --help`. Only `validate` tells its problems as JSON too, with
+exit code 2.
+
+```bash
+atropos-tui runs --json | jq -r '.[] | select(.state == "live") | .run'
+atropos-tui events -f --json | jq -r 'select(.kind == "diagnosis") | .title'
+```
+"""
+
+
+class _Schema(GenerateJsonSchema):
+    """With what stands below each field in the source, and with words for numbers that JSON has not."""
+
+    def float_schema(self, schema: FloatSchema) -> JsonSchemaValue:
+        return {"anyOf": [super().float_schema(schema), {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+
+    def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
+        return _documented(super().model_schema(schema), schema["cls"])
+
+    def dataclass_schema(self, schema: DataclassSchema) -> JsonSchemaValue:
+        return _documented(super().dataclass_schema(schema), schema["cls"])
+
+
+def _documented(found: JsonSchemaValue, of: type) -> JsonSchemaValue:
+    said: dict[str, str] = {}
+    for base in reversed(of.__mro__[:-1]):
+        said |= _field_texts(base)
+    found["description"] = " ".join((of.__doc__ or "").split())
+    for name, field in found.get("properties", {}).items():
+        field.pop("title", None)
+        if name in said:
+            field["description"] = said[name]
+    return found
+
+
+@cache
+def _field_texts(of: type) -> dict[str, str]:
+    """The string below each field of a class of ours, as one line."""
+    if not of.__module__.startswith("atropos_"):
+        return {}
+    (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(of))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        field.target.id: " ".join(str(text.value.value).split())
+        for field, text in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+def answer_schema(command: str) -> dict[str, Any]:
+    """The JSON Schema of what `command --json` prints; of `events` and `logs`, of one line."""
+    schema = TypeAdapter(ANSWERS[command]).json_schema(mode="serialization", schema_generator=_Schema)
+    return {"$schema": GenerateJsonSchema.schema_dialect, "title": f"atropos-tui {command} --json"} | schema
+
+
+def answer_json(command: str, answer: Any) -> str:
+    """`answer` as `command --json` prints it: ASCII, since a terminal obeys some of the rest."""
+    return ascii_json(TypeAdapter(ANSWERS[command]).dump_json(answer, indent=2).decode())
+
+
+def page() -> str:
+    """docs/json.md."""
+    parts, told = [HEAD], set()
+    for command in ANSWERS:
+        schema = answer_schema(command)
+        parts.append(f"## {command}\n\n{_begin(command, schema)}\n")
+        if "properties" in schema:
+            parts.append(_rows(schema))
+        for name, part in schema.get("$defs", {}).items():
+            if "properties" in part and name not in told:
+                told.add(name)
+                parts.append(f"**{name}**: {part['description']}\n\n{_rows(part)}")
+    return "\n".join(parts)
+
+
+def _begin(command: str, schema: dict[str, Any]) -> str:
+    if command in LINES:
+        return "One object a line" + (f": {_type(schema)}." if "properties" not in schema else ".")
+    return str(schema["description"]) if "properties" in schema else f"{_type(schema)}."
+
+
+def _rows(schema: dict[str, Any]) -> str:
+    rows = ["| field | type | |", "|---|---|---|"]
+    for name, field in schema["properties"].items():
+        text = field.get("description", "") if "$ref" not in field or name else ""
+        rows.append(f"| `{name}` | {_type(field)} | {text.replace('|', chr(92) + '|')} |")
+    return "\n".join(rows) + "\n"
+
+
+def _type(field: dict[str, Any]) -> str:
+    """In words, such as `number or null`."""
+    if "$ref" in field:
+        return f"{field['$ref'].rpartition('/')[2]}"
+    if "enum" in field:
+        return "number" if field["enum"][0] == "NaN" else ", ".join(f"`{value}`" for value in field["enum"])
+    if "const" in field:
+        return f"`{field['const']}`"
+    if forms := field.get("anyOf") or field.get("oneOf"):
+        return " or ".join(dict.fromkeys(map(_type, forms)))
+    if field.get("type") == "array":
+        return f"list of {_type(field.get('items', {}))}"
+    if field.get("type") == "object" and isinstance(field.get("additionalProperties"), dict):
+        return f"object of {_type(field['additionalProperties'])}"
+    return str(field.get("type", "any"))
+
+
+if __name__ == "__main__":
+    print(page(), end="")

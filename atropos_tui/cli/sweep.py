@@ -1,0 +1,315 @@
+"""`sweep`: one profile with every combination of settings, as many stacks at a time as `--parallel` and the GPUs allow.
+
+    atropos-tui sweep demo --set trainer.lr=1e-5,1e-6 --set seed=0..3
+    atropos-tui sweep --resume runs/sweep-demo-TIME
+
+Each cell of the grid is a run of its own below the sweep's folder, run by the machinery of `compare`. What is done is
+known from the runs themselves; `sweep.json` holds the grid alone. A cell that ended badly ends nothing else: it is
+named, and `--resume` goes on with it from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import itertools
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from atropos_common.files import read_regular, write_private
+from atropos_common.run_dir import RunDir
+from atropos_tui.cli import compare, runs, show
+from atropos_tui.cli.answers import Sweep, SweepCell
+from atropos_tui.cli.compare import Board, ComparedStack, Comparison
+from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.monitor.bench import Progress, RunBenchmark, benchmark_run
+from atropos_tui.monitor.format import counted, duration, number, one_line
+from atropos_tui.profile.errors import printable, refused
+from atropos_tui.profile.hardware import read_machine
+from atropos_tui.profile.preflight import separate
+from atropos_tui.profile.sections import Profile, find_profile
+
+STATE = "sweep.json"
+MOST_CELLS = 1000
+MOST_LABEL = 40
+"""Characters; with time and id behind it a run's name must not be longer than 64."""
+SEED = "seed"
+QUOTES = "\"'"
+
+
+class Grid(BaseModel):
+    """What `sweep.json` says: enough to go on with a sweep, whoever started it."""
+
+    profile: str
+    """A file, or the name of a shipped profile."""
+    sets: list[str]
+    """As they were given, several values in one."""
+    digest: str
+    """Of the profile without them: another profile would be another sweep."""
+
+    def cells(self) -> list[Cell]:
+        """Every combination, the last key counting fastest.
+
+        Raises:
+            UserError: there is nothing to combine, or far too much.
+        """
+        axes = [(key, values_of(values)) for key, _, values in (item.partition("=") for item in self.sets)]
+        count = 1
+        for _, values in axes:
+            count *= len(values)
+        if not 2 <= count <= MOST_CELLS:
+            fix = "give a key several values: --set trainer.lr=1e-5,1e-6 --set seed=0..3"
+            raise UserError("no grid of settings", [Problem(f"these are {counted(count, 'combination')}", fix)])
+        varied = [key for key, values in axes if len(values) > 1]
+        combinations = [dict(zip([key for key, _ in axes], row, strict=True)) for row in _product(axes)]
+        settings = [{key: each[key] for key in varied} for each in combinations]
+        labels = labels_of(settings)
+        return [
+            Cell(label, self.profile, [f"{key}={value}" for key, value in each.items()], settings=own)
+            for label, each, own in zip(labels, combinations, settings, strict=True)
+        ]
+
+
+def _product(axes: Sequence[tuple[str, list[str]]]) -> Iterator[tuple[str, ...]]:
+    return itertools.product(*(values for _, values in axes))
+
+
+@dataclass
+class Cell(ComparedStack):
+    """One combination of settings."""
+
+    settings: dict[str, str] = field(default_factory=dict)
+    """Those that differ from cell to cell."""
+
+
+def values_of(text: str) -> list[str]:
+    """`1e-5,1e-6` as two values, `0..3` as four; commas within brackets, braces and quotes do not part."""
+    if found := re.fullmatch(r"\s*(-?\d{1,9})\.\.(-?\d{1,9})\s*", text):
+        first, last = int(found[1]), int(found[2])
+        return [str(value) for value in range(first, last + 1)][: MOST_CELLS + 1]
+    parts = re.findall(r"""((?:"[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,])*)(?:,|$)""", text)
+    return [part.strip() for part in (parts if len(parts) == 1 or text.endswith(",") else parts[:-1])]
+
+
+def labels_of(settings: Sequence[dict[str, str]]) -> list[str]:
+    """A short name for each combination, fit for a folder, such as `lr-1e-5_seed-0`."""
+    keys = list(settings[0])
+    last = Counter(key.rpartition(".")[2] for key in keys)
+    short = {key: name if last[name := key.rpartition(".")[2]] == 1 else key for key in keys}
+    labels = ["_".join(f"{short[key]}-{each[key].strip(QUOTES)}" for key in keys) for each in settings]
+    labels = [re.sub(r"[^A-Za-z0-9._-]", "-", label) for label in labels]
+    fits = len(set(labels)) == len(labels) and all(len(label) <= MOST_LABEL for label in labels)
+    return labels if fits else [f"cell-{at:0{len(str(len(labels)))}d}" for at in range(1, len(labels) + 1)]
+
+
+async def sweep(options: argparse.Namespace) -> int:
+    """Run what is not done yet, then print the table; the worst exit code of the cells."""
+    base, cells = _continued(options) if options.resume is not None else _begun(options)
+    slots, said = slots_of(cells, options.parallel)
+    if options.resume is None:
+        compare.each(cells, compare.plan)
+        base.mkdir(parents=True, exist_ok=True)
+        write_private(base / STATE, _grid(options).model_dump_json(indent=2))
+    board = Board(cells, sys.stderr if options.json else sys.stdout)
+    board.say(f"{len(cells)} combinations, {len(slots)} at a time: {base}")
+    for line in said:
+        board.say(f"  {line}")
+    code = await SweepRun(cells, board, slots).run()
+    tell(cells, board, base, as_json=options.json)
+    if any(cell.code != Exit.DONE for cell in cells):
+        board.say(f"to go on with what is not done: atropos-tui sweep --resume {base}")
+    return code
+
+
+def _grid(options: argparse.Namespace) -> Grid:
+    file = find_profile(options.profile)
+    name = str(file.resolve()) if Path(options.profile).is_file() else options.profile
+    steps = [] if options.steps is None else [f"trainer.training_steps={options.steps}"]
+    return Grid(profile=name, sets=[*options.sets, *steps], digest=_digest(name))
+
+
+def _digest(name: str) -> str:
+    """Of a profile as it is read, whatever it extends included."""
+    alone = ComparedStack("", name)
+    compare.load(alone)
+    return hashlib.blake2b(alone.profile.model_dump_json().encode(), digest_size=16).hexdigest()
+
+
+def _begun(options: argparse.Namespace) -> tuple[Path, list[Cell]]:
+    if options.profile is None:
+        raise UserError("no profile", [Problem("PROFILE is missing", "atropos-tui sweep demo --set seed=0..3")])
+    grid = _grid(options)
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(options.profile).stem)
+    base = (options.run_dir or Path("runs") / f"sweep-{name}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    if runs.is_used(base):
+        fix = f"choose another --run-dir, or go on with it: --resume {base}"
+        raise UserError("the directory is in use", [Problem(f"{base} is not empty", fix)])
+    return base, _loaded(grid, base)
+
+
+def _continued(options: argparse.Namespace) -> tuple[Path, list[Cell]]:
+    """The cells of an earlier sweep; those that are done have their code."""
+    if options.profile is not None or options.sets or options.steps is not None or options.run_dir is not None:
+        raise UserError("a sweep goes on as it was", [Problem("--resume takes nothing else but --parallel and --json")])
+    base = options.resume.resolve()
+    try:
+        grid = Grid.model_validate_json(read_regular(base / STATE))
+    except (OSError, ValidationError) as error:
+        reason = f"{STATE} cannot be read: {getattr(error, 'strerror', None) or 'it is not ours'}"
+        raise UserError(
+            f"no sweep in {printable(str(base))}", [Problem(reason, "name its folder")], Exit.NO_RUN
+        ) from None
+    if _digest(grid.profile) != grid.digest:
+        fix = "begin another sweep, or take back what was changed"
+        raise UserError("the profile has changed", [Problem("its cells would not compare", fix, grid.profile)])
+    cells = _loaded(grid, base)
+    for cell in cells:
+        result = runs.read_result(run := RunDir(cell.root))
+        if result is not None and result["exit_code"] == Exit.DONE:
+            cell.progress, cell.code = Progress(run), Exit.DONE
+    return base, cells
+
+
+def _loaded(grid: Grid, base: Path) -> list[Cell]:
+    cells = grid.cells()
+    for cell in cells:
+        cell.root = base / cell.label
+    compare.each(cells, compare.load)
+    return cells
+
+
+def slots_of(cells: Sequence[Cell], wanted: int) -> tuple[list[list[str]], list[str]]:
+    """Overrides for each of at most `wanted` stacks at a time, so that none has another's ports or GPUs; and words.
+
+    Raises:
+        UserError: side by side, and the cells differ in what they occupy.
+    """
+    count = len(read_machine().gpus)
+    for size in range(min(wanted, len(cells)), 1, -1):
+        names = [str(number) for number in range(1, size + 1)]
+        first, *others = [separate(dict.fromkeys(names, profile), count) for profile in _different(cells)]
+        if any(other.sets != first.sets for other in others):
+            fix = "leave --parallel out: one after another"
+            raise refused([Problem("the combinations differ in their ports or GPUs", fix)], "not side by side")
+        if not first.problems:
+            return list(first.sets.values()), [f"place {line}" for line in first.lines]
+    said = [f"one after another: the GPUs of this machine ({count}) are enough for one"] if wanted > 1 else []
+    return [[]], said
+
+
+def _different(cells: Sequence[Cell]) -> list[Profile]:
+    """The profiles of `cells`, those alike in ports and GPUs once."""
+
+    def place(profile: Profile) -> str:
+        engines = [(engine.gpus, engine.tensor_parallel) for engine in profile.vllm]
+        return repr((profile.used_ports(), engines, profile.trainer.gpus, profile.trainer.settings.get("device")))
+
+    return list({place(cell.profile): cell.profile for cell in cells}.values())
+
+
+class SweepRun(Comparison):
+    """Cells in places: each place has ports and GPUs of its own, and takes the next cell when it is free."""
+
+    def __init__(self, cells: Sequence[Cell], board: Board, slots: list[list[str]]) -> None:
+        super().__init__(cells, board, sequential=False)
+        self._cells = cells
+        self._slots = slots
+        self._begun: list[ComparedStack] = []
+        self._planning = asyncio.Lock()
+
+    async def _all(self) -> None:
+        """Runs of a sweep that was killed may go on by themselves: nothing is started beside them."""
+        open_ = [cell for cell in self._cells if cell.code is None]
+        live = [cell for cell in open_ if runs.RunEntry(RunDir(cell.root), {}).is_live]
+        await asyncio.gather(*map(self._follow, live))
+        waiting = iter([cell for cell in open_ if cell not in live])
+        await asyncio.gather(*(self._in_place(sets, waiting) for sets in self._slots))
+
+    async def _in_place(self, sets: list[str], waiting: Iterator[Cell]) -> None:
+        for cell in waiting:
+            async with self._planning:
+                planned = not self._interrupts and await asyncio.to_thread(_plan_in, cell, sets)
+                self._begun += [cell] if planned else []
+            if planned:
+                await self._one(cell)
+            elif self._interrupts:
+                cell.note = "not started"
+
+    def _before(self, entry: ComparedStack) -> Sequence[ComparedStack]:
+        return self._begun[: self._begun.index(entry)]
+
+
+def _plan_in(cell: Cell, sets: list[str]) -> bool:
+    """Plan the cell for its place, or note what keeps it from being started; a run that was begun goes on."""
+    cell.sets += sets
+    earlier = runs.read_run(cell.root)
+    try:
+        compare.load(cell)
+        compare.plan(cell, resumed_id=earlier.run_id if earlier else None)
+    except UserError as error:
+        cell.note, cell.code = one_line(str(error)), error.exit_code
+        return False
+    return True
+
+
+def tell(cells: Sequence[Cell], board: Board, base: Path, *, as_json: bool) -> None:
+    """The table of all cells, the mean over seeds, and how those ended that are not done."""
+    figures = {cell.label: benchmark_run(cell.root) for cell in cells if cell.progress is not None}
+    if as_json:
+        rows = [
+            SweepCell(
+                label=cell.label,
+                settings=cell.settings,
+                state=cell.phase,
+                exit_code=cell.code,
+                benchmark=figures.get(cell.label),
+            )
+            for cell in cells
+        ]
+        print(Sweep(dir=str(base), cells=rows).as_json())
+    else:
+        print(f"\n{table(cells, figures)}\n")
+        if seeds := over_seeds(cells, figures):
+            print(f"{seeds}\n")
+    compare.tell_failures(cells, board)
+
+
+def table(cells: Sequence[Cell], figures: Mapping[str, RunBenchmark]) -> str:
+    """A row per cell: its settings, then what came of them."""
+    keys = list(cells[0].settings)
+    rows = [(*keys, "STEPS", "REWARD, FIRST 5", "LAST 5", "HELD OUT", "TOKENS/S", "TOOK", "STATE")]
+    for cell in cells:
+        found = figures.get(cell.label)
+        shown = _figures(found) if found else ("–",) * 6
+        rows.append((*(one_line(cell.settings[key]) for key in keys), *shown, cell.phase.partition(":")[0]))
+    return show.table(rows, right=range(len(keys), len(keys) + 6))
+
+
+def _figures(found: RunBenchmark) -> tuple[str, ...]:
+    rewards = (number(found.reward_first), number(found.reward_last), number(found.held_out))
+    return (str(found.steps), *rewards, number(found.tokens_per_s), duration(found.total_s))
+
+
+def over_seeds(cells: Sequence[Cell], figures: Mapping[str, RunBenchmark]) -> str:
+    """Mean and standard deviation of the cells that are done and differ in their seed alone; empty without such."""
+    groups: dict[tuple[str, ...], list[float]] = {}
+    keys = [key for key in cells[0].settings if key != SEED]
+    for cell in cells:
+        found = figures.get(cell.label)
+        if SEED in cell.settings and cell.code == Exit.DONE and found and found.reward_last is not None:
+            groups.setdefault(tuple(cell.settings[key] for key in keys), []).append(found.reward_last)
+    rows = [(*keys, "SEEDS", "REWARD, LAST 5: MEAN", "STANDARD DEVIATION")]
+    for settings, rewards in groups.items():
+        if len(rewards) > 1:
+            spread = number(statistics.stdev(rewards))
+            rows.append((*settings, str(len(rewards)), number(statistics.fmean(rewards)), spread))
+    return show.table(rows, right=range(len(keys), len(keys) + 3)) if len(rows) > 1 else ""

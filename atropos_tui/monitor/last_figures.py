@@ -1,0 +1,64 @@
+"""The newest figures of a run, from the ends of its files: so that a list of many runs need not read them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from atropos_common.files import open_regular
+from atropos_common.record_tail import nth_from_end
+from atropos_common.records import EvalRecord, Record, RecordError, StepRecord, parse_line
+from atropos_common.run_dir import RunDir
+from atropos_tui.monitor.bench import WINDOW
+from atropos_tui.monitor.charts import mean
+from atropos_tui.monitor.format import real
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True)
+class LastFigures:
+    """None where there is no data."""
+
+    step: int | None
+    """Newest optimizer step."""
+    reward: float | None
+    """Mean of the newest `WINDOW` steps."""
+    held_out: float | None
+    """Newest accuracy, of the first environment that reports one."""
+
+
+def last_figures(run: RunDir) -> LastFigures:
+    """Read the last few records of `run`; a file that cannot be read has none."""
+    steps = [step for step in _last(run.telemetry_jsonl, StepRecord, WINDOW) if step.rank == 0]
+    evals = [record for path in sorted(run.root.glob("eval.*.jsonl")) for record in _last(path, EvalRecord, 1)]
+    return LastFigures(
+        step=steps[-1].step if steps else None,
+        reward=mean([real(step.reward_mean) for step in steps]),
+        held_out=real(evals[0].accuracy) if evals else None,
+    )
+
+
+def _last(path: Path, kind: type[R], count: int) -> list[R]:
+    """The last `count` records of a kind, oldest first."""
+    words = f'"kind":"{kind.KIND}"'.encode()
+    found = list(_records(path, kind, words, nth_from_end(path, words, count + 1)))
+    return found[-count:]
+
+
+def _records(path: Path, kind: type[R], words: bytes, begin: int) -> Iterator[R]:
+    """Those behind byte `begin`, which may lie within a line: that one is left out."""
+    try:
+        with open_regular(path) as file:
+            file.seek(begin)
+            for line in file:
+                try:
+                    record = parse_line(line) if words in line else None
+                except RecordError:
+                    continue
+                if isinstance(record, kind):
+                    yield record
+    except OSError:
+        return

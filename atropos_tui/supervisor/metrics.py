@@ -1,0 +1,265 @@
+"""`[metrics] port`: what the run does, for Prometheus.
+
+Nothing is measured for it: a scrape tells what the supervisor knows already, and the newest records of the streams.
+
+Who asks is not checked beyond the Host header: what is told are names and numbers, no text, path or prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from atropos_common.control import Phase, RunStatus, State
+from atropos_common.http import allowed_hosts, host_refusal, hosts_in
+from atropos_common.record_tail import RecordTail
+from atropos_common.records import (
+    AlignmentRecord,
+    EvalRecord,
+    GaugesRecord,
+    MemoryRecord,
+    Record,
+    StepRecord,
+    SyncRecord,
+    TimingRecord,
+    TrainerRecord,
+)
+from atropos_common.run_dir import ENV_ALLOWED_HOSTS, RunDir
+from atropos_tui.profile.spec import MetricsPolicy
+
+R = TypeVar("R", bound=Record)
+Field = tuple[str, str, str]
+"""Of a record: the field, the name of the metric behind `atropos_`, its help."""
+
+STEP: Sequence[Field] = (
+    ("step", "step", "Newest optimizer step."),
+    ("loss", "loss", "Loss."),
+    ("reward_mean", "reward_mean", "Mean reward of the batch."),
+    ("reward_std", "reward_std", "Standard deviation of the rewards of the batch."),
+    ("lr", "learning_rate", "Learning rate."),
+    ("grad_norm", "grad_norm", "Norm of the gradient before clipping."),
+    ("ratio_mean", "ratio_mean", "Mean importance ratio."),
+    ("clip_fraction", "clip_ratio", "Share of tokens whose ratio was clipped."),
+    ("entropy_mean", "entropy_nats", "Mean entropy of the policy over trained tokens."),
+    ("completion_tokens_mean", "completion_tokens", "Mean length of a completion."),
+    ("truncated_fraction", "truncated_ratio", "Share of completions that were cut off."),
+    ("policy_lag_mean", "policy_lag_mean", "Weight versions between generation and training."),
+    ("policy_lag_max", "policy_lag_max", "The most weight versions between generation and training."),
+    ("weight_version", "weight_version", "Version of the weights after the step."),
+)
+TIMING: Sequence[Field] = (
+    ("step_s", "step_seconds", "The whole step."),
+    ("data_wait_s", "step_data_wait_seconds", "Of the step: waiting for rollouts."),
+    ("train_s", "step_train_seconds", "Of the step: computing."),
+    ("sync_s", "step_sync_seconds", "Of the step: handing the weights over."),
+    ("checkpoint_s", "step_checkpoint_seconds", "Of the step: saving."),
+    ("tokens_per_s", "tokens_per_second", "Tokens trained."),
+    ("mfu", "mfu_ratio", "Model FLOPs utilisation of the training part."),
+    ("engine_idle_fraction", "step_engine_idle_ratio", "Share of the step in which the engines had no request."),
+)
+ALIGNMENT: Sequence[Field] = (
+    ("logprob_diff_abs_mean", "logprob_diff_abs_mean", "Trainer against engine, policy lag included."),
+    ("probe_diff_abs_mean", "probe_diff_abs_mean", "Trainer against engine at the same weights."),
+    ("kl_k3", "kl_k3", "Estimate of KL(rollout policy || trainer)."),
+)
+MEMORY: Sequence[Field] = (("peak_bytes", "trainer_gpu_peak_bytes", "Peak GPU memory of the trainer."),)
+SYNC: Sequence[Field] = (("seconds", "publish_seconds", "The newest publish of weights."),)
+ENGINE: Sequence[Field] = (
+    ("running", "engine_requests_running", "Requests in the present batch."),
+    ("waiting", "engine_requests_waiting", "Requests that wait for a place in it."),
+    ("kv_use", "engine_kv_cache_ratio", "Share of the KV cache in use."),
+)
+ENGINE_TOTALS: Sequence[Field] = (
+    ("prompt_tokens", "engine_prompt_tokens", "Tokens of prompts."),
+    ("generated_tokens", "engine_generated_tokens", "Tokens generated."),
+)
+ENV: Sequence[Field] = (
+    ("waiting", "env_trainer_waiting_ratio", "Share of the newest time in which the trainer had no batch."),
+    ("idle", "env_engine_idle_ratio", "Share of the newest time in which its engine had no request."),
+)
+HOST: Sequence[Field] = (
+    ("cpu_percent", "host_cpu_percent", "Of all cores."),
+    ("memory_used", "host_memory_used_bytes", "Of the machine, or of the container where it has a limit."),
+    ("memory_total", "host_memory_total_bytes", "Of the machine, or the limit of the container."),
+)
+GPU: Sequence[Field] = (
+    ("used_bytes", "gpu_memory_used_bytes", "Whoever uses it."),
+    ("total_bytes", "gpu_memory_total_bytes", "Of the card."),
+    ("utilization_percent", "gpu_utilization_percent", "Time in use."),
+    ("power_w", "gpu_power_watts", "Power drawn."),
+    ("temperature_c", "gpu_temperature_celsius", "Of the card."),
+)
+COMPONENT: Sequence[Field] = (
+    ("memory_bytes", "component_memory_bytes", "Of all its processes."),
+    ("gpu_bytes", "component_gpu_memory_bytes", "Of all its processes, where the driver tells them apart."),
+    ("cpu_percent", "component_cpu_percent", "Of one core, of all its processes."),
+    ("attempt", "component_attempt", "Its newest start."),
+)
+
+
+class Newest:
+    """The newest record of each kind in the streams of a run; reads what was appended since the last look."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._tails: dict[str, RecordTail] = {}
+        self.records: dict[type[Record], Record] = {}
+        self.evals: dict[tuple[str, str], EvalRecord] = {}
+        """By environment and split."""
+
+    def look(self) -> None:
+        """Blocks while it reads."""
+        for path in (self._run.telemetry_jsonl, self._run.gauges_jsonl, *self._run.root.glob("eval.*.jsonl")):
+            tail = self._tails.setdefault(path.name, RecordTail(path))
+            while True:
+                for record in tail.read():
+                    self._take(record)
+                if not tail.behind:
+                    break
+
+    def _take(self, record: Record) -> None:
+        if isinstance(record, EvalRecord):
+            self.evals[record.env, record.split] = record
+        elif not isinstance(record, TrainerRecord) or record.rank == 0:
+            self.records[type(record)] = record
+
+    def of(self, kind: type[R]) -> R | None:
+        """The newest record of a kind."""
+        record = self.records.get(kind)
+        return record if isinstance(record, kind) else None
+
+
+def metrics(status: RunStatus, newest: Newest) -> Iterator[Metric]:
+    """Everything that is known, as families of samples; what nobody knows has no sample."""
+    run = {"run_id": status.run_id, "name": status.name, "mode": status.mode}
+    yield _family("run_info", "The run; always 1.", [(run, 1)])
+    phases = [({"phase": phase.value}, float(phase is status.phase)) for phase in Phase]
+    yield _family("run_phase", "1 for the phase that the run is in.", phases)
+    yield _family("run_started_timestamp_seconds", "When it was first started.", [({}, status.started_at)])
+    yield from _components(status)
+    for kind, fields in ((StepRecord, STEP), (TimingRecord, TIMING), (AlignmentRecord, ALIGNMENT),
+                         (MemoryRecord, MEMORY), (SyncRecord, SYNC)):  # fmt: skip
+        yield from _gauges({"": newest.of(kind)}, "", fields)
+    if (timing := newest.of(TimingRecord)) is not None and timing.step_s > 0:
+        share = min(1.0, timing.data_wait_s / timing.step_s)
+        yield _family("step_waiting_ratio", "Share of the step spent waiting for rollouts.", [({}, share)])
+    if newest.evals:
+        rows = [({"env": env, "split": split}, float(found.accuracy)) for (env, split), found in newest.evals.items()]
+        yield _family("eval_accuracy_ratio", "Newest held-out accuracy.", rows)
+    if (gauges := newest.of(GaugesRecord)) is not None:
+        yield from _used(gauges)
+
+
+def _components(status: RunStatus) -> Iterator[Metric]:
+    rows = status.components
+    states = [
+        ({"component": row.name, "role": row.role.value, "state": state.value}, float(row.state is state))
+        for row in rows
+        for state in State
+    ]
+    yield _family("component_state", "1 for the state that the component is in.", states)
+    said = [({"component": row.name}, float(bool(row.diagnosis))) for row in rows]
+    yield _family("component_diagnosed", "1 where a diagnosis stands; `atropos-tui why` has its words.", said)
+    restarts = [({"component": row.name}, float(row.restarts)) for row in rows]
+    yield _total("component_restarts", "Restarts after a crash.", restarts)
+    yield from _gauges({row.name: row for row in rows}, "component", COMPONENT)
+
+
+def _used(gauges: GaugesRecord) -> Iterator[Metric]:
+    """Of engines, environments, run-api and machine, as of the newest line of gauges.jsonl."""
+    yield from _gauges(gauges.engines, "engine", ENGINE)
+    for field, name, text in ENGINE_TOTALS:
+        if rows := list(_rows(gauges.engines, "engine", field)):
+            yield _total(name, text, rows)
+    yield from _gauges(gauges.flows, "env", ENV)
+    yield from _gauges({str(card.index): card for card in gauges.gpus}, "gpu", GPU)
+    yield from _gauges({"": gauges.host}, "", HOST)
+    if gauges.queue is not None:
+        yield _family("api_queue_groups", "Groups that wait in run-api for the trainer.", [({}, gauges.queue)])
+    if gauges.disk_free_bytes is not None:
+        yield _family("disk_free_bytes", "Of the disk that holds the run.", [({}, gauges.disk_free_bytes)])
+
+
+def _gauges(of: Mapping[str, BaseModel | None], label: str, fields: Iterable[Field]) -> Iterator[Metric]:
+    for field, name, text in fields:
+        if rows := list(_rows(of, label, field)):
+            yield _family(name, text, rows)
+
+
+def _rows(of: Mapping[str, BaseModel | None], label: str, field: str) -> Iterator[tuple[dict[str, str], float]]:
+    for name, part in of.items():
+        value = getattr(part, field, None)
+        if value is not None:
+            yield {label: name} if label else {}, float(value)
+
+
+def _family(name: str, text: str, rows: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
+    family = GaugeMetricFamily(f"atropos_{name}", text, labels=list(rows[0][0]))
+    for labels, value in rows:
+        family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _total(name: str, text: str, rows: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
+    family = CounterMetricFamily(f"atropos_{name}", text, labels=list(rows[0][0]))
+    for labels, value in rows:
+        family.add_metric(list(labels.values()), value)
+    return family
+
+
+class _Ready(Collector):
+    """Families that were made already: the library writes what a collector gives."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def page(status: RunStatus, newest: Newest) -> bytes:
+    """The text that Prometheus reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Ready(metrics(status, newest)))
+    return generate_latest(registry)
+
+
+def metrics_app(run: RunDir, policy: MetricsPolicy, status: Callable[[], Awaitable[RunStatus]]) -> Starlette:
+    """`GET /metrics`, for who calls us by a name of ours."""
+    hosts = allowed_hosts(policy.host, hosts_in(os.environ, ENV_ALLOWED_HOSTS))
+    newest, reading = Newest(run), asyncio.Lock()
+
+    async def scrape(request: Request) -> Response:
+        if refusal := host_refusal(request.headers.get("host"), hosts):
+            return PlainTextResponse(f"{refusal[1]}\n", refusal[0])
+        now = await status()
+        async with reading:
+            await asyncio.to_thread(newest.look)
+            return Response(page(now, newest), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(routes=[Route("/metrics", scrape)])
+
+
+def listen_tcp(policy: MetricsPolicy) -> socket.socket:
+    """Bind the address of `[metrics]`.
+
+    Raises:
+        OSError: it is taken, or no address of this machine.
+    """
+    assert policy.port is not None
+    family, _, _, _, address = socket.getaddrinfo(policy.host, policy.port, type=socket.SOCK_STREAM)[0]
+    server = socket.create_server(address[:2], family=family, backlog=16)
+    server.setblocking(False)
+    return server
