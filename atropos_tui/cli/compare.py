@@ -31,7 +31,7 @@ from atropos_tui.cli.up import spawn_supervisor, write_run_files
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import Progress, benchmark_runs, benchmarks_json, render_benchmarks
 from atropos_tui.monitor.format import plain_text
-from atropos_tui.monitor.overlay import read_runs, summary
+from atropos_tui.monitor.overlay import read_runs, settings_table, text_table
 from atropos_tui.profile.errors import refused
 from atropos_tui.profile.hardware import read_machine
 from atropos_tui.profile.plan import make_site
@@ -41,6 +41,7 @@ from atropos_tui.profile.spec import StackSpec
 
 POLL_S = 0.2
 REDRAW_S = 0.5
+PAGE = "overlay.html"
 REPEAT_S = 10.0
 """Off a terminal a line is printed when its phase changes, and so often while only its figures do."""
 WORST_FIRST = (Exit.FAULT, Exit.COMPONENT_FAILED, Exit.TIMEOUT, Exit.USAGE, Exit.INTERRUPTED)
@@ -99,7 +100,7 @@ async def compare(options: argparse.Namespace) -> int:
         board.say(f"  {line}")
     code = await Comparison(entries, board, sequential=options.sequential).run()
     tell(entries, board, as_json=options.json)
-    lay_over(entries, base, board, as_json=options.json)
+    lay_over([Path(entry.spec.run_dir) for entry in entries if entry.progress is not None], base, board)
     return code
 
 
@@ -353,17 +354,14 @@ def start(entry: ComparedStack) -> None:
     spawn_supervisor(run, entry.spec)
 
 
-def lay_over(entries: Sequence[ComparedStack], base: Path, board: Board, *, as_json: bool) -> None:
-    """What differs and how each ended, as a table; their curves on the same axes, as a page beside the runs."""
-    roots = [Path(entry.spec.run_dir) for entry in entries if entry.progress is not None]
+def lay_over(roots: Sequence[Path], base: Path, board: Board) -> None:
+    """The curves of all that trained on the same axes, as a page beside the runs."""
     trained = [run for run in read_runs(roots) if run.state.step]
     if len(trained) < 2:
         return
-    if not as_json:
-        print(f"{summary(trained)}\n")
     try:
-        write_private(base / "compare.html", overlay(trained))
-        board.say(f"curves on the same axes: {base / 'compare.html'}")
+        write_private(base / PAGE, overlay(trained))
+        board.say(f"curves on the same axes: {base / PAGE}")
     except (UserError, OSError) as error:  # what draws it may not be installed; the figures stand above
         board.say(f"no page of the curves: {error}")
 
@@ -374,7 +372,10 @@ def tell(entries: Sequence[ComparedStack], board: Board, *, as_json: bool) -> No
     if as_json:
         print(benchmarks_json(figures))
     elif figures:
+        apart = settings_table(read_runs([Path(entry.spec.run_dir) for entry in entries if entry.progress is not None]))
         print(f"\n{render_benchmarks(figures)}\n")
+        if apart:
+            print(f"{text_table(apart)}\n")
     tell_failures(entries, board)
 
 

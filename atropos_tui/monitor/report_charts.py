@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
 from matplotlib import rc_context
@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from atropos_common.records import GaugesRecord
 from atropos_tui.monitor.bench import PARTS
 from atropos_tui.monitor.charts import (
     HELD_OUT,
@@ -35,7 +36,7 @@ from atropos_tui.monitor.charts import (
     thin,
 )
 from atropos_tui.monitor.format import bytes_text, masked_line, seconds_text
-from atropos_tui.monitor.reading import Along, value_at
+from atropos_tui.monitor.reading import Along, Mark, marks, value_at
 from atropos_tui.monitor.state import RunState
 
 POINTS = 1_000
@@ -54,6 +55,9 @@ MANY = 400
 _MARKERS = {f"#0102{at:02x}": f"var(--c{at})" for at in range(1, PALETTE + 1)}
 _MARKERS |= {"#010301": "var(--axis)", "#010302": "var(--grid)", "#010303": "var(--good-area)", "#010304": "var(--bad)"}
 _AXIS, _GRID, _HEALTHY, _BAD = (name for name in _MARKERS if name.startswith("#0103"))
+_LINES = {"restart": _AXIS, "diagnosis": _BAD}
+_POINTS = {"evaluation": "d", "checkpoint": "s"}
+"""How each kind of mark is drawn: over the whole height, or as a point on the axis."""
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "atropos",
@@ -122,8 +126,8 @@ class PageChart:
 
     spec: ChartSpec
     lines: list[PageCurve]
-    restarts: list[int]
-    """First steps of later attempts of the trainer."""
+    marks: list[Mark]
+    """What happened beside the curves."""
     note: str
     stacked: bool = False
     over: str = "optimizer steps"
@@ -146,12 +150,12 @@ class PageChart:
 
 def charts(state: RunState) -> list[PageChart]:
     """Every chart that `state` has data for, in reading order."""
-    restarts = sorted(first for attempt, first in state.attempt_steps.items() if attempt > min(state.attempt_steps))
-    found = [*(_chart(spec, state, restarts) for spec in PAGE), _split(state, restarts)]
+    beside = marks(state)
+    found = [*(_chart(spec, state, beside) for spec in PAGE), _split(state, beside)]
     return [chart for chart in found if chart.lines]
 
 
-def _chart(spec: ChartSpec, state: RunState, restarts: list[int]) -> PageChart:
+def _chart(spec: ChartSpec, state: RunState, beside: list[Mark]) -> PageChart:
     found = [(curve, label, series) for curve in spec.curves for label, series in _found(curve, state)]
     lines = [
         _line(label, at, series, WRITERS[spec.unit], scatter=curve.scatter)
@@ -159,7 +163,7 @@ def _chart(spec: ChartSpec, state: RunState, restarts: list[int]) -> PageChart:
     ]
     longest = max((len(series) for curve, _, series in found if curve.metric != HELD_OUT), default=0)
     note = f"{longest:,} points, thinned; every slice keeps its extremes." if longest > POINTS else ""
-    return PageChart(spec, [line for line in lines if line], restarts, note)
+    return PageChart(spec, [line for line in lines if line], beside, note)
 
 
 def _found(curve: CurveSpec, state: RunState) -> list[tuple[str, Series]]:
@@ -169,7 +173,7 @@ def _found(curve: CurveSpec, state: RunState) -> list[tuple[str, Series]]:
     return [(curve.label, state.metric(curve.metric))]
 
 
-def _split(state: RunState, restarts: list[int]) -> PageChart:
+def _split(state: RunState, beside: list[Mark]) -> PageChart:
     """Shares of a step's seconds, stacked; a part without a value counts as none of them.
 
     The first step is left out: it compiles and warms up, and says nothing of the others.
@@ -187,7 +191,7 @@ def _split(state: RunState, restarts: list[int]) -> PageChart:
         note += f"Without the first step, which took {seconds_text(seconds.values[0])}."
     total = averaged(Series(whole.steps, sums, whole.times), STACKED)
     lines = [_share(name, at, averaged(part, STACKED), total) for at, (name, part) in enumerate(parts.items(), 1)]
-    return PageChart(STEP_PARTS, lines if len(whole) else [], restarts, note, stacked=True)
+    return PageChart(STEP_PARTS, lines if len(whole) else [], beside, note, stacked=True)
 
 
 def _share(label: str, colour: int, part: Series, whole: Series) -> PageCurve:
@@ -197,6 +201,57 @@ def _share(label: str, colour: int, part: Series, whole: Series) -> PageCurve:
     seconds, all_of_them = sum(value for value, _ in pairs), sum(total for _, total in pairs)
     mean_share = f"{seconds / all_of_them:.0%}" if all_of_them > 0 and math.isfinite(all_of_them) else "–"
     return PageCurve(label, colour, Series(part.steps, shares, part.times), mean_share, "of all steps")
+
+
+def system_charts(state: RunState) -> list[PageChart]:
+    """Use of the machine and of the engines over minutes, as far as it was recorded."""
+    samples = list(state.gauges.samples)
+    if not samples:
+        return []
+    start = samples[0].time
+    gpus, engines = (
+        sorted({gpu.index for s in samples for gpu in s.gpus}),
+        sorted({e for s in samples for e in s.engines}),
+    )
+    parts = sorted({name for sample in samples for name in sample.components})
+
+    def curve(label: str, colour: int, unit: str, of: Callable[[GaugesRecord], float | None]) -> PageCurve | None:
+        found = [(sample.time, value) for sample in samples if (value := of(sample)) is not None]
+        line = _line(
+            masked_line(label), colour, Series(range(len(found)), [value for _, value in found]), WRITERS[unit]
+        )
+        return line and replace(line, points=Series(range(len(found)), [value for _, value in found]),
+                                places=[(time - start) / 60 for time, _ in found])  # fmt: skip
+
+    def card(index: int, name: str) -> Callable[[GaugesRecord], float | None]:
+        return lambda sample: next((getattr(gpu, name) for gpu in sample.gpus if gpu.index == index), None)
+
+    def engine(which: str, name: str) -> Callable[[GaugesRecord], float | None]:
+        return lambda sample: getattr(sample.engines.get(which), name, None)
+
+    def part(which: str) -> Callable[[GaugesRecord], float | None]:
+        return lambda sample: getattr(sample.components.get(which), "memory_bytes", None)
+
+    drawn: list[tuple[ChartSpec, list[tuple[str, Callable[[GaugesRecord], float | None]]]]] = [
+        (ChartSpec("GPU in use", (), "Percent of time", low=0.0, high=100.0),
+         [(f"GPU {index}", card(index, "utilization_percent")) for index in gpus]),
+        (ChartSpec("GPU memory", (), "In use, whoever uses it", unit="bytes", low=0.0),
+         [(f"GPU {index}", card(index, "used_bytes")) for index in gpus]),
+        (ChartSpec("Requests at the engines", (), "Being answered", low=0.0),
+         [(name, engine(name, "running")) for name in engines]),
+        (ChartSpec("KV cache", (), "Share in use", low=0.0, high=1.0),
+         [(name, engine(name, "kv_use")) for name in engines]),
+        (ChartSpec("run-api queue", (), "Groups that wait for the trainer", low=0.0),
+         [("groups", lambda sample: sample.queue)]),
+        (ChartSpec("CPU", (), "Percent of the whole machine", low=0.0, high=100.0),
+         [("host", lambda sample: sample.host.cpu_percent)]),
+        (ChartSpec("Main memory", (), "By component", unit="bytes", low=0.0), [(name, part(name)) for name in parts]),
+    ]  # fmt: skip
+    charts_ = []
+    for spec, curves in drawn:
+        lines = [curve(label, at, spec.unit, of) for at, (label, of) in enumerate(curves, 1)]
+        charts_.append(PageChart(spec, [line for line in lines if line], [], "", over=Along.MINUTES))
+    return [chart for chart in charts_ if chart.lines]
 
 
 def _at_steps(series: Series, steps: Sequence[int]) -> Series:
@@ -292,8 +347,11 @@ def _paint(axes: Axes, chart: PageChart) -> None:
         lost = [place for place, value in zip(line.along, line.points.values, strict=True) if math.isnan(value)]
         if lost:
             axes.plot(lost, [low] * len(lost), "x", color=_BAD, markersize=5, clip_on=False, zorder=5)
-    for step in chart.restarts:
-        axes.axvline(step, color=_AXIS, linewidth=0.8, linestyle=(0, (2, 3)))
+    for mark in chart.marks:
+        if mark.kind in _LINES:
+            axes.axvline(mark.step, color=_LINES[mark.kind], linewidth=0.8, linestyle=(0, (2, 3)))
+        else:
+            axes.plot([mark.step], [low], _POINTS[mark.kind], color=_AXIS, markersize=3.5, clip_on=False, zorder=4)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.over != Along.MINUTES))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     if not chart.spec.log:
