@@ -217,11 +217,9 @@ def system_charts(state: RunState) -> list[PageChart]:
 
     def curve(label: str, colour: int, unit: str, of: Callable[[GaugesRecord], float | None]) -> PageCurve | None:
         found = [(sample.time, value) for sample in samples if (value := of(sample)) is not None]
-        line = _line(
-            masked_line(label), colour, Series(range(len(found)), [value for _, value in found]), WRITERS[unit]
-        )
-        return line and replace(line, points=Series(range(len(found)), [value for _, value in found]),
-                                places=[(time - start) / 60 for time, _ in found])  # fmt: skip
+        times, values = [time for time, _ in found], [value for _, value in found]
+        line = _line(masked_line(label), colour, Series(range(len(found)), values, times), WRITERS[unit])
+        return line and replace(line, places=[(time - start) / 60 for time in line.points.times])
 
     def card(index: int, name: str) -> Callable[[GaugesRecord], float | None]:
         return lambda sample: next((getattr(gpu, name) for gpu in sample.gpus if gpu.index == index), None)
