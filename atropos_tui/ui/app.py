@@ -8,13 +8,12 @@ the files of the run have the last word.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult, SystemCommand
@@ -24,14 +23,14 @@ from textual.widget import Widget
 
 from atropos_common.control import Phase, RunStatus, State
 from atropos_common.records import CommandRecord, GaugesRecord, Record
-from atropos_tui.monitor.bench import RunBenchmark, benchmark_run
 from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.run_files import RunInfo, other_runs, status_from_files
+from atropos_tui.monitor.run_files import RunInfo, status_from_files
 from atropos_tui.monitor.state import RunState
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui import preferences
-from atropos_tui.ui.commands import CommandApp, Outcome, palette
-from atropos_tui.ui.dialogs import ChooseRunDialog, HelpDialog, TextDialog
+from atropos_tui.ui.chart_commands import ChartApp
+from atropos_tui.ui.commands import Outcome, palette
+from atropos_tui.ui.dialogs import HelpDialog, TextDialog
 from atropos_tui.ui.feed import (
     Control,
     Feed,
@@ -42,15 +41,17 @@ from atropos_tui.ui.feed import (
 )
 from atropos_tui.ui.terminal import Bell, edit, ground, run_app, save_screenshot
 from atropos_tui.ui.theme import LIGHT, THEME, own_colours, own_theme
-from atropos_tui.ui.views import VIEWS, arrange, compose_screen, visible
+from atropos_tui.ui.views import VIEWS, arrange, compose_screen, view_spec, visible
 from atropos_tui.ui.widgets.bars import Apply, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.components import Components
+from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.header import Notices
 from atropos_tui.ui.widgets.listing import Listing
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.panel import Panel, View
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
+from atropos_tui.ui.widgets.step import StepPanel
 
 REFRESH_S = 0.25
 CURVES_S = 1.0
@@ -64,7 +65,7 @@ SEARCHED = (LogView, Rollouts, Events)
 """Panels that can be searched, and have keys of their own."""
 
 
-class CockpitApp(CommandApp):
+class CockpitApp(ChartApp):
     """The screen of one run."""
 
     CSS_PATH = "app.tcss"
@@ -79,7 +80,8 @@ class CockpitApp(CommandApp):
         Binding("slash", "search", "Search", tooltip="Search the log, the rollouts or the events"),
         Binding("f", "follow", "Follow", show=False, tooltip="Follow the log's end, or stay where it is"),
         Binding("a", "all_logs", "All logs", show=False, tooltip="All logs merged, or the selected component's"),
-        Binding("c", "compare", "Compare", show=False, tooltip="Compare the benchmark with another run's"),
+        Binding("c", "compare", "Compare", show=False, tooltip="Compare with other runs, on the same axes"),
+        Binding("M", "choose_curves", "Curves", show=False, tooltip="Choose which other curves view 2 draws"),
         Binding(
             "left_square_bracket", "select(-1)", "Previous component", show=False, tooltip="Select the component above"
         ),
@@ -113,7 +115,6 @@ class CockpitApp(CommandApp):
         self.info = RunInfo()
         self.state = RunState()
         self.status: RunStatus | None = None
-        self.other: RunBenchmark | None = None
         self.gone = ""
         self.loaded = False
         """Whether the files were read to their end once; until then the curves wait."""
@@ -153,6 +154,7 @@ class CockpitApp(CommandApp):
         ):
             self.run_worker(follow(), group="feed")
         self.set_interval(REFRESH_S, self._refresh_panels)
+        self.run_worker(self.draw_chosen(), group="curves")
 
     # What the feed tells.
 
@@ -270,7 +272,15 @@ class CockpitApp(CommandApp):
             other=self.other,
             selected=table.selected.name if table and table.selected else "",
             loaded=self.loaded,
+            looking=self.looking,
+            runs=self.runs,
         )
+
+    def draw_now(self, kind: type[Chart] | None = None) -> None:
+        """Charts are asked at once, for a key waits; what reads the step under their cursor, too."""
+        if self.main:
+            wanted = (Chart, StepPanel) if kind else Widget
+            self._show([widget for widget in visible(self.main) if isinstance(widget, wanted)], self.loaded)
 
     def _choose_component(self) -> None:
         """Until the user chooses, the cursor is on what matters: failed, starting, else the trainer."""
@@ -325,11 +335,16 @@ class CockpitApp(CommandApp):
             arrange(main, name)
             if name == "rollouts":
                 main.query_one(Rollouts).point()
-            main.query_one(VIEWS[name].focus).focus()
+            self._focus(main, name)
             main.refresh(layout=True)  # at once, else what was there is painted a last time before the layout
             self._show([widget for widget in visible(main) if widget not in before], self.loaded)
             if name == "events" and (diagnosis := main.query_one(Notices).diagnosis):
                 main.query_one(Events).point(diagnosis)
+
+    def _focus(self, main: Screen[object], name: str) -> None:
+        """The panel that gets the keys: the first of its kind on the screen."""
+        kind = view_spec(name).focus
+        next((widget for widget in visible(main) if isinstance(widget, kind)), main.query_one(kind)).focus()
 
     def action_view_before(self) -> None:
         """Where the present view was reached from."""
@@ -365,17 +380,6 @@ class CockpitApp(CommandApp):
     def _ask_line(self, what: str, apply: Apply, then: Widget) -> None:
         if bar := self.find(SearchBar):
             bar.ask(what, apply, then.focus)
-
-    def action_compare(self) -> None:
-        self.action_view("benchmark")
-        self.run_worker(self._compare(), group="compare", exclusive=True)
-
-    async def _compare(self) -> None:
-        found = await asyncio.to_thread(other_runs, self.feed.run.root)
-        choice = await self.push_screen_wait(ChooseRunDialog(found))
-        if choice is not None:
-            self.other = await asyncio.to_thread(benchmark_run, cast(Path, choice)) if choice else None
-            self._draw(self.loaded)
 
     def action_open_log(self) -> None:
         log, table = self.find(LogView), self.find(Components)

@@ -22,6 +22,7 @@ from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.machine import MachinePanel
 from atropos_tui.ui.widgets.panel import Panel
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
+from atropos_tui.ui.widgets.step import StepPanel
 
 
 class ViewSpec(NamedTuple):
@@ -40,7 +41,8 @@ class ViewSpec(NamedTuple):
 
 
 TRAINING = (
-    "reward", "loss", "entropy", "ratio", "clip", "grad", "length", "truncated", "lag", "queue", "time", "tokens",
+    "reward", "useful", "loss", "entropy", "length", "truncated", "ratio", "clip", "grad", "lag", "lr", "time",
+    "tokens", "queue",
 )  # fmt: skip
 ALIGNMENT = ("diff", "diff-max", "logprobs", "kl")
 
@@ -48,7 +50,8 @@ VIEWS = {
     "overview": ViewSpec("Overview", "Everything", short="All"),
     "training": ViewSpec(
         "Training",
-        "Reward, loss, entropy, ratio, clipping, length, lag",
+        "Curves of training, and those you choose",
+        Chart,
         panels=lambda: [ChartGrid(*TRAINING, columns="three")],
         short="Train",
     ),
@@ -56,7 +59,7 @@ VIEWS = {
     "rollouts": ViewSpec("Rollouts", "The newest rollouts by group", Rollouts, bottom=(Rollouts, RolloutDetail)),
     "benchmark": ViewSpec(
         "Benchmark",
-        "Where the time goes; the summary, beside another run",
+        "Where the time goes; the summary, beside other runs",
         panels=lambda: [Benchmark(), Summary()],
         short="Bench",
     ),
@@ -73,6 +76,11 @@ VIEWS = {
     ),
 }
 """The views by name, in the order of the number keys. A new panel is its file and a row here."""
+ENLARGED = "enlarged"
+NUMBERLESS = {
+    ENLARGED: ViewSpec("Chart", "One chart on the whole screen", Chart, panels=lambda: [Chart("reward"), StepPanel()])
+}
+"""Views that something leads to, and no number key."""
 
 
 def compose_screen() -> ComposeResult:
@@ -96,7 +104,7 @@ def compose_screen() -> ComposeResult:
         yield Rollouts()
         yield RolloutDetail()
         yield Events()
-    for name, view in VIEWS.items():
+    for name, view in {**VIEWS, **NUMBERLESS}.items():
         if panels := view.panels():
             yield Horizontal(*panels, id=f"view-{name}", classes="view")
     yield SearchBar()
@@ -106,18 +114,24 @@ def compose_screen() -> ComposeResult:
     yield Static("the terminal is too small:\n40 × 12 shows something, 80 × 24 all", id="too-small")
 
 
+def view_spec(name: str) -> ViewSpec:
+    """A view, whether a number key leads to it or not."""
+    return VIEWS.get(name) or NUMBERLESS[name]
+
+
 def arrange(root: Widget, name: str) -> None:
     """Show the panels of a view, and no others; those of the overview are the style sheet's, by the terminal's size.
 
     Widgets are shown and hidden one by one, for restyling all of them would take a quarter of a second.
     """
-    view, overview = VIEWS[name], name == "overview"
+    view, overview = view_spec(name), name == "overview"
     for row in root.query(".overview"):
         _display(row, None if overview else bool(view.bottom) and row.id == "bottom")
     for panel in root.query("#bottom > *"):
         _display(panel, None if overview else isinstance(panel, view.bottom))
     for own in root.query(".view"):
         _display(own, True if own.id == f"view-{name}" else None)
+    _display(root.query_one("#top"), False if name == ENLARGED else None)
     _display(root.query_one("#machine"), False if name == "machine" else None)
 
 

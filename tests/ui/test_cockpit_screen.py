@@ -228,7 +228,7 @@ async def test_new_records_are_drawn_as_they_come(run: RunDir) -> None:
         fresh = StepRecord.model_validate(newest | {"step": 38, "reward_mean": 0.123})
         write_records(run.telemetry_jsonl, [fresh])
         await screen.shows("step 38/60", timeout_s=3)
-        await screen.shows("━ 0.123")
+        await screen.shows("━ mean 0.123")
 
 
 async def test_a_refusal_is_a_toast_with_the_way_out(run: RunDir) -> None:

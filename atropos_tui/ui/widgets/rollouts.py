@@ -106,6 +106,10 @@ class Rollouts(Listing[RolloutRow]):
     def on_listing_moved(self) -> None:
         self.point()
 
+    def go_to(self, step: int) -> None:
+        """Put the cursor on the first completion of `step`, or of the newest step before it that has any."""
+        self.cursor = next((at for at, item in enumerate(self.items) if item.rollout.step <= step), self.cursor)
+
     def point(self) -> None:
         """Say which completion is to be shown in full."""
         rollout = self.current.rollout if self.current else None
