@@ -110,6 +110,8 @@ class ComponentStatus(Message):
     attempt: int = 0
     restarts: int = 0
     """Restarts after a crash; a restart by hand is not counted."""
+    errors: int = 0
+    """Times that this attempt has printed ERROR; in a flood as far as it is looked at."""
     pid: int | None = None
     pids: list[int] = Field(default_factory=list)
     """Every live process of the component, descendants included."""

@@ -304,6 +304,10 @@ class RolloutRecord(TrainerRecord):
     reward: Number
     advantage: Number
     policy_lag: Number | None = None
+    group_size: int | None = None
+    """Completions of this prompt in the step's batch, of which perhaps not all are written."""
+    tokens: int | None = None
+    """Generated ones, with what an environment put in between its turns."""
 
 
 class CheckpointRecord(TrainerRecord):

@@ -2,7 +2,8 @@
 
     python -m benchmarks.ui [--seconds 30] [--json]
 
-Every figure is of `atropos-tui attach` in a pseudo terminal of 160 x 45, against a real supervisor. In the flood one
+Every figure is of `atropos-tui attach` in a pseudo terminal, of 160 x 45 unless its name says another size, against a
+real supervisor. In the flood one
 child prints 200,000 lines a second and telemetry grows by 20 records a second; half an hour of telemetry is then
 written at a higher speed, with the flood going on. CPU is of one core. `--json` prints one JSON object.
 """
@@ -45,6 +46,7 @@ IDLE_S = 20.0
 HISTORY_STEPS = 5_556
 """Steps of 9 records each: 50,004 records."""
 ATTACHES = 5
+SIZES = ((80, 24), (160, 45))
 KEYS = ((b"2", b"Gradient norm"), (b"9", b"processes"), (b"1", b"Logprob |diff|"), (b"?", b"esc closes"))
 """What is pressed, and what only its effect writes to the terminal."""
 FLOOD = f"""
@@ -62,9 +64,9 @@ while True:
 class Screen:
     """The cockpit in a terminal of its own; a thread keeps what it writes."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, columns: int = 160, rows: int = 45) -> None:
         self._fd, inner = pty.openpty()
-        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 45, 160, 0, 0))
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.began = time.monotonic()
         self.process = psutil.Popen(
             [sys.executable, "-m", "atropos_tui", "attach", "--run-dir", str(run)],
@@ -86,6 +88,11 @@ class Screen:
                         self._changed.notify_all()
             except (OSError, ValueError):
                 return
+
+    @property
+    def written(self) -> int:
+        """Bytes that it has sent to the terminal."""
+        return len(self._seen)
 
     def wait(self, words: bytes, since: int = 0, timeout_s: float = 30.0) -> float:
         """The moment at which `words` were written, after the first `since` bytes."""
@@ -156,7 +163,9 @@ class Telemetry:
 
 
 @contextmanager
-def screen_of(folder: Path, name: str, steps: int, *, flood: bool) -> Iterator[tuple[RunDir, Screen]]:
+def screen_of(
+    folder: Path, name: str, steps: int, *, flood: bool, size: tuple[int, int] = (160, 45)
+) -> Iterator[tuple[RunDir, Screen]]:
     """A live run of `steps` steps with a screen on it."""
     made = make_run(folder / f"{name}-files", steps=steps, training_steps=20_000)
     parts = [child("run-api", SLEEP, role=Role.API), child("vllm", FLOOD if flood else SLEEP, role=Role.ENGINE),
@@ -166,7 +175,7 @@ def screen_of(folder: Path, name: str, steps: int, *, flood: bool) -> Iterator[t
         for ours, from_there in ((run.plan_json, made.plan_json), (run.run_json, made.run_json)):
             ours.write_bytes(from_there.read_bytes())
         run.telemetry_jsonl.write_bytes(made.telemetry_jsonl.read_bytes())
-        screen = Screen(run.root)
+        screen = Screen(run.root, *size)
         try:
             yield run, screen
         finally:
@@ -198,6 +207,29 @@ def idle(folder: Path) -> dict[str, float]:
         before, began = screen.cpu_s(), time.monotonic()
         time.sleep(IDLE_S)
         return {"idle_cpu_percent": 100 * (screen.cpu_s() - before) / (time.monotonic() - began)}
+
+
+def rest(folder: Path) -> dict[str, float]:
+    """Bytes a second to the terminal, at two sizes: of a run in which nothing happens, and of one that is over."""
+    found: dict[str, float] = {}
+    for columns, rows in SIZES:
+        with screen_of(folder, f"rest{columns}", 100, flood=False, size=(columns, rows)) as (run, screen):
+            screen.wait(b"101 is overdue")
+            found[f"rest_{columns}x{rows}_bytes_per_s"] = bytes_per_s(screen)
+        over = Screen(run.root, columns, rows)
+        try:
+            over.wait(b"stopped")
+            found[f"over_{columns}x{rows}_bytes_per_s"] = bytes_per_s(over)
+        finally:
+            over.close()
+    return found
+
+
+def bytes_per_s(screen: Screen) -> float:
+    time.sleep(8)  # until it is quiet
+    before, began = screen.written, time.monotonic()
+    time.sleep(IDLE_S)
+    return (screen.written - before) / (time.monotonic() - began)
 
 
 def flood(folder: Path, seconds: float) -> dict[str, float]:
@@ -249,13 +281,14 @@ def half_hour(screen: Screen, telemetry: Telemetry) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0, help="length of the flood (default: %(default)s)")
-    parser.add_argument("--only", choices=("attach", "idle", "flood"), help="measure this alone")
+    parser.add_argument("--only", choices=("attach", "idle", "rest", "flood"), help="measure this alone")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found: dict[str, Any] = {"load_average": os.getloadavg()[0], "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part, measure in (("attach", attach), ("idle", idle), ("flood", lambda at: flood(at, options.seconds))):
+        parts = {"attach": attach, "idle": idle, "rest": rest, "flood": lambda at: flood(at, options.seconds)}
+        for part, measure in parts.items():
             if options.only in (None, part):
                 found |= measure(folder)
     if options.json:

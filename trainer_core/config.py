@@ -364,8 +364,8 @@ class TrainingConfig(BaseModel):
     """Say for every parameter where it is mapped."""
     benchmark: bool = False
     """Print timing with every step and a summary at the end (in a run directory the summary is always printed)."""
-    rollout_samples: int = Field(4, ge=0, le=64)
-    """Completions of each step that are written to the telemetry as text."""
+    rollout_samples: int = Field(8, ge=0, le=64)
+    """Completions of each step that are written to the telemetry as text, whole groups first."""
     dump_last_batch: bool = False
     """Keep the last batch from run-api as temp.json in save_path."""
     log_dir: str = "./logs"

@@ -100,10 +100,9 @@ def write_records(telemetry: Telemetry, report: StepReport, config: TrainingConf
             SyncRecord, step, mode=report.sync.mode, weight_version=report.sync.weight_version,
             seconds=report.sync.seconds, phases=report.sync.phases, moved=report.sync.moved,
         )  # fmt: skip
-    for index in _spread(len(report.batch.rollouts), config.rollout_samples):
-        telemetry.write(
-            RolloutRecord, step, **_rollout_fields(report.batch.rollouts[index], report.lags[index], reader)
-        )
+    for index, size in sampled(report.batch.rollouts, config.rollout_samples, step):
+        fields = _rollout_fields(report.batch.rollouts[index], report.lags[index], reader)
+        telemetry.write(RolloutRecord, step, **fields, group_size=size)
 
 
 def step_fields(report: StepReport) -> dict[str, Any]:
@@ -226,10 +225,29 @@ def tracker_metrics(report: StepReport) -> dict[str, Any]:
     }
 
 
-def _spread(count: int, wanted: int) -> list[int]:
-    """`wanted` indices spread evenly over `count`."""
-    wanted = min(count, wanted)
-    return [i * count // wanted for i in range(wanted)]
+def sampled(rollouts: Sequence[Rollout], wanted: int, step: int) -> list[tuple[int, int]]:
+    """Which `wanted` rollouts are written as text, each with the size of its group: whole groups, for it is within a
+    group that one learns. Of the last one only a part may fit: from its best to its worst, evenly.
+
+    Groups are those that share a prompt. Another one comes first at each step, and flat ones last: they teach nothing.
+    """
+    groups: dict[bytes, list[int]] = {}
+    for index, rollout in enumerate(rollouts):
+        groups.setdefault(rollout.tokens[: rollout.prompt_length].tobytes(), []).append(index)
+    turned = [list(groups.values())[(at + step) % len(groups)] for at in range(len(groups))]
+    found: list[tuple[int, int]] = []
+    for group in sorted(turned, key=lambda group: len({rollouts[index].score for index in group}) < 2):
+        by_score = sorted(group, key=lambda index: -rollouts[index].score)
+        kept = set(by_score if len(group) <= wanted - len(found) else _spread(by_score, wanted - len(found)))
+        found += [(index, len(group)) for index in group if index in kept]
+        if len(found) >= wanted:
+            break
+    return found
+
+
+def _spread(ranked: Sequence[int], wanted: int) -> list[int]:
+    """`wanted` of `ranked`, evenly, both ends among them."""
+    return [ranked[i * (len(ranked) - 1) // max(1, wanted - 1)] for i in range(wanted)]
 
 
 def _rollout_fields(rollout: Rollout, lag: int | None, reader: TextReader) -> dict[str, Any]:
@@ -242,6 +260,7 @@ def _rollout_fields(rollout: Rollout, lag: int | None, reader: TextReader) -> di
         "reward": rollout.score,
         "advantage": float(trained.mean(dtype=np.float64)) if len(trained) else 0.0,
         "policy_lag": lag,
+        "tokens": len(rollout.tokens) - cut,
     }
 
 

@@ -21,14 +21,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
+from atropos_common.files import write_private
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show
 from atropos_tui.cli.control import bring_down
 from atropos_tui.cli.profiles import checked, read_env_files
+from atropos_tui.cli.report import overlay
 from atropos_tui.cli.up import spawn_supervisor, write_run_files
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import Progress, benchmark_runs, benchmarks_json, render_benchmarks
 from atropos_tui.monitor.format import plain_text
+from atropos_tui.monitor.overlay import read_runs, settings_table, text_table
 from atropos_tui.profile.errors import refused
 from atropos_tui.profile.hardware import read_machine
 from atropos_tui.profile.plan import make_site
@@ -38,6 +41,7 @@ from atropos_tui.profile.spec import StackSpec
 
 POLL_S = 0.2
 REDRAW_S = 0.5
+PAGE = "overlay.html"
 REPEAT_S = 10.0
 """Off a terminal a line is printed when its phase changes, and so often while only its figures do."""
 WORST_FIRST = (Exit.FAULT, Exit.COMPONENT_FAILED, Exit.TIMEOUT, Exit.USAGE, Exit.INTERRUPTED)
@@ -96,6 +100,7 @@ async def compare(options: argparse.Namespace) -> int:
         board.say(f"  {line}")
     code = await Comparison(entries, board, sequential=options.sequential).run()
     tell(entries, board, as_json=options.json)
+    lay_over([Path(entry.spec.run_dir) for entry in entries if entry.progress is not None], base, board)
     return code
 
 
@@ -349,13 +354,28 @@ def start(entry: ComparedStack) -> None:
     spawn_supervisor(run, entry.spec)
 
 
+def lay_over(roots: Sequence[Path], base: Path, board: Board) -> None:
+    """The curves of all that trained on the same axes, as a page beside the runs."""
+    trained = [run for run in read_runs(roots) if run.state.step]
+    if len(trained) < 2:
+        return
+    try:
+        write_private(base / PAGE, overlay(trained))
+        board.say(f"curves on the same axes: {base / PAGE}")
+    except (UserError, OSError) as error:  # what draws it may not be installed; the figures stand above
+        board.say(f"no page of the curves: {error}")
+
+
 def tell(entries: Sequence[ComparedStack], board: Board, *, as_json: bool) -> None:
     """The table of what ran, then how the others ended."""
     figures = benchmark_runs([entry.root for entry in entries if entry.progress is not None])
     if as_json:
         print(benchmarks_json(figures))
     elif figures:
+        apart = settings_table(read_runs([Path(entry.spec.run_dir) for entry in entries if entry.progress is not None]))
         print(f"\n{render_benchmarks(figures)}\n")
+        if apart:
+            print(f"{text_table(apart)}\n")
     tell_failures(entries, board)
 
 

@@ -196,8 +196,10 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     runs = _command(commands, "runs", "inspect:list_runs", "list runs, newest first")
     runs.add_argument("--json", action="store_true", help="as JSON")
     runs.add_argument("--limit", metavar="N", type=_count, help="the newest N alone, 0 for all (default 20; JSON: all)")
-    report = _command(commands, "report", "report:report", "write one HTML page about a run")
-    report.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
+    report = _command(
+        commands, "report", "report:report", "write one HTML page about a run, or several on the same axes"
+    )
+    report.add_argument("runs", metavar="RUN", type=Path, nargs="*", help=RUN)
     report.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: RUN-report.html")
     replay = _command(commands, "replay", "report:replay", "play a run in the screen, as it was")
     replay.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from atropos_common.control import RunStatus
@@ -12,16 +14,30 @@ from atropos_common.files import write_private
 from atropos_tui.cli import inspect, runs
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import bytes_text, one_line
+from atropos_tui.monitor.overlay import RunCurves, read_runs
 from atropos_tui.profile.errors import printable
 
 NEEDED = ("jinja2", "markupsafe", "matplotlib")
 
 
 async def report(options: argparse.Namespace) -> int:
-    """Write the page, readable by this user alone: it holds prompts and completions."""
-    entry = runs.pick(options.run)
-    path = options.output or Path(f"{entry.dir.root.name}-report.html")
-    page = render(entry, await _status(entry))
+    """Write the page of a run, or of several on the same axes."""
+    entries = [runs.pick(run) for run in options.runs or [None]]
+    first = entries[0]
+    if len(entries) > 1:
+        write(overlay(read_runs([entry.dir.root for entry in entries])), options.output or Path("runs-report.html"))
+    else:
+        page = render(first, await _status(first))
+        write(page, options.output or Path(f"{first.dir.root.name}-report.html"))
+    return Exit.DONE
+
+
+def write(page: str, path: Path) -> None:
+    """Write a page, readable by this user alone: it holds prompts and completions.
+
+    Raises:
+        UserError: it cannot be written there.
+    """
     try:
         path = path.resolve() if path.is_symlink() else path
         if path.exists() and not path.is_file():
@@ -33,23 +49,36 @@ async def report(options: argparse.Namespace) -> int:
             [Problem(getattr(error, "strerror", None) or str(error), "choose another -o FILE", printable(str(path)))],
         ) from None
     print(f"{one_line(str(path))}  ({bytes_text(len(page.encode()))}; open it in a browser)")
-    return Exit.DONE
 
 
-def render(entry: runs.RunEntry, status: RunStatus) -> str:
-    """The page of a run.
+@contextlib.contextmanager
+def _needing() -> Iterator[None]:
+    """Says which package is missing.
 
     Raises:
-        UserError: what draws it is not installed.
+        UserError: what draws a page is not installed.
     """
     try:
-        from atropos_tui.monitor.report import render_report
+        yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in NEEDED:
             raise
         fix = "pip install 'atropos-tui[report]'"
         raise UserError("a report needs more packages", [Problem(f"{error.name} is not installed", fix)]) from None
+
+
+def render(entry: runs.RunEntry, status: RunStatus) -> str:
+    """The page of a run."""
+    with _needing():
+        from atropos_tui.monitor.report import render_report
     return render_report(entry.dir, status, time.time())
+
+
+def overlay(compared: Sequence[RunCurves]) -> str:
+    """The page of several runs on the same axes."""
+    with _needing():
+        from atropos_tui.monitor.report_overlay import render_overlay
+    return render_overlay(compared, time.time())
 
 
 async def _status(entry: runs.RunEntry) -> RunStatus:

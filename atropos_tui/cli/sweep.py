@@ -281,6 +281,7 @@ def tell(cells: Sequence[Cell], board: Board, base: Path, *, as_json: bool) -> N
         if seeds := over_seeds(cells, figures):
             print(f"{seeds}\n")
     compare.tell_failures(cells, board)
+    compare.lay_over([cell.root for cell in cells if cell.progress is not None], base, board)
 
 
 def table(cells: Sequence[Cell], figures: Mapping[str, RunBenchmark]) -> str:

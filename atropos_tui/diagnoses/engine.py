@@ -126,6 +126,8 @@ class LogScanner:
         self.spec = spec
         self.names = names
         self.counts: Counter[str] = Counter()
+        self.errors = 0
+        """How often it printed `ERROR`."""
         self.noted: list[str] = []
         """Newest lines with the role's needle in `NOTED`; whoever takes them clears the list."""
         self._head: list[bytes] = []
@@ -203,6 +205,7 @@ class LogScanner:
                     self._settling.setdefault(rule.name, (rule, _Open(now, found)))
                 else:
                     said += self._say(rule, found, now)
+        self.errors += text.count(b"ERROR")
         for name, needle in self._counted.items():
             self.counts[name] += text.count(needle)
         if (wanted := NOTED.get(self.spec.role)) is not None:

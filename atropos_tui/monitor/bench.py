@@ -114,7 +114,7 @@ def _idle_share(state: RunState, count: int) -> float | None:
     return sum(idle[step] * s for step, s in seconds.items()) / total if total else None
 
 
-def _newest(series: Series, count: int) -> tuple[list[int], list[float]]:
+def _newest(series: Series, count: int) -> tuple[Sequence[int], list[float]]:
     return series.steps[-count:], series.tail(count)
 
 

@@ -23,11 +23,11 @@ LARGEST, SMALLEST = 1e300, 1e-300
 class Series:
     """Values by step, ascending. NaN and infinities are kept; a value that does not exist has no point.
 
-    Values and times are packed, for a long run has a hundred thousand of them.
+    All three are packed, for a long run has a hundred thousand points.
     """
 
     def __init__(self, steps: Iterable[int] = (), values: Iterable[float] = (), times: Iterable[float] = ()) -> None:
-        self.steps = list(steps)
+        self.steps = array("q", steps)
         self.values = array("d", values)
         self.times = array("d", times)
         """Unix seconds of each point."""
@@ -40,7 +40,7 @@ class Series:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Series({self.steps}, {list(self.values)}, {list(self.times)})"
+        return f"Series({list(self.steps)}, {list(self.values)}, {list(self.times)})"
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -69,6 +69,15 @@ class Series:
         """Forget every point from `step` on."""
         at = bisect_left(self.steps, step)
         del self.steps[at:], self.values[at:], self.times[at:]
+
+    def at(self, step: int) -> float | None:
+        """The value of this very step; None where it has none."""
+        at = bisect_left(self.steps, step)
+        return self.values[at] if at < len(self) and self.steps[at] == step else None
+
+    def part(self, start: int, end: int) -> Series:
+        """The points from number `start` to before `end`."""
+        return Series(self.steps[start:end], self.values[start:end], self.times[start:end])
 
     def tail(self, count: int) -> list[float]:
         """The newest `count` values, oldest first."""
@@ -171,14 +180,14 @@ class ChartSpec:
 
 
 HELD_OUT, QUEUE = "held-out", "queue"
-"""Curves that are no field of a trainer's record: accuracy of the first environment that reports one, and groups that
-wait in run-api, over seconds of the screen's own watching."""
+"""Curves that are no field of a trainer's record: accuracy by environment and split, and groups that wait in run-api,
+over seconds of the screen's own watching."""
 
 CHARTS = {
     "reward": ChartSpec(
         "Reward",
         (CurveSpec("mean", "reward_mean"), CurveSpec("held-out", HELD_OUT, "accent", scatter=True)),
-        "Mean reward of the batch; held-out accuracy where an environment evaluates",
+        "Mean reward of the batch; held-out accuracy by split, where an environment evaluates",
         low=0.0,
         high=1.0,
     ),
@@ -202,13 +211,20 @@ CHARTS = {
         short="logprob",
     ),
     "kl": ChartSpec("KL", (CurveSpec("k3", "kl_k3"),), "Estimate k3 of KL(rollout policy || trainer)", low=0.0),
+    "useful": ChartSpec(
+        "Useful groups",
+        (CurveSpec("share", "useful_groups"),),
+        "Share of a step's groups that teach something: in the others all scores are equal",
+        short="Useful",
+        low=0.0,
+        high=1.0,
+    ),
+    "lr": ChartSpec("Learning rate", (CurveSpec("lr", "lr"),), "Of the optimizer", short="lr", low=0.0),
     "loss": ChartSpec("Loss", (CurveSpec("loss", "loss"),), "Of the objective, per token"),
     "ratio": ChartSpec(
         "Ratio",
         (CurveSpec("mean", "ratio_mean"),),
         "A token's probability under the trainer over that under the rollout policy",
-        low=0.7,
-        high=1.3,
         healthy=HEALTHY_RATIO,
     ),
     "clip": ChartSpec(
@@ -217,7 +233,6 @@ CHARTS = {
         "Share of tokens whose ratio the objective clips",
         short="Clip",
         low=0.0,
-        high=0.4,
         healthy=(None, HEALTHY_CLIP_FRACTION),
     ),
     "ratio-max": ChartSpec(
@@ -270,15 +285,24 @@ CHARTS = {
 }
 """The charts of the screen, by name."""
 
+
+def chart_of(metric: str) -> ChartSpec:
+    """The chart of any curve, by the name that `RunState.metric` knows it by."""
+    unit = "s" if metric.endswith("_s") or metric.startswith("sync/") else "bytes" if metric.endswith("_bytes") else ""
+    return ChartSpec(metric, (CurveSpec("value", metric),), unit=unit)
+
+
 PAGE = (
     replace(
         CHARTS["reward"],
         curves=(CurveSpec("mean reward", "reward_mean"), CurveSpec("held-out", HELD_OUT, scatter=True)),
     ),
+    CHARTS["useful"],
     CHARTS["loss"],
-    replace(CHARTS["ratio"], low=None, high=None),
+    CHARTS["lr"],
+    CHARTS["ratio"],
     CHARTS["ratio-max"],
-    replace(CHARTS["clip"], high=None),
+    CHARTS["clip"],
     CHARTS["entropy"],
     CHARTS["length"],
     CHARTS["truncated"],

@@ -19,14 +19,21 @@ from atropos_common.control import Phase, RunStatus, State
 from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecord
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
-from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections
+from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections, tokens_per_second
+from atropos_tui.monitor.charts import mean
 from atropos_tui.monitor.format import counted, duration, glyph_and_word, masked_line, number, plain_text
-from atropos_tui.monitor.report_charts import PageChart, charts, draw
+from atropos_tui.monitor.log_errors import errors_of
+from atropos_tui.monitor.overlay import LAST, final, settings_of
+from atropos_tui.monitor.report_charts import PageChart, charts, draw, system_charts
 from atropos_tui.monitor.run_files import RunInfo, is_crashed, load_run, read_json
 from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
 from atropos_tui.monitor.timeline import timeline
+from atropos_tui.monitor.verdict import verdict
 from atropos_tui.profile.redact import mask
+from trainer_core.config import TrainingConfig
 
+INTERRUPTED = 130
+"""Exit code of a run that its user ended, as `errors.Exit` has it."""
 SAMPLES = 24
 """Rollouts on the page, the newest."""
 TEXT_CHARS, PROFILE_CHARS = 2_000, 100_000
@@ -53,13 +60,18 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
     figures = benchmark_state(state, run=run.root.name, mode=info.mode or status.mode)
     drawn = charts(state)
     end = _end(status, state, now)
-    page = _environment().get_template("report.html.j2").render(
+    page = environment().get_template("report.html.j2").render(
         name=masked_line(info.name or run.root.name),
         identity=_identity(info, status),
         verdict=_verdict(status),
+        sentence=_sentence(status, info, state, now),
+        learned=_learned(state),
         headline=_headline(state, info, status, end),
+        errors=errors_of(run),
+        settings=_settings(run),
         remarks=list(_remarks(state, feed.bad_lines)),
         charts=[(chart, _picture(chart, at)) for at, chart in enumerate(drawn)],
+        system=[(chart, _picture(chart, at)) for at, chart in enumerate(system_charts(state), len(drawn))],
         lanes=lanes(state, end),
         span=_span(state, end),
         diagnoses=[_diagnosis(record) for record in state.diagnoses],
@@ -78,7 +90,8 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
     return page.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair in a model's output
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """The templates of this folder; everything put into them is escaped."""
     loader = PackageLoader("atropos_tui.monitor", package_path=".")
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
@@ -101,20 +114,45 @@ def _verdict(status: RunStatus) -> tuple[str, str]:
         return f"● {status.phase.value}", "good"
     if is_crashed(status):
         return "▲ ended without a result", "bad"
+    if status.exit_code == INTERRUPTED:
+        return f"■ {masked_line(status.reason) or 'interrupted'}", "dim"
     return ("✔ done", "good") if status.exit_code == 0 else (f"✖ ended with code {status.exit_code}", "bad")
+
+
+def _sentence(status: RunStatus, info: RunInfo, state: RunState, now: float) -> tuple[str, str]:
+    """The one sentence that screen and `why` say too, and its tone."""
+    found = verdict(status, info, state, now)
+    return masked_line(found.line), found.tone
+
+
+def _learned(state: RunState) -> str:
+    """Whether it learned, in figures; empty where there are too few steps to tell."""
+    reward = state.metric("reward_mean")
+    if len(reward) < 2 * LAST:
+        return ""
+    words = [f"reward {number(mean(reward.values[:LAST]))} → {number(final(reward))} (means of {LAST} steps)"]
+    for name, series in state.evals.items():
+        if len(series) > 1:
+            words.append(f"{masked_line(name)} {number(series.values[0])} → {number(series.last)}")
+    return "; ".join(words)
 
 
 def _headline(state: RunState, info: RunInfo, status: RunStatus, end: float) -> list[tuple[str, str]]:
     """The figures that matter first."""
     steps = f"{state.step:,}" + (f" of {info.training_steps:,}" if info.training_steps else "")
-    held_out = next(iter(state.evals.values()), None)
+    name, held_out = next(iter(state.evals.items()), ("", None))
+    count = min(LAST, len(state.metric("reward_mean")))
+    newest = f", last {counted(count, 'step')}" if count else ""
     return [
         ("Steps", steps),
         ("Duration", duration(end - status.started_at) if status.started_at else "–"),
-        ("Reward", number(state.metric("reward_mean").last)),
-        ("Held-out accuracy", number(held_out.last if held_out else None)),
-        ("Alignment", state.alignment.verdict if state.alignment else "–"),
-        ("Tokens/s", number(state.metric("tokens_per_s").last, 0)),
+        (f"Reward{newest}", number(final(state.metric("reward_mean")))),
+        (
+            f"Accuracy, {masked_line(name)}, newest" if name else "Held-out accuracy",
+            number(held_out.last if held_out else None),
+        ),
+        ("Alignment, newest step", state.alignment.verdict if state.alignment else "–"),
+        (f"Tokens/s{newest}", number(tokens_per_second(state, LAST), 0)),
     ]
 
 
@@ -218,6 +256,13 @@ def _block(text: str, most: int) -> str:
     lines = [mask(plain_text(line)) for line in cut.replace("\r\n", "\n").split("\n")]
     more = f"\n… {len(text) - most:,} more characters" if len(text) > most else ""
     return "\n".join(lines) + more
+
+
+def _settings(run: RunDir) -> list[tuple[str, str, str]]:
+    """Key, value and default of every setting that is not at its default; of a key without one, a dash."""
+    defaults = {f"trainer.{name}": field.default for name, field in TrainingConfig.model_fields.items()}
+    rows = [(key, value, masked_line(str(defaults.get(key, "–")))) for key, value in settings_of(run).items()]
+    return [row for row in rows if row[1] != row[2]]
 
 
 def _rollouts(state: RunState) -> list[tuple[int, list[dict[str, str]]]]:

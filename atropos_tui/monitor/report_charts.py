@@ -11,8 +11,8 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
 from matplotlib import rc_context
@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from atropos_common.records import GaugesRecord
 from atropos_tui.monitor.bench import PARTS
 from atropos_tui.monitor.charts import (
     HELD_OUT,
@@ -35,6 +36,7 @@ from atropos_tui.monitor.charts import (
     thin,
 )
 from atropos_tui.monitor.format import bytes_text, masked_line, seconds_text
+from atropos_tui.monitor.reading import Along, Mark, marks, value_at
 from atropos_tui.monitor.state import RunState
 
 POINTS = 1_000
@@ -53,6 +55,9 @@ MANY = 400
 _MARKERS = {f"#0102{at:02x}": f"var(--c{at})" for at in range(1, PALETTE + 1)}
 _MARKERS |= {"#010301": "var(--axis)", "#010302": "var(--grid)", "#010303": "var(--good-area)", "#010304": "var(--bad)"}
 _AXIS, _GRID, _HEALTHY, _BAD = (name for name in _MARKERS if name.startswith("#0103"))
+_LINES = {"restart": _AXIS, "diagnosis": _BAD}
+_POINTS = {"evaluation": "d", "checkpoint": "s"}
+"""How each kind of mark is drawn: over the whole height, or as a point on the axis."""
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "atropos",
@@ -81,10 +86,12 @@ ElementTree.register_namespace("xlink", XLINK)
 STEP_PARTS = ChartSpec(
     "Where a step's time goes",
     (),
-    "Seconds of a step: waiting for rollouts, training, publishing weights, checkpoints",
-    unit="s",
+    "Shares of a step: waiting for rollouts, training, publishing weights, checkpoints",
     low=0.0,
+    high=1.0,
 )
+SPOTS = 120
+"""Places of a chart that say their values when pointed at."""
 
 Write = Callable[[float | None], str]
 
@@ -102,6 +109,15 @@ class PageCurve:
     """Lowest and highest value, of all points."""
     scatter: bool = False
     not_finite: int = 0
+    places: Sequence[float] = ()
+    """Where the points lie on the axis, where that is not at their steps."""
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+    """Lowest and highest of several runs, whose mean this is."""
+
+    @property
+    def along(self) -> Sequence[float]:
+        """The place of each point."""
+        return self.places or self.points.steps
 
 
 @dataclass(frozen=True)
@@ -110,10 +126,12 @@ class PageChart:
 
     spec: ChartSpec
     lines: list[PageCurve]
-    restarts: list[int]
-    """First steps of later attempts of the trainer."""
+    marks: list[Mark]
+    """What happened beside the curves."""
     note: str
     stacked: bool = False
+    over: str = "optimizer steps"
+    """What the horizontal axis counts."""
 
     @property
     def name(self) -> str:
@@ -132,12 +150,12 @@ class PageChart:
 
 def charts(state: RunState) -> list[PageChart]:
     """Every chart that `state` has data for, in reading order."""
-    restarts = sorted(first for attempt, first in state.attempt_steps.items() if attempt > min(state.attempt_steps))
-    found = [*(_chart(spec, state, restarts) for spec in PAGE), _split(state, restarts)]
+    beside = marks(state)
+    found = [*(_chart(spec, state, beside) for spec in PAGE), _split(state, beside)]
     return [chart for chart in found if chart.lines]
 
 
-def _chart(spec: ChartSpec, state: RunState, restarts: list[int]) -> PageChart:
+def _chart(spec: ChartSpec, state: RunState, beside: list[Mark]) -> PageChart:
     found = [(curve, label, series) for curve in spec.curves for label, series in _found(curve, state)]
     lines = [
         _line(label, at, series, WRITERS[spec.unit], scatter=curve.scatter)
@@ -145,7 +163,7 @@ def _chart(spec: ChartSpec, state: RunState, restarts: list[int]) -> PageChart:
     ]
     longest = max((len(series) for curve, _, series in found if curve.metric != HELD_OUT), default=0)
     note = f"{longest:,} points, thinned; every slice keeps its extremes." if longest > POINTS else ""
-    return PageChart(spec, [line for line in lines if line], restarts, note)
+    return PageChart(spec, [line for line in lines if line], beside, note)
 
 
 def _found(curve: CurveSpec, state: RunState) -> list[tuple[str, Series]]:
@@ -155,17 +173,83 @@ def _found(curve: CurveSpec, state: RunState) -> list[tuple[str, Series]]:
     return [(curve.label, state.metric(curve.metric))]
 
 
-def _split(state: RunState, restarts: list[int]) -> PageChart:
-    """Where a step's seconds go, stacked; a part without a value counts as none of them."""
-    whole = state.metric("step_s")
+def _split(state: RunState, beside: list[Mark]) -> PageChart:
+    """Shares of a step's seconds, stacked; a part without a value counts as none of them.
+
+    The first step is left out: it compiles and warms up, and says nothing of the others.
+    """
+    seconds = state.metric("step_s")
+    whole = seconds.part(1, len(seconds)) if len(seconds) > 1 else seconds
     parts = {name: _at_steps(state.metric(key), whole.steps) for name, key in PARTS.items()}
     known = [sum(part.values[at] for part in parts.values()) for at in range(len(whole))]
-    rest = [max(0.0, value - sum_) for value, sum_ in zip(whole.values, known, strict=True)]
-    parts["other"] = Series(list(whole.steps), rest, list(whole.times))
-    lines = [_line(name, at, part, seconds_text, stacked=True) for at, (name, part) in enumerate(parts.items(), 1)]
+    sums = [max(value, sum_) for value, sum_ in zip(whole.values, known, strict=True)]
+    rest = [sum_ - part for sum_, part in zip(sums, known, strict=True)]
+    parts["other"] = Series(whole.steps, rest, whole.times)
     count = math.ceil(len(whole) / STACKED)
-    note = f"{len(whole):,} steps, drawn as means of {count}." if count > 1 else ""
-    return PageChart(STEP_PARTS, [line for line in lines if line], restarts, note, stacked=True)
+    note = f"Means of {count} steps. " if count > 1 else ""
+    if len(seconds) > 1:
+        note += f"Without the first step, which took {seconds_text(seconds.values[0])}."
+    total = averaged(Series(whole.steps, sums, whole.times), STACKED)
+    lines = [_share(name, at, averaged(part, STACKED), total) for at, (name, part) in enumerate(parts.items(), 1)]
+    return PageChart(STEP_PARTS, lines if len(whole) else [], beside, note, stacked=True)
+
+
+def _share(label: str, colour: int, part: Series, whole: Series) -> PageCurve:
+    """What `part` is of `whole`, at each step and in all."""
+    pairs = list(zip(part.values, whole.values, strict=True))
+    shares = [value / total if total > 0 and math.isfinite(total) else 0.0 for value, total in pairs]
+    seconds, all_of_them = sum(value for value, _ in pairs), sum(total for _, total in pairs)
+    mean_share = f"{seconds / all_of_them:.0%}" if all_of_them > 0 and math.isfinite(all_of_them) else "–"
+    return PageCurve(label, colour, Series(part.steps, shares, part.times), mean_share, "of all steps")
+
+
+def system_charts(state: RunState) -> list[PageChart]:
+    """Use of the machine and of the engines over minutes, as far as it was recorded."""
+    samples = list(state.gauges.samples)
+    if not samples:
+        return []
+    start = samples[0].time
+    gpus, engines = (
+        sorted({gpu.index for s in samples for gpu in s.gpus}),
+        sorted({e for s in samples for e in s.engines}),
+    )
+    parts = sorted({name for sample in samples for name in sample.components})
+
+    def curve(label: str, colour: int, unit: str, of: Callable[[GaugesRecord], float | None]) -> PageCurve | None:
+        found = [(sample.time, value) for sample in samples if (value := of(sample)) is not None]
+        times, values = [time for time, _ in found], [value for _, value in found]
+        line = _line(masked_line(label), colour, Series(range(len(found)), values, times), WRITERS[unit])
+        return line and replace(line, places=[(time - start) / 60 for time in line.points.times])
+
+    def card(index: int, name: str) -> Callable[[GaugesRecord], float | None]:
+        return lambda sample: next((getattr(gpu, name) for gpu in sample.gpus if gpu.index == index), None)
+
+    def engine(which: str, name: str) -> Callable[[GaugesRecord], float | None]:
+        return lambda sample: getattr(sample.engines.get(which), name, None)
+
+    def part(which: str) -> Callable[[GaugesRecord], float | None]:
+        return lambda sample: getattr(sample.components.get(which), "memory_bytes", None)
+
+    drawn: list[tuple[ChartSpec, list[tuple[str, Callable[[GaugesRecord], float | None]]]]] = [
+        (ChartSpec("GPU in use", (), "Percent of time", low=0.0, high=100.0),
+         [(f"GPU {index}", card(index, "utilization_percent")) for index in gpus]),
+        (ChartSpec("GPU memory", (), "In use, whoever uses it", unit="bytes", low=0.0),
+         [(f"GPU {index}", card(index, "used_bytes")) for index in gpus]),
+        (ChartSpec("Requests at the engines", (), "Being answered", low=0.0),
+         [(name, engine(name, "running")) for name in engines]),
+        (ChartSpec("KV cache", (), "Share in use", low=0.0, high=1.0),
+         [(name, engine(name, "kv_use")) for name in engines]),
+        (ChartSpec("run-api queue", (), "Groups that wait for the trainer", low=0.0),
+         [("groups", lambda sample: sample.queue)]),
+        (ChartSpec("CPU", (), "Percent of the whole machine", low=0.0, high=100.0),
+         [("host", lambda sample: sample.host.cpu_percent)]),
+        (ChartSpec("Main memory", (), "By component", unit="bytes", low=0.0), [(name, part(name)) for name in parts]),
+    ]  # fmt: skip
+    charts_ = []
+    for spec, curves in drawn:
+        lines = [curve(label, at, spec.unit, of) for at, (label, of) in enumerate(curves, 1)]
+        charts_.append(PageChart(spec, [line for line in lines if line], [], "", over=Along.MINUTES))
+    return [chart for chart in charts_ if chart.lines]
 
 
 def _at_steps(series: Series, steps: Sequence[int]) -> Series:
@@ -174,9 +258,7 @@ def _at_steps(series: Series, steps: Sequence[int]) -> Series:
     return Series(list(steps), [value if math.isfinite(value) else 0.0 for value in known], [0.0] * len(steps))
 
 
-def _line(
-    label: str, colour: int, series: Series, write: Write, *, scatter: bool = False, stacked: bool = False
-) -> PageCurve | None:
+def _line(label: str, colour: int, series: Series, write: Write, *, scatter: bool = False) -> PageCurve | None:
     """None where there is no data."""
     if not len(series):
         return None
@@ -190,7 +272,7 @@ def _line(
     return PageCurve(
         label=label,
         colour=colour,
-        points=averaged(clean, STACKED) if stacked else thin(clean, POINTS),
+        points=thin(clean, POINTS),
         last=write(series.last),
         span=f"{write(min(finite))} to {write(max(finite))}" if finite else "no finite value",
         scatter=scatter,
@@ -207,7 +289,42 @@ def draw(chart: PageChart, name: str) -> str:
         _paint(axes, chart)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", transparent=True)
-    return _embedded(buffer.getvalue(), chart, name)
+        spots = list(_spots(axes, chart))
+    return _embedded(buffer.getvalue(), chart, name, spots)
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A part of a picture that says its values when pointed at, in units of the SVG."""
+
+    left: float
+    width: float
+    top: float
+    height: float
+    words: str
+
+
+def _spots(axes: Axes, chart: PageChart) -> Iterator[Spot]:
+    """Strips over the whole height, one for each place that has a value, or for some of them where there are many."""
+    places = sorted({place for line in chart.lines for place in line.along})
+    places = places[:: max(1, math.ceil(len(places) / SPOTS))]
+    scale = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
+    box, height = axes.get_window_extent(), SIZE_IN[1] * 72
+    xs = [float(axes.transData.transform((place, 0 if not chart.spec.log else 1))[0]) * scale for place in places]
+    for at, (place, x) in enumerate(zip(places, xs, strict=True)):
+        left = (x + xs[at - 1]) / 2 if at else x - 2
+        right = (x + xs[at + 1]) / 2 if at + 1 < len(xs) else x + 2
+        named = "step " if chart.over in ("optimizer steps", Along.STEPS) else f"{chart.over} "
+        words = [f"{named}{place:,.6g}", *_values(chart, place)]
+        yield Spot(left, right - left, height - box.y1 * scale, box.height * scale, "\n".join(words))
+
+
+def _values(chart: PageChart, place: float) -> Iterator[str]:
+    """What each curve says at `place`: its newest value there or before."""
+    write = (lambda value: f"{value:.0%}") if chart.stacked else WRITERS[chart.spec.unit]
+    for line in chart.lines:
+        if (value := value_at(line.along, line.points.values, place)) is not None:
+            yield f"{line.label}: {write(value)}"
 
 
 def _paint(axes: Axes, chart: PageChart) -> None:
@@ -225,13 +342,16 @@ def _paint(axes: Axes, chart: PageChart) -> None:
         axes.axhspan(low if start is None else start, high if end is None else end, color=_HEALTHY, zorder=0)
         axes.set_ylim(low, high)
     for line in chart.lines:
-        lost = [step for step, value in zip(line.points.steps, line.points.values, strict=True) if math.isnan(value)]
+        lost = [place for place, value in zip(line.along, line.points.values, strict=True) if math.isnan(value)]
         if lost:
             axes.plot(lost, [low] * len(lost), "x", color=_BAD, markersize=5, clip_on=False, zorder=5)
-    for step in chart.restarts:
-        axes.axvline(step, color=_AXIS, linewidth=0.8, linestyle=(0, (2, 3)))
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    for mark in chart.marks:
+        if mark.kind in _LINES:
+            axes.axvline(mark.step, color=_LINES[mark.kind], linewidth=0.8, linestyle=(0, (2, 3)))
+        else:
+            axes.plot([mark.step], [low], _POINTS[mark.kind], color=_AXIS, markersize=3.5, clip_on=False, zorder=4)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.over != Along.MINUTES))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     if not chart.spec.log:
         axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, chart.spec.unit)))
@@ -248,11 +368,13 @@ def _tick(value: float, unit: str) -> str:
 def _curve(axes: Axes, line: PageCurve) -> None:
     points, colour = line.points, _colour(line.colour)
     values = [value if math.isfinite(value) else math.nan for value in points.values]
+    if line.band:
+        axes.fill_between(line.along, *line.band, color=colour, alpha=0.16, linewidth=0)
     if line.scatter:
-        axes.plot(points.steps, values, "D", color=colour, markersize=4.5)
+        axes.plot(line.along, values, "D", color=colour, markersize=4.5)
     else:
         mark, width = ("o", 1.6) if len(points) <= FEW else ("", 1.6 if len(points) <= MANY else 0.9)
-        axes.plot(points.steps, values, color=colour, marker=mark, markersize=3, linewidth=width)
+        axes.plot(line.along, values, color=colour, marker=mark, markersize=3, linewidth=width)
 
 
 def _stack(axes: Axes, lines: Sequence[PageCurve]) -> None:
@@ -286,8 +408,9 @@ def _colour(number_: int) -> str:
     return f"#0102{(number_ - 1) % PALETTE + 1:02x}"
 
 
-def _embedded(data: bytes, chart: PageChart, name: str) -> str:
-    """What matplotlib wrote as an element for an HTML page: ids of its own, the page's colours, title, description."""
+def _embedded(data: bytes, chart: PageChart, name: str, spots: Sequence[Spot]) -> str:
+    """What matplotlib wrote as an element for an HTML page: ids of its own, the page's colours, title, description,
+    and values to point at."""
     root = ElementTree.fromstring(data)
     for tag in ("metadata", "defs"):
         for child in root.findall(f"{{{SVG}}}{tag}"):
@@ -308,6 +431,12 @@ def _embedded(data: bytes, chart: PageChart, name: str) -> str:
         element = ElementTree.Element(f"{{{SVG}}}{tag}", {"id": f"{name}-{tag}"})
         element.text = text
         root.insert(at, element)
+    for spot in spots:
+        size = {"x": spot.left, "width": spot.width, "y": spot.top, "height": spot.height}
+        strip = ElementTree.SubElement(
+            root, f"{{{SVG}}}rect", {key: f"{value:.1f}" for key, value in size.items()} | {"class": "spot"}
+        )
+        ElementTree.SubElement(strip, f"{{{SVG}}}title").text = spot.words
     return ElementTree.tostring(root, encoding="unicode")
 
 
@@ -317,4 +446,4 @@ def _styled(value: str) -> str:
 
 def _described(chart: PageChart) -> str:
     lines = [f"{line.label}: last {line.last}, range {line.span}" for line in chart.lines]
-    return f"{chart.about} Over optimizer steps. {'; '.join(lines)}."
+    return f"{chart.about} Over {chart.over}. {'; '.join(lines)}."

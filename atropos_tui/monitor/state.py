@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from atropos_common.records import (
     SCHEMA_VERSION,
@@ -17,6 +18,7 @@ from atropos_common.records import (
     CommandRecord,
     ComponentRecord,
     DiagnosisRecord,
+    EnvMetricsRecord,
     EvalRecord,
     GaugesRecord,
     MemoryRecord,
@@ -33,21 +35,29 @@ from atropos_tui.monitor.charts import MOST_STEPS, Series
 from atropos_tui.monitor.format import real
 from atropos_tui.monitor.gauges import GaugeHistory
 
+
+def _numbers(kind: type[Record], *without: str) -> tuple[str, ...]:
+    """The fields of `kind` itself that hold one number."""
+    ends = ("Number", "Number | None", "int", "int | None")
+    return tuple(name for name, written in kind.__annotations__.items() if written in ends and name not in without)
+
+
 METRICS: dict[type[Record], tuple[str, ...]] = {
-    StepRecord: (
-        "loss", "reward_mean", "reward_std", "lr", "grad_norm", "ratio_mean", "clip_fraction", "tokens", "sequences",
-        "policy_lag_mean", "policy_lag_max", "weight_version", "ratio_max", "entropy_mean", "completion_tokens_mean",
-        "truncated_fraction",
-    ),
-    AlignmentRecord: (
-        "logprob_diff_mean", "logprob_diff_abs_mean", "logprob_diff_abs_max", "kl_k3", "train_mean", "inference_mean",
-        "probe_diff_abs_mean", "probe_diff_abs_max",
-    ),
-    TimingRecord: ("step_s", "data_wait_s", "train_s", "sync_s", "checkpoint_s", "tokens_per_s", "mfu",
-                   "engine_idle_fraction"),
-    MemoryRecord: ("allocated_bytes", "reserved_bytes", "peak_bytes", "rss_bytes"),
-}  # fmt: skip
-"""Which fields of a record become a curve, by record type."""
+    StepRecord: _numbers(StepRecord),
+    AlignmentRecord: _numbers(AlignmentRecord, "tokens"),
+    TimingRecord: _numbers(TimingRecord),
+    MemoryRecord: _numbers(MemoryRecord),
+}
+"""Which fields of a record become a curve, by record type: every number (of `tokens`, the one of the step)."""
+TABLES: dict[type[Record], dict[str, str]] = {
+    StepRecord: {"left_out": "left_out", "logprobs_from": "logprobs_from"},
+    SyncRecord: {"phases": "sync"},
+}
+"""Fields that hold numbers by name, and what the names of their curves begin with, before a slash."""
+USEFUL_GROUPS = "useful_groups"
+"""Share of a step's groups that have an advantage: a group whose scores are all equal teaches nothing."""
+MOST_CURVES = 400
+"""Names beyond these are dropped: a stream may hold ever new ones."""
 
 _MARKS_A_STEP = (StepRecord, AlignmentRecord, TimingRecord, MemoryRecord, RolloutRecord)
 """Kinds that tell where an attempt begins. A sync or checkpoint may carry the step that was resumed from."""
@@ -67,6 +77,8 @@ class RunState:
     series: dict[str, Series] = field(default_factory=dict)
     evals: dict[str, Series] = field(default_factory=dict)
     """Accuracy by environment and split, over weight versions (run-api's step where no version is known)."""
+    env_metrics: dict[str, Series] = field(default_factory=dict)
+    """What environments log, by `ENV:NAME`, over run-api's steps."""
     attempt: int = 0
     attempt_steps: dict[int, int] = field(default_factory=dict)
     """First step of each attempt of the trainer."""
@@ -104,16 +116,22 @@ class RunState:
             self._apply_trainer(record)
         elif isinstance(record, EvalRecord):
             self._apply_eval(record)
+        elif isinstance(record, EnvMetricsRecord):
+            self._apply_env_metrics(record)
         elif isinstance(record, ComponentRecord):
             self._apply_supervisor(record)
         elif isinstance(record, GaugesRecord):
             self.gauges.add(record)
-        elif type(record) is Record:  # counts and metrics of environments are known; trackers and diagnoses read them
+        elif type(record) is Record:  # counts of environments are known; diagnoses read them
             self.unknown += 1
 
     def metric(self, name: str) -> Series:
-        """The series of `name`; empty where there is no data."""
-        return self.series.get(name) or Series()
+        """The series of `name`, a trainer's, an environment's or an accuracy; empty where there is no data."""
+        return self.series.get(name) or self.env_metrics.get(name) or self.evals.get(name) or Series()
+
+    def names(self) -> list[str]:
+        """Of every curve that there is: the trainer's, accuracies, the environments'."""
+        return [*sorted(self.series), *sorted(self.evals), *sorted(self.env_metrics)]
 
     def open_commands(self) -> list[CommandRecord]:
         """Commands that were accepted and are not over."""
@@ -133,13 +151,7 @@ class RunState:
         if isinstance(record, RolloutRecord):  # first, for it is most of a long history
             self.rollouts.append(record)
             return
-        for name in METRICS.get(type(record), ()):
-            value = getattr(record, name)
-            if value is not None:
-                series = self.series.get(name)
-                if series is None:
-                    series = self.series[name] = Series()
-                series.put(record.step, real(value), record.time)
+        self._put_numbers(record)
         if isinstance(record, StepRecord):
             self.step = max(self.step, record.step)
             self.newest_steps.append(record)
@@ -152,6 +164,36 @@ class RunState:
                 self.syncs.append((record.attempt, record.weight_version, record.seconds))
         elif isinstance(record, BenchmarkRecord):
             self.benchmark = record
+
+    def _put_numbers(self, record: TrainerRecord) -> None:
+        """A point for every number of `record`, those that this version has no name for included."""
+        names = METRICS.get(type(record))
+        if names is not None:
+            values, step, time = record.__dict__, record.step, record.time
+            for name in names:
+                if (value := values[name]) is not None:
+                    self._put(self.series, name, step, value, time)
+            if record.model_extra:
+                self._put_unnamed(record, record.model_extra)
+        for field_, prefix in TABLES.get(type(record), {}).items():
+            for key, value in getattr(record, field_).items():
+                self._put(self.series, f"{prefix}/{key}", record.step, value, record.time)
+
+    def _put_unnamed(self, record: TrainerRecord, more: dict[str, Any]) -> None:
+        """Numbers in fields that this version has no name for, and what is made of them."""
+        found = {name: value for name, value in more.items() if type(value) in (int, float)}
+        if groups := found.get("groups"):
+            found[USEFUL_GROUPS] = 1 - found.get("flat_groups", 0) / groups
+        for name, value in found.items():
+            self._put(self.series, name, record.step, value, record.time)
+
+    def _put(self, where: dict[str, Series], name: str, step: int, value: float, time: float) -> None:
+        series = where.get(name)
+        if series is None:
+            if len(where) >= MOST_CURVES:
+                return
+            series = where[name] = Series()
+        series.put(step, real(value), time)
 
     def _begin_attempt(self, record: TrainerRecord) -> None:
         """Note a new attempt's first step and forget what earlier ones did from there on."""
@@ -178,8 +220,14 @@ class RunState:
 
     def _apply_eval(self, record: EvalRecord) -> None:
         at = record.weight_version if record.weight_version is not None else record.policy_step
-        if at is not None:
-            self.evals.setdefault(f"{record.env}/{record.split}", Series()).put(at, record.accuracy, record.time)
+        if at is not None and abs(at) <= MOST_STEPS:
+            self._put(self.evals, f"{record.env}/{record.split}", at, record.accuracy, record.time)
+
+    def _apply_env_metrics(self, record: EnvMetricsRecord) -> None:
+        step = record.policy_step or 0
+        if abs(step) <= MOST_STEPS:
+            for name, value in record.metrics.items():
+                self._put(self.env_metrics, f"{record.env}:{name}", step, value, record.time)
 
     def _apply_supervisor(self, record: ComponentRecord) -> None:
         """Records come from the file and from the live stream: `seq` tells which were seen."""

@@ -19,7 +19,7 @@ from atropos_tui.monitor.charts import mean
 from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
 from atropos_tui.monitor.run_files import RunInfo, flag, start_seconds
 from atropos_tui.monitor.state import RunState
-from atropos_tui.monitor.why import next_stage, open_diagnoses, overdue
+from atropos_tui.monitor.why import doing, next_stage, open_diagnoses, overdue
 
 Severity = Literal["alarm", "warning", "advice", "healthy", "coming", "over"]
 
@@ -254,15 +254,9 @@ def _coming(known: Known) -> Verdict | None:
 
 def starting_words(row: ComponentStatus, info: RunInfo, state: RunState, now: float) -> str:
     """What a component that is coming up does, for how long, and how long its start took the last time."""
-    stage = next_stage(row)
-    what = _DOES.get(stage.name, f"waits for {one_line(stage.name)}") if stage else "starting"
     usual = (info.last_start_s | start_seconds(state.transitions)).get(row.name)
     last = f" (last time {duration(usual)})" if usual is not None else ""
-    return f"{row.name} {what} · {duration(now - (row.since or now))}{last}"
-
-
-_DOES = {"registered": "registers with run-api", "attached": "attaches to the engine"}
-"""What a component does before it reaches a stage whose name does not tell it."""
+    return f"{row.name} {doing(row)} · {duration(now - (row.since or now))}{last}"
 
 
 # What limits a run that trains.

@@ -247,6 +247,19 @@ def next_stage(row: ComponentStatus) -> StageStatus | None:
     return next(iter(row.stages[max(reached) + 1 if reached else 0 :]), None)
 
 
+def doing(row: ComponentStatus) -> str:
+    """What a component that is coming up does: the stage that comes next, or what it waits for."""
+    stage = next_stage(row)
+    if stage is not None:
+        return _DOES.get(stage.name, f"waits for {one_line(stage.name)}")
+    words = one_line(row.waiting_for)
+    return f"waits for {words}" if words and words not in (one_line(row.probe_detail), "its probe") else "is starting"
+
+
+_DOES = {"registered": "registers with run-api", "attached": "attaches to the engine"}
+"""What a component does before it reaches a stage whose name does not tell it."""
+
+
 def _waiting_since(row: ComponentStatus) -> float | None:
     """Since when the next stage is waited for: the last one, or the start of the process."""
     times = [stage.reached_at for stage in row.stages if stage.reached_at is not None]

@@ -319,6 +319,7 @@ class Component:
             state=self.state,
             attempt=self.attempt,
             restarts=self._restarts.count,
+            errors=self._scanner.errors if self._scanner else 0,
             pid=child.pid if child and running else None,
             pids=current.pids if running or self._ending else [],
             port=self.spec.port,

@@ -13,7 +13,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult, SystemCommand
@@ -23,13 +23,15 @@ from textual.widget import Widget
 
 from atropos_common.control import Phase, RunStatus, State
 from atropos_common.records import CommandRecord, GaugesRecord, Record
-from atropos_tui.monitor.bench import RunBenchmark, benchmark_run
 from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.run_files import RunInfo, other_runs, status_from_files
+from atropos_tui.monitor.log_buffer import LogFeed
+from atropos_tui.monitor.run_files import RunInfo, status_from_files
 from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.timeline import clock
 from atropos_tui.supervisor.client import ControlClient
-from atropos_tui.ui.commands import CommandApp, Outcome, palette
-from atropos_tui.ui.dialogs import ChooseRunDialog, HelpDialog, TextDialog
+from atropos_tui.ui.chart_commands import ChartApp
+from atropos_tui.ui.commands import Outcome, palette
+from atropos_tui.ui.dialogs import HelpDialog, TextDialog
 from atropos_tui.ui.feed import (
     Control,
     Feed,
@@ -40,15 +42,17 @@ from atropos_tui.ui.feed import (
 )
 from atropos_tui.ui.terminal import Bell, edit, run_app, save_screenshot
 from atropos_tui.ui.theme import THEME, own_colours
-from atropos_tui.ui.views import VIEWS, arrange, compose_screen, visible
-from atropos_tui.ui.widgets.bars import Apply, SearchBar
+from atropos_tui.ui.views import VIEWS, arrange, compose_screen, view_spec, visible
+from atropos_tui.ui.widgets.bars import Apply, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.components import Components
+from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.header import Notices
 from atropos_tui.ui.widgets.listing import Listing
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.panel import Panel, View
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
+from atropos_tui.ui.widgets.step import StepPanel
 
 REFRESH_S = 0.25
 CURVES_S = 1.0
@@ -56,13 +60,15 @@ CLOCKS_S, QUIET_CLOCKS_S = 1.0, 2.0
 """How often figures that always change are drawn: uptimes, ages, use of the machine; and so where nothing else has
 happened for `QUIET_S`."""
 QUIET_S = 5.0
+FILL_S, FILL_LOOKS = 0.6, 6
+"""How long the log that was switched to is waited for."""
 COLLECT_S = 60.0
 """Between two full collections of garbage: each stops the screen for a quarter of a second."""
 SEARCHED = (LogView, Rollouts, Events)
 """Panels that can be searched, and have keys of their own."""
 
 
-class CockpitApp(CommandApp):
+class CockpitApp(ChartApp):
     """The screen of one run."""
 
     CSS_PATH = "app.tcss"
@@ -77,12 +83,16 @@ class CockpitApp(CommandApp):
         Binding("slash", "search", "Search", tooltip="Search the log, the rollouts or the events"),
         Binding("f", "follow", "Follow", show=False, tooltip="Follow the log's end, or stay where it is"),
         Binding("a", "all_logs", "All logs", show=False, tooltip="All logs merged, or the selected component's"),
-        Binding("c", "compare", "Compare", show=False, tooltip="Compare the benchmark with another run's"),
+        Binding("c", "compare", "Compare", show=False, tooltip="Compare with other runs, on the same axes"),
+        Binding("M", "choose_curves", "Curves", show=False, tooltip="Choose which other curves view 2 draws"),
         Binding(
             "left_square_bracket", "select(-1)", "Previous component", show=False, tooltip="Select the component above"
         ),
         Binding(
             "right_square_bracket", "select(1)", "Next component", show=False, tooltip="Select the component below"
+        ),
+        Binding(
+            "w", "last_words", "Last words", show=False, tooltip="The newest error in the selected component's log"
         ),
         Binding("p", "picture", "Picture", show=False, tooltip="Save a picture of the screen as SVG"),
         Binding("t", "change_theme", "Theme", show=False, tooltip="Choose other colours"),
@@ -90,6 +100,7 @@ class CockpitApp(CommandApp):
         Binding("q", "ask_quit", "Quit", tooltip="Detach or stop"),
         Binding("ctrl+q,ctrl+c", "ask_quit", "Quit", show=False, system=True, priority=True),
         Binding("question_mark", "help", "Help", tooltip="This list"),
+        Binding("escape", "view_before", "Back", show=False, tooltip="Back to the view before"),
         *(
             Binding(str(number % 10), f"view('{name}')", view.title, show=False, tooltip=view.about)
             for number, (name, view) in enumerate(VIEWS.items(), 1)
@@ -110,7 +121,6 @@ class CockpitApp(CommandApp):
         self.info = RunInfo()
         self.state = RunState()
         self.status: RunStatus | None = None
-        self.other: RunBenchmark | None = None
         self.gone = ""
         self.loaded = False
         """Whether the files were read to their end once; until then the curves wait."""
@@ -121,6 +131,9 @@ class CockpitApp(CommandApp):
         """Panels that show the newest records of those that were drawn; one that appears later has to be told."""
         self._drawn_at = self._curves_at = self._news_at = float("-inf")
         self._log_of_all = False
+        self._view_name = "overview"
+        self._way_back: list[str] = []
+        """Views that led to the present one."""
         self.register_theme(THEME)
         self.theme = THEME.name
 
@@ -140,6 +153,7 @@ class CockpitApp(CommandApp):
         ):
             self.run_worker(follow(), group="feed")
         self.set_interval(REFRESH_S, self._refresh_panels)
+        self.run_worker(self.draw_chosen(), group="curves")
 
     # What the feed tells.
 
@@ -171,8 +185,8 @@ class CockpitApp(CommandApp):
         if not self.loaded and not message.behind:
             self.loaded = True
             self._settle()
-        self._dirty = True
-        self._fresh_records = self._fresh_records or message.anew or not all(map(is_gauges, message.records))
+        news = message.anew or not message.records or not all(map(is_gauges, message.records))
+        self._dirty, self._fresh_records = self._dirty or news, self._fresh_records or news
         self._ask_the_files()
 
     def _settle(self) -> None:
@@ -257,7 +271,15 @@ class CockpitApp(CommandApp):
             other=self.other,
             selected=table.selected.name if table and table.selected else "",
             loaded=self.loaded,
+            looking=self.looking,
+            runs=self.runs,
         )
+
+    def draw_now(self, kind: type[Chart] | None = None) -> None:
+        """Charts are asked at once, for a key waits; what reads the step under their cursor, too."""
+        if self.main:
+            wanted = (Chart, StepPanel) if kind else Widget
+            self._show([widget for widget in visible(self.main) if isinstance(widget, wanted)], self.loaded)
 
     def _choose_component(self) -> None:
         """Until the user chooses, the cursor is on what matters: failed, starting, else the trainer."""
@@ -301,19 +323,62 @@ class CockpitApp(CommandApp):
         elif isinstance(message.listing, Rollouts):
             self.action_view("rollouts")
 
+    def on_events_asked(self, message: Events.Asked) -> None:
+        self.run_worker(self._go_to_log(message.component, message.time), group="jump", exclusive=True)
+
+    async def _go_to_log(self, component: str, time: float) -> None:
+        """The log at that second; what lies further back than the lines kept is read from the file, in a dialog."""
+        table, log = self.find(Components), self.find(LogView)
+        if table is None or log is None:
+            return
+        self._log_of_all = False
+        table.select(component)
+        self.user_selects = True
+        self._follow_logs(component)
+        for _ in range(FILL_LOOKS):
+            await asyncio.sleep(FILL_S / FILL_LOOKS)
+            if log.component == component and log.buffer and log.go_to(time):
+                self.action_view("logs")
+                return
+        entries = await asyncio.to_thread(LogFeed(self.feed.run).around, component, time)
+        lines = [f"{clock(entry.time)}  {entry.text}" for entry in entries]
+        words = "\n".join(lines) or "its log does not reach that far back"
+        self.push_screen(TextDialog(f"{component} about {clock(time)}", Text(words)))
+
+    def action_last_words(self) -> None:
+        """The newest error of the selected component's log."""
+        self.action_view("logs")
+        if log := self.find(LogView):
+            log.action_error(-1)
+
     # Looking.
 
     def action_view(self, name: str) -> None:
         if main := self.main:
+            self._way_back = [*(seen for seen in self._way_back if seen != name), self._view_name]
+            self._view_name = name
+            main.query_one(ViewsLine).light(name)
             before = set(visible(main))
             arrange(main, name)
             if name == "rollouts":
                 main.query_one(Rollouts).point()
-            main.query_one(VIEWS[name].focus).focus()
+            self._focus(main, name)
             main.refresh(layout=True)  # at once, else what was there is painted a last time before the layout
             self._show([widget for widget in visible(main) if widget not in before], self.loaded)
             if name == "events" and (diagnosis := main.query_one(Notices).diagnosis):
                 main.query_one(Events).point(diagnosis)
+
+    def _focus(self, main: Screen[object], name: str) -> None:
+        """The panel that gets the keys: the first of its kind on the screen."""
+        kind = view_spec(name).focus
+        next((widget for widget in visible(main) if isinstance(widget, kind)), main.query_one(kind)).focus()
+
+    def action_view_before(self) -> None:
+        """Where the present view was reached from."""
+        *way, name = self._way_back or ["overview"]
+        if name != self._view_name:
+            self.action_view(name)
+        self._way_back = way
 
     def action_select(self, by: int) -> None:
         if table := self.find(Components):
@@ -342,17 +407,6 @@ class CockpitApp(CommandApp):
     def _ask_line(self, what: str, apply: Apply, then: Widget) -> None:
         if bar := self.find(SearchBar):
             bar.ask(what, apply, then.focus)
-
-    def action_compare(self) -> None:
-        self.action_view("benchmark")
-        self.run_worker(self._compare(), group="compare", exclusive=True)
-
-    async def _compare(self) -> None:
-        found = await asyncio.to_thread(other_runs, self.feed.run.root)
-        choice = await self.push_screen_wait(ChooseRunDialog(found))
-        if choice is not None:
-            self.other = await asyncio.to_thread(benchmark_run, cast(Path, choice)) if choice else None
-            self._draw(self.loaded)
 
     def action_open_log(self) -> None:
         log, table = self.find(LogView), self.find(Components)

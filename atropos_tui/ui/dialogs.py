@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from rich.text import Text
@@ -11,8 +12,8 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Button, OptionList, Static
-from textual.widgets.option_list import Option
+from textual.widgets import Button, SelectionList, Static
+from textual.widgets.selection_list import Selection
 
 from atropos_common.control import Recipe
 from atropos_tui.monitor.format import one_line, plain_text
@@ -122,9 +123,12 @@ class HelpDialog(_Dialog):
 
 
 class TextDialog(_Dialog):
-    """Something to read."""
+    """Something to read, and to copy."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter,q", "cancel", "Close", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter,q", "cancel", "Close", show=False),
+        Binding("y", "copy", "Copy", show=False),
+    ]
 
     def __init__(self, heading: str, text: Text) -> None:
         super().__init__()
@@ -134,33 +138,78 @@ class TextDialog(_Dialog):
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog", id="text") as box:
             box.border_title = Content(self._heading)
-            box.border_subtitle = "esc closes"
+            box.border_subtitle = "y copies, esc closes"
             yield Static(self._text, classes="dialog-text")
 
+    def action_copy(self) -> None:
+        self.app.copy_to_clipboard(self._text.plain)
+        self.app.notify("copied", timeout=2)
 
-class ChooseRunDialog(_Dialog):
-    """Which run to compare with. Dismissed with its directory, with "" for none any more, or None to leave it."""
 
-    def __init__(self, runs: Sequence[OtherRun]) -> None:
+class _ChooseDialog(_Dialog):
+    """Some of many. Space marks; Enter takes what is marked, or, of nothing marked, the line under the cursor."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "take", "Take", priority=True)]
+    HEADING: ClassVar[str]
+    NOTHING: ClassVar[str]
+    """What stands there where there is nothing to choose from."""
+
+    def __init__(self, lines: Sequence[Text], marked: Collection[int]) -> None:
+        """Args: `marked`: numbers of the lines that are chosen now."""
         super().__init__()
-        self._runs = runs
+        self._lines, self._marked = lines, marked
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog", id="choose") as box:
-            box.border_title = "Compare with"
-            box.border_subtitle = "enter chooses, esc leaves"
-            if not self._runs:
-                yield Static("There is no other run in this folder.", classes="dialog-text")
-            options = [Option(run_line(run), id=str(at)) for at, run in enumerate(self._runs)]
-            yield OptionList(*options, Option("no comparison", id="none"))
+            box.border_title = self.HEADING
+            box.border_subtitle = "space marks, enter takes, esc leaves"
+            if not self._lines:
+                yield Static(self.NOTHING, classes="dialog-text")
+            options = [Selection(line, at, at in self._marked) for at, line in enumerate(self._lines)]
+            yield SelectionList[int](*options)
 
     def on_mount(self) -> None:
-        self.query_one(OptionList).focus()
+        self.query_one(SelectionList).focus()
 
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        event.stop()
-        wanted = event.option.id
-        self.dismiss("" if wanted in (None, "none") else self._runs[int(wanted)].root)
+    def chosen(self) -> list[int]:
+        """Numbers of the lines, in the order they were marked."""
+        options = self.query_one(SelectionList)
+        nothing_new = set(options.selected) == set(self._marked)
+        if nothing_new and not self._marked and options.highlighted is not None:
+            return [options.highlighted]
+        return list(options.selected)
+
+    def action_take(self) -> None:
+        self.dismiss(self.chosen())
+
+
+class ChooseRunsDialog(_ChooseDialog):
+    """Which runs to compare with, on the same axes. Dismissed with their directories; None leaves it as it is."""
+
+    HEADING = "Compare with"
+    NOTHING = "There is no other run in this folder."
+
+    def __init__(self, runs: Sequence[OtherRun], chosen: Collection[Path]) -> None:
+        super().__init__([run_line(run) for run in runs], [at for at, run in enumerate(runs) if run.root in chosen])
+        self._runs = runs
+
+    def action_take(self) -> None:
+        self.dismiss([self._runs[at].root for at in self.chosen()])
+
+
+class ChooseCurvesDialog(_ChooseDialog):
+    """Which curves to draw besides those that always are. Dismissed with their names; None leaves it as it is."""
+
+    HEADING = "Draw in view 2"
+    NOTHING = "The run has no numbers yet."
+
+    def __init__(self, names: Sequence[str], chosen: Collection[str]) -> None:
+        lines = [Text(one_line(name), no_wrap=True) for name in names]
+        super().__init__(lines, [at for at, name in enumerate(names) if name in chosen])
+        self._names = names
+
+    def action_take(self) -> None:
+        self.dismiss([self._names[at] for at in self.chosen()])
 
 
 def run_line(run: OtherRun) -> Text:

@@ -1,8 +1,9 @@
 """Curves with axes, bars and sparklines in characters: pure functions from figures to styled text, no Textual.
 
 A cell of a curve holds 2 x 4 Braille dots. A value that is not finite breaks its line and leaves a `×` at its step:
-shown, never joined over. Logarithmic axes draw values at or below the floor on the floor. Figures that no scale can
-hold count as not finite, and points outside the axes are left out: no foreign record can end what draws it.
+shown, never joined over. A value beyond the vertical axis leaves a `▴` or `▾` at its edge; logarithmic axes draw values
+at or below the floor on the floor. Figures that no scale can hold count as not finite, and points outside the
+horizontal axis are left out: no foreign record can end what draws it.
 
 The parts of a bar are named by a legend in the same order; where there are no colours, they differ in texture, too.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from rich.segment import Segment
 from rich.style import Style
@@ -45,6 +47,16 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Band:
+    """From the lowest to the highest of several curves at each place, as ground beneath them."""
+
+    steps: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+    style: Style
+
+
+@dataclass(frozen=True)
 class Axes:
     """What a plot spans. None: taken from the data."""
 
@@ -55,6 +67,11 @@ class Axes:
     log: bool = False
     healthy: tuple[float | None, float | None] | None = None
     """From, to; None where it is open. Shaded, with a dashed line where an end is in range."""
+    cursor: float | None = None
+    """Where a vertical line stands."""
+    marks: Sequence[tuple[float, str]] = ()
+    """Place and glyph of what happened, the most important first: in a line of their own below the plot, or, where it
+    is low, in its lowest row."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,8 @@ class Ink:
     bad: Style
     healthy: Style = field(default_factory=Style)
     """Laid under what stands in the healthy range."""
+    cursor: Style = field(default_factory=Style)
+    mark: Style = field(default_factory=Style)
 
 
 @dataclass
@@ -79,6 +98,9 @@ class _Canvas:
     """Braille bits by cell, counted row by row, as are the others."""
     marks: dict[int, tuple[str, Style]] = field(default_factory=dict)
     styles: dict[int, Style] = field(default_factory=dict)
+    under: dict[int, tuple[str, Style]] = field(default_factory=dict)
+    """What shows where no curve is."""
+    ground: dict[int, Style] = field(default_factory=dict)
 
     def dot(self, x: int, y: int, style: Style) -> None:
         if 0 <= x < 2 * self.width and 0 <= y < 4 * self.height:
@@ -120,27 +142,76 @@ class _Scale:
         return round((1 - min(max(share, 0.0), 1.0)) * (self.rows - 1))
 
 
-def plot(curves: Sequence[Curve], axes: Axes, ink: Ink, width: int, height: int) -> list[Line]:
+LOW = 8
+"""A plot of fewer lines has none to spare for marks."""
+
+
+def plot(
+    curves: Sequence[Curve], axes: Axes, ink: Ink, width: int, height: int, bands: Sequence[Band] = ()
+) -> list[Line]:
     """Draw `curves`, the first on top, into `height` lines of `width` cells; blank lines where there is no room."""
     ends = [step for curve in curves for step in curve.steps if abs(step) <= MOST_STEPS]
-    last = max(max(ends, default=1) if axes.last is None else axes.last, axes.first + 1)
+    last = axes.first + 1 if axes.last is None and not ends else max(ends) if axes.last is None else axes.last
+    last = last if last > axes.first else axes.first + 1
     curves = [_in_view(curve, axes.first, last) for curve in curves]
-    scale = _scale(curves, axes, 4 * (height - 1))
-    ticks = y_ticks(scale.low, scale.high, scale.log, max(2, (height - 1) // 2))
+    rows = height - 1 - bool(axes.marks and height >= LOW)
+    scale = _scale([*curves, *_edges(bands, axes.first, last)], axes, 4 * rows)
+    ticks = y_ticks(scale.low, scale.high, scale.log, max(2, (rows + 1) // 2))
     labels = {scale.y(value) // 4: tick_label(value, scale.log, ticks) for value in ticks}
     gutter = max((len(label) for label in labels.values()), default=0)
     columns = width - gutter - 2
     if columns < 4 or height < 3:
         return [[]] * height
-    canvas = _Canvas(columns, height - 1)
+    canvas = _Canvas(columns, rows)
+    for band in bands:
+        _lay(canvas, band, scale, axes.first, last)
     for curve in reversed(curves):
         _draw(canvas, curve, scale, axes.first, last)
-    band, limits = _healthy_rows(scale, axes.healthy)
+    below = _beside(canvas, axes, last, ink, own_line=rows < height - 1)
+    healthy, limits = _healthy_rows(scale, axes.healthy)
     lines = [
-        _row(canvas, row, labels.get(row), gutter, ink, is_limit=row in limits, is_healthy=row in band)
-        for row in range(height - 1)
+        _row(canvas, row, labels.get(row), gutter, ink, is_limit=row in limits, is_healthy=row in healthy)
+        for row in range(rows)
     ]
-    return [*lines, _x_axis(axes.first, last, columns, gutter, ink.axis)]
+    under = [[Segment(" " * (gutter + 2) + below, ink.mark)]] if below else []
+    return [*lines, *under, _x_axis(axes.first, last, columns, gutter, ink.axis)]
+
+
+def column_of(place: float, first: float, last: float, columns: int) -> int:
+    """The column of cells in which `place` lies."""
+    return round((place - first) / (last - first) * (2 * columns - 1)) // 2
+
+
+def _beside(canvas: _Canvas, axes: Axes, last: float, ink: Ink, *, own_line: bool) -> str:
+    """Cursor and marks; the line of marks, where they have one."""
+    line = [" "] * canvas.width
+    for place, glyph in reversed(axes.marks):
+        if axes.first <= place <= last:
+            column = column_of(place, axes.first, last, canvas.width)
+            line[column] = glyph
+            canvas.under[(canvas.height - 1) * canvas.width + column] = (glyph, ink.mark)
+    if own_line:
+        canvas.under.clear()
+    if axes.cursor is not None and axes.first <= axes.cursor <= last:
+        column = column_of(axes.cursor, axes.first, last, canvas.width)
+        for row in range(canvas.height):
+            canvas.under[row * canvas.width + column] = ("│", ink.cursor)
+    return "".join(line) if own_line else ""
+
+
+def _edges(bands: Sequence[Band], first: float, last: float) -> list[Curve]:
+    """The ends of `bands` as curves, for the scale."""
+    edges = [Curve(band.steps, values, band.style) for band in bands for values in (band.low, band.high)]
+    return [_in_view(edge, first, last) for edge in edges]
+
+
+def _lay(canvas: _Canvas, band: Band, scale: _Scale, first: float, last: float) -> None:
+    """Colour the ground of every cell between the ends of `band`."""
+    for step, low, high in zip(band.steps, band.low, band.high, strict=True):
+        if first <= step <= last and math.isfinite(low) and math.isfinite(high):
+            column = column_of(step, first, last, canvas.width)
+            for row in range(scale.y(high) // 4, scale.y(low) // 4 + 1):
+                canvas.ground[row * canvas.width + column] = band.style
 
 
 def _in_view(curve: Curve, first: float, last: float) -> Curve:
@@ -170,7 +241,7 @@ def y_ticks(low: float, high: float, log: bool, most: int) -> list[float]:
     step = nice_step((high - low) / max(1, most - 1))
     while True:
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        if last > first or most < 2:
+        if last - first + 1 >= min(most, 3) or most < 2:
             return [at * step for at in range(first, last + 1)]
         step /= 2
 
@@ -223,6 +294,8 @@ def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: floa
             canvas.dot(*here, curve.style)
         else:
             canvas.line(before, here, curve.style)
+        if value > scale.high or (value < scale.low and not scale.log):
+            canvas.mark(*here, "▴" if value > scale.high else "▾", curve.style)
         before = here
 
 
@@ -233,15 +306,16 @@ def _row(
     line = [Segment(f"{label or '':>{gutter}} {'┤' if label else '│'}", ink.axis)]
     glyph, style = "╌" if is_limit else "┈" if label else " ", ink.limit if is_limit else ink.grid
     first, end = row * canvas.width, (row + 1) * canvas.width
-    run, run_style = "", style
+    run, run_style, run_ground = "", style, under
     for cell in range(first, end):
         here, its = _cell(canvas, cell, ink) or (glyph, style)
-        if its is not run_style:  # cells of one style are one stretch: what draws them costs by the stretch
+        ground = canvas.ground.get(cell, under)
+        if its is not run_style or ground is not run_ground:  # cells of one style are one stretch: it costs by these
             if run:
-                line.append(Segment(run, under + run_style))
-            run, run_style = "", its
+                line.append(Segment(run, run_ground + run_style))
+            run, run_style, run_ground = "", its, ground
         run += here
-    line.append(Segment(run, under + run_style))
+    line.append(Segment(run, run_ground + run_style))
     return line
 
 
@@ -252,21 +326,45 @@ def _cell(canvas: _Canvas, cell: int, ink: Ink) -> tuple[str, Style] | None:
         return glyph, ink.bad if glyph == "×" else style
     if cell in canvas.dots:
         return chr(0x2800 + canvas.dots[cell]), canvas.styles[cell]
-    return None
+    return canvas.under.get(cell)
 
 
 def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) -> Line:
-    """Step numbers under the plot, each centred below its place, the last flush right."""
+    """Round places under the plot at equal distances, each centred below its own."""
     cells = [" "] * (gutter + 2 + columns)
-    step = nice_step(max((last - first) / max(1, columns // 12), 1))
-    ticks = [at * step for at in range(math.ceil(first / step), math.floor(last / step) + 1)]
-    for value in [*ticks, last]:
-        text = f"{value:,.0f}"
-        at = gutter + 2 + round((value - first) / (last - first) * (columns - 1)) - len(text) // 2
-        at = min(max(at, gutter + 1), len(cells) - len(text))
-        if at >= 0 and all(cell == " " for cell in cells[max(0, at - 2) : at + len(text) + 2]):
-            cells[at : at + len(text)] = text
+    step = nice_step((last - first) / max(1, columns // 8))
+    while True:
+        ticks = [at * step for at in range(math.ceil(first / step), math.floor(last / step + 1e-9) + 1)]
+        texts = _placed(ticks, first, last, columns, gutter)
+        if len(ticks) < 2 or all(end + 1 < start for (_, end), (start, _) in pairwise(texts.values())):
+            break
+        step = nice_step(step * 1.5)
+    for text, (start, end) in texts.items():
+        cells[start:end] = text
     return [Segment("".join(cells), style)]
+
+
+def _placed(ticks: Sequence[float], first: float, last: float, columns: int, gutter: int) -> dict[str, tuple[int, int]]:
+    """Where each label begins and ends; one that would not end within the plot is moved to its end."""
+    found: dict[str, tuple[int, int]] = {}
+    whole = gutter + 2 + columns
+    for value in ticks:
+        text = place_label(value, ticks[1] - ticks[0] if len(ticks) > 1 else 1)
+        if len(text) < whole - gutter:
+            at = gutter + 2 + round((value - first) / (last - first) * (columns - 1)) - len(text) // 2
+            at = min(max(at, gutter + 1), whole - len(text))
+            found[text] = at, at + len(text)
+    return found
+
+
+def place_label(value: float, step: float) -> str:
+    """A place on the horizontal axis, whose labels are `step` apart."""
+    for size, letter in ((1e9, "G"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    if step >= 1:
+        return f"{value:,.0f}"
+    return f"{value:.{min(3, math.ceil(-math.log10(step)))}f}"
 
 
 def textures(order: Sequence[str], *, colours: bool) -> TextureOf:

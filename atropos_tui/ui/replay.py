@@ -20,6 +20,7 @@ from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.feed import Feed
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.terminal import Bell, run_app
+from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.log_view import LogView
 
 TICK_S = 0.25
@@ -96,9 +97,11 @@ class ReplayApp(CockpitApp):
         self.set_interval(TICK_S, self.feed.refresh)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Keys that move through time are letters and arrows where a line is typed or a dialog asks."""
+        """Keys that move through time are others' where a line is typed, a dialog asks or a chart is read."""
         if action in TIME_KEYS and (isinstance(self.focused, Input) or len(self.screen_stack) > 1):
             return False
+        if action in ("faster", "seek") and isinstance(self.focused, Chart):
+            return False  # they are the chart's: its cursor, and how near it is
         return super().check_action(action, parameters)
 
     def action_pause(self) -> None:

@@ -11,7 +11,7 @@ from textual.widget import Widget
 from textual.widgets import Footer, Static
 
 from atropos_tui.ui.widgets.alignment import AlignmentPanel
-from atropos_tui.ui.widgets.bars import CommandBar, SearchBar
+from atropos_tui.ui.widgets.bars import CommandBar, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.benchmark import Benchmark, Summary
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart, ChartGrid
@@ -22,6 +22,7 @@ from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.machine import MachinePanel
 from atropos_tui.ui.widgets.panel import Panel
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
+from atropos_tui.ui.widgets.step import StepPanel
 
 
 class ViewSpec(NamedTuple):
@@ -35,37 +36,51 @@ class ViewSpec(NamedTuple):
     """Makes the panels that stand side by side in this view alone."""
     bottom: tuple[type[Widget], ...] = ()
     """Panels of the overview's bottom row that fill the place instead: what was read in them stays as it was."""
+    short: str = ""
+    """Its title where there is little room, if that is another one."""
 
 
 TRAINING = (
-    "reward", "loss", "entropy", "ratio", "clip", "grad", "length", "truncated", "lag", "queue", "time", "tokens",
+    "reward", "useful", "loss", "entropy", "length", "truncated", "ratio", "clip", "grad", "lag", "lr", "time",
+    "tokens", "queue",
 )  # fmt: skip
 ALIGNMENT = ("diff", "diff-max", "logprobs", "kl")
 
 VIEWS = {
-    "overview": ViewSpec("Overview", "Everything"),
+    "overview": ViewSpec("Overview", "Everything", short="All"),
     "training": ViewSpec(
         "Training",
-        "Reward, loss, entropy, ratio, clipping, length, lag",
+        "Curves of training, and those you choose",
+        Chart,
         panels=lambda: [ChartGrid(*TRAINING, columns="three")],
+        short="Train",
     ),
     "logs": ViewSpec("Logs", "The log of the selected component, or of all", LogView, bottom=(LogView,)),
     "rollouts": ViewSpec("Rollouts", "The newest rollouts by group", Rollouts, bottom=(Rollouts, RolloutDetail)),
     "benchmark": ViewSpec(
         "Benchmark",
-        "Where the time goes; the summary, beside another run",
+        "Where the time goes; the summary, beside other runs",
         panels=lambda: [Benchmark(), Summary()],
+        short="Bench",
     ),
     "machine": ViewSpec("Machine", "GPUs, or the host's memory and CPU", panels=lambda: [MachinePanel()]),
     "alignment": ViewSpec(
         "Alignment",
         "Trainer against engine: logprobs, KL, verdict",
         panels=lambda: [AlignmentPanel(), ChartGrid(*ALIGNMENT, columns="two")],
+        short="Align",
     ),
     "events": ViewSpec("Events", "Transitions, diagnoses, commands", Events, bottom=(Events,)),
-    "component": ViewSpec("Component", "Everything known of the selected component", panels=lambda: [Details()]),
+    "component": ViewSpec(
+        "Component", "Everything known of the selected component", panels=lambda: [Details()], short="Part"
+    ),
 }
 """The views by name, in the order of the number keys. A new panel is its file and a row here."""
+ENLARGED = "enlarged"
+NUMBERLESS = {
+    ENLARGED: ViewSpec("Chart", "One chart on the whole screen", Chart, panels=lambda: [Chart("reward"), StepPanel()])
+}
+"""Views that something leads to, and no number key."""
 
 
 def compose_screen() -> ComposeResult:
@@ -89,13 +104,19 @@ def compose_screen() -> ComposeResult:
         yield Rollouts()
         yield RolloutDetail()
         yield Events()
-    for name, view in VIEWS.items():
+    for name, view in {**VIEWS, **NUMBERLESS}.items():
         if panels := view.panels():
             yield Horizontal(*panels, id=f"view-{name}", classes="view")
     yield SearchBar()
     yield CommandBar()
+    yield ViewsLine({name: (view.title, view.short or view.title) for name, view in VIEWS.items()})
     yield Footer()
     yield Static("the terminal is too small:\n40 × 12 shows something, 80 × 24 all", id="too-small")
+
+
+def view_spec(name: str) -> ViewSpec:
+    """A view, whether a number key leads to it or not."""
+    return VIEWS.get(name) or NUMBERLESS[name]
 
 
 def arrange(root: Widget, name: str) -> None:
@@ -103,13 +124,14 @@ def arrange(root: Widget, name: str) -> None:
 
     Widgets are shown and hidden one by one, for restyling all of them would take a quarter of a second.
     """
-    view, overview = VIEWS[name], name == "overview"
+    view, overview = view_spec(name), name == "overview"
     for row in root.query(".overview"):
         _display(row, None if overview else bool(view.bottom) and row.id == "bottom")
     for panel in root.query("#bottom > *"):
         _display(panel, None if overview else isinstance(panel, view.bottom))
     for own in root.query(".view"):
         _display(own, True if own.id == f"view-{name}" else None)
+    _display(root.query_one("#top"), False if name == ENLARGED else None)
     _display(root.query_one("#machine"), False if name == "machine" else None)
 
 

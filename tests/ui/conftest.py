@@ -65,6 +65,12 @@ def small_stack(run_dir: Path, *more: ComponentSpec) -> StackSpec:
     )
 
 
+@pytest.fixture(autouse=True)
+def own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads, or changes, what its user has chosen for the charts."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
 Supervise = Callable[[StackSpec], RunDir]
 
 

@@ -76,6 +76,8 @@ def step_records(step: int, rng: random.Random, *, attempt: int = 1, time: float
             entropy_mean=2.0 * math.exp(-step / 40),
             completion_tokens_mean=3.0 + step / 40,
             truncated_fraction=0.25,
+            groups=16,
+            flat_groups=min(step // 4, 12),  # type: ignore[arg-type]
         ),
         AlignmentRecord(
             **common,

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from textual.command import CommandPalette
-from textual.widgets import Input, OptionList
+from textual.widgets import Input, SelectionList
 
 from atropos_common.control import Action, Recipe, Role, State
 from atropos_common.records import DiagnosisRecord, RolloutRecord
 from atropos_tui.monitor.log_buffer import LogEntry
 from atropos_tui.monitor.patterns import compiled
-from atropos_tui.ui.dialogs import ChooseRunDialog, ConfirmDialog, QuitDialog, TextDialog
+from atropos_tui.ui.dialogs import ChooseRunsDialog, ConfirmDialog, QuitDialog, TextDialog
 from atropos_tui.ui.views import VIEWS
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.events import Events
@@ -258,12 +258,12 @@ async def test_rollouts_are_searched_and_compared(tmp_path: Path) -> None:
         await screen.press("enter")
         listing = screen.app.query_one(Rollouts)
         await screen.until(lambda: len(listing.items) == 3)
-        await screen.shows("↳ → no idea")
+        await screen.shows("no idea")
         await screen.press("home")
         await screen.shows("the answer is 17")
         await screen.press("D")
         await screen.shows("against step 1")
-        await screen.shows("the answer is 1617")
+        await screen.shows("the answer is [-16-]{+17+}")
         await screen.press("end", "m", "home")
         await screen.shows("marked: step 1")
         await screen.press("m")
@@ -277,15 +277,15 @@ async def test_another_run_stands_beside_with_ratios(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "other", steps=20, seed=1)
     async with cockpit(run, (180, 45), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 37/60")
-        await screen.press("c")
-        await screen.until(lambda: isinstance(screen.app.screen, ChooseRunDialog))
+        await screen.press("5", "c")
+        await screen.until(lambda: isinstance(screen.app.screen, ChooseRunsDialog))
         await screen.shows("running or cut off")
         await screen.press("enter")
         await screen.shows("beside other")
         await screen.shows("(x0.54)")
         await screen.press("c")
-        await screen.until(lambda: isinstance(screen.app.screen, ChooseRunDialog))
-        await screen.press("end", "enter")
+        await screen.until(lambda: isinstance(screen.app.screen, ChooseRunsDialog))
+        await screen.press("space", "enter")
         await screen.shows("BENCHMARK SUMMARY")
         assert screen.app.other is None
 
@@ -356,7 +356,7 @@ async def test_a_search_line_is_closed_by_escape(tmp_path: Path) -> None:
         await screen.press("escape")
         assert isinstance(screen.app.focused, LogView)
         assert len(screen.app.screen_stack) == 1
-        assert not screen.app.query(OptionList)
+        assert not screen.app.query(SelectionList)
 
 
 LINES = [LogEntry("error" if at in (5, 30, 55) else "plain", f"line {at} " + "word " * 60) for at in range(60)]
@@ -447,7 +447,7 @@ async def test_lists_take_such_a_pattern_too(tmp_path: Path, view: str, kind: ty
     write_records(run.telemetry_jsonl, [rollout], start=1000)
     write_records(run.supervisor_jsonl, [DiagnosisRecord(time=T0, component="vllm", title=EVIL)], start=1000)
     async with cockpit(run, (140, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
-        await screen.shows("5/5 up")
+        await screen.shows("step 2/60")
         await screen.press(view)
         listing = screen.app.query_one(kind)
         await screen.until(lambda: len(listing.items) > 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import Phase, RunStatus, State
+from atropos_common.control import Phase, RunStatus, StageStatus, State
 from atropos_common.records import (
     AlignmentRecord,
     BenchmarkRecord,
@@ -65,7 +65,7 @@ async def test_everything_that_matters_is_on_the_screen(run: RunDir, size: tuple
         expected += ["Reward", "0.937", "held-out 0.588", "|diff|", "0.012", "probe 5.1e-07", "Log"]
         expected += ["r Restart", "s Stop/start", "K Kill", "d Detach", "q Quit", "? Help"]
         if size[0] >= 160:
-            expected += ["Benchmark", "fetch", "tokens/s", "✔ ok", "Rollouts", "prompt → completion"]
+            expected += ["Benchmark", "fetch", "tokens/s", "✔ ok", "Rollouts", "completion ← question"]
         for words in expected:
             await screen.shows(words)
         assert len(screen.text().splitlines()) == size[1]
@@ -92,15 +92,18 @@ async def test_values_on_screen_equal_those_in_the_file(run: RunDir) -> None:
 async def test_while_starting_it_says_what_is_waited_for_and_how_long(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=0)
     status = live_status(run, NOW, vllm=State.STARTING, trainer=State.PENDING)
-    status = changed(status, "vllm", since=NOW - 12.4, waiting_for="http://127.0.0.1:9001/health").model_copy(
-        update={"phase": Phase.STARTING}
-    )
+    refused = "GET http://127.0.0.1:9001/health: All connection attempts failed"
+    stages = [StageStatus(name="its imports", reached_at=NOW - 3), StageStatus(name="its weights")]
+    status = changed(
+        status, "vllm", since=NOW - 12.4, waiting_for=refused, probe_detail=refused, healthy=False, stages=stages
+    ).model_copy(update={"phase": Phase.STARTING})
     status = changed(status, "trainer", waiting_for="vllm to be healthy")
     async with cockpit(run, (120, 40), FakeControl(status), now) as screen:
-        await screen.shows("vllm: http://127.0.0.1:9001/health · 12 s")
+        await screen.shows("◔ vllm waits for its weights · 12 s")
         await screen.shows("3/5 up")
         await screen.shows("◔ starting")
         await screen.shows("○ pending")
+        assert "connection attempts" not in screen.text() and "fails" not in screen.text()
         await screen.shows("waits for vllm to be healthy")
         await screen.shows("no data")
         table = screen.app.query_one(Components)
@@ -225,7 +228,7 @@ async def test_new_records_are_drawn_as_they_come(run: RunDir) -> None:
         fresh = StepRecord.model_validate(newest | {"step": 38, "reward_mean": 0.123})
         write_records(run.telemetry_jsonl, [fresh])
         await screen.shows("step 38/60", timeout_s=3)
-        await screen.shows("━ 0.123")
+        await screen.shows("━ mean 0.123")
 
 
 async def test_a_refusal_is_a_toast_with_the_way_out(run: RunDir) -> None:
@@ -254,7 +257,7 @@ VIEW_WORDS = {
     "1": ("Reward", "Summary"),
     "2": ("Gradient", "Log "),
     "3": ("Log ", "Reward"),
-    "4": ("prompt → completion", "Log "),
+    "4": ("completion ← question", "Log "),
     "5": ("Summary", "Rollouts"),
     "6": ("Host  no GPU", "Reward"),
     "7": ("Alignment  step 37", "Rollouts"),

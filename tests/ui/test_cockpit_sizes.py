@@ -107,8 +107,10 @@ async def test_at_eighty_columns_the_diagnosis_is_whole_and_its_fix_two_keys_awa
     later = StateRecord(time=NOW - 1, component="env", role=Role.ENV, old="healthy", new="unhealthy", attempt=1)
     write_records(run.supervisor_jsonl, [later], start=101)
     async with cockpit(run, (80, 24), FakeControl(live_status(run, NOW)), now) as screen:
-        await screen.shows("▲ trainer: no batches: the engine refuses every request of env  (8 ⏎ fix)")
+        await screen.shows("✖ no batches: the engine refuses every request of env: 331 of 332 requests")
+        await screen.shows("were answered 400; send top_p=1  (8 ⏎ fix)")
         assert "▲ running" in screen.text().splitlines()[0]
+        assert "8 Events ▲1" in screen.text()
         await screen.press("8")
         await screen.shows("Events  12")
         await screen.press("enter")
@@ -116,17 +118,18 @@ async def test_at_eighty_columns_the_diagnosis_is_whole_and_its_fix_two_keys_awa
         await screen.shows("send top_p=1")
         await screen.press("escape")
         await screen.pilot.resize_terminal(60, 20)
-        await screen.until(lambda: "…  (8 ⏎ fix)" in screen.text().splitlines()[2])
+        await screen.until(lambda: "…  (8 ⏎ fix)" in screen.text().splitlines()[3])
 
 
 async def test_an_ended_run_keeps_its_diagnosis_in_view_unless_all_went_well(run: RunDir) -> None:
     stopped = StateRecord(time=NOW, component="trainer", role=Role.TRAINER, old="healthy", new="stopped", attempt=1)
     write_records(run.supervisor_jsonl, [REFUSED, stopped], start=100)
     async with cockpit(run, (80, 24), ended(run, 130), now) as screen:
-        await screen.shows("▲ trainer: no batches")
+        await screen.shows("■ stopped by hand: 37 steps, reward 0.59 → 0.91")
+        await screen.shows("batches: the engine refuses every request of env")
     async with cockpit(run, (80, 24), ended(run, 0), now) as screen:
         await screen.shows("✔ done")
-        assert "▲ trainer" not in screen.text()
+        assert "no batches" not in screen.text()
 
 
 async def test_columns_make_room_for_words(run: RunDir) -> None:
@@ -139,7 +142,7 @@ async def test_columns_make_room_for_words(run: RunDir) -> None:
         await screen.until(lambda: all(name in screen.text() for name in (" probe ", " pid ", " rst ", "40014")))
         control.answer = calm.model_copy(update={"components": rows})
         await screen.shows(words)
-        head = screen.text().splitlines()[3]
+        head = next(line for line in screen.text().splitlines() if line.split()[:1] == ["component"])
         assert head.split() == ["component", "state", "up", "rst", "cpu", "memory"]
 
 
@@ -157,8 +160,10 @@ async def test_every_component_is_in_every_view_or_is_counted(run: RunDir, key: 
         table = screen.app.query_one(Components)
         await screen.until(lambda: table.size.height == 6)
         lines = screen.text().splitlines()
-        assert [line.split()[0] for line in lines[4:9]] == ["prepare", "run-api", "vllm", "env", "trainer"]
-        assert "more" not in lines[2]
+        first = next(at for at, line in enumerate(lines) if line.split()[:1] == ["component"])
+        names = [line.split()[0] for line in lines[first + 1 : first + 6]]
+        assert names == ["prepare", "run-api", "vllm", "env", "trainer"]
+        assert "more" not in lines[first - 1]
         control.answer = with_more(live_status(run, NOW), 9)
         await screen.until(lambda: len(table.statuses) == 14)
         await screen.until(lambda: f"Components  {14 + 1 - table.size.height} more: ↑ ↓" in screen.text())

@@ -85,7 +85,9 @@ def can_be_seen(screen: Screen, name: str) -> None:
     assert chart.styles.border_top[1] != chart.get_component_styles("chart--primary").color, (
         f"curve and frame in {name}"
     )
-    assert contrast(screen.app.query_one("#notices").styles.color, ground) >= LABEL, f"notices in {name}"
+    for tone in ("good", "busy", "warn", "bad"):
+        shown = screen.app.query_one("#notices").get_component_styles(f"notices--{tone}").color
+        assert contrast(shown, ground) >= LABEL, f"the sentence, {tone}, in {name}"
 
 
 async def test_in_the_terminal_s_own_colours_no_ground_hides_a_curve(tmp_path: Path) -> None:

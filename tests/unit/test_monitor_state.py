@@ -64,7 +64,7 @@ def test_values_equal_those_in_the_records() -> None:
     state = fed(*records)
     rewards = [record.reward_mean for record in records if record.kind == "step"]  # type: ignore[attr-defined]
     assert list(state.metric("reward_mean").values) == rewards
-    assert state.metric("reward_mean").steps == [1, 2, 3, 4, 5]
+    assert list(state.metric("reward_mean").steps) == [1, 2, 3, 4, 5]
     assert state.step == 5
 
 
@@ -82,7 +82,7 @@ def test_a_later_attempt_takes_over_from_its_first_step() -> None:
     first, second = steps(range(1, 11)), steps(range(7, 9), attempt=2)
     state = fed(*first, *second)
     rewards = {r.step: r.reward_mean for r in first + second if r.kind == "step"}  # type: ignore[attr-defined]
-    assert state.metric("reward_mean").steps == list(range(1, 9))
+    assert list(state.metric("reward_mean").steps) == list(range(1, 9))
     assert list(state.metric("reward_mean").values) == [rewards[step] for step in range(1, 9)]
     assert state.step == 8
     assert {(r.attempt, r.step) for r in state.rollouts} == {(1, s) for s in range(1, 7)} | {(2, 7), (2, 8)}
@@ -92,7 +92,7 @@ def test_records_of_an_earlier_attempt_that_come_late_are_dropped() -> None:
     late = steps(range(3, 6))
     state = fed(*steps(range(1, 3)), *steps(range(4, 6), attempt=2), *late)
     own = {r.step: r.reward_mean for r in steps(range(4, 6), attempt=2) if r.kind == "step"}  # type: ignore[attr-defined]
-    assert state.metric("reward_mean").steps == [1, 2, 3, 4, 5]
+    assert list(state.metric("reward_mean").steps) == [1, 2, 3, 4, 5]
     assert list(state.metric("reward_mean").values[3:]) == [own[4], own[5]]
     assert state.alignment is not None
     assert state.alignment.step in (3, 5)
@@ -101,7 +101,7 @@ def test_records_of_an_earlier_attempt_that_come_late_are_dropped() -> None:
 def test_attaching_at_a_checkpoint_does_not_cut_the_step_that_it_holds() -> None:
     resumed = SyncRecord(step=6, attempt=2, mode="shared_vllm", weight_version=6, seconds=0.1)
     state = fed(*steps(range(1, 11)), resumed, *steps(range(7, 8), attempt=2))
-    assert state.metric("loss").steps == [1, 2, 3, 4, 5, 6, 7]
+    assert list(state.metric("loss").steps) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_the_summary_and_checkpoints_of_a_superseded_attempt_are_gone() -> None:
@@ -144,8 +144,8 @@ def test_evaluations_stand_over_weight_versions() -> None:
         EvalRecord(env="a", accuracy=0.5, weight_version=10, **common),
         EvalRecord(env="b", accuracy=0.2, policy_step=3, **common),
     )
-    assert state.evals["a/held_out"].steps == [0, 10]
-    assert state.evals["b/held_out"].steps == [3]
+    assert list(state.evals["a/held_out"].steps) == [0, 10]
+    assert list(state.evals["b/held_out"].steps) == [3]
 
 
 def test_supervisor_records_are_taken_once() -> None:
@@ -200,7 +200,7 @@ def test_a_restart_is_not_a_slow_step() -> None:
 
 def test_a_step_that_no_run_reaches_is_left_out() -> None:
     state = fed(timing(1), timing(2**53 + 1), timing(10**400))
-    assert state.metric("step_s").steps == [1]
+    assert list(state.metric("step_s").steps) == [1]
     assert list(state.attempt_steps.values()) == [1]
 
 

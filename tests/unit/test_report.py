@@ -35,6 +35,8 @@ from atropos_tui.monitor.state import RunState
 from tests.ui.run_maker import T0, live_status, make_run, step_records, write_records
 
 XHTML = "{http://www.w3.org/1999/xhtml}"
+SYSTEM = ("Requests at the engines", "KV cache", "run-api queue", "CPU")
+"""Charts of what the supervisor recorded of the machine, in a run without a GPU."""
 SVG = "{http://www.w3.org/2000/svg}"
 NASTY = "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)> \x1b[31mred\x1b[0m"
 CLIPBOARD = "\x1b]52;c;ZXZpbA==\x07"
@@ -155,10 +157,10 @@ def test_every_chart_is_an_accessible_picture_with_the_last_value_beside_it(tmp_
         assert title is not None and title.text and description is not None and description.text
         titles.append(title.text)
     assert titles == [
-        "Reward", "Loss", "Ratio", "Ratio max", "Clip fraction", "Entropy", "Completion tokens", "Cut off",
-        "Gradient norm", "Policy lag", "Logprobs", "Logprob |diff|", "KL", "Tokens per second", "Trainer memory",
-        "Where a step's time goes",
-    ]  # fmt: skip
+            "Reward", "Useful groups", "Loss", "Learning rate", "Ratio", "Ratio max", "Clip fraction", "Entropy",
+            "Completion tokens", "Cut off", "Gradient norm", "Policy lag", "Logprobs", "Logprob |diff|", "KL",
+            "Tokens per second", "Trainer memory", "Where a step's time goes", *SYSTEM,
+        ]  # fmt: skip
     legends = [text_of(item) for item in tree.iter(f"{XHTML}li")]
     for label, metric in (("loss", "loss"), ("norm", "grad_norm"), ("trainer", "train_mean"), ("k3", "kl_k3")):
         assert any(words.startswith(f"{label} {number(state.metric(metric).last)} ") for words in legends), label
@@ -220,6 +222,7 @@ def test_a_run_without_telemetry_and_one_without_anything_say_so(tmp_path: Path)
     run = make_run(tmp_path / "run", steps=0)
     run.telemetry_jsonl.unlink()
     run.eval_jsonl("arithmetic").unlink()
+    run.gauges_jsonl.unlink()
     run.result_json.write_text(json.dumps({"exit_code": 3, "reason": "vllm failed", "component": "vllm"}))
     tree = parsed(page_of(run))
     words = text_of(tree)
@@ -284,7 +287,7 @@ def test_any_figure_can_be_drawn(tmp_path: Path, value: object) -> None:
     run.telemetry_jsonl.write_text("\n".join(lines) + "\n")
     page = page_of(run)
     tree = parsed(page)
-    assert len(list(tree.iter(f"{SVG}svg"))) == len(PAGE) + 1
+    assert len(list(tree.iter(f"{SVG}svg"))) == len(PAGE) + 1 + len(SYSTEM)
     finite = isinstance(value, float) and abs(value) < 1e300
     assert ("NaN, infinite or beyond any scale: crosses" in text_of(tree)) != finite
     assert ">nan<" not in page
@@ -336,7 +339,7 @@ def test_thinning_keeps_first_last_extremes_and_gaps() -> None:
     small = thin(Series(steps, values, [0.0] * len(steps)), 100)
     assert len(small) <= 103
     assert (small.steps[0], small.steps[-1]) == (1, 10_000)
-    assert small.steps == sorted(small.steps)
+    assert list(small.steps) == sorted(small.steps)
     assert 50.0 in small.values and -50.0 in small.values
     assert small.steps[[math.isnan(value) for value in small.values].index(True)] == 8_001
     few = Series([1, 2], [1.0, 2.0], [0.0, 0.0])
@@ -362,7 +365,7 @@ def test_a_restart_is_marked_and_what_it_undid_is_left_out(tmp_path: Path) -> No
     rng = random.Random(1)
     write_records(run.telemetry_jsonl, [r for step in range(8, 13) for r in step_records(step, rng, attempt=2)])
     _, state, _ = load_run(run.root)
-    assert {tuple(chart.restarts) for chart in charts(state)} == {(8,)}
+    assert {tuple(mark.step for mark in chart.marks if mark.kind == "restart") for chart in charts(state)} == {(8,)}
     assert "The trainer was started 2 times" in text_of(parsed(page_of(run)))
 
 
@@ -391,5 +394,5 @@ def test_chromium_opens_it_without_an_error_or_a_request(tmp_path: Path) -> None
     assert (tmp_path / "page.png").stat().st_size > 50_000
     tree = html5lib.parse(done.stdout)
     assert_self_contained(tree)
-    assert len(list(tree.iter(f"{SVG}svg"))) == 12
+    assert len(list(tree.iter(f"{SVG}svg"))) == len(PAGE) + 1 + len(SYSTEM)
     assert "evil.example" not in log.read_text()

@@ -109,7 +109,7 @@ def test_figures_beyond_any_scale_leave_the_others_their_room() -> None:
     steps = [-(10**400), -5, 1, 2, 3, 4, 10**400]
     curve = Curve(steps, [9.0, 9.0, 0.0, 1.7e308, 5e-324, 1.0, 9.0], Style())
     lines = [_text(line) for line in plot([curve], Axes(), INK, 40, 10)]
-    assert "1.0 ┤" in lines[0]
+    assert "1.00 ┤" in lines[0]
     assert sum(line.count("×") for line in lines) == 1
     assert lines[-1].endswith("4")
 

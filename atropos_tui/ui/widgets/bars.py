@@ -1,10 +1,11 @@
-"""The lines below the panels: a search or a filter that is typed, and the commands that are under way."""
+"""The lines below the panels: a search or a filter that is typed, the commands that are under way, the views."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
+from rich.style import Style
 from rich.text import Text
 from textual.app import ComposeResult, RenderResult
 from textual.binding import Binding
@@ -15,6 +16,7 @@ from atropos_common.control import Recipe
 from atropos_common.records import CommandRecord
 from atropos_tui.monitor.format import duration, one_line
 from atropos_tui.monitor.patterns import Pattern, PatternError, compiled
+from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.ui.theme import COLOURS, state_text
 from atropos_tui.ui.widgets.panel import TextPanel, View, inks
 
@@ -161,4 +163,55 @@ class CommandBar(TextPanel):
                 line.append(f"   {name} ", self.ink("dim")).append(words, self.ink(tone))
         if command.detail:
             line.append(f"   {one_line(command.detail)}", self.ink("dim"))
+        return line
+
+
+class ViewsLine(TextPanel):
+    """Every view with its number key, the present one lit; a click goes there."""
+
+    DEFAULT_CLASSES = ""
+    INK = "views"
+    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, "here", "key", "quiet", "warn")
+    DEFAULT_CSS = """
+    ViewsLine {
+        height: 1;
+        padding: 0 1;
+        color: $foreground;
+
+        .views--here { color: $background; background: $primary; text-style: bold; }
+        .views--key { color: $primary; }
+        .views--quiet { color: $quiet; }
+        .views--warn { color: $warning; text-style: bold; }
+    }
+    """
+
+    def __init__(self, titles: Mapping[str, tuple[str, str]]) -> None:
+        """Args: `titles`: by view, in the order of their keys, the whole title and a short one."""
+        super().__init__(id="views")
+        self._titles = titles
+        self._here = next(iter(titles))
+
+    def light(self, name: str) -> None:
+        """Another view is shown."""
+        self._here = name
+        self.refresh()
+
+    def lines(self, view: View, width: int, height: int) -> list[Text]:
+        open_ones = len(open_diagnoses(view.state, view.status)) if view.status and view.status.exit_code != 0 else 0
+        whole = self._line(0, open_ones)
+        return [whole if whole.cell_len <= width else self._line(1, open_ones)]
+
+    def _line(self, which: int, open_ones: int) -> Text:
+        line = Text(no_wrap=True, end="")
+        for key, (name, titles) in enumerate(self._titles.items(), 1):
+            goes = Style(meta={"@click": f"app.view({name!r})"})
+            begin = len(line)
+            is_here = name == self._here
+            line.append(f"{key % 10} ", self.ink("here" if is_here else "key"))
+            line.append(titles[which], self.ink("here" if is_here else "quiet"))
+            if name == "events" and open_ones:
+                line.append(f" ▲{open_ones}", self.ink("warn"))
+            line.stylize(goes, begin)
+            line.append(" " if which else "  ")
+        line.right_crop(1 if which else 2)
         return line

@@ -14,6 +14,7 @@ from atropos_common.control import Role
 from atropos_tui.monitor.bench import Pace, benchmark_state, pace, render_benchmarks
 from atropos_tui.monitor.charts import mean
 from atropos_tui.monitor.format import bytes_text, duration, number, one_line, seconds_text
+from atropos_tui.monitor.overlay import summary
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.alignment import verdict_text
@@ -52,7 +53,7 @@ class Benchmark(TextPanel):
         note = (f"last {window} steps", "quiet") if window else ("no data", "quiet")
         if view.state.benchmark:
             note = (f"final, all {window} steps", "success")
-        self.border_title = title("Benchmark", note)
+        self.entitle(title("Benchmark", note))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         speed = pace(view.state, view.info.training_steps)
@@ -149,8 +150,10 @@ class Summary(VerticalScroll, Panel):
         """Measure again: sums over all steps."""
         mine = benchmark_state(view.state, run=view.info.name or "this run", mode=view.info.mode)
         text = render_benchmarks([mine, view.other] if view.other else [mine])
-        about = f"beside {view.other.run}, x is the ratio to this run" if view.other else "c compares with another run"
-        self.border_title = title("Summary", (about, "quiet"))
+        if view.runs:
+            text = f"{text}\n\n{summary(view.runs)}"
+        about = f"beside {view.other.run}, x is the ratio to this run" if view.other else "c compares with other runs"
+        self.entitle(title("Summary", (about, "quiet")))
         if text != self._text:
             self._text = text
             self.query_one("#summary-text", Static).update(Text(text, no_wrap=True))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
+from textual.coordinate import Coordinate
+from textual.geometry import Region
 from textual.message import Message
 from textual.widgets import DataTable
 
 from atropos_common.control import ComponentStatus, State
 from atropos_tui.monitor.format import bytes_text, duration, one_line, seconds_text
-from atropos_tui.monitor.why import open_diagnoses
+from atropos_tui.monitor.why import doing, open_diagnoses
 from atropos_tui.ui.theme import COLOURS, state_text, title
 from atropos_tui.ui.widgets.panel import Panel, View
 
@@ -29,6 +31,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("pid", 7, True),
     ("up", 7, True),
     ("rst", 3, True),
+    ("err", 4, True),
     ("cpu", 5, True),
     ("memory", 7, True),
     ("gpu", 7, True),
@@ -36,7 +39,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("", 0, False),
 )
 """Title, width in cells without the gap behind it, right-aligned. The last takes what is left."""
-_GIVES_WAY = {"port": 24, "pid": 24, "probe": 24, "rst": 24, "up": 10, "memory": 10, "cpu": 10}
+_GIVES_WAY = {"port": 24, "pid": 24, "probe": 24, "rst": 24, "err": 12, "up": 10, "memory": 10, "cpu": 10}
 """Columns in the order in which they make room for the last, each while its words have fewer cells than this."""
 
 
@@ -66,6 +69,9 @@ class Components(DataTable[Text], Panel):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("k", "cursor_up", "Up", show=False),
         Binding("j", "cursor_down", "Down", show=False),
+        Binding(
+            "enter", "app.view('component')", "Open", show=False, tooltip="Components: all of the one at the cursor"
+        ),
     ]
 
     @dataclass(eq=False)
@@ -76,6 +82,8 @@ class Components(DataTable[Text], Panel):
         by_user: bool
 
     def __init__(self) -> None:
+        self._fills = False
+        """Cells are being written, each of which is painted on its own."""
         super().__init__(id="components", cursor_type="row", zebra_stripes=False, cell_padding=0)
         self.statuses: list[ComponentStatus] = []
         """What the rows show, top to bottom."""
@@ -125,7 +133,7 @@ class Components(DataTable[Text], Panel):
         dead = sum(row.state is State.FAILED for row in self.statuses)
         hidden = len(self.statuses) + self.header_height - self.content_size.height if self.content_size else 0
         failed = (f"{dead} failed" if dead else "", "error")
-        self.border_title = title("Components", failed, (f"{hidden} more: ↑ ↓" if hidden > 0 else "", "warning"))
+        self.entitle(title("Components", failed, (f"{hidden} more: ↑ ↓" if hidden > 0 else "", "warning")))
 
     def on_resize(self, event: events.Resize) -> None:
         if self.statuses:
@@ -150,6 +158,8 @@ class Components(DataTable[Text], Panel):
         hidden = set() if wide else {"gpu", "port"}
         if not any(row.gpu_bytes for row in self.statuses):
             hidden.add("gpu")
+        if not any(row.errors for row in self.statuses):
+            hidden.add("err")
         columns = [column for column in _COLUMNS if column[0] not in hidden]
         names = max((len(row.name) for row in self.statuses), default=0)
         columns[0] = (columns[0][0], min(max(columns[0][1], names), 24 if wide else 12), False)
@@ -187,26 +197,40 @@ class Components(DataTable[Text], Panel):
 
     def _fill(self) -> None:
         _, columns = self._built
-        for item in self.statuses:
-            for (name, _, _), cell in zip(columns, self._cells(item, columns), strict=True):
+        changed = []
+        for y, item in enumerate(self.statuses):
+            for x, ((name, _, _), cell) in enumerate(zip(columns, self._cells(item, columns), strict=True)):
                 if self.get_cell(item.name, name or "last") != cell:
+                    self._fills = True
                     self.update_cell(item.name, name or "last", cell)
+                    self._fills = False
+                    changed.append(Coordinate(y, x))
+        for cell_at in changed:
+            self.refresh_coordinate(cell_at)
+
+    def refresh(self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False) -> Self:
+        """A cell that has changed is painted alone, which Textual's `update_cell` does not know."""
+        if self._fills:
+            return self
+        return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
 
     def _cells(self, row: ComponentStatus, columns: Sequence[Column]) -> list[Text]:
         words, tone = state_text(row.state)
         if self._stale and row.state is not State.PENDING and not row.state.is_resting:
             words, tone = f"? {row.state.value}", "dim"
         colours = self.app.theme_variables
-        health = "–" if row.healthy is None else ("ok" if row.healthy else "fails")
+        coming = row.state is State.STARTING
+        health = "–" if row.healthy is None else "ok" if row.healthy else "…" if coming else "fails"
         if row.healthy and row.probe_latency_s is not None:
             health = seconds_text(row.probe_latency_s)
         texts = {
             "component": (row.name, "bold"),
             "state": (words, colours[COLOURS[tone]]),
-            "probe": (health, colours["error"] if row.healthy is False else ""),
+            "probe": (health, colours["error"] if row.healthy is False and not coming else ""),
             "pid": (str(row.pid) if row.pid else "–", ""),
             "up": (duration(self._now - row.started_at) if row.pid and row.started_at else "–", ""),
             "rst": (str(row.restarts), colours["warning"] if row.restarts else "dim"),
+            "err": (str(min(row.errors, 9999)) if row.errors else "", colours["error"]),
             "cpu": ("–" if row.cpu_percent is None else f"{row.cpu_percent:.0f}%", ""),
             "memory": (bytes_text(row.memory_bytes), ""),
             "gpu": (bytes_text(row.gpu_bytes), ""),
@@ -228,7 +252,9 @@ def last_word(row: ComponentStatus) -> str:
         return ""  # calm: what is well needs no words
     if row.diagnosis:
         return one_line(row.diagnosis)
-    if row.waiting_for and row.state in (State.PENDING, State.STARTING, State.BACKOFF):
+    if row.state is State.STARTING:
+        return doing(row)
+    if row.waiting_for and row.state in (State.PENDING, State.BACKOFF):
         return one_line(f"waits for {row.waiting_for}" if "wait" not in row.waiting_for else row.waiting_for)
     words = one_line(row.reason)
     if not words and row.exit_code and not row.state.has_process:

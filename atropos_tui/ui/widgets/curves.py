@@ -1,28 +1,85 @@
-"""Curves over optimizer steps, with axes; healthy ranges are shaded. `monitor.charts` has the catalogue."""
+"""Curves over optimizer steps, tokens or minutes, with axes; healthy ranges are shaded. `monitor.charts` has the
+catalogue, `monitor.reading` how a curve is smoothed and cut, `monitor.overlay` several runs on the same axes.
+
+All charts share one `Lens`: a key pressed in one of them moves the cursor, or the window, in all.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from rich.style import Style
+from textual import events
+from textual.binding import Binding, BindingType
 from textual.containers import ScrollableContainer
 from textual.content import Content
+from textual.message import Message
 from textual.reactive import reactive
 from textual.strip import Strip
 
-from atropos_tui.monitor.charts import CHARTS, HELD_OUT, LARGEST, MOST_STEPS, QUEUE, WRITERS, CurveSpec, Series, thin
-from atropos_tui.ui.plot import Axes, Curve, Ink, plot
+from atropos_tui.monitor.charts import (
+    CHARTS,
+    HELD_OUT,
+    LARGEST,
+    MOST_STEPS,
+    QUEUE,
+    WRITERS,
+    ChartSpec,
+    CurveSpec,
+    Series,
+    chart_of,
+    thin,
+)
+from atropos_tui.monitor.format import one_line
+from atropos_tui.monitor.overlay import line
+from atropos_tui.monitor.reading import MARKS, Along, Lens, Ruler, is_smoothed, sensible_range, smooth, value_at
+from atropos_tui.ui.plot import Axes, Band, Curve, Ink, plot
 from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.panel import Panel, View, inks
 
+RUN_COLOURS = ("primary", "accent", "warning", "success", "secondary")
+"""Of runs on the same axes, this one first."""
+SPLIT_COLOURS = ("accent", "success", "warning", "secondary")
+"""Of held-out accuracy, by split."""
+SMOOTHINGS = (10, 50, 0)
+WINDOWS = (200.0, 50.0, None)
+"""Newest steps that are drawn, one after the other."""
+ZOOM, PAN = 2.0, 0.25
+TINY = 1e-9
 
-class Chart(Panel):
-    """Some curves over steps, with axes; the title carries the newest values."""
+
+@dataclass(frozen=True)
+class Trace:
+    """One curve as it is drawn and named: raw points, their moving average, or the span of several runs."""
+
+    label: str
+    colour: str
+    places: Sequence[float]
+    values: Sequence[float]
+    scatter: bool = False
+    smooth: Curve | None = None
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+    last: float | None = None
+
+    def at(self, cursor: float | None) -> float | None:
+        """The value under the cursor, else the newest."""
+        if cursor is None:
+            return self.last
+        places, values = (self.smooth.steps, self.smooth.values) if self.smooth else (self.places, self.values)
+        return value_at(places, values, cursor)
+
+
+class Chart(Panel, can_focus=True):
+    """Some curves with axes; the title carries the newest values, or those under the cursor."""
 
     INK = "chart"
     COMPONENT_CLASSES: ClassVar[set[str]] = inks(
-        INK, "primary", "accent", "success", "warning", "axis", "grid", "limit", "bad", "healthy"
-    )
+        INK, "primary", "accent", "success", "warning", "secondary", "axis", "grid", "limit", "bad", "healthy", "dim",
+        "cursor", "band",
+    )  # fmt: skip
     DEFAULT_CSS = """
     Chart {
         width: 1fr;
@@ -32,60 +89,187 @@ class Chart(Panel):
         .chart--accent { color: $accent; text-style: bold; }
         .chart--success { color: $success; }
         .chart--warning { color: $warning; }
+        .chart--secondary { color: $foreground; }
         .chart--axis { color: $quiet; }
         .chart--grid { color: $grid; }
         .chart--limit { color: $warning 60%; }
         .chart--bad { color: $error; text-style: bold; }
         .chart--healthy { background: $healthy; }
+        .chart--dim { color: $frame; }
+        .chart--cursor { color: $accent; }
+        .chart--band { background: $block-cursor-background; }
     }
     """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left,h", "cursor(-1)", "Cursor", show=False, tooltip="Charts: read the values at the point before"),
+        Binding("right", "cursor(1)", "Cursor", show=False, tooltip="Charts: read the values at the next point"),
+        Binding("shift+left", "cursor(-10)", "Cursor", show=False, tooltip="Charts: ten points back"),
+        Binding("shift+right", "cursor(10)", "Cursor", show=False, tooltip="Charts: ten points ahead"),
+        Binding("plus,equals_sign", "zoom(1)", "Nearer", show=False, tooltip="Charts: half of what is drawn, around "
+                "the cursor"),
+        Binding("minus", "zoom(-1)", "Farther", show=False, tooltip="Charts: twice as much"),
+        Binding("less_than_sign,comma", "pan(-1)", "Pan", show=False, tooltip="Charts: move the window back"),
+        Binding("greater_than_sign,full_stop", "pan(1)", "Pan", show=False, tooltip="Charts: move the window ahead"),
+        Binding("w", "window", "Newest", show=False, tooltip="Charts: the newest 200 steps, 50 steps, or all"),
+        Binding("m", "smooth", "Smooth", show=False, tooltip="Charts: moving average over 10 points, over 50, or none"),
+        Binding("l", "log", "Log axis", show=False, tooltip="Charts: logarithmic or linear axis of this chart"),
+        Binding("b", "outliers", "Outliers", show=False, tooltip="Charts: leave outliers beyond the axis, or show all"),
+        Binding("x", "along", "Axis", show=False, tooltip="Charts: over steps, tokens or minutes"),
+        Binding("enter,z", "enlarge", "Full screen", show=False, tooltip="Charts: this one alone, and all values of "
+                "the step; Esc returns"),
+        Binding("g", "ask", "Rollouts", show=False, tooltip="Charts: the rollouts of the step under the cursor"),
+        Binding("y", "copy", "Copy", show=False, tooltip="Charts: copy the values under the cursor"),
+        Binding("escape", "back", "Back", show=False, tooltip="Charts: no cursor, the whole run, out of full screen"),
+    ]  # fmt: skip
 
     view: reactive[View | None] = reactive(None, layout=False)
 
+    class Turned(Message):
+        """The lens that all charts share has changed."""
+
+    @dataclass(eq=False)
+    class Asked(Message):
+        """A key asks for more than a chart knows: this one on the whole screen, out of it, rollouts of a step."""
+
+        chart: Chart
+        what: Literal["enlarge", "back", "rollouts"]
+        step: int = 0
+
     def __init__(self, name: str) -> None:
+        """Args: `name`: of a chart in the catalogue, else of any curve."""
         super().__init__()
-        self.spec = CHARTS[name]
+        self.spec = CHARTS.get(name) or chart_of(name)
         self.follows_records = not self.spec.over_seconds
         self._drawn_for: object = None
         """View, size and theme that the strips were made for."""
         self._strips: list[Strip] = []
+        self._traces: list[Trace] = []
+        self._cut = 0
+        """Points beyond the axis."""
 
     def on_mount(self) -> None:
-        self.border_title = title(self.spec.name)
+        self.entitle(title(one_line(self.spec.name)))
+
+    def become(self, spec: ChartSpec) -> None:
+        """Show another chart of the catalogue."""
+        self.spec = spec
+        if self.view is not None:
+            self.show(self.view)
 
     def show(self, view: View) -> None:
         """Take the newest points; the last known run length spans the x axis."""
         self.view = view
-        self.border_title = self._title(view)
+        self._drawn_for = None
+        self._prepare(view)
+        self.entitle(self._title(view))
 
     def on_resize(self) -> None:
         """Another title may fit now; a chart that was hidden had no width at all."""
         if self.view is not None:
-            self.border_title = self._title(self.view)
+            self.show(self.view)
+
+    # What is drawn.
+
+    def _prepare(self, view: View) -> None:
+        lens = self._lens(view)
+        self._first, self._last = lens.window(*self._whole(view, lens))
+        if view.runs and not self.spec.over_seconds:
+            self._traces = list(self._of_runs(view, lens))
+        else:
+            self._traces = [self._trace(curve, series, view, lens) for curve, series in curves_of(self.spec, view)]
+
+    def _lens(self, view: View) -> Lens:
+        return Lens(smoothing=0) if self.spec.over_seconds else view.lens
+
+    def _whole(self, view: View, lens: Lens) -> tuple[float, float]:
+        """First and last of the x axis: the whole run as planned, or the time that was watched."""
+        found = [series for _, series in curves_of(self.spec, view) if len(series)]
+        if self.spec.over_seconds:
+            return min([-60.0, *(float(series.steps[0]) for series in found)]), 0.0
+        ends = [
+            place
+            for series in found
+            if (place := view.ruler.place(series.part(len(series) - 1, len(series)))[0]) <= MOST_STEPS
+        ]
+        for run in view.runs[1:]:
+            if len(series := run.state.metric(self.spec.curves[0].metric)):
+                ends += Ruler(run.state, lens.along).place(series.part(len(series) - 1, len(series)))
+        planned = view.info.training_steps or 0 if lens.along is Along.STEPS and lens.newest is None else 0
+        return 0.0, float(max([planned, *ends, TINY]))
+
+    def _trace(self, curve: CurveSpec, series: Series, view: View, lens: Lens) -> Trace:
+        if self.spec.over_seconds:
+            return Trace(curve.label, curve.colour, series.steps, series.values, last=series.last)
+        part = view.ruler.part(series, self._first, self._last)
+        raw = thin(part, 4 * max(self.content_size.width, 1))
+        average = None
+        if not curve.scatter and is_smoothed(len(series), lens.smoothing):
+            smoothed = smooth(part, lens.smoothing, 4 * max(self.content_size.width, 1))
+            average = Curve(view.ruler.place(smoothed), smoothed.values, self.ink(curve.colour))
+        last = (average.values[-1] if average.values else None) if average else part.last
+        return Trace(
+            curve.label,
+            curve.colour,
+            view.ruler.place(raw),
+            raw.values,
+            scatter=curve.scatter,
+            smooth=average,
+            last=last,
+        )
+
+    def _of_runs(self, view: View, lens: Lens) -> list[Trace]:
+        """The chart's first curve of every setting."""
+        found = []
+        for at, setting in enumerate(view.settings):
+            if drawn := line(setting, self.spec.curves[0].metric, lens.along, lens.smoothing):
+                band = (drawn.low, drawn.high) if drawn.low else None
+                colour = RUN_COLOURS[at % len(RUN_COLOURS)]
+                found.append(Trace(setting.label, colour, drawn.places, drawn.values, band=band, last=drawn.last))
+        return found
+
+    # Title and plot.
 
     def _title(self, view: View) -> Content:
-        """The fullest title that fits: all labels, then the short name, then the first trace without its label."""
-        curves, full, short = self.spec.curves, self.spec.name, self.spec.short or self.spec.name
-        found = [series_of(curve, view) for curve in curves]
-        if not any(map(len, found)):
+        """The fullest title that fits: all labels, then the short name, then labels cut, then the first trace alone."""
+        full, short = one_line(self.spec.name), one_line(self.spec.short or self.spec.name)
+        if not any(len(trace.values) for trace in self._traces):
             return title(full, ("no data", "quiet"))
-        write = WRITERS[self.spec.unit]
-        marks = ["◆" if curve.scatter else "━" for curve in curves]
-        values = [write(series.last) for series in found]
-        colours = [curve.colour for curve in curves]
-        labels = [f"{curve.label} " for curve in curves]
+        lens, write = self._lens(view), WRITERS[self.spec.unit]
+        marks = ["◆" if trace.scatter else "━" for trace in self._traces]
+        values = [write(trace.at(lens.cursor)) for trace in self._traces]
+        colours = [trace.colour for trace in self._traces]
+        labels = [f"{one_line(trace.label)} " for trace in self._traces]
         room = self.outer_size.width - (2 if self.styles.border_left[0] in ("", "none") else 6)
-        for name, words, gap in (
-            (full, labels, 2),
-            (short, labels, 1),
-            (short, ["", *labels[1:]], 1),
-            (short, [""] * len(labels), 1),
+        notes = self._notes(lens)
+        named = [values[0], *[""] * (len(values) - 1)]
+        for name, words, figures, gap, more in (
+            (full, labels, values, 2, notes),
+            (short, labels, values, 1, notes),
+            (short, labels, values, 1, notes[:1]),
+            (short, [f"{label[:4].strip()} " for label in labels], values, 1, notes[:1]),
+            (short, labels, named, 1, notes[:1]),
+            (short, labels[:1], values, 1, notes[:1]),
+            (short, [""], values, 1, []),
         ):
-            texts = [f"{mark} {word}{value}" for mark, word, value in zip(marks, words, values, strict=True)]
-            fullest = title(name, *zip(texts, colours, strict=True), gap=gap)
+            texts = [f"{mark} {word}{value}".rstrip() for mark, word, value in zip(marks, words, figures, strict=False)]
+            fullest = title(name, *zip(texts, colours, strict=False), *more, gap=gap)
             if fullest.cell_length <= room:
                 break
         return fullest
+
+    def _notes(self, lens: Lens) -> list[tuple[str, str]]:
+        """How the chart is looked at, where it is not the usual way."""
+        notes = []
+        if any(trace.smooth for trace in self._traces):
+            notes.append((f"~{lens.smoothing}", "quiet"))
+        if lens.cursor is not None:
+            place = f"{lens.cursor:,.0f}" if lens.along is not Along.MINUTES else f"{lens.cursor:.2f} min"
+            notes.insert(0, (f"@{place}", "accent"))
+        if self.spec.name in lens.other_axis:
+            notes.append(("linear" if self.spec.log else "log", "quiet"))
+        if lens.along is not Along.STEPS:
+            notes.append((f"over {lens.along}", "quiet"))
+        return notes
 
     def render_line(self, y: int) -> Strip:
         """One line of the plot, which is drawn once for all of them."""
@@ -98,72 +282,234 @@ class Chart(Panel):
         width, height = self.content_size
         if self.view is None or height < 3:
             return []
-        curves = [self._curve(curve, self.view) for curve in self.spec.curves]
-        first, last = self._span(self.view, curves)
-        low, high = self._bounds(curves)
-        axes = Axes(first=first, last=last, low=low, high=high, log=self.spec.log, healthy=self.spec.healthy)
-        healthy = Style(bgcolor=self.get_component_rich_style("chart--healthy").bgcolor)
-        ink = Ink(**{name: self.ink(name) for name in ("axis", "grid", "limit", "bad")}, healthy=healthy)
-        lines = plot(curves, axes, ink, width, height)
+        lens, curves, bands = self._lens(self.view), [], []
+        for trace in self._traces:
+            ink = self.ink(trace.colour)
+            if trace.smooth:
+                curves.append(trace.smooth)
+            if trace.band:
+                bands.append(Band(trace.places, *trace.band, self._ground("band")))
+        for trace in self._traces:
+            ink = self.ink("dim") if trace.smooth else self.ink(trace.colour)
+            curves.append(Curve(trace.places, trace.values, ink, trace.scatter))
+        log = self.spec.log != (self.spec.name in lens.other_axis)
+        low, high = self._bounds(log=log, cut=lens.cuts_outliers)
+        marks = [] if self.spec.over_seconds else self.view.marks
+        axes = Axes(
+            first=self._first, last=self._last, low=low, high=high, log=log, healthy=self.spec.healthy,
+            cursor=lens.cursor, marks=[(place, MARKS[mark.kind]) for place, mark in marks],
+        )  # fmt: skip
+        named = {name: self.ink(name) for name in ("axis", "grid", "limit", "bad", "cursor")}
+        lines = plot(
+            curves, axes, Ink(**named, healthy=self._ground("healthy"), mark=self.ink("axis")), width, height, bands
+        )
         base, strips = self.rich_style, [Strip(line) for line in lines]
         return [strip.adjust_cell_length(width, base).apply_style(base) for strip in strips]
 
-    def _span(self, view: View, curves: list[Curve]) -> tuple[float, float | None]:
-        """First and last of the x axis: the whole run as planned, or the time that was watched."""
-        if self.spec.over_seconds:
-            return min([-60, *(curve.steps[0] for curve in curves if curve.steps)]), 0
-        ends = (next((step for step in reversed(curve.steps) if step <= MOST_STEPS), 0) for curve in curves)
-        return 0, max(view.info.training_steps or 0, *ends) or None
+    def _ground(self, name: str) -> Style:
+        return Style(bgcolor=self.get_component_rich_style(f"chart--{name}").bgcolor)
 
-    def _curve(self, curve: CurveSpec, view: View) -> Curve:
-        series = thin(series_of(curve, view), 4 * self.content_size.width)
-        return Curve(series.steps, series.values, self.ink(curve.colour), curve.scatter)
-
-    def _bounds(self, curves: list[Curve]) -> tuple[float | None, float | None]:
-        """The axis' own ends, each unless a value lies beyond it."""
+    def _bounds(self, *, log: bool, cut: bool) -> tuple[float | None, float | None]:
+        """The axis' own ends, each unless a value lies beyond it; else, of the values, without outliers."""
+        seen = [[value for value in trace.values if abs(value) < LARGEST] for trace in self._traces]
+        seen = [values for values in seen if values]
         low, high = self.spec.low, self.spec.high
-        values = [value for curve in curves for value in curve.values if abs(value) < LARGEST]
-        if values and low is not None and min(values) < low:
-            low = None
-        if values and high is not None and max(values) > high:
-            high = None
-        return low, high
+        if not seen:
+            return low, high
+        least, most = min(map(min, seen)), max(map(max, seen))
+        low = low if low is not None and least >= low else None
+        high = high if high is not None and most <= high else None
+        if log or not cut or self.spec.over_seconds:
+            return low, high
+        ranges = [sensible_range(values) or (min(values), max(values)) for values in seen]
+        lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
+        return lowest if low is None and lowest > least else low, highest if high is None and highest < most else high
+
+    # Keys and the mouse.
+
+    def _turn(self, **changes: object) -> None:
+        if self.view is not None and not self.spec.over_seconds:
+            self.view.looking.lens = replace(self.view.lens, **changes)  # type: ignore[arg-type]
+            self.post_message(self.Turned())
+
+    def action_cursor(self, by: int) -> None:
+        """To the point so many further; from none, the last one in view."""
+        places = next((trace.places for trace in self._traces if len(trace.places) and not trace.scatter), ())
+        if self.view is None or not places:
+            return
+        cursor = self.view.lens.cursor
+        at = bisect_left(places, cursor) + by if cursor is not None else len(places) - 1
+        self._turn(cursor=float(places[min(max(at, 0), len(places) - 1)]))
+
+    def action_zoom(self, direction: int, around: float | None = None) -> None:
+        if self.view is None:
+            return
+        lens = self.view.lens
+        width = (self._last - self._first) / ZOOM if direction > 0 else (self._last - self._first) * ZOOM
+        whole = self._whole(self.view, replace(lens, newest=None))
+        if width >= whole[1] - whole[0]:
+            self._turn(first=None, last=None, newest=None)
+            return
+        if around is None:
+            around = lens.cursor if lens.cursor is not None else self._last
+        first = min(max(around - width / 2, whole[0]), whole[1] - width)
+        if width > (2 if lens.along is Along.STEPS else TINY):
+            self._turn(first=first, last=first + width, newest=None)
+
+    def action_pan(self, direction: int) -> None:
+        if self.view is None:
+            return
+        width = self._last - self._first
+        whole = self._whole(self.view, replace(self.view.lens, newest=None))
+        first = min(max(self._first + direction * PAN * width, whole[0]), max(whole[1] - width, whole[0]))
+        self._turn(first=first, last=first + width, newest=None)
+
+    def action_window(self) -> None:
+        """The newest so many steps; along other axes, their share of all."""
+        if self.view is None:
+            return
+        lens, steps = self.view.lens, max(self.view.state.step, 1)
+        scale = 1.0 if lens.along is Along.STEPS else self._whole(self.view, lens)[1] / steps
+        now = None if lens.newest is None else round(lens.newest / scale)
+        wanted = WINDOWS[(WINDOWS.index(now) + 1) % len(WINDOWS)] if now in WINDOWS else WINDOWS[0]
+        self._turn(first=None, last=None, newest=None if wanted is None else wanted * scale)
+
+    def action_smooth(self) -> None:
+        if self.view is not None:
+            now = self.view.lens.smoothing
+            self._turn(smoothing=SMOOTHINGS[(SMOOTHINGS.index(now) + 1) % len(SMOOTHINGS)] if now in SMOOTHINGS else 0)
+
+    def action_log(self) -> None:
+        if self.view is not None:
+            self._turn(other_axis=self.view.lens.other_axis ^ {self.spec.name})
+
+    def action_outliers(self) -> None:
+        if self.view is not None:
+            self._turn(cuts_outliers=not self.view.lens.cuts_outliers)
+
+    def action_along(self) -> None:
+        """Another axis; a window and a cursor on the old one mean nothing there."""
+        if self.view is not None:
+            order = list(Along)
+            wanted = order[(order.index(self.view.lens.along) + 1) % len(order)]
+            self._turn(along=wanted, first=None, last=None, newest=None, cursor=None)
+
+    def action_enlarge(self) -> None:
+        self.post_message(self.Asked(self, "enlarge"))
+
+    def action_back(self) -> None:
+        """One thing after the other: the cursor, the window, the full screen."""
+        lens = self.view.lens if self.view else Lens()
+        if lens.cursor is not None:
+            self._turn(cursor=None)
+        elif (lens.first, lens.last, lens.newest) != (None, None, None):
+            self._turn(first=None, last=None, newest=None)
+        else:
+            self.post_message(self.Asked(self, "back"))
+
+    def action_ask(self) -> None:
+        if self.view is not None:
+            self.post_message(self.Asked(self, "rollouts", self.view.cursor_step))
+
+    def action_copy(self) -> None:
+        """Name, place and values as lines of tab-separated words."""
+        if self.view is not None:
+            cursor = self.view.lens.cursor
+            lines = [f"{one_line(trace.label)}\t{trace.at(cursor)}" for trace in self._traces]
+            self.app.copy_to_clipboard("\n".join([f"{self.spec.name}\tstep {self.view.cursor_step}", *lines]))
+            self.app.notify(f"copied {self.spec.name} at step {self.view.cursor_step}", timeout=2, markup=False)
+
+    def _place_of(self, event: events.MouseEvent) -> float | None:
+        """Where on the horizontal axis the mouse is."""
+        at = event.get_content_offset(self)
+        left = next((i for i, char in enumerate(self._strips[0].text) if char in "┤│"), -1) + 1 if self._strips else 0
+        columns = self.content_size.width - left
+        if at is None or not left or not left <= at.x or columns < 2:
+            return None
+        return self._first + (at.x - left) / (columns - 1) * (self._last - self._first)
+
+    def on_click(self, event: events.Click) -> None:
+        if event.chain == 2:
+            self.action_enlarge()
+        elif (place := self._place_of(event)) is not None:
+            self._turn(cursor=max(place, 0.0))
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        self._wheel(event, 1)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        self._wheel(event, -1)
+
+    def _wheel(self, event: events.MouseEvent, direction: int) -> None:
+        """The wheel zooms a chart that has the focus; else it scrolls what the chart is in."""
+        if self.has_focus:
+            event.stop()
+            self.action_zoom(direction, self._place_of(event))
 
 
-class ChartGrid(ScrollableContainer):
+class ChartGrid(ScrollableContainer, can_focus=False):
     """Charts in rows; scrolls where there is little room."""
 
     SCOPED_CSS = False
     DEFAULT_CSS = """
     ChartGrid {
         layout: grid;
-        grid-rows: 1fr;
-        overflow: hidden hidden;
+        overflow: hidden auto;
         width: 1fr;
         height: 1fr;
         scrollbar-size: 1 1;
         &.two { grid-size: 2; }
         &.three { grid-size: 3; }
-        &:focus { scrollbar-color: $primary; }
     }
     .-narrow ChartGrid {
-        grid-rows: 7;
-        overflow-y: auto;
         &.two { grid-size: 1; }
         &.three { grid-size: 2; }
     }
     """
+    LOWEST = 9
+    """Lines of a chart."""
 
     def __init__(self, *charts: str, columns: Literal["two", "three"]) -> None:
         """Args: `columns`: how many stand side by side; one less where the screen is narrow."""
         super().__init__(*map(Chart, charts), classes=columns)
+        self._columns = 2 if columns == "two" else 3
+
+    def on_resize(self) -> None:
+        self.fit()
+
+    def fit(self) -> None:
+        """As many lines for each chart as there are, but not too few to be read."""
+        columns = self._columns - self.app.screen_stack[0].has_class("-narrow")
+        rows = -(-len(self.children) // columns)
+        height = max(self.LOWEST, self.size.height // max(rows, 1))
+        self.styles.grid_rows = str(height) if height * rows > self.size.height else "1fr"
+
+    async def also(self, names: Sequence[str]) -> None:
+        """Charts of these curves after those of the catalogue, and of no others."""
+        chosen = [chart for chart in self.query(Chart) if chart.spec.name not in _CATALOGUE]
+        for chart in chosen:
+            if chart.spec.name not in names:
+                await chart.remove()
+        there = {chart.spec.name for chart in chosen}
+        await self.mount_all(Chart(name) for name in names if name not in there)
+        self.fit()
 
 
-def series_of(curve: CurveSpec, view: View) -> Series:
-    """The points of a curve."""
-    if curve.metric == HELD_OUT:
-        return next(iter(view.state.evals.values()), Series())
-    if curve.metric == QUEUE:
-        times, depths = view.gauges.queue()
-        return Series([round(time - times[-1]) for time in times], depths, times)
-    return view.state.metric(curve.metric)
+_CATALOGUE = {spec.name for spec in CHARTS.values()}
+
+
+def curves_of(spec: ChartSpec, view: View) -> list[tuple[CurveSpec, Series]]:
+    """The curves of a chart with their points; held-out accuracy has one for each environment and split."""
+    found: list[tuple[CurveSpec, Series]] = []
+    for curve in spec.curves:
+        if curve.metric == HELD_OUT:
+            envs = {name.partition("/")[0] for name in view.state.evals}
+            for at, (name, series) in enumerate(view.state.evals.items()):
+                label = (name.partition("/")[2] if len(envs) == 1 else name).replace("held_out", "held-out")
+                found.append((replace(curve, label=label, colour=SPLIT_COLOURS[at % len(SPLIT_COLOURS)]), series))
+        elif curve.metric == QUEUE:
+            times, depths = view.gauges.queue()
+            found.append((curve, Series([round(time - times[-1]) for time in times], depths, times)))
+        else:
+            found.append((curve, view.state.metric(curve.metric)))
+    return found

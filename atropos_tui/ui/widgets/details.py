@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
@@ -37,8 +38,13 @@ class Details(VerticalScroll, Panel):
     }
     """
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "copy", "Copy", show=False, tooltip="Component: copy what stands there, the command included")
+    ]
+
     def __init__(self) -> None:
         super().__init__(id="details")
+        self._text = Text()
 
     def compose(self) -> ComposeResult:
         yield Static(id="details-text")
@@ -48,9 +54,15 @@ class Details(VerticalScroll, Panel):
 
     def show(self, view: View) -> None:
         row = next((row for row in view.rows if row.name == view.selected), None)
-        self.border_title = title("Component", (view.selected, "primary"))
-        lines = list(self._lines(view, row)) if row else [Text("no component is selected")]
-        self.query_one("#details-text", Static).update(Text("\n").join(lines))
+        self.entitle(title("Component", (view.selected, "primary")))
+        text = Text("\n").join(self._lines(view, row) if row else [Text("no component is selected")])
+        if text != self._text:
+            self._text = text
+            self.query_one("#details-text", Static).update(text)
+
+    def action_copy(self) -> None:
+        self.app.copy_to_clipboard(self._text.plain)
+        self.app.notify("copied", timeout=2)
 
     def _line(self, label: str, words: str, tone: str = "") -> Text:
         line = Text(f"{label:<{_LABEL}}", self.ink("label"))

@@ -54,7 +54,7 @@ class MachinePanel(TextPanel):
     def show(self, view: View) -> None:
         super().show(view)
         gpus = view.status.gpus if view.status else []
-        self.border_title = title("GPUs" if gpus else "Host", (_note(view, gpus), "quiet"))
+        self.entitle(title("GPUs" if gpus else "Host", (_note(view, gpus), "quiet")))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         gpus = view.status.gpus if view.status else []

@@ -5,7 +5,8 @@ A panel is two places: its file here, with its CSS, and one row of `ui.views.VIE
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -13,11 +14,15 @@ from rich.style import Style
 from rich.text import Text
 from textual.app import RenderResult
 from textual.content import Content
+from textual.geometry import Region
 from textual.widget import Widget
 
 from atropos_common.control import ComponentStatus, RunStatus
 from atropos_tui.monitor.bench import RunBenchmark
+from atropos_tui.monitor.charts import Series
 from atropos_tui.monitor.gauges import GaugeHistory
+from atropos_tui.monitor.overlay import RunCurves, Setting, by_setting
+from atropos_tui.monitor.reading import MARKS, Lens, Looking, Mark, Ruler, marks
 from atropos_tui.monitor.run_files import RunInfo
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
@@ -43,6 +48,10 @@ class View:
     """The component under the cursor."""
     loaded: bool = True
     """Whether the files were read to their end once."""
+    looking: Looking = field(default_factory=lambda: Looking(Lens()))
+    """How charts are looked at."""
+    runs: Sequence[RunCurves] = ()
+    """On the same axes: this one first, then the others; empty where it is alone."""
 
     @cached_property
     def verdict(self) -> Verdict | None:
@@ -58,6 +67,35 @@ class View:
     def rows(self) -> list[ComponentStatus]:
         """Components in start order; empty until something has told."""
         return self.status.components if self.status else []
+
+    @property
+    def lens(self) -> Lens:
+        """How charts are looked at now."""
+        return self.looking.lens
+
+    @cached_property
+    def ruler(self) -> Ruler:
+        """Where this run's steps lie on the axis of the charts."""
+        return Ruler(self.state, self.lens.along)
+
+    @cached_property
+    def marks(self) -> list[tuple[float, Mark]]:
+        """What happened, with its place on the axis, the most important kind first."""
+        found = sorted(marks(self.state), key=lambda mark: list(MARKS).index(mark.kind))
+        at = Series([mark.step for mark in found], [0.0] * len(found), [mark.time for mark in found])
+        return list(zip(self.ruler.place(at), found, strict=True))
+
+    @cached_property
+    def settings(self) -> list[Setting]:
+        """The runs on the same axes, seeds of one setting together."""
+        return by_setting(self.runs)
+
+    @property
+    def cursor_step(self) -> int:
+        """The step under the charts' cursor, else the newest."""
+        if self.lens.cursor is None:
+            return self.state.step
+        return self.ruler.step_at(self.lens.cursor, self.state.metric("step_s"))
 
 
 class Panel(Widget):
@@ -91,7 +129,7 @@ class Panel(Widget):
 
 
 class TextPanel(Panel):
-    """A panel of lines that are cut where there is no room. It is painted only where they are not what it shows."""
+    """A panel of lines that are cut where there is no room. Those that are not what it shows are painted."""
 
     view: View | None = None
 
@@ -102,8 +140,10 @@ class TextPanel(Panel):
     def show(self, view: View) -> None:
         self.view = view
         before, self._painted = self._painted, self._cut()
-        if self._painted != before:
-            self.refresh(layout=self.styles.is_auto_height and len(self._painted) != len(before))
+        if len(self._painted) != len(before):
+            self.refresh(layout=self.styles.is_auto_height)
+        elif changed := [y for y, line in enumerate(self._painted) if line != before[y]]:
+            self.refresh(*(Region(0, y, self.content_size.width, 1) for y in changed))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         """What there is to say, the most important first."""

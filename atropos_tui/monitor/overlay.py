@@ -1,0 +1,266 @@
+"""Runs over runs: their curves on the same axes, seeds of one setting as a band, what differs, and how each ended.
+
+One machinery for the screen, `compare` and `report RUN RUN`. Two runs are of one setting where their resolved profiles
+differ in nothing but seed, ports and names.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from atropos_common.files import read_regular
+from atropos_common.run_dir import RunDir
+from atropos_tui.monitor.charts import Series, mean
+from atropos_tui.monitor.format import duration, masked_line, number, seconds_text
+from atropos_tui.monitor.reading import Along, Ruler, is_smoothed, smooth
+from atropos_tui.monitor.run_files import RunInfo, load_run
+from atropos_tui.monitor.state import RunState
+
+LAST = 20
+"""Steps whose mean is a run's final value."""
+PLACES = 300
+"""Of a band, at most."""
+POINTS = 2_000
+"""Of a curve, at most."""
+NONE = "–"
+MOST_WORDS = 3
+"""Settings that a label names."""
+_NOT_A_SETTING = ("name", "prepare", "notify")
+SEED = "seed"
+
+
+@dataclass(frozen=True, eq=False)
+class RunCurves:
+    """One of several runs, as far as its files tell."""
+
+    name: str
+    info: RunInfo
+    state: RunState
+    settings: dict[str, str]
+    """The resolved profile, flat, without what names a run or gives it its ports."""
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """Runs that differ in nothing but their seed."""
+
+    label: str
+    runs: tuple[RunCurves, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A metric of one setting along an axis. With several runs the values are means, beside the lowest and highest."""
+
+    label: str
+    places: Sequence[float]
+    values: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    smoothing: int = 0
+    last: float | None = None
+    """The final value: the mean over the newest steps, and over the runs."""
+
+
+def read_runs(roots: Sequence[Path]) -> list[RunCurves]:
+    """Everything the files of several runs hold; directories of the same name go by the folder above, too."""
+    count = Counter(root.name for root in roots)
+    return [read_one(root, f"{root.parent.name}/{root.name}" if count[root.name] > 1 else root.name) for root in roots]
+
+
+def read_one(root: Path, name: str = "") -> RunCurves:
+    """The run in `root`."""
+    info, state, _ = load_run(root)
+    return RunCurves(masked_line(name or root.name), info, state, settings_of(RunDir(root)))
+
+
+def settings_of(run: RunDir) -> dict[str, str]:
+    """The settings of a run by their dotted keys, from the profile.toml that lies in it; empty where there is none."""
+    try:
+        profile = tomllib.loads(read_regular(run.profile_toml))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {
+        masked_line(key): masked_line(str(value))
+        for key, value in _flat(profile)
+        if key.split(".")[0] not in _NOT_A_SETTING
+        and key.split(".")[-1] not in ("port", "name")
+        and (key == SEED or key.split(".")[-1] != SEED)
+    }
+
+
+def _flat(table: dict[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
+    """Keys with their values; an entry of an array of tables goes by its name, else by its number.
+
+    Of GPUs only how many counts: which of them it was is where a run was, not what it was.
+    """
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{key}.")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            for at, item in enumerate(value):
+                yield from _flat(item, f"{before}{key}.{item.get('name', at)}.")
+        else:
+            yield f"{before}{key}", len(value) if key == "gpus" and isinstance(value, list) else value
+
+
+def differing(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
+    """Settings that are not the same in all of `runs`, each with its value in every one; the seed comes last."""
+    keys = sorted({key for run in runs for key in run.settings}, key=lambda key: (key == SEED, key))
+    found = {key: [run.settings.get(key, NONE) for run in runs] for key in keys}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}
+
+
+def by_setting(runs: Sequence[RunCurves]) -> list[Setting]:
+    """Runs of one setting together, in the order in which each setting comes first."""
+    keys = [key for key in differing(runs) if key != SEED]
+    found: dict[tuple[str, ...], list[RunCurves]] = {}
+    for run in runs:
+        found.setdefault(tuple(run.settings.get(key, NONE) for key in keys), []).append(run)
+    if not keys and all(not run.settings for run in runs):  # nothing tells what they are
+        return [Setting(run.name, (run,)) for run in runs]
+    return [Setting(_label(keys, values, members), tuple(members)) for values, members in found.items()]
+
+
+def _label(keys: Sequence[str], values: Sequence[str], runs: Sequence[RunCurves]) -> str:
+    """What sets these runs apart, and their number; the name of the first where that is nothing, or too much."""
+    pairs = zip(keys, values, strict=True)
+    words = [value if key == "mode" else f"{key.rpartition('.')[2]} {PurePath(value).name}" for key, value in pairs]
+    words = words if 0 < len(words) <= MOST_WORDS else [runs[0].name] if words or len(runs) == 1 else []
+    return ", ".join([*words, f"{len(runs)} runs"] if len(runs) > 1 else words)
+
+
+def line(setting: Setting, metric: str, along: Along, smoothing: int = 0) -> Line | None:
+    """The curve of `metric`; None where no run of the setting has it."""
+    found = [(run, run.state.metric(metric)) for run in setting.runs]
+    found = [(run, series) for run, series in found if len(series)]
+    if not found:
+        return None
+    span = smoothing if is_smoothed(max(len(series) for _, series in found), smoothing) else 0
+    drawn = [(Ruler(run.state, along), smooth(series, span, POINTS) if span else series) for run, series in found]
+    curves = [(list(ruler.place(series)), list(series.values)) for ruler, series in drawn]
+    ends = [series.last if metric in run.state.evals else final(series) for run, series in found]
+    last = mean([value for value in ends if value is not None])
+    if len(curves) == 1:
+        return Line(setting.label, *curves[0], smoothing=span, last=last)
+    return Line(setting.label, *_band(curves), smoothing=span, last=last)
+
+
+def _band(
+    curves: Sequence[tuple[list[float], list[float]]],
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Places, means, lowest and highest of the curves that reach each place."""
+    everywhere = sorted({place for places, _ in curves for place in places})
+    places = everywhere if len(everywhere) <= PLACES else everywhere[:: math.ceil(len(everywhere) / PLACES)]
+    columns = [[value for curve in curves if (value := _between(*curve, place)) is not None] for place in places]
+    kept = [(place, column) for place, column in zip(places, columns, strict=True) if column]
+    return (
+        [place for place, _ in kept],
+        [sum(column) / len(column) for _, column in kept],
+        [min(column) for _, column in kept],
+        [max(column) for _, column in kept],
+    )
+
+
+def _between(places: Sequence[float], values: Sequence[float], place: float) -> float | None:
+    """The value at `place`, on a straight line between its neighbours; None beyond the ends, and beside a gap."""
+    at = bisect_left(places, place)
+    if at == len(places) or (at == 0 and places[0] > place):
+        return None
+    if places[at] == place:
+        return values[at] if math.isfinite(values[at]) else None
+    share = (place - places[at - 1]) / (places[at] - places[at - 1])
+    value = values[at - 1] + share * (values[at] - values[at - 1])
+    return value if math.isfinite(value) else None
+
+
+# How each ended.
+
+
+def final(series: Series, count: int = LAST) -> float | None:
+    """The mean of the newest `count` values; None where there are none."""
+    return mean(series.tail(count))
+
+
+def splits(runs: Iterable[RunCurves]) -> list[str]:
+    """Every environment and split that a run was evaluated on."""
+    return list(dict.fromkeys(name for run in runs for name in run.state.evals))
+
+
+def final_table(runs: Sequence[RunCurves]) -> list[list[str]]:
+    """A row of titles, then one for each run: mode, seed and final values."""
+    evaluated = splits(runs)
+    titles = [
+        "run",
+        "mode",
+        SEED,
+        "steps",
+        f"reward, last {LAST}",
+        *evaluated,
+        "length",
+        "tokens/s",
+        "step",
+        "duration",
+    ]
+    rows = [titles]
+    for run in runs:
+        metric = run.state.metric
+        times = metric("step_s").times
+        rows.append(
+            [
+                run.name,
+                run.info.mode or NONE,
+                run.settings.get(SEED, NONE),
+                f"{run.state.step:,}",
+                number(final(metric("reward_mean"))),
+                *(number(run.state.metric(name).last) for name in evaluated),
+                number(final(metric("completion_tokens_mean")), 1),
+                number(final(metric("tokens_per_s")), 0),
+                seconds_text(final(metric("step_s"))),
+                duration(times[-1] - times[0] + metric("step_s").values[0]) if times else NONE,
+            ]
+        )
+    return rows
+
+
+def settings_table(runs: Sequence[RunCurves]) -> list[list[str]]:
+    """A row of titles, then one for each setting that differs, but for the seed; empty where none does."""
+    rows = [[key, *values] for key, values in differing(runs).items() if key != SEED]
+    return [["setting", *(run.name for run in runs)], *rows] if rows else []
+
+
+def seeds_table(runs: Sequence[RunCurves]) -> list[list[str]]:
+    """A row of titles, then one for each setting that has several runs; empty where none has. Mean, lowest, highest."""
+    several = [setting for setting in by_setting(runs) if len(setting.runs) > 1]
+    evaluated = splits(runs)
+    rows = [["setting", f"reward, last {LAST}", *evaluated]] if several else []
+    for setting in several:
+        columns = [[final(run.state.metric("reward_mean")) for run in setting.runs]]
+        columns += [[run.state.metric(name).last for run in setting.runs] for name in evaluated]
+        rows.append([setting.label, *map(_spread, columns)])
+    return rows
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{number(mean(known))} ({number(min(known))} to {number(max(known))})" if known else NONE
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines, their cells below one another."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def summary(runs: Sequence[RunCurves]) -> str:
+    """What differs and how each ended, as text."""
+    found = (final_table(runs), seeds_table(runs), settings_table(runs))
+    return "\n\n".join(text_table(rows) for rows in found if rows)

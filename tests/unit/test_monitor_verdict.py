@@ -1,0 +1,249 @@
+"""The one sentence about a run: ten planted situations, and what comes before what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, State
+from atropos_common.records import (
+    DiagnosisRecord,
+    EnvFlow,
+    EvalRecord,
+    GaugesRecord,
+    Record,
+    StateRecord,
+    StepRecord,
+    TimingRecord,
+)
+from atropos_tui.monitor.run_files import PlannedComponent, RunInfo
+from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.verdict import GLYPHS, TONES, Severity, Verdict, verdict
+
+NOW = 1000.0
+ROLES = {"api": Role.API, "vllm": Role.ENGINE, "math": Role.ENV, "trainer": Role.TRAINER}
+INFO = RunInfo(
+    training_steps=60,
+    components=[
+        PlannedComponent("math", Role.ENV, command=("python", "--env.max_batches_offpolicy", "1")),
+        PlannedComponent("trainer", Role.TRAINER, command=("python", "--max-policy-lag", "2")),
+    ],
+    last_start_s={"vllm": 41.0},
+)
+
+
+def row(name: str, state: State = State.HEALTHY, role: Role | None = None, **fields: Any) -> ComponentStatus:
+    return ComponentStatus(name=name, role=role or ROLES[name], state=state, **{"since": NOW - 300} | fields)
+
+
+def step(number: int, **fields: Any) -> list[Record]:
+    """One step a second, the newest a second ago: half of it training, a tenth publishing."""
+    common: dict[str, Any] = {"step": number, "time": NOW - 38 + number}
+    figures: dict[str, Any] = {
+        "loss": 0.0, "reward_mean": 0.2 + number / 100, "reward_std": 0.3, "lr": 1e-4, "grad_norm": 1, "ratio_mean": 1,
+        "clip_fraction": 0, "tokens": 384, "sequences": 128, "policy_lag_max": 1, "weight_version": number,
+    }  # fmt: skip
+    timing = {"step_s": 1.0, "data_wait_s": 0.2, "train_s": 0.6, "sync_s": 0.1, "checkpoint_s": 0, "tokens_per_s": 384}
+    return [StepRecord(**common, **figures | fields), TimingRecord(**common, **timing)]
+
+
+STEPS = [record for number in range(1, 38) for record in step(number)]
+
+
+def flow(waiting: float, idle: float, made: int = 60, **fields: Any) -> GaugesRecord:
+    figures = {"engine": "vllm", "workers": "8", "counted_s": 30.0, "running": 60.0, "slots": 128.0} | fields
+    found = EnvFlow(waiting=waiting, idle=idle, made=made, **figures)
+    return GaugesRecord(time=NOW - 3, flows={"math": found})
+
+
+def said(*records: Record, rows: list[ComponentStatus] | None = None, steps: bool = True, **fields: Any) -> Verdict:
+    state = RunState()
+    for seq, record in enumerate([*(STEPS if steps else []), *records]):
+        state.apply(record.model_copy(update={"seq": seq}))
+    changed = {each.name: each for each in rows or []}
+    every = [changed.pop(name, None) or row(name) for name in ROLES]
+    status = RunStatus(
+        run_id="r", name="r", mode="none", run_dir="", started_at=NOW - 300, components=[*every, *changed.values()],
+        **{"phase": Phase.RUNNING} | fields,
+    )  # fmt: skip
+    return verdict(status, INFO, state, NOW)
+
+
+def diagnosed(rule: str, component: str, title: str, fix: str, evidence: str = "") -> DiagnosisRecord:
+    return DiagnosisRecord(
+        time=NOW - 0.5, rule=rule, component=component, role=ROLES[component], title=title, evidence=evidence, fix=fix
+    )
+
+
+REFUSED = diagnosed(
+    "rollouts_refused",
+    "math",
+    "vllm refuses the requests of math (400)",
+    "math asks for what cannot be trained on: send top_p=1. That is in its program, or under [env.args]",
+    "refused 331 requests to /generate (400): top_p=0.95",
+)
+HUB = diagnosed(
+    "dataset_unreachable", "math", "a data set or model hub cannot be reached", "check the network or HF_ENDPOINT"
+)
+DISK = diagnosed(
+    "disk_low", "trainer", "the run's disk is nearly full", "free space (df -h)",
+    "120 MB of 64,000 MB are free in the run directory",
+)  # fmt: skip
+FLAT = diagnosed("groups_all_flat", "math", "the groups of math are flat: nothing is learnt from them", "easier ones")
+ENGINES = [row(f"vllm-{at}", role=Role.ENGINE) for at in (1, 2)]
+OLD = step(38, left_out={"older than --max-policy-lag 2": 40}, sequences=88)
+
+SITUATIONS: dict[str, tuple[Severity, str, Verdict]] = {
+    "environment slow": (
+        "advice",
+        "limited by the environment math: 2 of 10 possible groups/s; the trainer waits 90% of the time, the engine "
+        "idles 80%; raise env.max_num_workers (now 8), or make its scoring faster",
+        said(flow(0.9, 0.8)),
+    ),
+    "engine slow": (
+        "advice",
+        "limited by the engine vllm: busy 97% of the time with 60 of 128 possible sequences, while the trainer waits "
+        "71%; shorter env.max_token_length, more engines, or no enforce-eager",
+        said(flow(0.71, 0.03)),
+    ),
+    "trainer slow": (
+        "advice",
+        "limited by training: the engine idles 62%; train is 60% of a step, policy lag 1 of at most 1; more GPUs for "
+        "[trainer], a shorter seq_len, or fewer epochs",
+        said(flow(0.05, 0.62)),
+    ),
+    "all groups flat": ("alarm", "the groups of math are flat: nothing is learnt from them; easier ones", said(FLAT)),
+    "requests refused": (
+        "alarm",
+        "vllm refuses the requests of math (400): refused 331 requests to /generate (400): top_p=0.95; math asks for "
+        "what cannot be trained on: send top_p=1",
+        said(REFUSED),
+    ),
+    "hub unreachable": (
+        "alarm",
+        "math crashed and starts again in 8.0 s: a data set or model hub cannot be reached; check the network or "
+        "HF_ENDPOINT",
+        said(HUB, rows=[row("math", State.BACKOFF, retry_at=NOW + 8)]),
+    ),
+    "disk nearly full": (
+        "alarm",
+        "the run's disk is nearly full: 120 MB of 64,000 MB are free in the run directory; free space (df -h)",
+        said(DISK),
+    ),
+    "one engine of three dead": (
+        "alarm",
+        "vllm has failed for good, 2 of 3 engines are left: exit code -9; atropos-tui why vllm",
+        said(rows=[row("vllm", State.FAILED, reason="exit code -9"), *ENGINES]),
+    ),
+    "lag at its bound": (
+        "warning",
+        "policy lag at its bound: 40 of the newest 1280 sequences are older than max_policy_lag = 2 and left out; "
+        "env.max_batches_offpolicy = 1 and fewer env.max_num_workers make rollouts younger, or raise [trainer] "
+        "max_policy_lag",
+        said(*OLD, step(39, sequences=0, left_out={"older than --max-policy-lag 2": 60})[0], flow(0.3, 0.1)),
+    ),
+    "healthy": (
+        "healthy",
+        "healthy: step 37 of 60, ETA 23 s, the trainer waits 20%, the engine idles 10%",
+        said(flow(0.2, 0.1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in SITUATIONS if name != "lag at its bound"])
+def test_each_situation_has_its_sentence_with_its_numbers_and_what_to_change(name: str) -> None:
+    severity, text, found = SITUATIONS[name]
+    assert (found.severity, found.text) == (severity, text)
+
+
+def test_sequences_that_are_too_old_are_counted_over_the_newest_steps() -> None:
+    _, _, found = SITUATIONS["lag at its bound"]
+    assert found.severity == "warning"
+    assert found.what.startswith("policy lag at its bound: 100 of the newest 1212 sequences are older than")
+    assert "max_policy_lag = 2" in found.what and "env.max_batches_offpolicy = 1" in found.do
+    assert said(*OLD, flow(0.3, 0.1)).severity == "healthy", "3 % is not worth a word"
+
+
+def test_few_requests_in_flight_are_the_environment_s_limit_however_busy_the_engine_is() -> None:
+    found = said(flow(0.8, 0.0, running=4.0))
+    assert found.what.startswith("limited by the environment math: 2 groups/s; the trainer waits 80%")
+
+
+def test_trainer_and_engine_that_take_turns_are_told_how_to_overlap() -> None:
+    assert said(flow(0.5, 0.5)).do == (
+        "they overlap with env.max_batches_offpolicy above 1, at a policy lag as much higher"
+    )
+
+
+def test_flat_groups_are_a_reason_of_a_slow_environment() -> None:
+    assert "50% of its groups are flat" in said(flow(0.9, 0.8, flat=30)).do
+
+
+def test_what_is_broken_comes_first_then_what_is_wrong_then_advice() -> None:
+    ill = [row("api", State.UNHEALTHY, probe_detail="no answer within 5 s")]
+    assert said(REFUSED, flow(0.9, 0.8), rows=ill).what == "api does not answer: no answer within 5 s"
+    assert said(FLAT, DISK, REFUSED, flow(0.9, 0.8)).diagnosis is not None
+    assert said(FLAT, DISK, flow(0.9, 0.8)).what.startswith("the run's disk"), "the gravest, not the newest"
+    other = diagnosed("repetition", "trainer", "the model repeats itself", "lower [trainer] lr")
+    assert said(other, flow(0.9, 0.8)).severity == "warning"
+
+
+def test_what_is_recovered_is_no_alarm() -> None:
+    well = StateRecord(time=NOW, component="math", role="env", old="starting", new="healthy", attempt=2)
+    assert said(HUB, flow(0.2, 0.1)).severity == "alarm"
+    assert said(HUB, well, flow(0.2, 0.1), rows=[row("math", since=NOW)]).severity == "healthy"
+
+
+def test_a_bound_environment_is_told_by_the_rates_of_now_and_not_by_an_old_diagnosis() -> None:
+    bound = diagnosed("environment_bound", "math", "math is the bottleneck: trainer and engine wait for it", "more")
+    assert said(bound, flow(0.2, 0.1)).severity == "healthy"
+
+
+def test_old_rates_say_nothing_of_now() -> None:
+    old = flow(0.9, 0.8).model_copy(update={"time": NOW - 60})
+    assert said(old).text == "healthy: step 37 of 60, ETA 23 s"
+
+
+def test_rates_of_the_steps_stand_in_where_the_supervisor_recorded_none() -> None:
+    idle = [
+        record.model_copy(update={"engine_idle_fraction": 0.7}) if isinstance(record, TimingRecord) else record
+        for record in STEPS
+    ]
+    assert said(*idle, steps=False).what.startswith("limited by training: the engine idles 70%")
+
+
+def test_a_component_that_was_stopped_by_hand_is_named_with_its_start() -> None:
+    found = said(rows=[row("math", State.STOPPED, reason="stopped by hand")])
+    assert (found.severity, found.text) == ("warning", "math stopped by hand; atropos-tui start math")
+
+
+def test_while_it_starts_it_says_what_for_how_long_and_how_long_it_took_the_last_time() -> None:
+    rows = [row("vllm", State.STARTING, since=NOW - 29), row("trainer", State.PENDING, waiting_for="vllm")]
+    found = said(rows=rows, steps=False, phase=Phase.STARTING)
+    assert (found.severity, found.text) == ("coming", "vllm is starting · 29 s (last time 41 s)")
+
+
+def test_before_the_first_step_it_is_waited_for() -> None:
+    assert said(steps=False).text == "the first optimizer step · 5:00"
+
+
+def test_after_the_end_it_says_what_was_reached_and_what_was_wrong() -> None:
+    evals = [
+        EvalRecord(env="math", accuracy=accuracy, weight_version=at) for at, accuracy in enumerate((0.04, 0.5, 0.92))
+    ]
+    done = said(*evals, phase=Phase.ENDED, exit_code=0)
+    assert done.text == "done: 37 steps, reward 0.23 → 0.55, held-out 4% → 92%"
+    stopped = said(REFUSED, steps=False, phase=Phase.ENDED, exit_code=130, reason="interrupted by SIGTERM")
+    assert stopped.what == "stopped by hand: 0 steps; vllm refuses the requests of math (400)"
+    failed = said(phase=Phase.ENDED, exit_code=3, reason="trainer failed for good")
+    assert (failed.severity, failed.what) == ("alarm", "failed with code 3: trainer failed for good")
+
+
+def test_severity_is_never_colour_alone() -> None:
+    assert len(set(GLYPHS.values())) == len(GLYPHS) and set(GLYPHS) == set(TONES)
+
+
+def test_what_programs_wrote_is_plain_text_in_it() -> None:
+    evil = diagnosed("repetition", "trainer", "\x1b]52;c;aGk=\x07title\n[red]", "fix\x1b[2J it")
+    assert said(evil).text == "title⏎[red]; fix it"
