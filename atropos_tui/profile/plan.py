@@ -293,6 +293,7 @@ def stack_of(site: Site) -> StackSpec:
         components=stack,
         logs=profile.logs,
         notify=profile.notify,
+        alerts=list(profile.alert),
         survive=profile.survive,
     )
     named = {name: site.dotenv[name] for name in references(spec.model_dump_json()) if name in site.dotenv}

@@ -24,7 +24,7 @@ def launch(tmp_path: Path) -> Callable[..., Any]:
 
     @asynccontextmanager
     async def run(
-        *components: ComponentSpec, max_bytes: int = 64 * 1024 * 1024, survive: bool = False
+        *components: ComponentSpec, max_bytes: int = 64 * 1024 * 1024, survive: bool = False, **more: Any
     ) -> AsyncIterator[Running]:
         stack = StackSpec(
             run_id=f"test-{secrets.token_hex(6)}",
@@ -34,6 +34,7 @@ def launch(tmp_path: Path) -> Callable[..., Any]:
             components=list(components),
             logs=LogPolicy(max_bytes=max_bytes),
             survive=survive,
+            **more,
         )
         running = Running(stack)
         try:
