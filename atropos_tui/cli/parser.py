@@ -248,6 +248,7 @@ def _sweep(commands) -> None:  # type: ignore[no-untyped-def]
 def _caring(commands) -> None:  # type: ignore[no-untyped-def]
     doctor = _command(commands, "doctor", "doctor:doctor", "check this machine: one line per check, with the way out")
     doctor.add_argument("profile", metavar="PROFILE", nargs="?", help="check what this profile needs, too")
+    doctor.add_argument("--notify", action="store_true", help="try one delivery by [notify] of the profile")
     doctor.add_argument("--json", action="store_true", help="as JSON")
     clean = _command(commands, "clean", "cleanup:clean", "end and remove what runs without a supervisor left behind")
     clean.add_argument("--yes", action="store_true", help="do not ask")

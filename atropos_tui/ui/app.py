@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,6 +30,7 @@ from atropos_tui.monitor.run_files import RunInfo, status_from_files
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.timeline import clock
 from atropos_tui.supervisor.client import ControlClient
+from atropos_tui.ui import preferences
 from atropos_tui.ui.chart_commands import ChartApp
 from atropos_tui.ui.commands import Outcome, palette
 from atropos_tui.ui.dialogs import HelpDialog, TextDialog
@@ -40,8 +42,8 @@ from atropos_tui.ui.feed import (
     StatusArrived,
     SupervisorGone,
 )
-from atropos_tui.ui.terminal import Bell, edit, run_app, save_screenshot
-from atropos_tui.ui.theme import THEME, own_colours
+from atropos_tui.ui.terminal import Bell, edit, ground, run_app, save_screenshot
+from atropos_tui.ui.theme import LIGHT, THEME, own_colours, own_theme
 from atropos_tui.ui.views import VIEWS, arrange, compose_screen, view_spec, visible
 from atropos_tui.ui.widgets.bars import Apply, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.components import Components
@@ -134,8 +136,15 @@ class CockpitApp(ChartApp):
         self._view_name = "overview"
         self._way_back: list[str] = []
         """Views that led to the present one."""
-        self.register_theme(THEME)
+        for theme in (THEME, LIGHT):
+            self.register_theme(theme)
         self.theme = THEME.name
+        self.keep_theme: Callable[[str], object] = lambda name: None
+        """Called with a theme that the user has chosen."""
+
+    def watch_theme(self, name: str) -> None:
+        if self.is_running:
+            self.keep_theme(name)
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         return own_colours(self.current_theme)
@@ -455,4 +464,13 @@ def standing(status: RunStatus) -> object:
 
 def run_cockpit(run_dir: Path) -> Outcome:
     """Show the screen of `run_dir` until it is left."""
-    return run_app(CockpitApp(run_dir))
+    return run_app(dressed(CockpitApp(run_dir)))
+
+
+def dressed(app: CockpitApp) -> CockpitApp:
+    """In the colours that the user chose the last time or by ATROPOS_THEME, else in ours for this terminal."""
+    wish = os.environ.get("ATROPOS_THEME") or preferences.wished("theme")
+    known = app.available_themes
+    app.theme = own_theme(wish, known, None if wish in known else ground())
+    app.keep_theme = lambda name: preferences.remember("theme", name)
+    return app

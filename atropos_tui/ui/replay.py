@@ -16,7 +16,7 @@ from textual.widgets import Input
 
 from atropos_tui.monitor.format import duration
 from atropos_tui.monitor.replay import Replay, ReplayClock
-from atropos_tui.ui.app import CockpitApp
+from atropos_tui.ui.app import CockpitApp, dressed
 from atropos_tui.ui.feed import Feed
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.terminal import Bell, run_app
@@ -134,4 +134,4 @@ class ReplayApp(CockpitApp):
 
 def run_replay(replay: Replay) -> None:
     """Show the screen until it is left."""
-    run_app(ReplayApp(replay))
+    run_app(dressed(ReplayApp(replay)))

@@ -12,12 +12,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
+import tty
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from textual.app import App, SuspendNotSupported
@@ -27,9 +29,13 @@ from atropos_common.records import Record
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.run_files import read_json
 from atropos_tui.profile.spec import NotifyPolicy
-from atropos_tui.supervisor.notify import event_of_exit, is_mismatch
+from atropos_tui.supervisor.notify import event_of_exit, is_alert, is_mismatch
 from atropos_tui.ui.commands import CommandApp, Outcome
 
+Ground = Literal["dark", "light"]
+
+ANSWER_S = 0.5
+"""How long a terminal may take to say what its ground is."""
 LEAVE_S = 3.0
 """How long the screen may take to close once it was told to go."""
 NEWS_S = 60.0
@@ -110,6 +116,55 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def ground(patience_s: float = ANSWER_S) -> Ground | None:
+    """Whether the terminal is dark or light: as COLORFGBG says, else as it answers itself (OSC 11).
+
+    A terminal that does not know the question answers the one behind it (DA1), so nothing is waited for in vain; None
+    where it answers neither.
+    """
+    told = os.environ.get("COLORFGBG", "").rpartition(";")[2]
+    if told.isdecimal():
+        return "light" if told in ("7", "15") else "dark"
+    if os.environ.get("TERM", "dumb") in ("dumb", "linux"):
+        return None
+    try:
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        before = termios.tcgetattr(terminal)
+        try:
+            tty.setraw(terminal)
+            os.write(terminal, b"\x1b]11;?\x1b\\\x1b[c")
+            return ground_of(_answer(terminal, patience_s))
+        finally:
+            termios.tcsetattr(terminal, termios.TCSAFLUSH, before)
+    except (OSError, termios.error):
+        return None
+    finally:
+        os.close(terminal)
+
+
+def _answer(terminal: int, patience_s: float) -> bytes:
+    """What comes until the answer to DA1 is complete, or for so long."""
+    answer, give_up = b"", time.monotonic() + patience_s
+    while not re.search(rb"\x1b\[\?[\d;]*c", answer):
+        left = give_up - time.monotonic()
+        if left <= 0 or not select.select([terminal], [], [], left)[0]:
+            break
+        answer += os.read(terminal, 256)
+    return answer
+
+
+def ground_of(answer: bytes) -> Ground | None:
+    """What a terminal's answer to OSC 11 means: `rgb:` and three numbers of one to four hexadecimal digits."""
+    found = re.search(rb"\]11;rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})", answer)
+    if found is None:
+        return None
+    red, green, blue = (int(part, 16) / (16 ** len(part) - 1) for part in found.groups())
+    return "light" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "dark"
+
+
 class Bell:
     """Decides about ringing; what had happened before the screen was opened is no news."""
 
@@ -123,7 +178,10 @@ class Bell:
 
     def at_records(self, records: Iterable[Record], now: float) -> bool:
         """Whether one of these records is to be rung for."""
-        return self._wants("mismatch") and any(r.time > now - NEWS_S and is_mismatch(r) for r in records)
+        news = [record for record in records if record.time > now - NEWS_S]
+        return (self._wants("mismatch") and any(map(is_mismatch, news))) or (
+            self._wants("alert") and any(map(is_alert, news))
+        )
 
     def at_status(self, status: RunStatus | None) -> bool:
         """Whether the run has just ended in a way to be rung for."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Literal
+
 from textual.color import Color
 from textual.content import Content
 from textual.theme import Theme
@@ -47,6 +50,43 @@ THEME = Theme(
 )
 
 
+LIGHT = Theme(
+    name="atropos-light",
+    dark=False,
+    primary="#1f66a8",
+    secondary="#5b6775",
+    accent="#7d4fa3",
+    success="#1d7443",
+    warning="#855500",
+    error="#b3261e",
+    foreground="#1f2933",
+    background="#f8f9fb",
+    surface="#eef1f5",
+    panel="#e2e7ee",
+    variables={
+        "quiet": "#56616e",
+        "track": "#c3ccd6",
+        "grid": "#c3ccd6",
+        "frame": "#c3ccd6",
+        "border": "#c3ccd6",
+        "border-blurred": "#c3ccd6",
+        "block-cursor-background": "#cfe0f2",
+        "block-cursor-foreground": "#10202f",
+        "block-cursor-text-style": "none",
+        "block-cursor-blurred-background": "#e2e9f1",
+        "block-cursor-blurred-foreground": "#1f2933",
+        "block-cursor-blurred-text-style": "none",
+        "footer-background": "#eef1f5",
+        "footer-key-foreground": "#1f66a8",
+        "footer-description-foreground": "#56616e",
+        "scrollbar": "#c3ccd6",
+        "scrollbar-background": "#eef1f5",
+        "scrollbar-hover": "#a5b2c0",
+        "scrollbar-active": "#1f66a8",
+    },
+)
+
+
 def own_colours(theme: Theme) -> dict[str, str]:
     """What `theme` has no names for, made from its text and its background, so that it can be seen in any of them.
 
@@ -60,6 +100,11 @@ def own_colours(theme: Theme) -> dict[str, str]:
     shares = {"quiet": 0.75, "track": 0.25, "grid": 0.2, "frame": 0.25}
     mixed = {name: background.blend(text, share).hex for name, share in shares.items()}
     return mixed | {"healthy": background.blend(Color.parse(system["success"]), 0.08).hex}
+
+
+def own_theme(wished: str, known: Collection[str], ground: Literal["dark", "light"] | None) -> str:
+    """The theme to begin with: what the user wishes if there is such a one, else ours for the terminal's ground."""
+    return wished if wished in known else LIGHT.name if ground == "light" else THEME.name
 
 
 COLOURS = {"good": "success", "busy": "primary", "warn": "warning", "bad": "error", "dim": "quiet"}

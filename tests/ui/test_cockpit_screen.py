@@ -24,7 +24,7 @@ from atropos_tui.ui import app
 from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.views import VIEWS
 from atropos_tui.ui.widgets.components import Components
-from tests.ui.conftest import cockpit
+from tests.ui.conftest import Screen, cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, live_status, make_run, write_records
 
@@ -276,7 +276,12 @@ async def test_number_keys_give_one_subject_the_room(run: RunDir, size: tuple[in
             if key == "2" and size[0] < 100:
                 await screen.press("tab", "end")
                 there = "Tokens/s"
-            await screen.until(lambda there=there, gone=gone: there in screen.text() and gone not in screen.text())  # type: ignore[misc]
+            await screen.until(lambda there=there, gone=gone: there in screen.text() and gone not in panels(screen))  # type: ignore[misc]
+
+
+def panels(screen: Screen) -> str:
+    """What is shown between the header and the line of views."""
+    return screen.text().rpartition("\n 1 ")[0]
 
 
 async def test_the_user_s_choice_of_a_component_stays(run: RunDir) -> None:

@@ -56,7 +56,7 @@ async def test_what_appears_after_the_end_is_drawn(run: RunDir) -> None:
     async with cockpit(run, (120, 35), ended(run), now) as screen:
         await screen.shows("✔ done")
         await screen.until(lambda: not screen.app.has_news)
-        assert "Events" not in screen.text()
+        assert "Events  10" not in screen.text()
         await screen.pilot.resize_terminal(185, 60)
         await screen.until(lambda: shows_all_records(screen), timeout_s=5)
         await screen.pilot.resize_terminal(80, 24)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import re
+import sys
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
 from textual.color import Color
 
-from atropos_tui.ui.theme import THEME
+from atropos_tui.ui import preferences
+from atropos_tui.ui.app import CockpitApp, dressed
+from atropos_tui.ui.theme import LIGHT, THEME
 from atropos_tui.ui.widgets.benchmark import Benchmark
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.header import Header
@@ -101,3 +108,61 @@ async def test_in_the_terminal_s_own_colours_no_ground_hides_a_curve(tmp_path: P
                 ground = chart.get_component_styles("chart--healthy").background
                 inks = [chart.get_component_styles(f"chart--{ink}").color for ink in ("primary", "success", "warning")]
                 assert ground.ansi not in [ink.ansi for ink in inks]
+
+
+@pytest.mark.parametrize(
+    ("answer", "ground"),
+    [
+        (b"\x1b]11;rgb:ffff/ffff/ffff\x1b\\\x1b[?62;22c", "light"),
+        (b"\x1b]11;rgb:1010/1414/1a1a\x07\x1b[?62;22c", "dark"),
+        (b"\x1b]11;rgb:fd/f6/e3\x1b\\\x1b[?1;2c", "light"),
+        (b"\x1b[?1;2c", None),
+        (b"\x1b]11;rgb:zz/f6/e3\x1b\\", None),
+        (b"", None),
+    ],
+)
+def test_a_terminal_is_asked_for_its_ground(answer: bytes, ground: str | None) -> None:
+    """A process of its own on a pseudo terminal, whose other side answers the two questions or keeps silent."""
+    ask = "from atropos_tui.ui.terminal import ground; print('GROUND', ground(2.0), flush=True)"
+    child, terminal = pty.fork()
+    if child == 0:  # pragma: no cover
+        os.environ["TERM"] = "xterm-256color"
+        os.environ.pop("COLORFGBG", None)
+        os.execv(sys.executable, [sys.executable, "-c", ask])
+    seen, answered = b"", False
+    while not re.search(rb"GROUND \w+\r", seen):
+        seen += os.read(terminal, 4096)
+        if seen.endswith(b"\x1b[c") and not answered:
+            answered = bool(os.write(terminal, answer))
+    os.waitpid(child, 0)
+    os.close(terminal)
+    assert f"GROUND {ground}".encode() in seen
+
+
+def test_what_the_user_chose_goes_before_what_the_terminal_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("COLORFGBG", "0;15")
+    monkeypatch.delenv("ATROPOS_THEME", raising=False)
+    run = make_run(tmp_path / "run")
+    assert dressed(CockpitApp(run.root)).theme == LIGHT.name
+    preferences.remember("theme", "nord")
+    assert dressed(CockpitApp(run.root)).theme == "nord"
+    monkeypatch.setenv("ATROPOS_THEME", "dracula")
+    assert dressed(CockpitApp(run.root)).theme == "dracula"
+    monkeypatch.setenv("ATROPOS_THEME", "no such theme")
+    assert dressed(CockpitApp(run.root)).theme == LIGHT.name
+    preferences.path().write_text("[not an object]")
+    monkeypatch.setenv("COLORFGBG", "15;0")
+    assert dressed(CockpitApp(run.root)).theme == THEME.name
+
+
+async def test_a_theme_that_is_chosen_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    run = make_run(tmp_path / "run")
+    app = CockpitApp(run.root, control=FakeControl(live_status(run, NOW)))
+    app.keep_theme = lambda name: preferences.remember("theme", name)
+    async with app.run_test() as pilot:
+        app.theme = LIGHT.name
+        await pilot.pause()
+    assert preferences.wished("theme") == LIGHT.name
+    assert preferences.path().stat().st_mode & 0o777 == 0o600

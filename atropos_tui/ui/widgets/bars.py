@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from rich.style import Style
 from rich.text import Text
+from textual import events
 from textual.app import ComposeResult, RenderResult
 from textual.binding import Binding
 from textual.containers import Horizontal
@@ -190,11 +190,19 @@ class ViewsLine(TextPanel):
         super().__init__(id="views")
         self._titles = titles
         self._here = next(iter(titles))
+        self._ends: dict[str, int] = {}
+        """Cell behind each of them, as drawn last."""
 
     def light(self, name: str) -> None:
         """Another view is shown."""
         self._here = name
         self.refresh()
+
+    async def on_click(self, event: events.Click) -> None:
+        at = event.get_content_offset(self)
+        name = next((name for name, end in self._ends.items() if at is not None and at.x < end), "")
+        if name:
+            await self.app.run_action(f"view({name!r})")
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         open_ones = len(open_diagnoses(view.state, view.status)) if view.status and view.status.exit_code != 0 else 0
@@ -203,15 +211,14 @@ class ViewsLine(TextPanel):
 
     def _line(self, which: int, open_ones: int) -> Text:
         line = Text(no_wrap=True, end="")
+        self._ends.clear()
         for key, (name, titles) in enumerate(self._titles.items(), 1):
-            goes = Style(meta={"@click": f"app.view({name!r})"})
-            begin = len(line)
             is_here = name == self._here
             line.append(f"{key % 10} ", self.ink("here" if is_here else "key"))
             line.append(titles[which], self.ink("here" if is_here else "quiet"))
             if name == "events" and open_ones:
                 line.append(f" ▲{open_ones}", self.ink("warn"))
-            line.stylize(goes, begin)
             line.append(" " if which else "  ")
+            self._ends[name] = line.cell_len
         line.right_crop(1 if which else 2)
         return line

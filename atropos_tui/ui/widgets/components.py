@@ -14,7 +14,7 @@ from textual.geometry import Region
 from textual.message import Message
 from textual.widgets import DataTable
 
-from atropos_common.control import ComponentStatus, State
+from atropos_common.control import ComponentStatus, Phase, State
 from atropos_tui.monitor.format import bytes_text, duration, one_line, seconds_text
 from atropos_tui.monitor.why import doing, open_diagnoses
 from atropos_tui.ui.theme import COLOURS, state_text, title
@@ -92,6 +92,8 @@ class Components(DataTable[Text], Panel):
         """Diagnoses that still hold, by component."""
         self._stale = False
         """Nobody vouches for these states any more."""
+        self._is_over = False
+        """Nothing is left to be measured."""
         self._built: tuple[list[str], list[Column]] = [], []
         """Rows and columns that the table was built of."""
         self._touched = False
@@ -112,6 +114,7 @@ class Components(DataTable[Text], Panel):
         self.statuses, self._now = list(view.status.components), view.now
         self._news = {item.component: item.title for item in open_diagnoses(view.state, view.status)}
         self._stale = bool(view.gone)
+        self._is_over = view.status.phase is Phase.ENDED and not any(row.pids for row in self.statuses)
         self._retitle()
         if self._built == ([row.name for row in self.statuses], self._columns()):
             self._fill()
@@ -160,6 +163,8 @@ class Components(DataTable[Text], Panel):
             hidden.add("gpu")
         if not any(row.errors for row in self.statuses):
             hidden.add("err")
+        if self._is_over:
+            hidden |= {"probe", "pid", "up", "cpu", "memory"}
         columns = [column for column in _COLUMNS if column[0] not in hidden]
         names = max((len(row.name) for row in self.statuses), default=0)
         columns[0] = (columns[0][0], min(max(columns[0][1], names), 24 if wide else 12), False)

@@ -143,10 +143,10 @@ class Notices(TextPanel):
         max-height: 4;
         padding: 0 1;
 
-        .notices--good { color: $success; }
-        .notices--busy { color: $primary; }
-        .notices--warn { color: $warning; }
-        .notices--bad { color: $error; }
+        .notices--good { color: $text-success; }
+        .notices--busy { color: $text-primary; }
+        .notices--warn { color: $text-warning; }
+        .notices--bad { color: $text-error; }
         .notices--dim { color: $quiet; }
     }
     """

@@ -14,6 +14,7 @@ from rich.text import Text
 from atropos_common.control import GpuStatus, Phase, Role
 from atropos_tui.monitor.format import bytes_text, one_line
 from atropos_tui.monitor.gauges import Split, split_cpu, split_gpu, split_memory
+from atropos_tui.monitor.timeline import clock
 from atropos_tui.ui.plot import legend, sparkline, split_bar, textures
 from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.panel import TextPanel, View, inks
@@ -23,9 +24,12 @@ _LABEL = 8
 
 
 def _note(view: View, gpus: list[GpuStatus]) -> str:
-    """Which cards these are, or why there are none."""
+    """Which cards these are, or why there are none; of a run that is over, when the figures were recorded."""
+    last = view.gauges.last
     if gpus:
         return f"{len(gpus)} × {one_line(gpus[0].name)}" if gpus[0].name else ""
+    if last and view.status and view.status.phase is Phase.ENDED:
+        return f"as recorded at {clock(last.time)}"
     if view.status is None or view.gone:
         return "no figures of GPUs" if any(part.gpus for part in view.info.components) else ""
     return "no GPU"
