@@ -459,6 +459,8 @@ class GaugesRecord(Record):
     """Groups that wait in run-api for the trainer; None where nobody answers."""
     disk_free_bytes: Count | None = None
     """Of the disk that holds the run directory."""
+    disk_bytes: int | None = None
+    """Its size."""
     flows: dict[Name, EnvFlow] = {}
     """By environment."""
 

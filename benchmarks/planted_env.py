@@ -1,8 +1,9 @@
 """The demo's environment with a trouble that can be switched on while it runs: the file named by `PLANT` says which.
 
-slow: a rollout takes two seconds beside the engine; flat: every completion scores the same; top_p: requests ask for
-what the server refuses; hub: the next start wants a data set of a hub that cannot be reached. For
-`benchmarks/situations.py`.
+Each completion is asked for twice, which keeps engine and trainer of the demo alike busy. slow: a rollout takes two
+seconds beside the engine; busy: each is asked for many times; once: each is asked for once; flat: every completion
+scores the same; top_p: requests ask for what the server refuses; hub: the next start wants a data set of a hub that
+cannot be reached. For `benchmarks/situations.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from atropos_envs.base import run
 from atropos_envs.engine_client import EngineClient, Generation
 
 SLOW_S = 2.0
+BUSY = 11
 
 
 def planted() -> str:
@@ -29,7 +31,10 @@ def planted() -> str:
 
 class Client(EngineClient):
     async def generate(self, prompt_ids: Sequence[int], *, wait: bool = True, **sampling: Any) -> Generation:
-        more = {"top_p": 0.9} if planted() == "top_p" else {}
+        now = planted()
+        more = {"top_p": 0.9} if now == "top_p" else {}
+        for _ in range({"busy": BUSY, "once": 0}.get(now, 1)):
+            await super().generate(prompt_ids, wait=wait, **more, **sampling)
         return await super().generate(prompt_ids, wait=wait, **more, **sampling)
 
 

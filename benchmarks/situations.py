@@ -1,12 +1,13 @@
 """Ten situations are planted into a run; what sentence is shown, and after how many seconds.
 
-    flock /tmp/vllm.lock python -m benchmarks.situations [--only NAME...] [--json]
+    python -m benchmarks.situations [--only NAME...] [--json]
 
 Eight are planted into one demo on real processes (vLLM, run-api, trainer, environment), one after the other, each into
-a run that trains: a slow environment, equal scores and a refused option come from `planted_env.py`, a slow engine and a
-slow trainer are stopped by SIGSTOP for most of the time, the disk is a tmpfs that is filled, the hub is asked for where
-there is none. The lag needs settings of its own, so a second demo. One of three engines dead: three small children
-stand in for engines. The sentence is read as `ps` and the screen read it: the run's files and its supervisor.
+a run that trains: a slow environment, an engine with much to do, equal scores and a refused option come from
+`planted_env.py`, a slow trainer is stopped by SIGSTOP for most of the time, the disk is a tmpfs that is filled, the hub
+is asked for where there is none. The lag needs settings of its own, so a second demo. One of three engines dead: three
+small children stand in for engines. The sentence is read as `ps` and the screen read it: from the run's files and its
+supervisor.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.run_files import RunFeed, read_info
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
-from atropos_tui.profile.spec import LogCheck, Probe, Probes
+from atropos_tui.profile.spec import LogCheck, Probe, Probes, RestartPolicy
 from atropos_tui.supervisor.client import ControlClient
 from benchmarks.supervisor import child, supervised
 
@@ -121,9 +122,9 @@ class Stack:
     def __init__(self, folder: Path, sets: dict[str, Any]) -> None:
         self.folder, self.root = folder, folder / "run"
         self._switch = folder / "plant"
-        script = Path(__file__).with_name("planted_env.py")
         every = {
-            "env.script": script, "env.module": "", "env.env.PLANT": self._switch, "trainer.training_steps": 100_000,
+            "env.module": "benchmarks.planted_env", "env.cwd": Path(__file__).parents[1],
+            "env.env.PLANT": self._switch, "trainer.training_steps": 100_000,
             "trainer.checkpoint_interval": 100_000, "trainer.lr": 1e-6, "vllm.sampling": "refuse",
             "api.port": 28_110, "vllm.port": 28_111,
         } | sets  # fmt: skip
@@ -137,9 +138,17 @@ class Stack:
 
     def trains(self) -> None:
         """Wait until steps come and nothing is wrong."""
+        self.first_step()
         seconds, last = self.watch.until(("healthy", "limited by training", "take turns"), START_S)
         if seconds is None:
             raise RuntimeError(f"it does not train: {last}; {(self.folder / 'up.txt').read_text()[-2000:]}")
+
+    def first_step(self) -> None:
+        give_up = time.monotonic() + START_S
+        while not (self.watch.run.telemetry_jsonl.exists() and '"step"' in self.watch.run.telemetry_jsonl.read_text()):
+            if time.monotonic() > give_up or self.process.poll() is not None:
+                raise RuntimeError(f"it does not train: {(self.folder / 'up.txt').read_text()[-2000:]}")
+            time.sleep(LOOK_S)
 
     @contextmanager
     def switched(self, what: str) -> Iterator[None]:
@@ -173,9 +182,10 @@ class Stack:
 
 IN_THE_DEMO = (
     Situation("environment slow", ("limited by the environment",), lambda stack: stack.switched("slow")),
-    Situation("engine slow", ("limited by the engine",), lambda stack: slowed(stack.watch.run, "vllm")),
+    Situation("healthy", ("healthy",), lambda stack: contextlib.nullcontext()),
+    Situation("engine slow", ("limited by the engine",), lambda stack: stack.switched("busy")),
     Situation("trainer slow", ("limited by training",), lambda stack: slowed(stack.watch.run, "trainer")),
-    Situation("all groups flat", ("are flat",), lambda stack: stack.switched("flat")),
+    Situation("all groups flat", ("are flat", "rewards are the same"), lambda stack: stack.switched("flat")),
     Situation("requests refused", ("refuses the requests",), lambda stack: stack.switched("top_p")),
     Situation("hub unreachable", ("hub cannot be reached",), lambda stack: stack.without_hub()),
     Situation("disk nearly full", ("disk is nearly full",), lambda stack: stack.full()),
@@ -218,22 +228,18 @@ def lag() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         stack = Stack(Path(name), ahead)
         try:
-            while not any('"kind":"step"' in line for line in _lines(stack.watch.run.telemetry_jsonl)):
-                time.sleep(LOOK_S)
+            stack.first_step()
             seconds, line = stack.watch.until(("policy lag at its bound",), PATIENCE_S)
             yield "lag at its bound", seconds, line
         finally:
             stack.close()
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def engine_dead() -> Iterator[Row]:
     """Three children that stand in for engines, one of which is killed."""
     ready = Probes(readiness=Probe(checks=[LogCheck(pattern="up")], interval_s=0.1))
-    parts = [child(f"vllm-{at}", UP, role=Role.ENGINE, probes=ready) for at in (1, 2, 3)]
+    again = RestartPolicy(backoff_s=30.0)
+    parts = [child(f"vllm-{at}", UP, role=Role.ENGINE, probes=ready, restart=again) for at in (1, 2, 3)]
     with tempfile.TemporaryDirectory() as name, supervised(Path(name), "engines", *parts) as (client, _):
         watch = Watch(client.run_dir.root)
         while any(row.state != "healthy" for row in asyncio.run(client.status()).components):
@@ -248,6 +254,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="situations whose names begin so")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its run is ended like that of an interrupted one
 
     def wanted(name: str) -> bool:
         return not options.only or name.startswith(tuple(options.only))

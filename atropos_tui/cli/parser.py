@@ -110,6 +110,7 @@ def _up(commands) -> None:  # type: ignore[no-untyped-def]
     )
     where.add_argument("--resume", metavar="RUN", type=Path, help="continue a run from its last checkpoint")
     attach = _command(commands, "attach", "control:attach", "open the screen of a running stack")
+    attach.add_argument("--read-only", action="store_true", help="a screen that only shows: no command is sent from it")
     _run_argument(attach)
 
 
@@ -168,6 +169,7 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
 
 def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     ps = _command(commands, "ps", "inspect:ps", "list the components of a run")
+    ps.add_argument("-f", "--follow", action="store_true", help="then a line of plain text for each change")
     ps.add_argument("--json", action="store_true", help="as JSON")
     _run_argument(ps)
     why = _command(commands, "why", "inspect:why", "what a component waits for, or why it failed")

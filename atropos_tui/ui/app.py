@@ -364,7 +364,8 @@ class CockpitApp(ChartApp):
 
     def action_view(self, name: str) -> None:
         if main := self.main:
-            self._way_back = [*(seen for seen in self._way_back if seen != name), self._view_name]
+            if name != self._view_name:
+                self._way_back = [*self._way_back, self._view_name] if name != "overview" else []
             self._view_name = name
             main.query_one(ViewsLine).light(name)
             before = set(visible(main))
@@ -384,10 +385,10 @@ class CockpitApp(ChartApp):
 
     def action_view_before(self) -> None:
         """Where the present view was reached from."""
-        *way, name = self._way_back or ["overview"]
-        if name != self._view_name:
+        if self._way_back:
+            *way, name = self._way_back
             self.action_view(name)
-        self._way_back = way
+            self._way_back = way
 
     def action_select(self, by: int) -> None:
         if table := self.find(Components):
@@ -462,9 +463,11 @@ def standing(status: RunStatus) -> object:
     return status.phase, status.exit_code, rows
 
 
-def run_cockpit(run_dir: Path) -> Outcome:
-    """Show the screen of `run_dir` until it is left."""
-    return run_app(dressed(CockpitApp(run_dir)))
+def run_cockpit(run_dir: Path, *, read_only: bool = False) -> Outcome:
+    """Show the screen of `run_dir` until it is left; `read_only`: no command is sent from it."""
+    app = CockpitApp(run_dir)
+    app.read_only = read_only
+    return run_app(dressed(app))
 
 
 def dressed(app: CockpitApp) -> CockpitApp:
