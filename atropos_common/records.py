@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
@@ -484,6 +484,8 @@ class GaugesRecord(Record):
     """Groups that wait in run-api for the trainer; None where nobody answers."""
     disk_free_bytes: Count | None = None
     """Of the disk that holds the run directory."""
+    disk_bytes: int | None = None
+    """Its size."""
     flows: dict[Name, EnvFlow] = {}
     """By environment."""
 
@@ -497,6 +499,22 @@ def _concrete(root: type[Record]) -> list[type[Record]]:
 
 RECORD_TYPES: dict[str, type[Record]] = {cls.KIND: cls for cls in _concrete(Record)}
 """Every kind that this version knows, by its `kind`."""
+
+
+def _is_number(annotation: Any) -> bool:
+    if get_origin(annotation) is dict:
+        return False
+    parts = get_args(annotation) or (annotation,)
+    return bool({int, float} & {*parts, *(inner for part in parts for inner in get_args(part))})
+
+
+METRIC_KINDS: dict[str, type[TrainerRecord]] = {
+    name: kind
+    for kind in (MemoryRecord, TimingRecord, AlignmentRecord, StepRecord)
+    for name, field in kind.model_fields.items()
+    if name not in TrainerRecord.model_fields and not name.startswith("optimizer") and _is_number(field.annotation)
+}
+"""Every number of a step by its name, and the record that holds it; of two with one name the step's own."""
 
 
 _KIND = re.compile(rb'"kind": ?"(\w+)"')

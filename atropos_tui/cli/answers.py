@@ -15,7 +15,7 @@ from atropos_tui.cli.show import ascii_json
 from atropos_tui.errors import Problem
 from atropos_tui.monitor.bench import RunBenchmark
 from atropos_tui.profile.memory import Device
-from atropos_tui.profile.spec import ComponentSpec, LogPolicy, MetricsPolicy, NotifyPolicy
+from atropos_tui.profile.spec import AlertSpec, ComponentSpec, LogPolicy, MetricsPolicy, NotifyPolicy
 
 
 class Answer(BaseModel):
@@ -125,6 +125,7 @@ class Plan(Answer):
     logs: LogPolicy
     notify: NotifyPolicy
     metrics: MetricsPolicy
+    alerts: list[AlertSpec]
     survive: bool
     notes: list[str]
     budget: Budget

@@ -152,16 +152,16 @@ async def _result_soon(entry: runs.RunEntry) -> dict[str, Any] | None:
 
 def attach(options: argparse.Namespace) -> int:
     """Open the screen on a live run, or on what an ended one left."""
-    return open_screen(runs.of(options).dir)
+    return open_screen(runs.of(options).dir, read_only=options.read_only)
 
 
-def open_screen(run: RunDir) -> int:
+def open_screen(run: RunDir, *, read_only: bool = False) -> int:
     """Show the run; leaving either detaches (0) or stops the stack and ends with the run's code."""
     if not sys.stdout.isatty():
         raise UserError("no terminal", [Problem("the screen needs one", "use ps, logs and events instead")])
     from atropos_tui.ui.app import run_cockpit
 
-    choice = run_cockpit(run.root)
+    choice = run_cockpit(run.root, read_only=read_only)
     if choice in ("detach", "failed"):
         why = "detached" if choice == "detach" else "the screen failed, which is a fault of ours"
         _say_if_heard(f"{why}; the run goes on: {one_line(str(run.root))}\n  atropos-tui attach · ps · down")

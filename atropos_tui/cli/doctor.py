@@ -11,7 +11,9 @@ where only torch can tell, it is asked in a process of its own. What is no packa
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.util
+import os
 import platform
 import re
 import time
@@ -27,7 +29,7 @@ from atropos_tui import __version__
 from atropos_tui.cli import doctor_machine
 from atropos_tui.cli.answers import Doctor
 from atropos_tui.cli.doctor_machine import Check, Verdict, fail, ok, warn
-from atropos_tui.errors import Exit, UserError
+from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.gpu import NvidiaDriver, read_driver
 from atropos_tui.monitor.format import one_line
 
@@ -47,7 +49,7 @@ def doctor(options: argparse.Namespace) -> int:
     """0: nothing fails (warnings may be there); 2: a check failed."""
     began = time.monotonic()
     checks = []
-    for check in _examine(options.profile):
+    for check in notified(options.profile) if options.notify else _examine(options.profile):
         checks.append(check)
         if not options.json:
             print(_line(check), flush=True)
@@ -58,6 +60,40 @@ def doctor(options: argparse.Namespace) -> int:
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         print(f"{len(checks)} checks in {time.monotonic() - began:.1f} s: {said}")
     return Exit.USAGE if any(check.verdict == "fail" for check in checks) else Exit.DONE
+
+
+def notified(name: str | None) -> Iterator[Check]:
+    """One delivery by each way that [notify] of a profile names, the terminal's bell included."""
+    from atropos_tui.cli.profiles import planned_site
+    from atropos_tui.profile.plan import stack_of
+    from atropos_tui.profile.sections import load_profile
+    from atropos_tui.supervisor.notify import DeliveryError, payload, post, resolved, run_command
+    from atropos_tui.supervisor.process import LaunchError
+
+    if name is None:
+        raise UserError(
+            "no profile was given", [Problem("[notify] stands in one", "atropos-tui doctor PROFILE --notify")]
+        )
+    stack = stack_of(planned_site(load_profile(name, [])[0]))
+    body, policy = payload(stack, "test", "atropos-tui doctor --notify", None, None), stack.notify
+    if not (policy.bell or policy.webhook or policy.command):
+        yield warn("notify", "the profile names no way", "give bell, webhook or command under [notify]")
+    if policy.bell:
+        print("\a", end="", flush=True)
+        yield ok("notify.bell", "was rung")
+    fix = "docs/profiles.md has what is sent; it is tried three times, 5 s each"
+    try:
+        if (url := resolved(policy, stack.variables | os.environ)) is not None:
+            asyncio.run(post(url, body))
+            yield ok("notify.webhook", "took the message")
+    except (LaunchError, DeliveryError) as error:
+        yield fail("notify.webhook", str(error), getattr(error, "fix", fix))
+    try:
+        if policy.command:
+            asyncio.run(run_command(policy.command, body))
+            yield ok("notify.command", "ended with code 0")
+    except DeliveryError as error:
+        yield fail("notify.command", str(error), "it gets one JSON object on its standard input and 10 s")
 
 
 def report_json() -> str:

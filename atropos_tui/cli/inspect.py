@@ -63,6 +63,11 @@ async def ps(options: argparse.Namespace) -> int:
     if options.json:
         print(show.ascii_json((await status_of(entry)).model_dump_json(indent=2)))
         return Exit.DONE
+    if options.follow:
+        from atropos_tui.cli.text_mode import follow
+
+        await follow(entry)
+        return Exit.DONE
     status, said = await judged(entry)
     print(show.ps_table(status, said.line))
     return Exit.DONE

@@ -110,6 +110,7 @@ def _up(commands) -> None:  # type: ignore[no-untyped-def]
     )
     where.add_argument("--resume", metavar="RUN", type=Path, help="continue a run from its last checkpoint")
     attach = _command(commands, "attach", "control:attach", "open the screen of a running stack")
+    attach.add_argument("--read-only", action="store_true", help="a screen that only shows: no command is sent from it")
     _run_argument(attach)
 
 
@@ -168,6 +169,7 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
 
 def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     ps = _command(commands, "ps", "inspect:ps", "list the components of a run")
+    ps.add_argument("-f", "--follow", action="store_true", help="then a line of plain text for each change")
     ps.add_argument("--json", action="store_true", help="as JSON")
     _run_argument(ps)
     why = _command(commands, "why", "inspect:why", "what a component waits for, or why it failed")
@@ -248,6 +250,7 @@ def _sweep(commands) -> None:  # type: ignore[no-untyped-def]
 def _caring(commands) -> None:  # type: ignore[no-untyped-def]
     doctor = _command(commands, "doctor", "doctor:doctor", "check this machine: one line per check, with the way out")
     doctor.add_argument("profile", metavar="PROFILE", nargs="?", help="check what this profile needs, too")
+    doctor.add_argument("--notify", action="store_true", help="try one delivery by [notify] of the profile")
     doctor.add_argument("--json", action="store_true", help="as JSON")
     clean = _command(commands, "clean", "cleanup:clean", "end and remove what runs without a supervisor left behind")
     clean.add_argument("--yes", action="store_true", help="do not ask")

@@ -15,7 +15,6 @@ import asyncio
 import hashlib
 import itertools
 import re
-import statistics
 import sys
 import time
 from collections import Counter
@@ -33,6 +32,7 @@ from atropos_tui.cli.compare import Board, ComparedStack, Comparison
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import Progress, RunBenchmark, benchmark_run
 from atropos_tui.monitor.format import counted, duration, number, one_line
+from atropos_tui.monitor.overlay import read_runs, seeds_table, text_table
 from atropos_tui.profile.errors import printable, refused
 from atropos_tui.profile.hardware import read_machine
 from atropos_tui.profile.preflight import separate
@@ -42,7 +42,6 @@ STATE = "sweep.json"
 MOST_CELLS = 1000
 MOST_LABEL = 40
 """Characters; with time and id behind it a run's name must not be longer than 64."""
-SEED = "seed"
 QUOTES = "\"'"
 
 
@@ -262,7 +261,7 @@ def _plan_in(cell: Cell, sets: list[str]) -> bool:
 
 
 def tell(cells: Sequence[Cell], board: Board, base: Path, *, as_json: bool) -> None:
-    """The table of all cells, the mean over seeds, and how those ended that are not done."""
+    """The table of all cells, the spread over seeds, who did not end well, and the page of all curves."""
     figures = {cell.label: benchmark_run(cell.root) for cell in cells if cell.progress is not None}
     if as_json:
         rows = [
@@ -278,8 +277,9 @@ def tell(cells: Sequence[Cell], board: Board, base: Path, *, as_json: bool) -> N
         print(Sweep(dir=str(base), cells=rows).as_json())
     else:
         print(f"\n{table(cells, figures)}\n")
-        if seeds := over_seeds(cells, figures):
-            print(f"{seeds}\n")
+        done = read_runs([cell.root for cell in cells if cell.code == Exit.DONE])
+        if seeds := seeds_table(done):
+            print(f"{text_table(seeds)}\n")
     compare.tell_failures(cells, board)
     compare.lay_over([cell.root for cell in cells if cell.progress is not None], base, board)
 
@@ -298,19 +298,3 @@ def table(cells: Sequence[Cell], figures: Mapping[str, RunBenchmark]) -> str:
 def _figures(found: RunBenchmark) -> tuple[str, ...]:
     rewards = (number(found.reward_first), number(found.reward_last), number(found.held_out))
     return (str(found.steps), *rewards, number(found.tokens_per_s), duration(found.total_s))
-
-
-def over_seeds(cells: Sequence[Cell], figures: Mapping[str, RunBenchmark]) -> str:
-    """Mean and standard deviation of the cells that are done and differ in their seed alone; empty without such."""
-    groups: dict[tuple[str, ...], list[float]] = {}
-    keys = [key for key in cells[0].settings if key != SEED]
-    for cell in cells:
-        found = figures.get(cell.label)
-        if SEED in cell.settings and cell.code == Exit.DONE and found and found.reward_last is not None:
-            groups.setdefault(tuple(cell.settings[key] for key in keys), []).append(found.reward_last)
-    rows = [(*keys, "SEEDS", "REWARD, LAST 5: MEAN", "STANDARD DEVIATION")]
-    for settings, rewards in groups.items():
-        if len(rewards) > 1:
-            spread = number(statistics.stdev(rewards))
-            rows.append((*settings, str(len(rewards)), number(statistics.fmean(rewards)), spread))
-    return show.table(rows, right=range(len(keys), len(keys) + 3)) if len(rows) > 1 else ""

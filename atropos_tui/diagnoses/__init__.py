@@ -4,6 +4,7 @@ Rules are data and small pure functions; `RULES` has them all. `engine.Watcher` 
 `diagnose` explains an end. One name may speak over several things: over a log line, and over a number.
 """
 
+from atropos_tui.diagnoses.alert_rules import ALERT
 from atropos_tui.diagnoses.exit_rules import EXIT_RULES, Evidence, describe_exit, diagnose
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES
 from atropos_tui.diagnoses.log_rules import LOG_RULES, port_taken
@@ -11,7 +12,7 @@ from atropos_tui.diagnoses.metric_rules import METRIC_RULES
 from atropos_tui.diagnoses.model import OWN_RULES, Diagnosis, Names, Rule
 from atropos_tui.diagnoses.stall_rules import STALL_RULES
 
-RULES: tuple[Rule, ...] = (*LOG_RULES, *METRIC_RULES, *STALL_RULES, *FLOW_RULES, *EXIT_RULES, *OWN_RULES)
+RULES: tuple[Rule, ...] = (*LOG_RULES, *METRIC_RULES, *STALL_RULES, *FLOW_RULES, *EXIT_RULES, *OWN_RULES, ALERT)
 """What `DiagnosisRecord.rule` may hold; `docs/troubleshooting.md` has an entry for each name."""
 
 __all__ = ["RULES", "Diagnosis", "Evidence", "Names", "describe_exit", "diagnose", "port_taken"]

@@ -29,6 +29,7 @@ from atropos_common.records import (
     AlignmentRecord,
     EnvCountsRecord,
     EvalRecord,
+    MemoryRecord,
     Record,
     RolloutRecord,
     StepRecord,
@@ -36,6 +37,7 @@ from atropos_common.records import (
     TrainerRecord,
 )
 from atropos_common.run_dir import RunDir
+from atropos_tui.diagnoses.alert_rules import alert_rules
 from atropos_tui.diagnoses.flow import FlowWatch
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES, FlowRule, explain
 from atropos_tui.diagnoses.log_rules import LOG_RULES
@@ -107,7 +109,7 @@ HEARD = ("refusals", "stock refusals", "openai refusals")
 NOTED: dict[Role, bytes] = {Role.ENGINE: b"[vllm_server] refused "}
 """Lines that are kept as they are, for rules about other components."""
 PACE_STEPS = 20
-MARKS_A_STEP = (StepRecord, AlignmentRecord, TimingRecord, RolloutRecord)
+MARKS_A_STEP = (StepRecord, AlignmentRecord, TimingRecord, MemoryRecord, RolloutRecord)
 """Kinds that are judged. Others may carry the step that an attempt resumed from."""
 
 
@@ -304,8 +306,9 @@ class _Track:
 class MetricWatch:
     """What the numbers say. Each rule speaks once while its trouble lasts, in each attempt of the trainer."""
 
-    def __init__(self, since: float) -> None:
+    def __init__(self, since: float, rules: Sequence[MetricRule] = METRIC_RULES) -> None:
         """`since`: Unix seconds; older records (of a run that is resumed) are known, but not spoken of."""
+        self._rules = rules
         self.attempt = 0
         self.step = 0
         """Newest optimizer step, 0 before the first."""
@@ -351,7 +354,7 @@ class MetricWatch:
 
     def _judge(self, record: Record, series: Hashable) -> list[Diagnosis]:
         said = []
-        for rule in METRIC_RULES:
+        for rule in self._rules:
             if isinstance(record, rule.kinds):
                 key = (rule.name, rule.title, rule.kinds, series)
                 found = self._tracks.setdefault(key, _Track(rule)).put(record)
@@ -392,7 +395,7 @@ class Watcher:
         self._stack, self._components = stack, components
         self._run = RunDir(Path(stack.run_dir))
         self._names = Names.of(stack)
-        self._metrics = MetricWatch(time.time())
+        self._metrics = MetricWatch(time.time(), (*METRIC_RULES, *alert_rules(stack.alerts)))
         self._tails: dict[Path, RecordTail] = {}
         self._looking = asyncio.Lock()
         self._limits: dict[tuple[str, str, str, int], RateLimit] = {}

@@ -329,11 +329,14 @@ def slow_start(part: Part, now: float) -> Diagnosis | None:
     return SLOW_START.diagnosis(evidence, fix, f"{part.name} takes unusually long to start")
 
 
+def is_low(free: int | None, size: int | None) -> bool:
+    """Whether a disk of `size` bytes is nearly full; not where nobody knows."""
+    return free is not None and size is not None and free < min(LOW_BYTES, size * NEVER_LOW_SHARE)
+
+
 def disk_low(run: RunSnapshot) -> Diagnosis | None:
     """The disk of the run directory is nearly full."""
-    if run.free_bytes is None or run.disk_bytes is None:
-        return None
-    if run.free_bytes >= min(LOW_BYTES, run.disk_bytes * NEVER_LOW_SHARE):
+    if run.free_bytes is None or run.disk_bytes is None or not is_low(run.free_bytes, run.disk_bytes):
         return None
     fix = "free space (df -h; du -sh RUN/checkpoints), or raise checkpoint_interval under [trainer]"
     evidence = f"{run.free_bytes / 1e6:,.0f} MB of {run.disk_bytes / 1e6:,.0f} MB are free in the run directory"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -23,6 +25,8 @@ Kind = Literal["plain", "warning", "error", "note"]
 Level = Literal["all", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("all", "warning", "error")
 
+AROUND_S, AROUND_LINES = 30.0, 400
+"""How much of a log is read about a moment that lies further back than what is kept."""
 ROWS_AT_ONCE = 1000
 """Searched as one text on the way to the next match."""
 _SHOWN: dict[Level, tuple[Kind, ...]] = {
@@ -88,6 +92,10 @@ class LogBuffer:
     def entries(self) -> list[LogEntry]:
         """What is kept, oldest first."""
         return self._entries
+
+    def times(self) -> Iterator[tuple[int, float]]:
+        """Number and time of each entry that is kept."""
+        return ((self._base + at, entry.time) for at, entry in enumerate(self._entries))
 
     @property
     def height(self) -> int:
@@ -248,6 +256,15 @@ class LogFeed:
     def path(self, name: str) -> Path | None:
         """The log of `name` that is being read."""
         return self._readers[name].path if name in self._readers else None
+
+    def around(self, name: str, time: float) -> list[LogEntry]:
+        """Lines of one component from shortly before `time` (Unix seconds) on, whatever is followed."""
+        reader = LogReader(self._run.logs / name, "all")
+        reader.skip(since=time - AROUND_S)
+        lines = takewhile(lambda line: line.time <= time + AROUND_S, chain(reader.drain(), reader.rest()))
+        found = deque((line for line in lines if line.time >= time - AROUND_S), AROUND_LINES)
+        reader.close()
+        return EntryMaker().entries(found)
 
     def read(self, names: tuple[str, ...]) -> list[LogEntry]:
         """What was printed since the last call; from their latest lines on, where `names` are others than before."""

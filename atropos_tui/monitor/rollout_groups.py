@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -46,6 +46,57 @@ def _key(rollout: RolloutRecord) -> tuple[int, str, str]:
 
 def _matches(rollout: RolloutRecord, pattern: Pattern) -> bool:
     return any(pattern.search(text) for text in (rollout.prompt, rollout.completion, rollout.env))
+
+
+_ROLE = r"(?:<\|im_start\|>|<start_of_turn>|<\|start_header_id\|>|<\|)"
+_USER = re.compile(_ROLE + r"\s*user\s*(?:<\|end_header_id\|>|\|>)?\s*|\[INST\]\s*")
+"""Where a chat template begins a turn of the user's: ChatML, Gemma, Llama 3 and 2, Phi, Zephyr."""
+_TOKENS = re.compile(
+    r"<\|[^|<>\s]{1,40}\|>|\[/?INST\]|</?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn|think)>|<(?:bos|eos|pad)>"
+)
+"""Words of templates and tokenizers, which say nothing to a reader."""
+SHARED = 16
+"""Characters that questions begin with together from which on they are cut."""
+
+
+def question(prompt: str) -> str:
+    """The user's last turn; without a template that is known the whole prompt, without its special tokens."""
+    *before, last = _USER.split(prompt)
+    if before:
+        last = _TOKENS.split(last, maxsplit=1)[0]
+    return _TOKENS.sub(" ", last).strip()
+
+
+def answer(completion: str) -> str:
+    """A completion without the tokens it ends with."""
+    return _TOKENS.sub(" ", completion).strip()
+
+
+def shared_beginning(questions: Iterable[str]) -> int:
+    """How many characters several different questions have in common at their beginning; 0 for hardly any."""
+    different = sorted(set(questions))
+    if len(different) < 2:
+        return 0
+    first, last = different[0], different[-1]  # what these share, all between them share
+    common = first[: next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+    common = common[: len(common) - len(common.split(" ")[-1])]  # whole words
+    return len(common) if len(common) >= SHARED else 0
+
+
+Only = Literal["all", "worse", "flat"]
+ONLY: tuple[Only, ...] = ("all", "worse", "flat")
+Order = Literal["newest", "worst", "best"]
+ORDERS: tuple[Order, ...] = ("newest", "worst", "best")
+
+
+def chosen(found: Iterable[Group], only: Only) -> list[Group]:
+    """Of `found`, all; or what did worse than its group, and what failed where all did; or groups without a spread."""
+    if only == "all":
+        return list(found)
+    if only == "flat":
+        return [group for group in found if len({one.reward for one in group.rollouts}) == 1 < len(group.rollouts)]
+    kept = [(group, tuple(one for one in group.rollouts if one.advantage < 0 or one.reward <= 0)) for group in found]
+    return [replace(group, rollouts=rollouts) for group, rollouts in kept if rollouts]
 
 
 def earlier_twin(rollout: RolloutRecord, rollouts: Sequence[RolloutRecord]) -> RolloutRecord | None:

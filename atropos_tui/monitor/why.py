@@ -9,11 +9,14 @@ import textwrap
 from collections.abc import Sequence
 
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
-from atropos_common.records import DiagnosisRecord
+from atropos_common.records import DiagnosisRecord, StepRecord
+from atropos_tui.diagnoses.alert_rules import ALERT
+from atropos_tui.diagnoses.metric_rules import METRIC_RULES
+from atropos_tui.diagnoses.stall_rules import DISK_LOW, REFUSED, is_low
 from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import counted, duration, glyph_and_word, one_line
 from atropos_tui.monitor.run_files import PlannedComponent, RunInfo, is_crashed
-from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.state import STEPS_KEPT, RunState
 from atropos_tui.monitor.timeline import clock
 
 SILENT_S, SILENT_STEPS = 10.0, 10
@@ -25,6 +28,12 @@ _ENDED_BY_A_STEP = ("no_batches", "environment_silent", "groups_left_out", "roll
 ENOUGH_WORK = 0.5
 """A trainer that waits for less of a step is not held up by its environments."""
 _WELL = (State.HEALTHY, State.COMPLETED)
+SOME_STEPS = 3
+"""After so many the requests of an environment are answered again."""
+ALERT_S = 300.0
+"""So long an alert stands on top while steps come."""
+OF_STEPS = [rule for rule in METRIC_RULES if rule.kinds == (StepRecord,) and rule.window <= STEPS_KEPT]
+"""Rules that are over when newer steps say so."""
 PIDS_SHOWN = 8
 DIAGNOSES_SHOWN = 5
 """Of each component, after the end."""
@@ -296,21 +305,34 @@ def overdue(state: RunState, status: RunStatus, now: float) -> str:
 
 
 def open_diagnoses(state: RunState, status: RunStatus) -> list[DiagnosisRecord]:
-    """The newest diagnosis of each component, newest first, unless it is over.
+    """The newest diagnosis of each component that is not over, newest first.
 
     It is over when the component has become healthy or completed since: being stopped is no cure. One about missing
     steps is over with the next step, one about alignment with the next verdict that is well.
     """
-    newest = {found.component: found for found in state.diagnoses if found.component}
     moves = [(move.component, move.time) for move in state.transitions if move.new in _WELL]
     well = dict([*moves, *((row.name, row.since or 0.0) for row in status.components if row.state in _WELL)])
-    still = [found for name, found in newest.items() if found.time >= well.get(name, 0.0)]
-    return sorted((found for found in still if not _is_past(found, state)), key=lambda found: found.time, reverse=True)
+    newest = {
+        found.component: found
+        for found in state.diagnoses
+        if found.component and found.time >= well.get(found.component, 0.0) and not _is_past(found, state)
+    }
+    return sorted(newest.values(), key=lambda found: found.time, reverse=True)
 
 
 def _is_past(found: DiagnosisRecord, state: RunState) -> bool:
     """Whether what the trainer wrote since contradicts it."""
     stepped = (times := state.metric("loss").times) and times[-1] > found.time
+    after = [step for step in state.newest_steps if step.time > found.time]
+    if found.rule == REFUSED.name:
+        return len(after) >= SOME_STEPS
+    if found.rule == DISK_LOW.name:
+        last = state.gauges.last
+        return last is not None and last.time > found.time and not is_low(last.disk_free_bytes, last.disk_bytes)
+    if found.rule == ALERT.name:
+        return bool(after) and after[-1].time - found.time > ALERT_S
+    if judged := [rule for rule in OF_STEPS if rule.name == found.rule and found.role != Role.ENV]:
+        return len(after) >= judged[0].good and all(rule.judge(after) is None for rule in judged)
     if found.rule in _ENDED_BY_A_STEP or (found.rule == "groups_all_flat" and found.role == Role.ENV):
         return bool(stepped)
     if found.rule == "environment_bound":

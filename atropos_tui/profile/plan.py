@@ -305,6 +305,7 @@ def stack_of(site: Site) -> StackSpec:
         logs=profile.logs,
         notify=profile.notify,
         metrics=profile.metrics,
+        alerts=list(profile.alert),
         survive=profile.survive,
     )
     named = {name: site.dotenv[name] for name in references(spec.model_dump_json()) if name in site.dotenv}

@@ -28,13 +28,15 @@ from pydantic_core import PydanticCustomError
 
 from atropos_common.bridge import SamplingPolicy
 from atropos_common.control import Role
+from atropos_common.records import METRIC_KINDS
 from atropos_common.run_dir import is_safe_name
 from atropos_tui.errors import Problem
-from atropos_tui.profile.errors import in_words, key_text, problems_of, refused, value_text
+from atropos_tui.profile.errors import did_you_mean, in_words, key_text, problems_of, refused, value_text
 from atropos_tui.profile.load import SET, Origins, apply_sets, file_text, find_profile, read_merged, shipped_profiles
 from atropos_tui.profile.redact import REDACTED
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath, Schema, build_schema
 from atropos_tui.profile.spec import (
+    AlertSpec,
     ExecCheck,
     HttpCheck,
     LogCheck,
@@ -366,10 +368,10 @@ class NotifySection(NotifyPolicy):
     """Tell someone who is not looking."""
 
     on: Annotated[
-        tuple[Literal["failed", "mismatch", "done"], ...],
+        tuple[Literal["failed", "mismatch", "alert", "done"], ...],
         BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v),
     ] = NotifyPolicy().on
-    """The occasions: a run that failed, weights that do not match, a run that is done."""
+    """The occasions: a run that failed, weights that do not match, an [[alert]], a run that is done."""
 
     @field_validator("webhook")
     @classmethod
@@ -381,6 +383,26 @@ class NotifySection(NotifyPolicy):
                 'give https://..., or "${VAR}" with the address in .env, which keeps a secret one out of files',
             )
         return url
+
+
+class AlertSection(AlertSpec):
+    """Tell when a metric of the trainer's records leaves its bounds."""
+
+    @field_validator("metric")
+    @classmethod
+    def _known(cls, metric: str) -> str:
+        if metric not in METRIC_KINDS:
+            meant = did_you_mean(metric, METRIC_KINDS)
+            raise mistake(f"no such metric (got {value_text(metric)})", f"{meant}docs/telemetry.md has every metric")
+        return metric
+
+    @model_validator(mode="after")
+    def _bounded(self) -> AlertSection:
+        if all(bound is None for bound in (self.below, self.above, self.slope, self.z)):
+            raise mistake("it has no condition", "give below, above, slope or z")
+        if self.slope == 0:
+            raise mistake("a slope of 0 is no change", "give the change a step: above 0 for a rise, below for a fall")
+        return self
 
 
 def _as_list(value: Any) -> Any:
@@ -425,6 +447,8 @@ class Profile(Section):
     """Tell someone who is not looking."""
     metrics: MetricsPolicy = MetricsPolicy()
     """Figures for Prometheus."""
+    alert: Annotated[list[AlertSection], BeforeValidator(_as_list)] = Field(default_factory=list)
+    """Tell when a metric leaves its bounds; several as [[alert]]."""
     survive: bool = False
     """Components outlive a supervisor that is killed; `up --resume RUN` adopts them."""
     _origins: Origins = PrivateAttr(default_factory=Origins)

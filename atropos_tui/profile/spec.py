@@ -205,7 +205,26 @@ class NotifyPolicy(StackPart):
     """Ring the terminal that shows the run."""
     webhook: str | None = None
     """POST a JSON object here; `${VAR}` keeps a secret address out of files."""
-    on: tuple[Literal["failed", "mismatch", "done"], ...] = ("failed", "mismatch", "done")
+    command: list[str] = Field(default_factory=list)
+    """Run this program and arguments with the JSON object on its standard input."""
+    on: tuple[Literal["failed", "mismatch", "alert", "done"], ...] = ("failed", "mismatch", "alert", "done")
+
+
+class AlertSpec(StackPart):
+    """Tell when a metric of the trainer's records leaves its bounds."""
+
+    metric: str
+    """Name of a number in the records, such as `entropy_mean`; docs/telemetry.md has them all."""
+    below: float | None = None
+    """The value is smaller."""
+    above: float | None = None
+    """The value is larger."""
+    slope: float | None = None
+    """It changes by so much a step or more, over at least five steps; negative: it falls."""
+    z: float | None = Field(None, gt=0)
+    """It lies so many standard deviations off the mean of the 50 steps before."""
+    for_steps: int = Field(1, ge=1, le=1000)
+    """In so many steps in a row."""
 
 
 class MetricsPolicy(StackPart):
@@ -228,6 +247,7 @@ class StackSpec(StackPart):
     logs: LogPolicy = LogPolicy()
     notify: NotifyPolicy = NotifyPolicy()
     metrics: MetricsPolicy = MetricsPolicy()
+    alerts: list[AlertSpec] = Field(default_factory=list)
     variables: dict[str, str] = Field(default_factory=dict, repr=False)
     """What `${VAR}` of this stack refers to beside the environment, which wins: from `.env` files, and never written to
     a file."""

@@ -99,7 +99,7 @@ class GaugeReader:
             gpus=status.gpus,
             queue=next((depth for depth in queues if depth is not None), None),
             host=self._host(),
-            disk_free_bytes=_free(folder),
+            **_disk(folder),
             flows={name: _flow(found) for name, found in flows.items()},
         )  # fmt: skip
 
@@ -174,12 +174,12 @@ def _reclaimable() -> int:
     return 0
 
 
-def _free(folder: Path) -> int | None:
+def _disk(folder: Path) -> dict[str, int]:
     try:
         disk = os.statvfs(folder)
     except OSError:
-        return None
-    return disk.f_bavail * disk.f_frsize
+        return {}
+    return {"disk_free_bytes": disk.f_bavail * disk.f_frsize, "disk_bytes": disk.f_blocks * disk.f_frsize}
 
 
 def _flow(flow: Flow) -> EnvFlow:

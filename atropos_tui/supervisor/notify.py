@@ -1,35 +1,42 @@
-"""`[notify]`: tell someone who is not looking that the run failed, is done, or trains against the wrong weights.
+"""`[notify]`: tell someone who is not looking that the run failed, is done, or trains against the wrong weights, and
+when a metric leaves the bounds of an `[[alert]]`.
 
-One POST with one JSON object per event, beside the run: a dead host or an answer that never comes costs the run nothing
-but a diagnosis. (A name server that never answers holds up the end of the process until the resolver gives up.) The
-address is resolved (`${VAR}`) in memory and written nowhere.
+One JSON object per event, by POST and on the standard input of a command, beside the run: a dead host or an answer that
+never comes costs the run nothing but a diagnosis. (A name server that never answers holds up the end of the process
+until the resolver gives up.) The address is resolved (`${VAR}`) in memory and written nowhere.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import platform
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
 import httpx
 
 from atropos_common.records import DiagnosisRecord, Record
+from atropos_common.run_dir import ENV_TOKEN
+from atropos_tui.diagnoses.alert_rules import ALERT
 from atropos_tui.profile.redact import REDACTED, mask
-from atropos_tui.profile.spec import StackSpec
+from atropos_tui.profile.spec import NotifyPolicy, StackSpec
 from atropos_tui.supervisor.process import LaunchError, resolve
 from atropos_tui.supervisor.store import RunResult, Store, SubscriberDroppedError
 
-Event = Literal["failed", "mismatch", "done"]
+Event = Literal["failed", "mismatch", "alert", "done", "test"]
 """What is posted, and what the bell of a screen rings for."""
 MISMATCH = "alignment_mismatch"
 TRY_S = 5.0
 """One try takes at most so long, however the other side drips its answer."""
+COMMAND_S = 10.0
+"""So long a command may take."""
 PAUSES_S = (0.5, 1.0)
 """Before the second and the third try."""
 END_PATIENCE_S = 10.0
@@ -47,6 +54,11 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it would log the
 def is_mismatch(record: Record) -> TypeGuard[DiagnosisRecord]:
     """Whether `record` diagnoses that trainer and engine disagree about the same weights."""
     return isinstance(record, DiagnosisRecord) and record.rule == MISMATCH
+
+
+def is_alert(record: Record) -> TypeGuard[DiagnosisRecord]:
+    """Whether `record` says that a metric has left the bounds of the profile's [[alert]]."""
+    return isinstance(record, DiagnosisRecord) and record.rule == ALERT.name
 
 
 def event_of_exit(code: int | None) -> Event | None:
@@ -115,6 +127,49 @@ async def _try(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tup
     return f"status {status}", not 300 <= status < 500 or status in (408, 425, 429)
 
 
+async def run_command(command: Sequence[str], body: dict[str, Any]) -> None:
+    """Run a program with `body` on its standard input, without the run's token.
+
+    Raises:
+        DeliveryError: it cannot be started, ends with another code than 0, or does not end in time.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != ENV_TOKEN}
+    pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=nowhere, stderr=pipe, env=environment, start_new_session=True
+        )
+    except (OSError, ValueError) as error:
+        raise DeliveryError(f"{command[0]} cannot be started: {error}") from None
+    try:
+        async with asyncio.timeout(COMMAND_S):
+            _, errors = await process.communicate(json.dumps(body).encode())
+    except TimeoutError:
+        raise DeliveryError(f"{command[0]} did not end within {COMMAND_S:g} s") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        said = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
+        raise DeliveryError(f"{command[0]} ended with code {process.returncode}: {mask(said)}")
+
+
+def resolved(policy: NotifyPolicy, variables: Mapping[str, str]) -> str | None:
+    """The address of the webhook with its references filled in; None without one.
+
+    Raises:
+        LaunchError: it cannot be used.
+    """
+    if policy.webhook is None:
+        return None
+    url = resolve(policy.webhook, dict(variables), "notify.webhook")
+    if not url.startswith(("http://", "https://")):
+        fix = "give an http:// or https:// address, or ${VAR} of an environment variable that holds one"
+        raise LaunchError("it is no http address", fix)
+    return url
+
+
 def _without_address(text: str, url: str) -> str:
     with contextlib.suppress(httpx.InvalidURL):
         parts = httpx.URL(url)
@@ -139,18 +194,11 @@ class Notifier:
 
     def _resolved(self) -> str | None:
         """The address; one that cannot be resolved is diagnosed at the start of the run, not after a week."""
-        if self._policy.webhook is None:
-            return None
         try:
-            url = resolve(self._policy.webhook, self._stack.variables | os.environ, "notify.webhook")
+            return resolved(self._policy, self._stack.variables | os.environ)
         except LaunchError as error:
             self._diagnose("the webhook of [notify] cannot be used", error.problem, error.fix)
             return None
-        if not url.startswith(("http://", "https://")):
-            fix = "give an http:// or https:// address, or ${VAR} of an environment variable that holds one"
-            self._diagnose("the webhook of [notify] cannot be used", "it is no http address", fix)
-            return None
-        return url
 
     async def _listen(self) -> None:
         while True:
@@ -159,6 +207,8 @@ class Notifier:
                 async for record in live:
                     if is_mismatch(record):
                         self._on_mismatch(record)
+                    elif is_alert(record):
+                        self._notify("alert", f"{record.title}: {record.evidence}", record.component, None)
                     self._look_at_the_end()
                 return
             except SubscriberDroppedError:
@@ -185,22 +235,24 @@ class Notifier:
             with contextlib.suppress(OSError):
                 sys.stderr.write("\a")
                 sys.stderr.flush()
-        if self._url is not None:
-            body = payload(self._stack, event, reason, component, code)
-            task = asyncio.create_task(self._deliver(event, self._url, body))
+        body = payload(self._stack, event, reason, component, code)
+        ways = [post(self._url, body)] if self._url is not None else []
+        ways += [run_command(self._policy.command, body)] if self._policy.command else []
+        for way in ways:
+            task = asyncio.create_task(self._deliver(event, way))
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
 
-    async def _deliver(self, event: Event, url: str, body: dict[str, Any]) -> None:
+    async def _deliver(self, event: Event, way: Coroutine[Any, Any, None]) -> None:
         try:
-            await post(url, body)
+            await way
         except DeliveryError as error:
             self._undelivered(event, str(error))
         except asyncio.CancelledError:
             self._undelivered(event, f"no answer within {END_PATIENCE_S:g} s after the end of the run")
 
     def _undelivered(self, event: Event, evidence: str) -> None:
-        fix = "check the address and that this machine reaches it; atropos-tui events has what was not delivered"
+        fix = "check the address or the command: atropos-tui doctor PROFILE --notify tries one delivery"
         self._diagnose(f"the notification {event!r} was not delivered", evidence, fix)
 
     def _diagnose(self, title: str, evidence: str, fix: str) -> None:

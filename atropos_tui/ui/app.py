@@ -8,6 +8,7 @@ the files of the run have the last word.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import time
@@ -24,8 +25,10 @@ from textual.widget import Widget
 from atropos_common.control import Phase, RunStatus, State
 from atropos_common.records import CommandRecord, GaugesRecord, Record
 from atropos_tui.monitor.format import one_line
+from atropos_tui.monitor.log_buffer import LogFeed
 from atropos_tui.monitor.run_files import RunInfo, status_from_files
 from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.timeline import clock
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui import preferences
 from atropos_tui.ui.chart_commands import ChartApp
@@ -59,6 +62,8 @@ CLOCKS_S, QUIET_CLOCKS_S = 1.0, 2.0
 """How often figures that always change are drawn: uptimes, ages, use of the machine; and so where nothing else has
 happened for `QUIET_S`."""
 QUIET_S = 5.0
+FILL_S, FILL_LOOKS = 0.6, 6
+"""How long the log that was switched to is waited for."""
 COLLECT_S = 60.0
 """Between two full collections of garbage: each stops the screen for a quarter of a second."""
 SEARCHED = (LogView, Rollouts, Events)
@@ -87,6 +92,9 @@ class CockpitApp(ChartApp):
         ),
         Binding(
             "right_square_bracket", "select(1)", "Next component", show=False, tooltip="Select the component below"
+        ),
+        Binding(
+            "w", "last_words", "Last words", show=False, tooltip="The newest error in the selected component's log"
         ),
         Binding("p", "picture", "Picture", show=False, tooltip="Save a picture of the screen as SVG"),
         Binding("t", "change_theme", "Theme", show=False, tooltip="Choose other colours"),
@@ -324,11 +332,40 @@ class CockpitApp(ChartApp):
         elif isinstance(message.listing, Rollouts):
             self.action_view("rollouts")
 
+    def on_events_asked(self, message: Events.Asked) -> None:
+        self.run_worker(self._go_to_log(message.component, message.time), group="jump", exclusive=True)
+
+    async def _go_to_log(self, component: str, time: float) -> None:
+        """The log at that second; what lies further back than the lines kept is read from the file, in a dialog."""
+        table, log = self.find(Components), self.find(LogView)
+        if table is None or log is None:
+            return
+        self._log_of_all = False
+        table.select(component)
+        self.user_selects = True
+        self._follow_logs(component)
+        for _ in range(FILL_LOOKS):
+            await asyncio.sleep(FILL_S / FILL_LOOKS)
+            if log.component == component and log.buffer and log.go_to(time):
+                self.action_view("logs")
+                return
+        entries = await asyncio.to_thread(LogFeed(self.feed.run).around, component, time)
+        lines = [f"{clock(entry.time)}  {entry.text}" for entry in entries]
+        words = "\n".join(lines) or "its log does not reach that far back"
+        self.push_screen(TextDialog(f"{component} about {clock(time)}", Text(words)))
+
+    def action_last_words(self) -> None:
+        """The newest error of the selected component's log."""
+        self.action_view("logs")
+        if log := self.find(LogView):
+            log.action_error(-1)
+
     # Looking.
 
     def action_view(self, name: str) -> None:
         if main := self.main:
-            self._way_back = [*(seen for seen in self._way_back if seen != name), self._view_name]
+            if name != self._view_name:
+                self._way_back = [*self._way_back, self._view_name] if name != "overview" else []
             self._view_name = name
             main.query_one(ViewsLine).light(name)
             before = set(visible(main))
@@ -348,10 +385,10 @@ class CockpitApp(ChartApp):
 
     def action_view_before(self) -> None:
         """Where the present view was reached from."""
-        *way, name = self._way_back or ["overview"]
-        if name != self._view_name:
+        if self._way_back:
+            *way, name = self._way_back
             self.action_view(name)
-        self._way_back = way
+            self._way_back = way
 
     def action_select(self, by: int) -> None:
         if table := self.find(Components):
@@ -426,9 +463,11 @@ def standing(status: RunStatus) -> object:
     return status.phase, status.exit_code, rows
 
 
-def run_cockpit(run_dir: Path) -> Outcome:
-    """Show the screen of `run_dir` until it is left."""
-    return run_app(dressed(CockpitApp(run_dir)))
+def run_cockpit(run_dir: Path, *, read_only: bool = False) -> Outcome:
+    """Show the screen of `run_dir` until it is left; `read_only`: no command is sent from it."""
+    app = CockpitApp(run_dir)
+    app.read_only = read_only
+    return run_app(dressed(app))
 
 
 def dressed(app: CockpitApp) -> CockpitApp:

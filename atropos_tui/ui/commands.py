@@ -41,6 +41,8 @@ class CommandApp(App[Outcome]):
         """The run has ended, or nobody owns it any more."""
         self.user_selects = False
         """The cursor is where the user put it."""
+        self.read_only = False
+        """No command is sent from here."""
         self.is_leaving = False
         """The run was told to stop from here, and its end is waited for."""
         self._seen_commands: set[str] = set()
@@ -78,7 +80,9 @@ class CommandApp(App[Outcome]):
 
     def act(self, action: Action, component: str | None) -> None:
         """Ask for `action` on a component, or on the whole stack, unless something is being asked."""
-        if not (self._is_asking or self._asks_to_leave):
+        if self.read_only:
+            self.refuse("this screen only shows", "atropos-tui attach without --read-only can act")
+        elif not (self._is_asking or self._asks_to_leave):
             self.user_selects = self._is_asking = True
             self.run_worker(self._act(action, component), group="commands")
 
@@ -122,7 +126,9 @@ class CommandApp(App[Outcome]):
 
     def action_ask_quit(self) -> None:
         """Over: leave. Running: ask. Asked again while the run stops: leave without waiting."""
-        if self.is_over or self.is_leaving:
+        if self.read_only:
+            self.action_detach()
+        elif self.is_over or self.is_leaving:
             self.exit("ended" if self.is_over and not self.is_leaving else "stop")
         elif not self._asks_to_leave:
             self._asks_to_leave = True

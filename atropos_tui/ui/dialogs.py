@@ -123,9 +123,12 @@ class HelpDialog(_Dialog):
 
 
 class TextDialog(_Dialog):
-    """Something to read."""
+    """Something to read, and to copy."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter,q", "cancel", "Close", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter,q", "cancel", "Close", show=False),
+        Binding("y", "copy", "Copy", show=False),
+    ]
 
     def __init__(self, heading: str, text: Text) -> None:
         super().__init__()
@@ -135,8 +138,12 @@ class TextDialog(_Dialog):
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog", id="text") as box:
             box.border_title = Content(self._heading)
-            box.border_subtitle = "esc closes"
+            box.border_subtitle = "y copies, esc closes"
             yield Static(self._text, classes="dialog-text")
+
+    def action_copy(self) -> None:
+        self.app.copy_to_clipboard(self._text.plain)
+        self.app.notify("copied", timeout=2)
 
 
 class _ChooseDialog(_Dialog):

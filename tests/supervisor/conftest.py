@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from atropos_tui.profile.spec import ComponentSpec, LogPolicy, MetricsPolicy, StackSpec
+from atropos_tui.profile.spec import ComponentSpec, LogPolicy, StackSpec
 from atropos_tui.supervisor import tracker
 from tests.supervisor.harness import Running, check_history
 
@@ -24,10 +24,7 @@ def launch(tmp_path: Path) -> Callable[..., Any]:
 
     @asynccontextmanager
     async def run(
-        *components: ComponentSpec,
-        max_bytes: int = 64 * 1024 * 1024,
-        survive: bool = False,
-        metrics_port: int | None = None,
+        *components: ComponentSpec, max_bytes: int = 64 * 1024 * 1024, survive: bool = False, **more: Any
     ) -> AsyncIterator[Running]:
         stack = StackSpec(
             run_id=f"test-{secrets.token_hex(6)}",
@@ -37,7 +34,7 @@ def launch(tmp_path: Path) -> Callable[..., Any]:
             components=list(components),
             logs=LogPolicy(max_bytes=max_bytes),
             survive=survive,
-            metrics=MetricsPolicy(port=metrics_port),
+            **more,
         )
         running = Running(stack)
         try:

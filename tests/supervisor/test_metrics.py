@@ -25,7 +25,7 @@ from atropos_common.records import (
     parse_line,
 )
 from atropos_common.run_dir import RunDir
-from atropos_tui.profile.spec import RestartPolicy
+from atropos_tui.profile.spec import MetricsPolicy, RestartPolicy
 from tests.supervisor.harness import part, python, ready
 
 STEP: dict[str, Any] = {
@@ -73,7 +73,7 @@ def values(families: dict[str, Metric], name: str) -> dict[tuple[str, ...], floa
 async def test_what_a_live_run_tells(launch: Any, free_port: int) -> None:
     crash = python("import sys; print('up', flush=True); sys.exit('boom ' + sys.argv[1])", SECRET)
     bad = part("bad", crash, restart=RestartPolicy(backoff_s=60))
-    async with launch(part("vllm", probes=ready()), bad, metrics_port=free_port) as running:
+    async with launch(part("vllm", probes=ready()), bad, metrics=MetricsPolicy(port=free_port)) as running:
         await running.until("vllm", "healthy")
         await running.until("bad", "backoff")
         write(running.run, StepRecord(step=1, **STEP), timing(1), StepRecord(step=2, rank=1, **STEP))
@@ -107,7 +107,7 @@ async def test_what_a_live_run_tells(launch: Any, free_port: int) -> None:
 
 
 async def test_names_are_what_prometheus_takes(launch: Any, free_port: int) -> None:
-    async with launch(part("a-b.c"), metrics_port=free_port) as running:
+    async with launch(part("a-b.c"), metrics=MetricsPolicy(port=free_port)) as running:
         await (await running.answers()).wait("ready")
         write(running.run, StepRecord(step=1, **STEP), timing(1))
         for family in text_string_to_metric_families((await scrape(free_port)).text):
@@ -118,7 +118,7 @@ async def test_names_are_what_prometheus_takes(launch: Any, free_port: int) -> N
 
 
 async def test_a_page_of_another_name_may_not_read_it(launch: Any, free_port: int) -> None:
-    async with launch(part("sleeps"), metrics_port=free_port) as running:
+    async with launch(part("sleeps"), metrics=MetricsPolicy(port=free_port)) as running:
         await (await running.answers()).wait("ready")
         assert (await scrape(free_port, Host="evil.example")).status_code == 403
         assert (await scrape(free_port, Host=f"localhost:{free_port}")).status_code == 200
@@ -129,7 +129,9 @@ async def test_a_page_of_another_name_may_not_read_it(launch: Any, free_port: in
 
 async def test_a_port_that_is_taken_costs_the_figures_and_not_the_run(launch: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        async with launch(part("works", python("pass"), ends_run=True), metrics_port=taken.getsockname()[1]) as running:
+        async with launch(
+            part("works", python("pass"), ends_run=True), metrics=MetricsPolicy(port=taken.getsockname()[1])
+        ) as running:
             assert await asyncio.wait_for(running.task, 20) == 0
             lines = running.run.supervisor_jsonl.read_bytes().splitlines()
             said = [record for record in map(parse_line, lines) if isinstance(record, DiagnosisRecord)]

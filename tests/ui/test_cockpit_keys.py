@@ -19,6 +19,7 @@ from atropos_tui.monitor.log_buffer import LogEntry
 from atropos_tui.monitor.patterns import compiled
 from atropos_tui.ui.dialogs import ChooseRunsDialog, ConfirmDialog, QuitDialog, TextDialog
 from atropos_tui.ui.views import VIEWS
+from atropos_tui.ui.widgets.bars import ViewsLine
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.log_view import LogView
@@ -258,12 +259,12 @@ async def test_rollouts_are_searched_and_compared(tmp_path: Path) -> None:
         await screen.press("enter")
         listing = screen.app.query_one(Rollouts)
         await screen.until(lambda: len(listing.items) == 3)
-        await screen.shows("↳ → no idea")
+        await screen.shows("no idea")
         await screen.press("home")
         await screen.shows("the answer is 17")
         await screen.press("D")
         await screen.shows("against step 1")
-        await screen.shows("the answer is 1617")
+        await screen.shows("the answer is [-16-]{+17+}")
         await screen.press("end", "m", "home")
         await screen.shows("marked: step 1")
         await screen.press("m")
@@ -524,3 +525,52 @@ async def test_impatient_keys_ask_once_and_send_once(tmp_path: Path) -> None:
         assert len(screen.app.screen_stack) == 2
         await screen.press("escape", "q")
         await screen.until(lambda: isinstance(screen.app.screen, QuitDialog))
+
+
+async def test_the_line_of_views_is_lit_and_can_be_clicked_and_esc_leads_back(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    async with cockpit(run, (80, 24), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("1 All 2 Train 3 Logs 4 Rollouts 5 Bench 6 Machine 7 Align 8 Events 9 Part")
+        line = screen.app.query_one(ViewsLine)
+        for view in VIEWS:
+            at = line._ends[view] - 2
+            await screen.pilot.click(ViewsLine, offset=(1 + at, 0))
+            await screen.until(lambda view=view: screen.app._view_name == view)  # type: ignore[misc]
+        await screen.press("1", "2")
+        screen.app.query_one(Components).focus()
+        await screen.press("enter")
+        await screen.shows("--training-steps 60")
+        await screen.press("escape")
+        await screen.until(lambda: screen.app._view_name == "training")
+        await screen.press("escape")
+        await screen.until(lambda: screen.app._view_name == "overview")
+        await screen.press("escape")
+        await screen.shows("Reward")
+
+
+async def test_a_screen_that_only_shows_sends_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    control = FakeControl(live_status(run, NOW))
+    async with cockpit(run, (100, 30), control, lambda: NOW) as screen:
+        screen.app.read_only = True
+        await screen.shows("step 37/60")
+        for key in ("r", "s", "K", "R"):
+            await screen.press(key)
+            await screen.until(lambda: any("only shows" in words for words in screen.toasts()))
+            assert len(screen.app.screen_stack) == 1, "and asks nothing"
+            screen.app.clear_notifications()
+        await screen.press("q")
+        await screen.until(lambda: not screen.app.is_running)
+        assert screen.app.return_value == "detach"
+
+
+async def test_errors_are_counted_where_there_are_some(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    calm = live_status(run, NOW)
+    control = FakeControl(calm)
+    async with cockpit(run, (120, 40), control, lambda: NOW) as screen:
+        await screen.shows("step 37/60")
+        assert " err " not in screen.text()
+        rows = [row.model_copy(update={"errors": 110}) if row.name == "env" else row for row in calm.components]
+        control.answer = calm.model_copy(update={"components": rows})
+        await screen.until(lambda: " err " in screen.text() and " 110 " in screen.text())

@@ -281,7 +281,7 @@ def test_readers_tell_the_truth_about_a_run_whose_supervisor_was_killed(
         assert "gone with the supervisor" in rows[0] and "was never started" in rows[1]
         assert main.run(["why"]) == 0
         said = capsys.readouterr().out
-        assert said.startswith(f"{run_id} crashed: its supervisor is gone") and "healthy" not in said
+        assert f"{run_id} crashed: its supervisor is gone" in said and "healthy" not in said
         for target in ("done", "ready"):
             assert main.run(["wait", "--for", target]) == Exit.COMPONENT_FAILED
             assert f"up --resume {run.root}" in capsys.readouterr().err

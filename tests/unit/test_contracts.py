@@ -43,6 +43,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "eval": {"env": "arithmetic", "accuracy": 0.5, "correct": 1, "questions": 2},
     "env_counts": {"env": "arithmetic", "sent": 3, "left_out": {"all scores equal": 2}, "failures": {"KeyError": 1}},
     "env_metrics": {"env": "arithmetic", "metrics": {"train/percent_correct": 0.5}},
+    "gauges": {"engines": {"vllm": {"running": 4.0}}, "queue": 2},
 }  # fmt: skip
 
 

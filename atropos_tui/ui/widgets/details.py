@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
@@ -38,6 +39,10 @@ class Details(VerticalScroll, Panel):
     }
     """
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "copy", "Copy", show=False, tooltip="Component: copy what stands there, the command included")
+    ]
+
     def __init__(self) -> None:
         super().__init__(id="details")
         self._text = Text()
@@ -55,6 +60,10 @@ class Details(VerticalScroll, Panel):
         if text != self._text:
             self._text = text
             self.query_one("#details-text", Static).update(text)
+
+    def action_copy(self) -> None:
+        self.app.copy_to_clipboard(self._text.plain)
+        self.app.notify("copied", timeout=2)
 
     def _line(self, label: str, words: str, tone: str = "") -> Text:
         line = Text(f"{label:<{_LABEL}}", self.ink("label"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.text import Text
 from textual.binding import Binding, BindingType
+from textual.message import Message
 
 from atropos_common.records import DiagnosisRecord
 from atropos_tui.monitor.patterns import Pattern
@@ -34,8 +36,19 @@ class Events(Listing[Event]):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "choose", "Open", show=False, tooltip="Events: show evidence and fix of the one at the cursor")
+        Binding(
+            "enter", "choose", "Open", show=False, tooltip="Events: show evidence and fix of the one at the cursor"
+        ),
+        Binding("g", "go", "Log", show=False, tooltip="Events: the log of that component at that second"),
+        Binding("y", "copy", "Copy", show=False, tooltip="Events: copy the event, with evidence and fix"),
     ]
+
+    @dataclass(eq=False)
+    class Asked(Message):
+        """The log of a component at a moment is wanted."""
+
+        component: str
+        time: float
 
     def __init__(self) -> None:
         super().__init__(id="events")
@@ -57,6 +70,15 @@ class Events(Listing[Event]):
         if seen != self._seen:
             self._seen, self._all = seen, timeline(view.state)[::-1]
             self._filter()
+
+    def action_go(self) -> None:
+        if self.current and self.current.component:
+            self.post_message(self.Asked(self.current.component, self.current.time))
+
+    def action_copy(self) -> None:
+        if event := self.current:
+            self.app.copy_to_clipboard(f"{event.component} {event.mark} {event.text}\n{event.detail}".strip())
+            self.app.notify("copied the event", timeout=2)
 
     def point(self, diagnosis: DiagnosisRecord) -> None:
         """Put the cursor on a diagnosis, unless it was moved already."""

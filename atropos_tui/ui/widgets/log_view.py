@@ -291,6 +291,16 @@ class LogView(ScrollView, can_focus=True):
         self.scroll_to(y=max(0, row - self.scrollable_content_region.height // 2), animate=False, force=True)
         self.refresh()
 
+    def go_to(self, time: float) -> bool:
+        """Jump to the last line that had come at `time` (Unix seconds); False where the lines kept begin later."""
+        numbers = [number for number, at in self.buffer.times() if 0 < at <= time + 1e-3]
+        if not numbers:
+            return False
+        self._level = "all"
+        self.narrow(None)
+        self._jump(numbers[-1], "")
+        return True
+
     def action_level(self) -> None:
         self._level = LEVELS[(LEVELS.index(self._level) + 1) % len(LEVELS)]
         self._marked, self._stale = None, True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,10 +18,27 @@ from textual.widgets import Static
 from atropos_common.records import RolloutRecord
 from atropos_tui.monitor.format import number, one_line, plain_lines
 from atropos_tui.monitor.patterns import Pattern
-from atropos_tui.monitor.rollout_groups import Group, diff, earlier_twin, groups
+from atropos_tui.monitor.rollout_groups import (
+    ONLY,
+    ORDERS,
+    Group,
+    Only,
+    Order,
+    answer,
+    chosen,
+    diff,
+    earlier_twin,
+    groups,
+    question,
+    shared_beginning,
+)
+from atropos_tui.ui.plot import sparkline
 from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.listing import Listing
 from atropos_tui.ui.widgets.panel import View, inks
+
+MOST_SPREAD = 16
+"""Rewards of a group that are shown."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +54,7 @@ class RolloutRow:
 
 
 class Rollouts(Listing[RolloutRow]):
-    """One line per completion; a group's prompt stands in its first line only."""
+    """One line per completion, which comes first; beside a group's first stand its question and its rewards."""
 
     INK = "rollouts"
     COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, "quiet", "good", "bad", "prompt", "found")
@@ -54,6 +72,9 @@ class Rollouts(Listing[RolloutRow]):
         Binding("m", "mark", "Mark", show=False, tooltip="Rollouts: mark this completion as the one to compare with"),
         Binding("equals_sign,D", "diff", "Compare", show=False, tooltip="Rollouts: show what changed since the mark, "
                 "or since the same prompt in an earlier step"),
+        Binding("v", "only", "Which", show=False, tooltip="Rollouts: all, those worse than their group, flat groups"),
+        Binding("S", "order", "Order", show=False, tooltip="Rollouts: newest first, worst advantage first, best first"),
+        Binding("y", "copy", "Copy", show=False, tooltip="Rollouts: copy prompt and completion"),
     ]  # fmt: skip
 
     head = 1
@@ -65,6 +86,10 @@ class Rollouts(Listing[RolloutRow]):
         rollout: RolloutRecord | None
         base: RolloutRecord | None
         words: str
+        group: tuple[RolloutRecord, ...] = ()
+        """Of the same prompt, as far as the list shows it."""
+        pattern: Pattern | None = None
+        """What is searched for."""
 
     def __init__(self) -> None:
         super().__init__(id="rollouts")
@@ -72,6 +97,12 @@ class Rollouts(Listing[RolloutRow]):
         self._pattern: Pattern | None = None
         self._mark: RolloutRecord | None = None
         self._comparing = False
+        self._only: Only = "all"
+        self._order: Order = "newest"
+        self._shared = 0
+        """Characters that all questions begin with."""
+        self._spread = 0
+        """Cells of the rewards of a group."""
 
     def on_mount(self) -> None:
         self._retitle()
@@ -92,16 +123,39 @@ class Rollouts(Listing[RolloutRow]):
         return f"{len(self.items)} completions"
 
     def _fill(self) -> None:
-        matching = groups(self._all, self._pattern)
-        self.put([RolloutRow(group, at) for group in matching for at in range(len(group.rollouts))])
+        matching = chosen(groups(self._all, self._pattern), self._only)
+        rows = [RolloutRow(group, at) for group in matching for at in range(len(group.rollouts))]
+        if self._order != "newest":
+            rows.sort(key=lambda row: row.rollout.advantage, reverse=self._order == "best")
+        self._shared = shared_beginning({question(group.prompt) for group in matching})
+        self._spread = min(max((len(group.rollouts) for group in matching), default=0), MOST_SPREAD)
+        self.put(rows)
         self._retitle()
 
     def _retitle(self) -> None:
-        note = f"{len(self.items)} of {len(self._all)}" if self._pattern else f"newest of {len(self._all)}"
+        note = f"newest of {len(self._all)}"
+        if self._pattern or self._only != "all":
+            note = f"{len(self.items)} of {len(self._all)}"
         parts = [(note if self._all else "no data", "quiet")]
+        parts.append(({"all": "", "worse": "worse than their group", "flat": "flat groups"}[self._only], "warning"))
+        parts.append(("" if self._order == "newest" else f"{self._order} advantage first", "accent"))
         if self._mark:
             parts.append((f"marked: step {self._mark.step}", "accent"))
-        self.border_title = title("Rollouts", *parts)
+        self.entitle(title("Rollouts", *parts))
+
+    def action_only(self) -> None:
+        self._only = ONLY[(ONLY.index(self._only) + 1) % len(ONLY)]
+        self._fill()
+
+    def action_order(self) -> None:
+        self._order = ORDERS[(ORDERS.index(self._order) + 1) % len(ORDERS)]
+        self._fill()
+
+    def action_copy(self) -> None:
+        if self.current:
+            rollout = self.current.rollout
+            self.app.copy_to_clipboard(f"{rollout.prompt}{rollout.completion}")
+            self.app.notify("copied prompt and completion", timeout=2)
 
     def on_listing_moved(self) -> None:
         self.point()
@@ -117,7 +171,9 @@ class Rollouts(Listing[RolloutRow]):
         if self._comparing and rollout:
             base = self._mark or earlier_twin(rollout, self._all)
             words = f"against step {base.step}" if base else "no earlier step to compare with"
-        self.post_message(self.Pointed(rollout, base, words))
+            words += ", another prompt" if base and base.prompt != rollout.prompt else ""
+        group = self.current.group.rollouts if self.current else ()
+        self.post_message(self.Pointed(rollout, base, words, group, self._pattern))
 
     def action_mark(self) -> None:
         now = self.current.rollout if self.current else None
@@ -131,28 +187,53 @@ class Rollouts(Listing[RolloutRow]):
         self.point()
 
     def head_line(self) -> Text:
+        spread = f" {'rewards':<{self._spread}.{self._spread}}" if self._spread > 1 else ""
         return Text(
-            f"{'step':>5} {'reward':>7} {'adv':>6}  prompt → completion", self.ink("quiet"), no_wrap=True, end=""
-        )
+            f"{'step':>5} {'reward':>7} {'adv':>6}{spread}  completion ← question",
+            self.ink("quiet"), no_wrap=True, end="",
+        )  # fmt: skip
 
     def draw(self, item: RolloutRow, width: int) -> Text:
         record = item.rollout
+        is_first = item.at == 0 or self._order != "newest"
         tone = "good" if record.advantage > 0 else "bad" if record.advantage < 0 else "quiet"
         mark = "◆" if record is self._mark else " "
         line = Text(no_wrap=True, end="")
-        line.append(f"{record.step:>5}{mark}" if item.at == 0 else f"{mark:>6}", self.ink("quiet"))
-        line.append(f"{number(record.reward, 2):>7} {number(record.advantage, 2):>6}  ", self.ink(tone))
-        line.append(one_line(record.prompt) if item.at == 0 else "↳", self.ink("prompt"))
-        line.append(" → ", self.ink("quiet")).append(one_line(record.completion))
+        line.append(f"{record.step:>5}{mark}" if is_first else f"{mark:>6}", self.ink("quiet"))
+        line.append(f"{number(record.reward, 2):>7} {number(record.advantage, 2):>6}", self.ink(tone))
+        if self._spread > 1:
+            words = spread(item.group.rollouts) if is_first else "↳"
+            line.append(f" {words:<{self._spread}.{self._spread}}", self.ink("quiet"))
+        asked = one_line(question(record.prompt)[self._shared :]) if is_first else ""
+        room = width - line.cell_len - 2
+        beside = f" ← {'…' if self._shared else ''}{asked}" if asked else ""
+        beside = beside if len(beside) <= room // 2 else f"{beside[: room // 2 - 1]}…"
+        line.append("  ").append(self._seen(one_line(answer(record.completion)), room - len(beside)))
+        line.append(beside, self.ink("prompt"))
         for start, end in self._pattern.spans(line.plain) if self._pattern else ():
             line.stylize(self.ink("found"), start, end)
         return line
+
+    def _seen(self, text: str, room: int) -> str:
+        """As much of `text` as there is room for: from its beginning, or from shortly before what is searched for."""
+        hit = next((start for start, _ in self._pattern.spans(text)), 0) if self._pattern else 0
+        if hit > room - 8:
+            text = f"…{text[hit - room // 3 :]}"
+        return text if len(text) <= room else f"{text[: max(room - 1, 0)]}…"
+
+
+def spread(rollouts: Sequence[RolloutRecord]) -> str:
+    """The rewards of a group, a cell each, from its lowest to its highest."""
+    rewards = [one.reward for one in rollouts[:MOST_SPREAD]]
+    known = [reward for reward in rewards if math.isfinite(reward)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    return sparkline([(reward - low) / (high - low) if high > low else 0.5 for reward in rewards], len(rewards))
 
 
 class RolloutDetail(VerticalScroll):
     """One completion in full, or what changed between two: told by the list, not by a `View`."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"detail--label", "detail--gone", "detail--new"}
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"detail--label", "detail--gone", "detail--new", "detail--found"}
     DEFAULT_CLASSES = "panel"
     DEFAULT_CSS = """
     RolloutDetail {
@@ -162,6 +243,7 @@ class RolloutDetail(VerticalScroll):
         .detail--label { color: $quiet; }
         .detail--gone { color: $error; text-style: strike; }
         .detail--new { color: $success; text-style: underline; }
+        .detail--found { background: $warning 40%; text-style: bold underline; }
     }
     """
 
@@ -179,29 +261,40 @@ class RolloutDetail(VerticalScroll):
         rollout = message.rollout
         about = f"step {rollout.step} · {one_line(rollout.env)}" if rollout else "no data"
         self.border_title = title("Rollout", (about, "quiet"), (message.words, "accent"))
-        self.query_one("#rollout-text", Static).update(self._text(rollout, message.base) if rollout else "")
+        text = self._text(rollout, message.base, message.group) if rollout else Text()
+        for start, end in message.pattern.spans(text.plain) if message.pattern else ():
+            text.stylize(self.get_component_rich_style("detail--found", partial=True), start, end)
+        self.query_one("#rollout-text", Static).update(text)
 
-    def _text(self, rollout: RolloutRecord, base: RolloutRecord | None) -> Text:
+    def _text(self, rollout: RolloutRecord, base: RolloutRecord | None, group: Sequence[RolloutRecord]) -> Text:
         label = self.get_component_rich_style("detail--label", partial=True)
         text = Text()
         figures = [
             ("reward", number(rollout.reward, 2)),
             ("advantage", number(rollout.advantage, 2)),
             ("policy lag", number(rollout.policy_lag, 1)),
+            ("tokens", number(rollout.tokens, 0)),
         ]
+        if len(group) > 1:
+            rewards = [one.reward for one in group]
+            of = f", {len(group)} of {rollout.group_size}" if (rollout.group_size or 0) > len(group) else ""
+            figures.append(("group", f"{number(min(rewards), 2)} {spread(group)} {number(max(rewards), 2)}{of}"))
         for name, value in figures:
             text.append(f"{name} ", label).append(f"{value}   ")
-        for name in ("prompt", "completion"):
+        for name in ("completion", "prompt"):
             text.append(f"\n\n{name}\n", label)
             new = plain_lines(getattr(rollout, name))
             text.append_text(self._changes(plain_lines(getattr(base, name)), new) if base else Text(new))
         return text
 
     def _changes(self, old: str, new: str) -> Text:
-        """What went is struck out, what came is underlined: to be read without colours, too."""
+        """What went stands in [-brackets-], what came in {+others+}: to be read without colours and strokes, and in
+        copied text."""
         styles: dict[str, Style | str] = {
             "same": "",
             "gone": self.get_component_rich_style("detail--gone", partial=True),
             "new": self.get_component_rich_style("detail--new", partial=True),
         }
-        return Text.assemble(*((words, styles[change]) for change, words in diff(old, new)))
+        around = {"same": ("", ""), "gone": ("[-", "-]"), "new": ("{+", "+}")}
+        parts = ((change, words, *around[change]) for change, words in diff(old, new))
+        return Text.assemble(*((f"{begin}{words}{end}", styles[change]) for change, words, begin, end in parts))

@@ -1,0 +1,281 @@
+"""Ten situations are planted into a run; what sentence is shown, and after how many seconds.
+
+    python -m benchmarks.situations [--only NAME...] [--json]
+
+Eight are planted into one demo on real processes (vLLM, run-api, trainer, environment), one after the other, each into
+a run that trains: a slow environment, an engine with much to do, equal scores and a refused option come from
+`planted_env.py`, a slow trainer is stopped by SIGSTOP for most of the time, the disk is a tmpfs that is filled, the hub
+is asked for where there is none. The lag needs settings of its own, so a second demo. One of three engines dead: three
+small children stand in for engines. The sentence is read as `ps` and the screen read it: from the run's files and its
+supervisor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from atropos_common.control import Role
+from atropos_common.run_dir import RunDir
+from atropos_tui.monitor.run_files import RunFeed, read_info
+from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.verdict import Verdict, verdict
+from atropos_tui.profile.spec import LogCheck, Probe, Probes, RestartPolicy
+from atropos_tui.supervisor.client import ControlClient
+from benchmarks.supervisor import child, supervised
+
+PATIENCE_S = 60.0
+START_S = 180.0
+LOOK_S = 0.5
+DISK_MB = 600
+STOPPED = 0.85
+"""Share of the time for which a slowed program is stopped."""
+UP = "print('up', flush=True)\nimport time\ntime.sleep(600)"
+
+
+class Watch:
+    """Reads a run as the screen does."""
+
+    def __init__(self, root: Path) -> None:
+        self.run = RunDir(root)
+        self._feed, self._state = RunFeed(self.run), RunState()
+
+    def said(self) -> Verdict | None:
+        """The sentence now; None while nobody answers."""
+        try:
+            status = asyncio.run(ControlClient(self.run.root).status())
+        except OSError:
+            return None
+        self._state = self._feed.catch_up(self._state)
+        return verdict(status, read_info(self.run), self._state, time.time())
+
+    def until(self, words: tuple[str, ...], patience_s: float) -> tuple[float | None, str]:
+        """Seconds until the sentence held one of `words`, and the sentence; None and the last where it never did."""
+        began, last = time.monotonic(), ""
+        while time.monotonic() - began < patience_s:
+            with contextlib.suppress(Exception):
+                found = self.said()
+                last = found.line if found else last
+                if found and any(word in found.text for word in words):
+                    return time.monotonic() - began, found.line
+            time.sleep(LOOK_S)
+        return None, last
+
+
+@contextmanager
+def slowed(run: RunDir, component: str) -> Iterator[None]:
+    """All processes of a component stand still for most of the time."""
+    status = asyncio.run(ControlClient(run.root).status())
+    pids = next(row.pids for row in status.components if row.name == component)
+    over = threading.Event()
+
+    def send(number: int) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def work() -> None:
+        while not over.is_set():
+            send(signal.SIGSTOP)
+            over.wait(0.4 * STOPPED)
+            send(signal.SIGCONT)
+            over.wait(0.4 * (1 - STOPPED))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        send(signal.SIGCONT)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is planted into the demo, and words of the sentence that is right."""
+
+    name: str
+    words: tuple[str, ...]
+    plant: Callable[[Stack], contextlib.AbstractContextManager[None]]
+
+
+class Stack:
+    """The demo under `atropos-tui up --headless`, with `planted_env`."""
+
+    def __init__(self, folder: Path, sets: dict[str, Any]) -> None:
+        self.folder, self.root = folder, folder / "run"
+        self._switch = folder / "plant"
+        every = {
+            "env.module": "benchmarks.planted_env", "env.cwd": Path(__file__).parents[1],
+            "env.env.PLANT": self._switch, "trainer.training_steps": 100_000,
+            "trainer.checkpoint_interval": 100_000, "trainer.lr": 1e-6, "vllm.sampling": "refuse",
+            "api.port": 28_110, "vllm.port": 28_111,
+        } | sets  # fmt: skip
+        flags = [word for key, value in every.items() for word in ("--set", f"{key}={value}")]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "atropos_tui", "up", "demo", "--headless", "--run-dir", str(self.root), *flags],
+            stdin=subprocess.DEVNULL, stdout=(folder / "up.txt").open("w"), stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        self.watch = Watch(self.root)
+
+    def trains(self) -> None:
+        """Wait until steps come and nothing is wrong."""
+        self.first_step()
+        seconds, last = self.watch.until(("healthy", "limited by training", "take turns"), START_S)
+        if seconds is None:
+            raise RuntimeError(f"it does not train: {last}; {(self.folder / 'up.txt').read_text()[-2000:]}")
+
+    def first_step(self) -> None:
+        give_up = time.monotonic() + START_S
+        while not (self.watch.run.telemetry_jsonl.exists() and '"step"' in self.watch.run.telemetry_jsonl.read_text()):
+            if time.monotonic() > give_up or self.process.poll() is not None:
+                raise RuntimeError(f"it does not train: {(self.folder / 'up.txt').read_text()[-2000:]}")
+            time.sleep(LOOK_S)
+
+    @contextmanager
+    def switched(self, what: str) -> Iterator[None]:
+        self._switch.write_text(what)
+        try:
+            yield
+        finally:
+            self._switch.unlink()
+
+    @contextmanager
+    def without_hub(self) -> Iterator[None]:
+        with self.switched("hub"):
+            status = asyncio.run(ControlClient(self.root).status())
+            psutil.Process(next(row.pid for row in status.components if row.role is Role.ENV) or 0).kill()
+            yield
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        filler, free = self.folder / "filler", os.statvfs(self.folder)
+        with filler.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - 4_000_000)
+        try:
+            yield
+        finally:
+            filler.unlink()
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(90)
+
+
+IN_THE_DEMO = (
+    Situation("environment slow", ("limited by the environment",), lambda stack: stack.switched("slow")),
+    Situation("healthy", ("healthy",), lambda stack: contextlib.nullcontext()),
+    Situation("engine slow", ("limited by the engine",), lambda stack: stack.switched("busy")),
+    Situation("trainer slow", ("limited by training",), lambda stack: slowed(stack.watch.run, "trainer")),
+    Situation("all groups flat", ("are flat", "rewards are the same"), lambda stack: stack.switched("flat")),
+    Situation("requests refused", ("refuses the requests",), lambda stack: stack.switched("top_p")),
+    Situation("hub unreachable", ("hub cannot be reached",), lambda stack: stack.without_hub()),
+    Situation("disk nearly full", ("disk is nearly full",), lambda stack: stack.full()),
+)
+
+Row = tuple[str, float | None, str]
+
+
+def in_the_demo(wanted: Callable[[str], bool]) -> Iterator[Row]:
+    """Each into a run that trains."""
+    with tempfile.TemporaryDirectory() as name, on_small_disk(Path(name)) as folder:
+        stack = Stack(folder, {})
+        try:
+            stack.trains()
+            for situation in IN_THE_DEMO:
+                if wanted(situation.name):
+                    with situation.plant(stack):
+                        seconds, line = stack.watch.until(situation.words, PATIENCE_S)
+                    yield situation.name, seconds, line
+                    stack.trains()
+        finally:
+            stack.close()
+
+
+@contextmanager
+def on_small_disk(folder: Path) -> Iterator[Path]:
+    """A tmpfs where that is allowed, else an ordinary folder, in which the disk is never full."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=0700", "none", str(folder)]
+    is_mounted = subprocess.run(command, check=False, capture_output=True).returncode == 0
+    try:
+        yield folder
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def lag() -> Iterator[Row]:
+    """A demo whose environment runs ahead of what the trainer takes; from its first step on."""
+    ahead = {"env.args.env.max_batches_offpolicy": 4, "env.args.env.max_num_workers": 64, "trainer.max_policy_lag": 1}
+    with tempfile.TemporaryDirectory() as name:
+        stack = Stack(Path(name), ahead)
+        try:
+            stack.first_step()
+            seconds, line = stack.watch.until(("policy lag at its bound",), PATIENCE_S)
+            yield "lag at its bound", seconds, line
+        finally:
+            stack.close()
+
+
+def engine_dead() -> Iterator[Row]:
+    """Three children that stand in for engines, one of which is killed."""
+    ready = Probes(readiness=Probe(checks=[LogCheck(pattern="up")], interval_s=0.1))
+    again = RestartPolicy(backoff_s=30.0)
+    parts = [child(f"vllm-{at}", UP, role=Role.ENGINE, probes=ready, restart=again) for at in (1, 2, 3)]
+    with tempfile.TemporaryDirectory() as name, supervised(Path(name), "engines", *parts) as (client, _):
+        watch = Watch(client.run_dir.root)
+        while any(row.state != "healthy" for row in asyncio.run(client.status()).components):
+            time.sleep(0.1)
+        psutil.Process(asyncio.run(client.status()).components[1].pid or 0).kill()
+        seconds, line = watch.until(("2 of 3 engines",), PATIENCE_S)
+        yield "one engine of three dead", seconds, line
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="situations whose names begin so")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its run is ended like that of an interrupted one
+
+    def wanted(name: str) -> bool:
+        return not options.only or name.startswith(tuple(options.only))
+
+    rows: list[Row] = []
+    for name, plant in (
+        ("one engine of three dead", engine_dead),
+        ("lag at its bound", lag),
+        ("", lambda: in_the_demo(wanted)),
+    ):
+        if wanted(name) if name else any(wanted(each.name) for each in IN_THE_DEMO):
+            for row in plant():
+                rows.append(row)
+                print(f"  {row}", file=sys.stderr, flush=True)
+    if options.json:
+        print(json.dumps([{"situation": name, "seconds": seconds, "sentence": line} for name, seconds, line in rows]))
+    else:
+        for name, seconds, line in rows:
+            print(f"{name:<26} {'never' if seconds is None else f'{seconds:5.1f} s'}  {line}")
+    return int(any(seconds is None for _, seconds, _ in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
