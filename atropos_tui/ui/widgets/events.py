@@ -48,7 +48,8 @@ class Events(Listing[Event]):
         """The log of a component at a moment is wanted."""
 
         component: str
-        time: float
+        moment: float
+        """Unix seconds."""
 
     def __init__(self) -> None:
         super().__init__(id="events")
