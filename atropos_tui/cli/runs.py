@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from atropos_common.files import is_own, read_regular
 from atropos_common.run_dir import LATEST_TIME, RunDir, is_safe_name
 from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.monitor.run_files import registry
 from atropos_tui.profile.ports import listens
 
 MOST_NAMED = 5
@@ -70,10 +69,6 @@ def _seconds(value: object) -> float:
 def new_run_id(name: str) -> str:
     """NAME-TIME-ID, sortable and safe in paths."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-
-
-def registry() -> Path:
-    return Path(platformdirs.user_state_dir("atropos-tui")) / "runs"
 
 
 def remember(run: RunDir, run_id: str) -> None:

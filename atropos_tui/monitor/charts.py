@@ -288,7 +288,8 @@ CHARTS = {
 
 def chart_of(metric: str) -> ChartSpec:
     """The chart of any curve, by the name that `RunState.metric` knows it by."""
-    unit = "s" if metric.endswith("_s") or metric.startswith("sync/") else "bytes" if metric.endswith("_bytes") else ""
+    is_time = (metric.endswith("_s") and not metric.endswith("_per_s")) or metric.startswith("sync/")
+    unit = "s" if is_time else "bytes" if metric.endswith("_bytes") else ""
     return ChartSpec(metric, (CurveSpec("value", metric),), unit=unit)
 
 

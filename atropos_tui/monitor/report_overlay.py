@@ -59,17 +59,22 @@ def render_overlay(runs: Sequence[RunCurves], now: float) -> str:
 
 def _charts(runs: Sequence[RunCurves], settings: Sequence[Setting], along: Along) -> Iterator[PageChart]:
     """Every chart that a run has data for, in reading order."""
-    reward, *others = (CHARTS[name] for name in DRAWN)
-    held_out = [
-        ChartSpec(f"Accuracy, {name}", (CurveSpec("accuracy", name),), low=0.0, high=1.0) for name in splits(runs)
-    ]
-    for spec in (reward, *held_out, *others):
-        found = [line(setting, spec.curves[0].metric, along, SMOOTHING) for setting in settings]
-        lines = [_curve(one, at, spec) for at, one in enumerate(found, 1) if one is not None]
-        if lines:
-            span = max((one.smoothing for one in found if one is not None), default=0)
-            note = f"Moving average over {span} points." if span else ""
-            yield PageChart(spec, lines, [], note, over=along)
+    reward, *others = DRAWN
+    for name in (reward, *splits(runs), *others):
+        if chart := chart_over(name, settings, along):
+            yield chart
+
+
+def chart_over(name: str, settings: Sequence[Setting], along: Along) -> PageChart | None:
+    """The first curve of a chart of the catalogue, or an accuracy by its environment and split, of every setting; None
+    where none has it."""
+    accuracy = ChartSpec(f"Accuracy, {name}", (CurveSpec("accuracy", name),), low=0.0, high=1.0)
+    spec = CHARTS.get(name, accuracy)
+    found = [line(setting, spec.curves[0].metric, along, SMOOTHING) for setting in settings]
+    lines = [_curve(one, at, spec) for at, one in enumerate(found, 1) if one is not None]
+    span = max((one.smoothing for one in found if one is not None), default=0)
+    note = f"Moving average over {span} points." if span else ""
+    return PageChart(spec, lines, [], note, over=along) if lines else None
 
 
 def _curve(found: Line, colour: int, spec: ChartSpec) -> PageCurve:

@@ -14,6 +14,8 @@ from enum import StrEnum
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
+import platformdirs
+
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
 from atropos_common.files import read_regular
 from atropos_common.record_tail import RecordTail, nth_from_end
@@ -107,7 +109,7 @@ def start_seconds(transitions: Iterable[StateRecord]) -> dict[str, float]:
 
 def last_starts(run: RunDir, name: str) -> dict[str, float]:
     """`start_seconds` of the newest run of this name beside `run`."""
-    for root in sorted(_beside(run.root), key=_changed_at, reverse=True)[:LOOKED_AT]:
+    for root in sorted(_within(run.root.parent), key=_changed_at, reverse=True)[:LOOKED_AT]:
         other = RunDir(root)
         if root.name != run.root.name and read_json(other.plan_json).get("name") == name:
             records = RecordTail(other.supervisor_jsonl).read()
@@ -401,7 +403,7 @@ def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:
 
 @dataclass(frozen=True)
 class OtherRun:
-    """A run directory in the same folder."""
+    """Another run directory."""
 
     root: Path
     name: str
@@ -411,25 +413,30 @@ class OtherRun:
     """None while it runs, and where nothing tells."""
 
 
+def registry() -> Path:
+    """Where every run of this user's leaves a symlink to its directory."""
+    return Path(platformdirs.user_state_dir("atropos-tui")) / "runs"
+
+
 def other_runs(root: Path) -> list[OtherRun]:
-    """The newest runs beside `root` that have records of a trainer, newest first."""
-    found = []
-    for path in _beside(root):
+    """The newest runs that have records of a trainer, beside `root` or anywhere of this user's; newest first."""
+    found = {}
+    for path in [*_within(root.parent), *_within(registry())]:
         try:
-            if path.name != root.name and (run := RunDir(path)).telemetry_jsonl.is_file():
+            run = RunDir(path.resolve())
+            if run.root != root.resolve() and run.telemetry_jsonl.is_file():
                 started = moment(read_json(run.run_json).get("started_at"))
-                found.append((path.stat().st_mtime if started is None else started, run))
-        except OSError:  # another user's, or gone by now
+                found[run.root] = (path.stat().st_mtime if started is None else started, run)
+        except (OSError, RuntimeError):  # another user's, or gone by now; a loop of links
             continue
-    found.sort(key=lambda item: item[0], reverse=True)
+    newest = sorted(found.values(), key=lambda item: item[0], reverse=True)[:MOST_OTHERS]
     return [
-        OtherRun(run.root, run.root.name, read_info(run).mode, started_at, exit_code(run))
-        for started_at, run in found[:MOST_OTHERS]
+        OtherRun(run.root, run.root.name, read_info(run).mode, started_at, exit_code(run)) for started_at, run in newest
     ]
 
 
-def _beside(root: Path) -> list[Path]:
+def _within(folder: Path) -> list[Path]:
     try:
-        return list(root.parent.iterdir())
+        return list(folder.iterdir())
     except OSError:
         return []

@@ -333,7 +333,7 @@ class CockpitApp(ChartApp):
             self.action_view("rollouts")
 
     def on_events_asked(self, message: Events.Asked) -> None:
-        self.run_worker(self._go_to_log(message.component, message.time), group="jump", exclusive=True)
+        self.run_worker(self._go_to_log(message.component, message.moment), group="jump", exclusive=True)
 
     async def _go_to_log(self, component: str, time: float) -> None:
         """The log at that second; what lies further back than the lines kept is read from the file, in a dialog."""

@@ -187,7 +187,7 @@ class ChooseRunsDialog(_ChooseDialog):
     """Which runs to compare with, on the same axes. Dismissed with their directories; None leaves it as it is."""
 
     HEADING = "Compare with"
-    NOTHING = "There is no other run in this folder."
+    NOTHING = "There is no other run."
 
     def __init__(self, runs: Sequence[OtherRun], chosen: Collection[Path]) -> None:
         super().__init__([run_line(run) for run in runs], [at for at, run in enumerate(runs) if run.root in chosen])

@@ -259,7 +259,7 @@ def tick_label(value: float, log: bool, ticks: Sequence[float]) -> str:
     step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(value) or 1.0
     if max(map(abs, ticks)) >= 1e4 or step < 1e-3:
         return f"{value:.1e}" if value else "0"
-    digits = next((d for d in range(4) if abs(round(step, d) - step) < 1e-9 * max(1.0, step)), 3)
+    digits = next((d for d in range(5) if abs(round(step, d) - step) < 1e-9 * max(1.0, step)), 4)
     return f"{value:.{digits}f}"
 
 

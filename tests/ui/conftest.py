@@ -67,8 +67,9 @@ def small_stack(run_dir: Path, *more: ComponentSpec) -> StackSpec:
 
 @pytest.fixture(autouse=True)
 def own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads, or changes, what its user has chosen for the charts."""
+    """No test reads, or changes, what its user has chosen for the charts, or sees that user's runs."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 Supervise = Callable[[StackSpec], RunDir]

@@ -15,6 +15,8 @@ from textual.keys import format_key
 from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.replay import ReplayApp
 from atropos_tui.ui.widgets.bars import SearchBar
+from atropos_tui.ui.widgets.curves import Chart
+from atropos_tui.ui.widgets.details import Details
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.listing import Listing
 from atropos_tui.ui.widgets.log_view import LogView
@@ -22,8 +24,8 @@ from atropos_tui.ui.widgets.rollouts import Rollouts
 
 DOCS = Path(__file__).parents[2] / "docs"
 PLACES: dict[str, type[DOMNode]] = {
-    "Everywhere": CockpitApp, "Logs": LogView, "Lists": Listing, "Rollouts": Rollouts, "Events": Events,
-    "A search": SearchBar, "A replay": ReplayApp,
+    "Everywhere": CockpitApp, "Charts": Chart, "Logs": LogView, "Lists": Listing, "Rollouts": Rollouts,
+    "Events": Events, "Component": Details, "A search": SearchBar, "A replay": ReplayApp,
 }  # fmt: skip
 
 

@@ -15,11 +15,25 @@ from hypothesis import strategies as st
 
 from atropos_common.records import CheckpointRecord, CommandRecord, DiagnosisRecord, RolloutRecord, StateRecord
 from atropos_tui.monitor.format import plain_text
-from atropos_tui.monitor.rollout_groups import _stayed, diff, earlier_twin, groups
-from atropos_tui.monitor.run_files import other_runs
+from atropos_tui.monitor.rollout_groups import (
+    _stayed,
+    answer,
+    chosen,
+    diff,
+    earlier_twin,
+    groups,
+    question,
+    shared_beginning,
+)
+from atropos_tui.monitor.run_files import other_runs, registry
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.timeline import clock, timeline
 from tests.ui.run_maker import make_run, start_records
+
+
+@pytest.fixture(autouse=True)
+def no_runs_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def rollout(step: int, prompt: str, completion: str = "", reward: float = 1.0, env: str = "e") -> RolloutRecord:
@@ -40,6 +54,39 @@ def test_a_search_keeps_what_matches() -> None:
     rows = [rollout(1, "apple", "1"), rollout(1, "pear", "an apple"), rollout(1, "pear", "2")]
     found = groups(rows, re.compile("apple"))
     assert [[r.completion for r in group.rollouts] for group in found] == [["1"], ["an apple"]]
+
+
+CHAT = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat is {}?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked"),
+    [
+        (CHAT.format("2 + 3"), "What is 2 + 3?"),
+        ("<bos><start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n", "Why?"),
+        ("<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>", "Why?"),
+        ("[INST] first [/INST] yes [INST] Why? [/INST]", "Why?"),
+        ("8+6=", "8+6="),
+    ],
+)  # fmt: skip
+def test_the_question_is_the_last_turn_without_its_template(prompt: str, asked: str) -> None:
+    assert question(prompt) == asked
+    assert answer("14<|im_end|>") == "14"
+
+
+def test_what_questions_share_is_cut_in_whole_words() -> None:
+    shared = "Solve the following task: "
+    assert shared_beginning([f"{shared}one apple", f"{shared}one axe"]) == len(f"{shared}one ")
+    assert shared_beginning([shared, shared]) == shared_beginning(["a b", "a c"]) == 0
+
+
+def test_what_failed_is_chosen_and_flat_groups_are() -> None:
+    worse = rollout(1, "a", reward=0.0).model_copy(update={"advantage": -1.0})
+    better = rollout(1, "a", reward=1.0).model_copy(update={"advantage": 1.0})
+    found = groups([better, worse, rollout(1, "flat"), rollout(1, "flat"), rollout(1, "alone")])
+    assert [group.rollouts for group in chosen(found, "worse")] == [(worse,)]
+    assert [group.prompt for group in chosen(found, "flat")] == ["flat"]
+    assert chosen(found, "all") == found
 
 
 def test_the_twin_is_the_same_prompt_in_the_latest_earlier_step() -> None:
@@ -140,6 +187,9 @@ def test_neighbours_are_runs_with_records_newest_first(tmp_path: Path) -> None:
     assert [(run.name, run.exit_code) for run in found] == [("new", None), ("old", 3)]
     assert found[0].mode == "shared_vllm"
     assert other_runs(tmp_path / "no" / "such") == []
+    registry().mkdir(parents=True)
+    (registry() / "far-away").symlink_to(make_run(tmp_path / "elsewhere" / "far", steps=1).root)
+    assert {run.name for run in other_runs(tmp_path / "mine")} == {"new", "old", "far"}
 
 
 def test_a_neighbour_that_cannot_be_read_or_began_at_no_time_of_this_world_does_no_harm(

@@ -39,7 +39,7 @@ class Events(Listing[Event]):
         Binding(
             "enter", "choose", "Open", show=False, tooltip="Events: show evidence and fix of the one at the cursor"
         ),
-        Binding("g", "go", "Log", show=False, tooltip="Events: the log of that component at that second"),
+        Binding("o", "go", "Log", show=False, tooltip="Events: the log of that component at that second"),
         Binding("y", "copy", "Copy", show=False, tooltip="Events: copy the event, with evidence and fix"),
     ]
 
@@ -48,7 +48,8 @@ class Events(Listing[Event]):
         """The log of a component at a moment is wanted."""
 
         component: str
-        time: float
+        moment: float
+        """Unix seconds."""
 
     def __init__(self) -> None:
         super().__init__(id="events")

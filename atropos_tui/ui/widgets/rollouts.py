@@ -187,7 +187,7 @@ class Rollouts(Listing[RolloutRow]):
         self.point()
 
     def head_line(self) -> Text:
-        spread = f" {'rewards':<{self._spread}.{self._spread}}" if self._spread > 1 else ""
+        spread = f" {'rewards' if self._spread > 6 else '':<{self._spread}}" if self._spread > 1 else ""
         return Text(
             f"{'step':>5} {'reward':>7} {'adv':>6}{spread}  completion ← question",
             self.ink("quiet"), no_wrap=True, end="",

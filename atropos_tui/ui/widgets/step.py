@@ -24,6 +24,7 @@ _ORDER = {curve.metric: at for at, curve in enumerate(curve for spec in CHARTS.v
 class StepPanel(TextPanel):
     """The step under the charts' cursor, else the newest."""
 
+    SCOPED_CSS = False
     INK = "step"
     COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, "label", "mark")
     DEFAULT_CSS = """

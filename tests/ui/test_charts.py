@@ -1,0 +1,168 @@
+"""Charts answer: cursor, window, smoothing, axes, one alone, other curves, other runs; and what leads from them on."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+from textual import events
+
+from atropos_common.records import DiagnosisRecord
+from atropos_common.run_dir import RunDir
+from atropos_tui.monitor.reading import Along
+from atropos_tui.ui import chosen
+from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog
+from atropos_tui.ui.views import ENLARGED
+from atropos_tui.ui.widgets.curves import Chart
+from atropos_tui.ui.widgets.log_view import LogView
+from atropos_tui.ui.widgets.rollouts import Rollouts
+from tests.ui.conftest import Screen, cockpit
+from tests.ui.fakes import FakeControl
+from tests.ui.run_maker import T0, live_status, make_run, write_records
+
+NOW = T0 + 31 + 0.33 * 120 + 0.4
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "runs" / "mine", steps=120, training_steps=120)
+
+
+def chart(screen: Screen) -> Chart:
+    assert isinstance(screen.app.focused, Chart)
+    return screen.app.focused
+
+
+async def test_a_cursor_reads_all_charts_at_one_step_and_leads_to_its_rollouts(run: RunDir) -> None:
+    async with cockpit(run, (160, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("step 120/120")
+        await screen.press("2", "right", "shift+left", "left")
+        lens = screen.app.looking.lens
+        assert lens.cursor == 109.0
+        shown = screen.app.state.metric("grad_norm")
+        await screen.shows("@109")
+        norm = next(one for one in screen.app.query(Chart) if one.spec.name == "Gradient norm" and one.is_on_screen)
+        assert any(trace.at(109.0) is not None for trace in norm._traces) and shown.at(109) is not None
+        assert "@109" in str(norm.border_title)
+        await screen.press("g")
+        rollouts = screen.app.query_one(Rollouts)
+        await screen.until(lambda: rollouts.has_focus and rollouts.current and rollouts.current.rollout.step == 109)
+        await screen.press("2", "escape")
+        assert screen.app.looking.lens.cursor is None
+
+
+async def test_window_smoothing_and_axes_are_of_all_charts_and_kept(run: RunDir) -> None:
+    async with cockpit(run, (160, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("step 120/120")
+        await screen.press("2")
+        await screen.shows("~10")
+        await screen.press("plus")
+        assert (screen.app.looking.lens.first, screen.app.looking.lens.last) == (60.0, 120.0)
+        await screen.press("less_than_sign")
+        assert screen.app.looking.lens.first == 45.0
+        await screen.press("w", "w")
+        assert screen.app.looking.lens.window(0, 120) == (70.0, 120.0)
+        await screen.press("escape", "m")
+        assert screen.app.looking.lens == screen.app.chosen.through(screen.app.looking.lens).lens()
+        await screen.press("m")
+        await screen.until(lambda: "~" not in str(chart(screen).border_title))
+        await screen.press("l")
+        await screen.shows("Reward  ━ mean")
+        assert "Reward" in screen.app.looking.lens.other_axis and "log" in str(chart(screen).border_title)
+        await screen.press("x")
+        await screen.shows("over tokens")
+    assert chosen.read().smoothing == 0 and chosen.read().along is Along.TOKENS
+
+
+async def test_one_chart_alone_with_every_number_of_the_step(run: RunDir) -> None:
+    async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("step 120/120")
+        await screen.press("2", "tab", "tab", "z")
+        await screen.shows("Step  120")
+        assert chart(screen).spec.name == "Loss" and any(
+            node.id == f"view-{ENLARGED}" for node in chart(screen).ancestors
+        )
+        await screen.shows("weights 120")
+        await screen.press("left", "left")
+        await screen.shows("Step  119")
+        loss = screen.app.state.metric("loss").at(119)
+        assert loss is not None
+        await screen.shows(f"{loss:.3f}" if abs(loss) >= 1e-3 else f"{loss:.1e}")
+        await screen.press("escape", "escape")
+        await screen.until(lambda: chart(screen).spec.name == "Loss" and "Useful groups" in screen.text())
+
+
+async def test_other_curves_are_chosen_drawn_and_kept(run: RunDir) -> None:
+    async with cockpit(run, (160, 60), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("step 120/120")
+        await screen.press("M")
+        await screen.until(lambda: isinstance(screen.app.screen, ChooseCurvesDialog))
+        names = screen.app.state.names()
+        await screen.press(*["down"] * names.index("checkpoint_s"), "space", "enter")
+        await screen.until(lambda: any(one.spec.name == "checkpoint_s" for one in screen.app.query(Chart)))
+    assert chosen.read().metrics == ("checkpoint_s",)
+    async with cockpit(run, (160, 60), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.until(lambda: any(one.spec.name == "checkpoint_s" for one in screen.app.query(Chart)))
+
+
+async def test_other_runs_lie_on_the_same_axes(run: RunDir) -> None:
+    other = make_run(run.root.parent / "other", steps=60, seed=1)
+    other.profile_toml.write_text('name = "demo"\nmode = "none"\n')
+    async with cockpit(run, (180, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("step 120/120")
+        await screen.press("2", "c")
+        await screen.until(lambda: isinstance(screen.app.screen, ChooseRunsDialog))
+        await screen.press("enter")
+        reward = chart(screen)
+        await screen.until(lambda: len(reward._traces) == 2)
+        mine, theirs = reward._traces
+        assert (max(mine.places), max(theirs.places)) == (120, 60) and mine.colour != theirs.colour
+        await screen.press("5")
+        await screen.shows("Steps  ")
+        assert screen.app.other is not None
+
+
+async def test_the_mouse_sets_the_cursor_zooms_and_enlarges(run: RunDir) -> None:
+    async with cockpit(run, (160, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("step 120/120")
+        await screen.press("2")
+        reward = chart(screen)
+        await screen.pilot.click(reward, offset=(reward.outer_size.width // 2, 3))
+        cursor = screen.app.looking.lens.cursor
+        assert cursor is not None and 40 < cursor < 80
+        await screen.pilot._post_mouse_events([events.MouseScrollUp], reward, (20, 3))
+        await screen.until(lambda: screen.app.looking.lens.first is not None)
+        await screen.pilot.click(reward, offset=(20, 3), times=2)
+        await screen.until(lambda: chart(screen) is not reward)
+
+
+async def test_an_event_leads_to_the_log_at_that_second_and_is_copied(run: RunDir) -> None:
+    """Lines of a log that has no index of times carry that of its last change; what came after that second does not."""
+    said = DiagnosisRecord(time=4e9, component="vllm", title="the engine is slow", fix="do this", evidence="why")
+    write_records(run.supervisor_jsonl, [said], start=100)
+    async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("step 120/120")
+        await screen.press("8")
+        await screen.shows("the engine is slow")
+        await screen.press("y")
+        assert "fix: do this" in screen.app.clipboard
+        await screen.press("o")
+        log = screen.app.query_one(LogView)
+        await screen.until(lambda: log.has_focus and log.component == "vllm" and log._marked is not None)
+        await screen.shows("vllm line 199")
+
+
+async def test_what_is_copied_travels_encoded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text of a model reaches the terminal by the user's own key alone, and as base64."""
+    async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("step 120/120")
+        written: list[str] = []
+        assert screen.app._driver is not None
+        monkeypatch.setattr(screen.app._driver, "write", written.append)
+        await screen.press("4", "y")
+        codes = [text for text in written if text.startswith("\x1b]52;c;")]
+        rollout = screen.app.state.rollouts[-1]
+        assert codes and codes[0][7:].rstrip("\a") in {
+            base64.b64encode(f"{one.prompt}{one.completion}".encode()).decode() for one in screen.app.state.rollouts
+        }, rollout

@@ -1,0 +1,92 @@
+"""How curves are read: smoothing, ranges without outliers, axes, marks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from atropos_common.records import CheckpointRecord, DiagnosisRecord, EnvMetricsRecord, EvalRecord, StepRecord
+from atropos_tui.monitor.charts import Series
+from atropos_tui.monitor.reading import Along, Lens, Ruler, marks, sensible_range, smooth, smoothed, value_at
+from atropos_tui.monitor.state import MOST_CURVES, USEFUL_GROUPS, RunState
+from tests.unit.test_monitor_state import fed, steps
+
+
+def test_the_average_has_no_bias_to_its_first_value_and_leaves_gaps() -> None:
+    assert smoothed([2.0, 2.0, 2.0], 10) == pytest.approx([2.0, 2.0, 2.0])
+    one, gap, three = smoothed([1.0, math.nan, 3.0], 3)  # half of the weight goes at each step
+    assert one == 1.0 and math.isnan(gap)
+    assert three == pytest.approx((3.0 + 0.5 * 1.0) / 1.5)
+
+
+def test_a_long_curve_is_smoothed_over_its_slices() -> None:
+    series = Series(range(1, 1001), [float(step % 2) for step in range(1, 1001)], [0.0] * 1000)
+    smooth_ = smooth(series, 10, 100)
+    assert len(smooth_) == 100
+    assert list(smooth_.values) == pytest.approx([0.5] * 100)
+
+
+def test_few_and_far_values_are_outliers_and_nothing_else_is() -> None:
+    ordinary = [1.0 + 0.01 * (at % 7) for at in range(50)]
+    assert sensible_range([19.3, *ordinary]) == (1.0, 1.06)
+    assert sensible_range(ordinary) is None
+    assert sensible_range([*ordinary, *[9.0] * 10]) is None, "too many to be outliers"
+    assert sensible_range([0.0] * 50 + [0.3]) is None, (
+        "a curve that stands still moves once: that is what one looks for"
+    )
+    assert sensible_range([19.3, 1.0, 1.1]) is None, "too few to judge by"
+
+
+def test_steps_lie_where_the_axis_says() -> None:
+    state = fed(*steps(range(1, 5)))
+    series = state.metric("reward_mean")
+    assert list(Ruler(state, Along.STEPS).place(series)) == [1, 2, 3, 4]
+    assert list(Ruler(state, Along.TOKENS).place(series)) == [384.0, 768.0, 1152.0, 1536.0]
+    minutes = list(Ruler(state, Along.MINUTES).place(series))
+    assert minutes[1] - minutes[0] == pytest.approx(0.33 / 60)
+    assert Ruler(state, Along.TOKENS).step_at(800.0, series) == 2
+    assert list(Ruler(state, Along.TOKENS).part(series, 700.0, 1200.0).steps) == [2, 3]
+    assert list(Ruler(state, Along.MINUTES).part(series, minutes[1], minutes[2]).steps) == [2, 3]
+
+
+def test_a_window_of_the_newest_moves_along() -> None:
+    assert Lens(newest=50).window(0, 300) == (250, 300)
+    assert Lens(newest=50).window(0, 30) == (0, 30)
+    assert Lens(first=10, last=20).window(0, 300) == (10, 20)
+    assert value_at([1, 5], [0.1, 0.5], 4.9) == 0.1 and value_at([1, 5], [0.1, 0.5], 0.5) is None
+
+
+def test_what_happened_stands_at_its_step() -> None:
+    records = [*steps(range(1, 11)), *steps(range(7, 12), attempt=2)]
+    found_at = next(record.time for record in records if record.kind == "step" and record.step == 3)  # type: ignore[attr-defined]
+    state = fed(
+        *records,
+        CheckpointRecord(step=5, path="x", seconds=0.1, bytes=1),
+        EvalRecord(env="e", accuracy=0.5, weight_version=4, time=1.0),
+        DiagnosisRecord(component="trainer", title="slow", seq=1, time=found_at),
+    )
+    assert [(mark.step, mark.kind) for mark in marks(state)] == [
+        (3, "diagnosis"), (4, "evaluation"), (5, "checkpoint"), (7, "restart"),
+    ]  # fmt: skip
+
+
+def test_every_number_of_the_stream_is_a_curve() -> None:
+    extra = {"groups": 8, "flat_groups": 6, "of_the_future": 2.5, "words": "no", "yes": True}
+    step = next(record for record in steps(range(1, 2)) if isinstance(record, StepRecord))
+    state = fed(step.model_copy(update={"left_out": {"too old": 3}, "tis_mean": 0.9}))
+    assert state.metric("tis_mean").last == 0.9 and state.metric("left_out/too old").last == 3.0
+    state = fed(
+        StepRecord.model_validate(step.model_dump() | extra),
+        EnvMetricsRecord(env="gsm", policy_step=4, metrics={"train/right": 0.25}),
+    )
+    assert state.metric(USEFUL_GROUPS).last == 0.25 and state.metric("of_the_future").last == 2.5
+    assert state.metric("gsm:train/right").at(4) == 0.25
+    assert not {"words", "yes"} & set(state.names()) and "gsm:train/right" in state.names()
+
+
+def test_a_stream_of_ever_new_names_is_bounded() -> None:
+    state = RunState()
+    for at in range(MOST_CURVES + 50):
+        state.apply(EnvMetricsRecord(env="e", policy_step=at, metrics={f"name{at}": 1.0}))
+    assert len(state.env_metrics) == MOST_CURVES
