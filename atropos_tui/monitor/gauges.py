@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from atropos_common.bridge import METRIC_VERSION
 from atropos_common.control import ComponentStatus, GpuStatus, Role, RunStatus, State
 from atropos_common.http import LIMITS
 
@@ -37,8 +38,9 @@ _GAUGES = {
     "vllm:prefix_cache_hits_total": "prefix_hits",
     "vllm:prompt_tokens_total": "prompt_tokens",
     "vllm:generation_tokens_total": "generated_tokens",
+    METRIC_VERSION: "weight_version",
 }
-"""vLLM's names and ours. Several lines of one name (an engine each, with data parallelism) are added up."""
+"""The server's names and ours. Several lines of one name (an engine each, with data parallelism) are added up."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class EngineMetrics:
     prefix_hits: float | None = None
     prompt_tokens: float | None = None
     generated_tokens: float | None = None
+    weight_version: float | None = None
+    """Of the weights that answer."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def parse_metrics(text: str) -> EngineMetrics:
     """The figures of a Prometheus page that are shown. Lines that cannot be read are left out."""
     found: dict[str, list[float]] = {}
     for line in text.splitlines():
-        if not line.startswith("vllm:"):
+        if not line.startswith(("vllm:", METRIC_VERSION)):
             continue
         name = line.partition("{")[0] if "{" in line else line.partition(" ")[0]
         ours = _GAUGES.get(name)
@@ -114,6 +118,7 @@ class EngineRates:
     prefix_hit_rate: float | None
     """Share of looked-up prefix tokens that were there, over the window; None where none were looked up."""
     generated_per_s: float | None
+    weight_version: float | None = None
 
 
 @dataclass
@@ -156,6 +161,7 @@ class GaugeHistory:
             kv_use=now.kv_use,
             prefix_hit_rate=hits / looked_up if hits is not None and looked_up else None,
             generated_per_s=generated / elapsed if generated is not None and elapsed > 0 else None,
+            weight_version=now.weight_version,
         )
 
     def queue(self) -> tuple[list[float], list[float]]:

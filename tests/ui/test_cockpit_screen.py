@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import Phase, RunStatus, State
+from atropos_common.control import Phase, Role, RunStatus, State
 from atropos_common.records import (
     AlignmentRecord,
     BenchmarkRecord,
@@ -19,6 +19,7 @@ from atropos_common.records import (
     StepRecord,
 )
 from atropos_common.run_dir import RunDir
+from atropos_tui.monitor.gauges import EngineMetrics, Sample
 from atropos_tui.supervisor.client import Refused
 from atropos_tui.ui import app
 from atropos_tui.ui.app import CockpitApp
@@ -287,3 +288,23 @@ async def test_the_user_s_choice_of_a_component_stays(run: RunDir) -> None:
         control.answer = live_status(run, NOW, vllm=State.FAILED)
         await screen.shows("✖ vllm failed")
         assert table.selected.name == "env"
+
+
+async def test_the_page_of_an_engine_has_all_engines_side_by_side(run: RunDir) -> None:
+    """Version, requests in flight, tokens a second; one that does not answer has dashes."""
+    status = live_status(run, NOW)
+    vllm = next(row for row in status.components if row.role is Role.ENGINE)
+    status.components.append(vllm.model_copy(update={"name": "vllm-b"}))
+    times = iter(range(1000))
+
+    def gauges(_: RunStatus | None) -> Sample:
+        at = next(times)
+        engine = EngineMetrics(running=12, waiting=3, kv_use=0.41, generated_tokens=500.0 * at, weight_version=37)
+        return Sample(NOW + at, {"vllm": engine}, 3)
+
+    async with cockpit(run, (160, 45), FakeControl(status), now, gauges) as screen:
+        await screen.shows("step 37/60")
+        await screen.press("9", "up", "up")
+        await screen.shows("engines      version  running  waiting  tokens/s  KV cache")
+        await screen.shows("vllm              37       12        3       500       41%", timeout_s=10)
+        await screen.shows("vllm-b             –        –        –         –         –")

@@ -10,7 +10,7 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
-from atropos_common.control import ComponentStatus
+from atropos_common.control import ComponentStatus, Role
 from atropos_tui.monitor.format import bytes_text, duration, one_line, seconds_text
 from atropos_tui.monitor.run_files import PlannedComponent
 from atropos_tui.monitor.timeline import clock
@@ -70,6 +70,8 @@ class Details(VerticalScroll, Panel):
         if row.port:
             yield self._line("port", str(row.port))
         yield from self._planned(next((item for item in view.info.components if item.name == row.name), None))
+        if row.role is Role.ENGINE:
+            yield from self._engines(view, row)
         for stage in row.stages:
             at = f"after {duration(stage.reached_at - (row.started_at or 0))}" if stage.reached_at else "not yet"
             usually = f" · {one_line(stage.usually)}" if stage.usually and not stage.reached_at else ""
@@ -84,6 +86,20 @@ class Details(VerticalScroll, Panel):
         if plan.depends_on:
             yield self._line("depends on", ", ".join(f"{name} {what}" for name, what in plan.depends_on.items()))
         yield self._line("command", one_line(" ".join(plan.command)))
+
+    def _engines(self, view: View, chosen: ComponentStatus) -> Iterator[Text]:
+        """What each engine serves and has in flight, side by side."""
+        yield self._line("engines", f"{'version':>8}{'running':>9}{'waiting':>9}{'tokens/s':>10}{'KV cache':>10}")
+        for row in view.rows:
+            if row.role is Role.ENGINE:
+                now = view.gauges.rates(row.name)
+                figures = (now.weight_version, now.running, now.waiting, now.generated_per_s) if now else (None,) * 4
+                widths = zip(figures, (8, 9, 9, 10), strict=True)
+                words = "".join(f"{'–' if value is None else f'{value:,.0f}':>{width}}" for value, width in widths)
+                share = "–" if now is None or now.kv_use is None else f"{now.kv_use:.0%}"
+                name = Text(f"{one_line(row.name):<{_LABEL}.{_LABEL - 1}}"[:_LABEL].ljust(_LABEL))
+                name.stylize("bold" if row is chosen else self.ink("label"))
+                yield name.append(f"{words}{share:>10}")
 
     def _diagnoses(self, view: View, row: ComponentStatus) -> Iterator[Text]:
         """The newest first, each with evidence and fix."""
