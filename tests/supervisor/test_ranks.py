@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from atropos_common.control import Role
+from atropos_common.control import CommandRequest, Role
 from atropos_common.records import DiagnosisRecord
 from atropos_tui.profile.plan import ranked
 from atropos_tui.profile.spec import LogCheck, StopPolicy
@@ -56,7 +56,7 @@ async def training(running: Running) -> dict[int, psutil.Process]:
 async def test_a_stop_saves_once_and_is_a_stop(launch: Callable[..., Any], trainer: Any, tmp_path: Path) -> None:
     async with launch(trainer) as running:
         await training(running)
-        await (await running.answers()).command("stop", "trainer")
+        await (await running.answers()).command(CommandRequest(action="stop", component="trainer"))
         async with asyncio.timeout(60):
             while running.path("trainer")[-1] != "stopped":
                 await asyncio.sleep(0.05)
