@@ -281,10 +281,11 @@ def save_final(
     if not config.lora_merged_export:
         return write(model, "final_model")
     from trainer_core.policy.lora import merged_model
+    from trainer_core.world import ALONE
 
     adapter = write(model, "final_adapter")
-    alone = world is None or world.size == 1
-    made = merged_model(model, config, adapter.path) if alone else on_all(world, ...)
+    merged = (world or ALONE).first(lambda: merged_model(model, config, adapter.path))
+    return write(merged, "final_model", merged=True)
 
 
 def restore(path: Path, stepper: Stepper) -> None:
