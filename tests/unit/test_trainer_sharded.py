@@ -14,6 +14,8 @@ import pytest
 from tests.unit.ranks import run_ranks
 from tests.unit.sharded_ranks import CASES, RESUMED
 
+pytestmark = pytest.mark.timeout(300)
+
 ROUNDING = 1e-6
 """Relative: of the loss, and of a tensor's elements to its largest."""
 LATER = 1e-5
