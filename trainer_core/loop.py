@@ -32,7 +32,7 @@ from atropos_common.records import BenchmarkRecord, CheckpointRecord
 from atropos_common.run_dir import RunDir
 from trainer_core import checkpoint
 from trainer_core.callbacks import Callback, Callbacks, TrainResult
-from trainer_core.config import TrainingConfig, validate
+from trainer_core.config import TrainingConfig, sharding_contradictions, validate
 from trainer_core.errors import (
     DiskFull,
     EngineGone,
@@ -64,6 +64,7 @@ from trainer_core.report import (
     StepReport,
     TextReader,
     console_line,
+    rank_use,
     step_fields,
     tracker_metrics,
     write_records,
@@ -177,6 +178,8 @@ def train(
     with ExitStack() as opened:
         opened.enter_context(_process_as_it_was())
         world = opened.enter_context(_world(config, stop))
+        if problems := sharding_contradictions(config, world.size):
+            raise UsageError("\n".join(problems))
         start = world.share(lambda: start or checkpoint.starting_point(config))
         print(checkpoint.describe(start, config))
         source = world.first(lambda: api or _source(config, rollouts, start.step, stop))
@@ -254,7 +257,7 @@ class Run:
         self.idle = IdleMeter(self.sync.engines)
         self.idle.measure()
         witnesses: list[Witness] = [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
-        recorder = _recorder(config, opened)
+        recorder = None if world.rank else _recorder(config, opened)
         if recorder is not None:
             witnesses = [recorder.overhear(witness) for witness in witnesses]
         self.batches = BatchSource(
@@ -319,13 +322,17 @@ class Run:
         self.probe.start(step, self.version)
         fetched = time.perf_counter()
         parts = self.minibatches.rows(batch.rollouts, step)
-        outcomes = [self.accumulate(next(parts), step)]
+        rows = next(parts)
+        tokens = sum(len(row.tokens) for row in rows)
+        packed = time.perf_counter()
+        outcomes = [self.accumulate(rows, step)]
         probe_diffs = self.probe.finish(self.model, self.world)
         alignment = self.judge(outcomes[0], probe_diffs, lags, batch)
         for rows in parts:
             self.write_between(outcomes[-1])
             outcomes.append(self.accumulate(rows, step))
         outcome, last = merged(outcomes, self.config.epochs), outcomes[-1]
+        summed = time.perf_counter()
         if last.finite:
             self.stepper.compute()
         trained = time.perf_counter()
@@ -345,6 +352,7 @@ class Run:
                 trained - fetched,
             ),
             engine_idle=self.idle.measure(), step_s=time.perf_counter() - began,
+            ranks=rank_use(self.world, tokens, packed - fetched + trained - summed),
         )  # fmt: skip
         self.history.append({"step": step, **step_fields(report)})
         self.world.share(lambda: self.report(report))
