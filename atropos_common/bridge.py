@@ -37,6 +37,8 @@ METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS = (
     "atropos:max_num_seqs",
 )
 """Of `/metrics`: seconds without a request for completions, such requests, sequences computed at a time at most."""
+METRIC_VERSION = "atropos:weight_version"
+"""Of `/metrics`: the version that answers; missing while none is named."""
 GONE_STATUS = 503
 """How a server answers that cannot do what it is asked now, and perhaps never: wait for it, or for the next one."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

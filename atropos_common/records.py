@@ -432,6 +432,8 @@ class EngineGauges(Figures):
     prefix_hits: Amount | None = None
     prompt_tokens: Amount | None = None
     generated_tokens: Amount | None = None
+    weight_version: Amount | None = None
+    """Of the weights that answer."""
 
 
 class HostUse(Figures):

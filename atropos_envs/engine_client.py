@@ -160,7 +160,9 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         """atroposlib's calls of vLLM's own routes, to each server."""
         for url in urls:
             view = copy.copy(self)
-            view.openai = self.openai.with_options(base_url=url, http_client=http)
+            # Tries of its own would all go to the same server.
+            retries = self.openai.max_retries if len(urls) == 1 else 0
+            view.openai = self.openai.with_options(base_url=url, http_client=http, max_retries=retries)
             self._over[Server(url)] = view
         self._servers = list(self._over)
 

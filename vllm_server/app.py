@@ -369,7 +369,8 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         config.token, allowed_hosts(args.host, config.allowed_hosts), gate, instance_id=config.instance_id,
         engine_died=lambda: bool(engine.errored), signals=(signal.SIGTERM, signal.SIGINT), load=bridge.load,
     )  # fmt: skip
-    REGISTRY.register(LoadMetrics(bridge.load, engine.vllm_config.scheduler_config.max_num_seqs))
+    slots = engine.vllm_config.scheduler_config.max_num_seqs
+    REGISTRY.register(LoadMetrics(bridge.load, slots, lambda: bridge.state.weight_version))
     if gate.held:
         logger.info("generation is held for everyone without the token until POST /bridge/resume")
     return app

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
+from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, METRIC_VERSION
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -50,9 +50,9 @@ class ServerLoad:
 class LoadMetrics:
     """The counts for Prometheus, as a collector of its registry."""
 
-    def __init__(self, load: ServerLoad, slots: int) -> None:
-        """`slots`: sequences that the engine computes at a time, vLLM's --max-num-seqs."""
-        self._load, self._slots = load, slots
+    def __init__(self, load: ServerLoad, slots: int, version: Callable[[], int | None]) -> None:
+        """`slots`: sequences that the engine computes at a time, vLLM's --max-num-seqs; `version`: of its weights."""
+        self._load, self._slots, self._version = load, slots, version
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -60,3 +60,5 @@ class LoadMetrics:
         yield CounterMetricFamily(METRIC_IDLE_S, "Seconds without a request for completions.", self._load.idle_s)
         yield CounterMetricFamily(METRIC_REQUESTS, "Requests for completions.", self._load.requests)
         yield GaugeMetricFamily(METRIC_SLOTS, "Sequences that are computed at a time, at most.", self._slots)
+        if (version := self._version()) is not None:
+            yield GaugeMetricFamily(METRIC_VERSION, "Version of the weights that answer.", version)

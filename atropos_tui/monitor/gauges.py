@@ -31,6 +31,7 @@ class EngineRates:
     prefix_hit_rate: float | None
     """Share of looked-up prefix tokens that were there, over the window; None where none were looked up."""
     generated_per_s: float | None
+    weight_version: float | None = None
 
 
 @dataclass
@@ -68,6 +69,7 @@ class GaugeHistory:
             kv_use=now.kv_use,
             prefix_hit_rate=hits / looked_up if hits is not None and looked_up else None,
             generated_per_s=generated / elapsed if generated is not None and elapsed > 0 else None,
+            weight_version=now.weight_version,
         )
 
     def queue(self) -> tuple[list[float], list[float]]:

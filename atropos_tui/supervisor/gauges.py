@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from atropos_common.bridge import METRIC_VERSION
 from atropos_common.control import ComponentStatus, Role, RunStatus, State
 from atropos_common.files import cut_torn_line, write_private
 from atropos_common.http import LIMITS
@@ -42,15 +43,16 @@ _GAUGES = {
     "vllm:prefix_cache_hits_total": "prefix_hits",
     "vllm:prompt_tokens_total": "prompt_tokens",
     "vllm:generation_tokens_total": "generated_tokens",
+    METRIC_VERSION: "weight_version",
 }
-"""vLLM's names and ours. Several lines of one name (an engine each, with data parallelism) are added up."""
+"""The server's names and ours. Several lines of one name (an engine each, with data parallelism) are added up."""
 
 
 def parse_metrics(text: str) -> EngineGauges:
     """The figures of a Prometheus page that are shown. Lines that cannot be read are left out."""
     found: dict[str, list[float]] = {}
     for line in text.splitlines():
-        if not line.startswith("vllm:"):
+        if not line.startswith(("vllm:", METRIC_VERSION)):
             continue
         name = line.partition("{")[0] if "{" in line else line.partition(" ")[0]
         ours = _GAUGES.get(name)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.control import Phase, RunStatus, StageStatus, State
+from atropos_common.control import Phase, Role, RunStatus, StageStatus, State
 from atropos_common.records import (
     AlignmentRecord,
     BenchmarkRecord,
     DiagnosisRecord,
+    EngineGauges,
     RolloutRecord,
     StateRecord,
     StepRecord,
@@ -26,7 +27,7 @@ from atropos_tui.ui.views import VIEWS
 from atropos_tui.ui.widgets.components import Components
 from tests.ui.conftest import Screen, cockpit
 from tests.ui.fakes import FakeControl
-from tests.ui.run_maker import T0, live_status, make_run, write_records
+from tests.ui.run_maker import T0, gauges, live_status, make_run, write_records
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 
@@ -295,3 +296,19 @@ async def test_the_user_s_choice_of_a_component_stays(run: RunDir) -> None:
         control.answer = live_status(run, NOW, vllm=State.FAILED)
         await screen.shows("✖ vllm failed")
         assert table.selected.name == "env"
+
+
+async def test_the_page_of_an_engine_has_all_engines_side_by_side(run: RunDir) -> None:
+    """Version, requests in flight, tokens a second; one that does not answer has dashes."""
+    status = live_status(run, NOW)
+    vllm = next(row for row in status.components if row.role is Role.ENGINE)
+    status.components.append(vllm.model_copy(update={"name": "vllm-b"}))
+    engine = {"running": 12, "waiting": 3, "kv_use": 0.41, "weight_version": 37}
+    records = [gauges(NOW + at, engines={"vllm": EngineGauges(**engine, generated_tokens=500.0 * at)}) for at in (0, 5)]
+    write_records(run.gauges_jsonl, records)
+    async with cockpit(run, (160, 45), FakeControl(status), now) as screen:
+        await screen.shows("step 37/60")
+        await screen.press("9", "up", "up")
+        await screen.shows("engines      version  running  waiting  tokens/s  KV cache")
+        await screen.shows("vllm              37       12        3       500       41%", timeout_s=10)
+        await screen.shows("vllm-b             –        –        –         –         –")

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 
@@ -127,3 +129,38 @@ async def test_places_for_requests_grow_with_the_servers_and_another_server_is_a
         judge = EngineClient(APIServerConfig(base_url="http://127.0.0.1:9/v1", model_name=str(model), api_key="x"))
         assert [server.root for server in judge._servers] == ["http://127.0.0.1:9"]
         assert Counter(server.root for server in client._servers).total() == 2
+
+
+async def test_vllms_own_routes_are_asked_at_each_server(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an environment asks as a chat, and one of the servers refuses for the time being."""
+    monkeypatch.setattr(engine_client, "RETRY_S", 0.02)
+    seen: Counter[int] = Counter()
+    away = {1}
+
+    def app(number: int) -> web.Application:
+        async def chat(request: web.Request) -> web.Response:
+            await request.json()
+            seen[number] += 1
+            if number in away:
+                return web.json_response({"error": {"message": "held"}}, status=503)
+            message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": str(number)}}
+            return web.json_response({"id": "x", "object": "chat.completion", "created": 1, "model": "m",
+                                      "choices": [message]})  # fmt: skip
+
+        made = web.Application()
+        made.router.add_post("/v1/chat/completions", chat)
+        return made
+
+    async with TestServer(app(0)) as first, TestServer(app(1)) as second:
+        urls = [f"http://127.0.0.1:{server.port}/v1" for server in (first, second)]
+        monkeypatch.setenv(ENV_ENGINE_URLS, " ".join(urls))
+        client = EngineClient(APIServerConfig(base_url=urls[0], model_name=str(model), api_key="x"))
+        for answers in ({"0"}, {"0", "1"}):
+            ask = [client.chat_completion(messages=[{"role": "user", "content": "1+1"}]) for _ in range(10)]
+            found = await asyncio.gather(*ask)
+            assert {answer.choices[0].message.content for answer in found} == answers
+            away.clear()
+            await asyncio.sleep(0.03)
+            await client.chat_completion(messages=[{"role": "user", "content": "1+1"}])
+            await client.chat_completion(messages=[{"role": "user", "content": "1+1"}])
+        await client.close()

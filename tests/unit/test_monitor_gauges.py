@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atropos_common.bridge import METRIC_VERSION
 from atropos_common.control import ComponentStatus, GpuStatus, Phase, Role, RunStatus, State
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import ComponentUse, EngineGauges, GaugesRecord, HostUse
@@ -44,6 +45,11 @@ def test_a_metrics_page_of_two_engines() -> None:
     assert (found.running, found.waiting, found.kv_use) == (15.0, 4.0, pytest.approx(0.3))
     assert (found.prefix_queries, found.prefix_hits) == (1000.0, 880.0)
     assert (found.prompt_tokens, found.generated_tokens) == (500.0, 2000.0)
+
+
+def test_the_version_of_the_weights_is_read() -> None:
+    assert parse_metrics(f"{PAGE}# TYPE {METRIC_VERSION} gauge\n{METRIC_VERSION} 12.0\n").weight_version == 12.0
+    assert parse_metrics(PAGE).weight_version is None
 
 
 def test_a_page_without_labels() -> None:

@@ -332,3 +332,58 @@ def test_a_prepared_model_is_told_from_a_missing_one(tmp_path: Path) -> None:
     }
     saved(CONFIGS["llama"], tmp_path / "made")
     assert isinstance(take_inventory(make_site(chosen, tmp_path, run_id="r")).models["vllm"], Model)
+
+
+# A trainer on several GPUs
+
+
+@pytest.mark.parametrize(
+    ("settings", "each"),
+    [
+        ({"optimizer": "adamw"}, 16.0),
+        ({"optimizer": "adamw_8bit"}, 10.03),
+        ({"optimizer": "adamw_8bit", "master_weights": "kahan"}, 10.03),
+        ({"optimizer": "adamw_8bit", "master_weights": "kahan", "gradient_dtype": "bfloat16"}, 8.03),
+        ({"optimizer": "adamw_8bit", "master_weights": "stochastic", "gradient_dtype": "bfloat16"}, 6.03),
+    ],
+)
+def test_ranks_divide_the_state_of_the_trainer(settings: dict[str, Any], each: float) -> None:
+    """Bytes a parameter of weights, gradients, masters and optimizer, all ranks together: float32 rows are the masters
+    themselves. What is gathered, computed and CUDA's own each rank has for itself."""
+    config = CONFIGS["qwen3"].__class__(**SMALL | {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096})
+    model = Model("m", config.to_dict(), sizes_of(config), "")
+    found = {}
+    for ranks in (2, 4):
+        data = {
+            "name": "p", "mode": "broadcast", "model": "/m", "env": {"module": "json"}, "vllm": {"gpus": [0]},
+            "trainer": {"gpus": list(range(1, ranks + 1)), "seq_len": 64, **settings},
+        }  # fmt: skip
+        profile = parse_profile(data, "p.toml")
+        made = training_config(make_site(profile, Path("/runs/r"), run_id="r"))
+        budget = make_budget(profile, made, {"vllm": model}, Hardware((Gpu("H100", 80 * GIB),) * 8, None))
+        gpus = [device for device in budget.devices if device.items[0].component == "trainer"]
+        assert [gpu.name for gpu in gpus] == [f"GPU {index}" for index in range(1, ranks + 1)]
+        items = {item.what: item.bytes or 0 for item in gpus[0].items}
+        own = {what: items.pop(what) for what in ("CUDA context", "gathered layers", "activations")}
+        found[ranks] = (ranks * sum(items.values()) / model.parameters, own)
+    assert found[2][0] == pytest.approx(each, abs=0.02) and found[4][0] == pytest.approx(each, abs=0.02)
+    assert found[2][1] == found[4][1]
+
+
+def test_adapters_are_whole_on_every_rank_and_the_base_is_divided() -> None:
+    config = CONFIGS["qwen3"].__class__(**SMALL | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 800})
+    model = Model("m", config.to_dict(), sizes_of(config), "")
+    sizes = {}
+    for gpus in ([1], [1, 2]):
+        data = {
+            "name": "p", "mode": "lora_only", "model": "/m", "env": {"module": "json"}, "vllm": {"gpus": [0]},
+            "trainer": {"gpus": gpus, "seq_len": 64},
+        }  # fmt: skip
+        profile = parse_profile(data, "p.toml")
+        made = training_config(make_site(profile, Path("/runs/r"), run_id="r"))
+        budget = make_budget(profile, made, {"vllm": model}, Hardware((Gpu("H100", 80 * GIB),) * 8, None))
+        (gpu,) = [device for device in budget.devices if device.name == "GPU 1"]
+        sizes[len(gpus)] = {item.what: item.bytes or 0 for item in gpu.items}
+    assert sizes[2]["weights"] == pytest.approx(sizes[1]["weights"] / 2, abs=1)
+    for what in ("adapters", "gradients", "optimizer state"):
+        assert sizes[2][what] == sizes[1][what] > 0

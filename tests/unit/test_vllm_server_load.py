@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, TOKEN_HEADER
+from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, METRIC_VERSION, TOKEN_HEADER
 from atropos_common.http import allowed_hosts
 from vllm_server.auth import Access, AuthMiddleware, GenerationHold
 from vllm_server.load import LoadMetrics, ServerLoad
@@ -70,10 +70,14 @@ async def _through_the_door() -> None:
 def test_prometheus_shows_the_counts_under_their_names() -> None:
     clock, registry = Clock(), CollectorRegistry()
     load = ServerLoad(clock)
-    registry.register(LoadMetrics(load, 128))
+    version: list[int | None] = [None]
+    registry.register(LoadMetrics(load, 128, lambda: version[0]))
+    assert METRIC_VERSION not in generate_latest(registry).decode(), "nothing is said of weights without a name"
+    version[0] = 7
     clock.now += 12.25
     with load.request():
         pass
     lines = generate_latest(registry).decode().splitlines()
     assert f"{METRIC_IDLE_S} 12.25" in lines
     assert f"{METRIC_REQUESTS} 1.0" in lines and f"{METRIC_SLOTS} 128.0" in lines
+    assert f"{METRIC_VERSION} 7.0" in lines

@@ -83,6 +83,8 @@ class Details(VerticalScroll, Panel):
         if row.port:
             yield self._line("port", str(row.port))
         yield from self._planned(next((item for item in view.info.components if item.name == row.name), None))
+        if row.role is Role.ENGINE:
+            yield from self._engines(view, row)
         for stage in row.stages:
             at = f"after {duration(stage.reached_at - (row.started_at or 0))}" if stage.reached_at else "not yet"
             usually = f" · {one_line(stage.usually)}" if stage.usually and not stage.reached_at else ""
@@ -109,6 +111,20 @@ class Details(VerticalScroll, Panel):
         if plan.depends_on:
             yield self._line("depends on", ", ".join(f"{name} {what}" for name, what in plan.depends_on.items()))
         yield self._line("command", one_line(" ".join(plan.command)))
+
+    def _engines(self, view: View, chosen: ComponentStatus) -> Iterator[Text]:
+        """What each engine serves and has in flight, side by side."""
+        yield self._line("engines", f"{'version':>8}{'running':>9}{'waiting':>9}{'tokens/s':>10}{'KV cache':>10}")
+        for row in view.rows:
+            if row.role is Role.ENGINE:
+                now = view.gauges.rates(row.name)
+                figures = (now.weight_version, now.running, now.waiting, now.generated_per_s) if now else (None,) * 4
+                widths = zip(figures, (8, 9, 9, 10), strict=True)
+                words = "".join(f"{'–' if value is None else f'{value:,.0f}':>{width}}" for value, width in widths)
+                share = "–" if now is None or now.kv_use is None else f"{now.kv_use:.0%}"
+                name = Text(f"{one_line(row.name):<{_LABEL}.{_LABEL - 1}}"[:_LABEL].ljust(_LABEL))
+                name.stylize("bold" if row is chosen else self.ink("label"))
+                yield name.append(f"{words}{share:>10}")
 
     def _diagnoses(self, view: View, row: ComponentStatus) -> Iterator[Text]:
         """The newest first, each with evidence and fix."""
