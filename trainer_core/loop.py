@@ -257,7 +257,7 @@ class Run:
         self.idle = IdleMeter(self.sync.engines)
         self.idle.measure()
         witnesses: list[Witness] = [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
-        recorder = _recorder(config, opened)
+        recorder = None if world.rank else _recorder(config, opened)
         if recorder is not None:
             witnesses = [recorder.overhear(witness) for witness in witnesses]
         self.batches = BatchSource(

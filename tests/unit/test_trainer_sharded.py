@@ -7,6 +7,7 @@ Two processes start once (`sharded_ranks.py`) and run all cases, each beside the
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
