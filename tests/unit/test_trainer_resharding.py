@@ -1,4 +1,4 @@
-"""Trainer state from as many files as ranks wrote, cut for as many as go on: moments, 8-bit scales, rows that are few."""
+"""Trainer state in a file for each rank that wrote it, cut for as many as go on: moments, 8-bit scales, few rows."""
 
 from __future__ import annotations
 
