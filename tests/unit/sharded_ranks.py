@@ -24,7 +24,7 @@ from trainer_core.policy.lora import add_adapter, load_adapter
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.sharding import compute_dtype, load_for, shard
-from trainer_core.policy.speed import use_checkpointing
+from trainer_core.policy.speed import compile_layers, gathered_bytes, use_checkpointing
 from trainer_core.rollouts.packing import PackedRow, empty_row, pack
 from trainer_core.step import StepOutcome, accumulate
 from trainer_core.world import ALONE, World
@@ -46,6 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "reference": ("Qwen3", {"dtype": "float32", "ref_kl_coef": 0.1}),
 }
 """Name -> model of the zoo, settings."""
+COMPILED = {"compiled": ("Qwen3", {"dtype": "float32", "compile": "on", "gradient_checkpointing": "on"})}
+"""Takes minutes on a CPU."""
 
 
 class Trainer:
@@ -67,6 +69,7 @@ class Trainer:
         shard(self.model, world, CPU, config)
         self.proved = prove(self.model) if resume is None else 0.0
         use_checkpointing(self.model, config.gradient_checkpointing, tokens=64, optimizer="adamw", device=CPU)
+        compile_layers(self.model, config.compile, CPU)
         self.stepper = Stepper(self.model, config, world)
         if resume is not None:
             checkpoint.restore(resume, self.stepper)
@@ -124,6 +127,8 @@ def apart(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 def one_case(folder: Path, world: World, model: str, settings: dict[str, Any]) -> dict[str, float]:
     many, one = Trainer(folder, model, world, **settings), Trainer(folder, model, ALONE, **settings)
     assert any(isinstance(p, DTensor) for p in many.model.parameters())
+    whole = sum(p.nbytes for p in one.model.get_input_embeddings().parameters())
+    assert gathered_bytes(many.model) > 2 * whole and gathered_bytes(one.model) == 0
     mine, theirs = many.step(1), one.step(1)
     found = {"loss": abs(mine.loss - theirs.loss) / abs(theirs.loss)}
     found["gradient"] = apart(many.gradients, one.gradients)
@@ -214,11 +219,11 @@ def all_cases(folder: Path, *only: str) -> int:
     world = World.join(CPU, 60.0)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    work = {name: partial(one_case, folder, world, *case) for name, case in CASES.items()}
+    work = {name: partial(one_case, folder, world, *case) for name, case in (CASES | COMPILED).items()}
     work |= {f"resume {name}": partial(one_resume, folder, world, name) for name in RESUMED}
     work["broken disk"] = partial(broken_disk, folder, world)
     for name, do in work.items():
-        if only and name not in only:
+        if name not in (only or [*CASES, *map("resume {}".format, RESUMED), "broken disk"]):
             continue
         began = time.perf_counter()
         try:

@@ -152,7 +152,7 @@ def use_checkpointing(
         # Gradients and the optimizer's state are not allocated before the first step.
         gradients = gradient_bytes * sum(map(math.prod, trained))
         state = model_math.optimizer_bytes(trained, optimizer) if optimizer else 0
-        free = _free_bytes(device) - gradients - state
+        free = _free_bytes(device) - gradients - state - gathered_bytes(model)
         on = wanted > free
         width = getattr(model, "logits_dtype", compute_dtype(model)).itemsize
         logits = tokens * dimensions(model).vocab * width
@@ -178,6 +178,16 @@ def activation_bytes(model: nn.Module, tokens: int) -> int:
         layers=layers_reached(model), largest=max(trained, default=0),
     )  # fmt: skip
     return estimate.total
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """What a pass through a model on several ranks has beside this rank's rows: whole parameters, their gradients and
+    what of those is added up, of all that is beside the layers and of two layers, the present one and the next."""
+    if not hasattr(model, "compute_gathered"):
+        return 0
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
+    beside = sum(p.numel() for p in model.parameters()) - sum(layers)
+    return (beside + 2 * max(layers)) * (2 * compute_dtype(model).itemsize + 4)
 
 
 def layers_reached(model: nn.Module) -> int:
