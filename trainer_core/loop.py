@@ -64,6 +64,7 @@ from trainer_core.report import (
     StepReport,
     TextReader,
     console_line,
+    rank_use,
     step_fields,
     tracker_metrics,
     write_records,
@@ -320,13 +321,17 @@ class Run:
         self.probe.start(step, self.version)
         fetched = time.perf_counter()
         parts = self.minibatches.rows(batch.rollouts, step)
-        outcomes = [self.accumulate(next(parts), step)]
+        rows = next(parts)
+        tokens = sum(len(row.tokens) for row in rows)
+        packed = time.perf_counter()
+        outcomes = [self.accumulate(rows, step)]
         probe_diffs = self.probe.finish(self.model, self.world)
         alignment = self.judge(outcomes[0], probe_diffs, lags, batch)
         for rows in parts:
             self.write_between(outcomes[-1])
             outcomes.append(self.accumulate(rows, step))
         outcome, last = merged(outcomes, self.config.epochs), outcomes[-1]
+        summed = time.perf_counter()
         if last.finite:
             self.stepper.compute()
         trained = time.perf_counter()
@@ -346,6 +351,7 @@ class Run:
                 trained - fetched,
             ),
             engine_idle=self.idle.measure(), step_s=time.perf_counter() - began,
+            ranks=rank_use(self.world, tokens, packed - fetched + trained - summed),
         )  # fmt: skip
         self.history.append({"step": step, **step_fields(report)})
         self.world.share(lambda: self.report(report))
