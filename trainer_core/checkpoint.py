@@ -323,8 +323,8 @@ def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
     facts = json.loads((path / STATE_JSON).read_text())
     if (parts := facts.get("parts", 1)) != stepper.parts:
         raise UsageError(
-            f"--resume {path}: its optimizer state is of a policy in {parts} parts, and this one is in {stepper.parts}: "
-            f"go on with single copy and vllm.tensor_parallel = {parts}, or begin anew with --model-name {path} "
+            f"--resume {path}: its optimizer state is of a policy in {parts} parts, this one is in {stepper.parts}: go "
+            f"on with single copy and vllm.tensor_parallel = {parts}, or begin anew with --model-name {path} "
             "--resume never"
         )
     plain = facts["state"]
