@@ -109,7 +109,7 @@ class StackEnv(Hosted):
         return next(self.items)
 
     async def greedy(self, prompt_ids: list[int], *, wait: bool, **sampling: Any) -> Generation:
-        """The likeliest completion, from the first server."""
+        """The likeliest completion."""
         return await self.server.servers[0].generate(prompt_ids, wait=wait, temperature=0.0, **sampling)
 
     def scored_group(self, nodes: Sequence[Any], scores: list[float], sampling: dict[str, Any]) -> dict[str, Any]:

@@ -1,17 +1,26 @@
-"""How an environment asks the inference server: kept connections, patience while it is away, weight versions.
+"""How an environment asks the inference servers: kept connections, patience while one is away, weight versions.
 
 atroposlib's own `VLLMServer` opens a connection for every request, gives up after three tries and drops what the answer
 says beyond tokens and logprobs. This one keeps atroposlib's interface, so `ManagedServer` works on top of it unchanged.
+
+Several servers with the same weights are one to atroposlib: its `ServerManager` binds a group to the server whose
+semaphore is the freest when the group begins, so groups that begin together all go to the first one. Here each group is
+for whoever has the fewest completions under way, and stays there (its prompt is in that server's prefix cache) until
+that one is away.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
+import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +30,7 @@ import openai
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
 from atropos_common.bridge import SAMPLING_HEADER, SPLIT_HEADER
+from atropos_common.run_dir import ENV_ENGINE_URLS
 
 log = logging.getLogger(__name__)
 
@@ -87,30 +97,96 @@ def _version_span(pair: Any) -> tuple[int, int] | None:
     return (int(pair[0]), int(pair[1])) if pair and None not in pair else None
 
 
+def addresses(base_url: str) -> list[str]:
+    """All servers that stand for the one at `base_url`, itself among them: the plan names them."""
+    known = os.environ.get(ENV_ENGINE_URLS, "").split()
+    return known if base_url.rstrip("/") in known else [base_url.rstrip("/")]
+
+
+class Server:
+    """One of the servers."""
+
+    def __init__(self, base_url: str) -> None:
+        self.root = base_url.removesuffix("/v1")
+        self.under_way = 0
+        """Completions."""
+        self.asked = 0
+        """Requests so far."""
+        self.tried_at = 0.0
+        self.lost_at: float | None = None
+        """Since when it does not answer; null while it does."""
+
+    @contextmanager
+    def busy(self, completions: int) -> Iterator[None]:
+        """Around a request."""
+        self.asked += 1
+        self.tried_at = time.monotonic()
+        self.under_way += completions
+        try:
+            yield
+        finally:
+            self.under_way -= completions
+
+
+_chosen: ContextVar[dict[Any, Server] | None] = ContextVar("chosen", default=None)
+"""By client, whom the present group asks."""
+
+
+def begin_group() -> None:
+    """From here on this task and its children are one group: its requests go to one server."""
+    _chosen.set({})
+
+
 class EngineClient(VLLMServer):  # type: ignore[misc]
-    """One inference server. `server_healthy` says whether the last request reached it."""
+    """One inference server, or several that are alike. `server_healthy` says whether any answers."""
 
     patience_s: float = math.inf
     """How long a request waits for a server that is away; a serving environment waits for ever."""
 
     def __init__(self, config: Any, reasoning_config: Any = None) -> None:
-        super().__init__(config, reasoning_config=reasoning_config)
+        urls = addresses(str(config.base_url))
+        numbers = ("num_max_requests_at_once", "num_requests_for_eval")
+        each = {name: getattr(config, name) * len(urls) for name in numbers}
+        super().__init__(config.model_copy(update=each), reasoning_config=reasoning_config)
         # The base class polls /health, and would only hide what a request tells better.
         self.initialized = True
         self._session: aiohttp.ClientSession | None = None
-        self._lost_at: float | None = None
         self._context: int | None = None
         self.adjusted: Counter[str] = Counter()
         """Requests of which the server left sampling options out, by their names."""
-        self.openai: openai.AsyncClient = self.openai.with_options(
-            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [self._hear_adjusted]})
-        )
         self._said_shorter = False
+        http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [self._hear_adjusted]})
+        self._over: dict[Server, EngineClient] = {}
+        """atroposlib's calls of vLLM's own routes, to each server."""
+        for url in urls:
+            view = copy.copy(self)
+            view.openai = self.openai.with_options(base_url=url, http_client=http)
+            self._over[Server(url)] = view
+        self._servers = list(self._over)
+
+    def _choose(self) -> Server:
+        """Whom the group asks already, else who has the fewest completions under way. One that is away is tried again
+        every `RETRY_S`, by one request; where all are, the one that was not tried for the longest time is chosen."""
+        now, group = time.monotonic(), _chosen.get()
+        there = [
+            server
+            for server in self._servers
+            if server.lost_at is None or (not server.under_way and now - server.tried_at >= RETRY_S)
+        ]
+        own = group.get(self) if group is not None else None
+        if own in there:
+            return own
+        if not there:
+            return min(self._servers, key=lambda server: server.tried_at)
+        server = min(there, key=lambda server: (server.under_way, server.asked))
+        if group is not None:
+            group[self] = server
+        return server
 
     @property
-    def root_url(self) -> str:
-        """The server without `/v1`."""
-        return str(self.config.base_url).rstrip("/").removesuffix("/v1")
+    def _away(self) -> str:
+        """The servers without `/v1`, where none answers."""
+        return "" if any(s.lost_at is None for s in self._servers) else " and ".join(s.root for s in self._servers)
 
     async def generate(self, prompt_ids: Sequence[int], *, wait: bool = True, **sampling: Any) -> Generation:
         """`POST /generate` with vLLM's sampling parameters, again and again while the server is away.
@@ -122,17 +198,16 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         body: dict[str, Any] = {"prompt": {"prompt_token_ids": list(prompt_ids)}, "logprobs": 0} | sampling
         started = time.monotonic()
         while True:
+            server = self._choose()
             try:
-                if body.get("max_tokens") is not None:
-                    body["max_tokens"] = await self._fitting(body["max_tokens"], lambda: len(prompt_ids))
-                answer = await self._post(body)
+                with server.busy(int(body.get("n") or 1)):
+                    if body.get("max_tokens") is not None:
+                        body["max_tokens"] = await self._fitting(server, body["max_tokens"], lambda: len(prompt_ids))
+                    answer = await self._post(server, body)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                self._note_lost(error)
-                if not wait or time.monotonic() - started > self.patience_s:
-                    raise EngineUnavailable(f"{self.root_url} does not answer ({_name(error)})") from None
-                await asyncio.sleep(RETRY_S)
+                await self._lost(server, error, may_wait=wait and time.monotonic() - started <= self.patience_s)
                 continue
-            self._note_found()
+            self._note_found(server)
             return parse_generation(prompt_ids, answer)
 
     async def tokens_and_logprobs_completion(
@@ -162,21 +237,19 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         split = request.pop("split", "train")
         request = self._inject_reasoning_kwargs(request)
         messages = request.get("messages")
-        return await self._over_v1(self._chat_completion_wrapper, request, split, lambda: self._chat_length(messages))
+        return await self._over_v1("_chat_completion_wrapper", request, split, lambda: self._chat_length(messages))
 
     async def completion(self, **request: Any) -> Any:
         """atroposlib's interface: an answer of `/v1/completions`."""
         split = request.pop("split", "train")
         prompt = request.get("prompt")
         return await self._over_v1(
-            self._completion_wrapper, request, split,
+            "_completion_wrapper", request, split,
             lambda: len(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt or []),
         )  # fmt: skip
 
-    async def _over_v1(
-        self, call: Callable[..., Awaitable[Any]], request: dict[str, Any], split: str, prompt_length: Callable[[], int]
-    ) -> Any:
-        """vLLM's own routes, again and again while the server is away.
+    async def _over_v1(self, call: str, request: dict[str, Any], split: str, prompt_length: Callable[[], int]) -> Any:
+        """vLLM's own routes, by atroposlib's method `call`, again and again while the server is away.
 
         Raises:
             EngineUnavailable: away for longer than `patience_s`.
@@ -187,21 +260,20 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         started = time.time()
         async with self.sem if split == "train" else self.eval_sem:
             while True:
+                server = self._choose()
                 try:
-                    for name in ("max_tokens", "max_completion_tokens"):
-                        if request.get(name) is not None:
-                            request[name] = await self._fitting(request[name], prompt_length)
-                    answer = await call(**request)
+                    with server.busy(int(request.get("n") or 1)):
+                        for name in ("max_tokens", "max_completion_tokens"):
+                            if request.get(name) is not None:
+                                request[name] = await self._fitting(server, request[name], prompt_length)
+                        answer = await getattr(self._over[server], call)(**request)
                     break
                 except (openai.APIConnectionError, openai.InternalServerError, aiohttp.ClientError, OSError) as error:
-                    self._note_lost(error)
-                    if time.time() - started > self.patience_s:
-                        raise EngineUnavailable(f"{self.root_url} does not answer ({_name(error)})") from None
-                    await asyncio.sleep(RETRY_S)
+                    await self._lost(server, error, may_wait=time.time() - started <= self.patience_s)
                 except openai.APIStatusError as error:
-                    text = f"{self.root_url}/v1: {error.status_code}: {error.message[:300]}"
+                    text = f"{server.root}/v1: {error.status_code}: {error.message[:300]}"
                     raise EngineRefused(text, fatal=error.status_code in (401, 403, 405)) from None
-        self._note_found()
+        self._note_found(server)
         self._note_time(split, started)
         return answer
 
@@ -210,10 +282,10 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         timings.append(time.time() - started)
         del timings[: -self.config.rolling_buffer_length]
 
-    async def _fitting(self, max_tokens: int, prompt_length: Callable[[], int]) -> int:
+    async def _fitting(self, server: Server, max_tokens: int, prompt_length: Callable[[], int]) -> int:
         """`max_tokens` within the server's context; environments are written for models with longer ones."""
         if self._context is None:
-            self._context = await self._served_context()
+            self._context = await self._served_context(server)
         room = self._context - prompt_length()
         if max_tokens <= room or room < 1:
             return max_tokens  # a prompt that is too long is refused in the server's own words
@@ -225,9 +297,9 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             )  # fmt: skip
         return room
 
-    async def _served_context(self) -> int:
+    async def _served_context(self, server: Server) -> int:
         """Tokens of prompt and completion together; without bound where the server does not say."""
-        async with self._http().get(f"{self.root_url}/v1/models") as response:
+        async with self._http().get(f"{server.root}/v1/models") as response:
             if 400 <= response.status < 500:
                 return 2**31
             response.raise_for_status()
@@ -260,10 +332,10 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             )
         return self._session
 
-    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        async with self._http().post(f"{self.root_url}/generate", json=body) as response:
+    async def _post(self, server: Server, body: dict[str, Any]) -> dict[str, Any]:
+        async with self._http().post(f"{server.root}/generate", json=body) as response:
             if 400 <= response.status < 500 and response.status not in (408, 425, 429):
-                raise await self._refusal(response)
+                raise await self._refusal(server, response)
             response.raise_for_status()
             self._count_adjusted(response.headers)
             answer: dict[str, Any] = await response.json()
@@ -276,24 +348,33 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         if SAMPLING_HEADER in headers:
             self.adjusted.update(headers[SAMPLING_HEADER].split(", "))
 
-    async def _refusal(self, response: aiohttp.ClientResponse) -> EngineRefused:
+    async def _refusal(self, server: Server, response: aiohttp.ClientResponse) -> EngineRefused:
         text = (await response.text())[:300]
         if response.status in _FATAL:
-            reason = f"{self.root_url}/generate {_FATAL[response.status]} ({response.status}): {text}"
+            reason = f"{server.root}/generate {_FATAL[response.status]} ({response.status}): {text}"
             return EngineRefused(f"{reason}. Start `python -m vllm_server` and check --openai.base_url", fatal=True)
-        return EngineRefused(f"{self.root_url}/generate: {response.status}: {text}", fatal=False)
+        return EngineRefused(f"{server.root}/generate: {response.status}: {text}", fatal=False)
 
-    def _note_lost(self, error: BaseException) -> None:
-        self.server_healthy = False
-        if self._lost_at is None:
-            self._lost_at = time.monotonic()
-            log.warning("waiting for the inference server at %s (%s)", self.root_url, _name(error))
+    async def _lost(self, server: Server, error: BaseException, *, may_wait: bool) -> None:
+        """Return when another try makes sense: at once where another server is there.
 
-    def _note_found(self) -> None:
+        Raises:
+            EngineUnavailable: none is, and waiting is over.
+        """
+        if server.lost_at is None:
+            server.lost_at = time.monotonic()
+            others = "" if len(self._servers) == 1 or self._away else "; the others go on"
+            log.warning("waiting for the inference server at %s (%s)%s", server.root, _name(error), others)
+        self.server_healthy = not self._away
+        if self._away and not may_wait:
+            raise EngineUnavailable(f"{self._away} does not answer ({_name(error)})") from None
+        await asyncio.sleep(RETRY_S if self._away else 0)
+
+    def _note_found(self, server: Server) -> None:
         self.server_healthy = True
-        if self._lost_at is not None:
-            log.info("inference server at %s answers after %.1f s", self.root_url, time.monotonic() - self._lost_at)
-            self._lost_at = None
+        if server.lost_at is not None:
+            log.info("inference server at %s answers after %.1f s", server.root, time.monotonic() - server.lost_at)
+            server.lost_at = None
 
 
 def _name(error: BaseException) -> str:

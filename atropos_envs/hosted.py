@@ -28,7 +28,7 @@ from tenacity import RetryError
 
 from atropos_common.run_dir import ENV_REFILL, ENV_SEQUENCES
 from atropos_envs import Dismissed, EnvFault
-from atropos_envs.engine_client import EngineClient, EngineRefused
+from atropos_envs.engine_client import EngineClient, EngineRefused, addresses, begin_group
 from atropos_envs.evaluation import EvalLog, component_name, eval_path
 from atropos_envs.places import Places, Slot
 from atropos_envs.registration import Registration
@@ -170,6 +170,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
 
     async def handle_env(self, item_uuid: str) -> Any:
         """One group; the next begins as soon as this one is over, not in the manager's next round."""
+        begin_group()
         if self.places is None:
             return await super().handle_env(item_uuid)
         slot, late = self.places.begin(self.running_items[item_uuid]["item"], item_uuid)
@@ -363,11 +364,15 @@ class Foreign(Hosted):
         return config, [APIServerConfig(**known)]
 
     def __init__(self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
-        """As many servers as they asked for, each the one that the plan names: some speak to them by number."""
+        """As many servers as they asked for, each the one that the plan names: some speak to them by number. A server
+        class of their own has one for each of the plan's; ours spreads by itself."""
         configs = server_configs if isinstance(server_configs, list) else [server_configs]
         if all(type(each) is ServerBaseline for each in configs) or not configs[0].base_url:
             raise EnvFault("which inference server? Give --openai.base_url http://127.0.0.1:PORT/v1", exit_code=2)
         each_of = configs if len(configs) > 1 else configs * self.servers_asked
+        if not issubclass(self.server_cls, EngineClient):
+            urls = addresses(configs[0].base_url)
+            each_of = [one.model_copy(update={"base_url": url}) for url in urls for one in each_of]
         super().__init__(config, [one.model_copy() for one in each_of], slurm=slurm, testing=testing)
         # transformers 5 answers with a dict where 4, for which these environments and atroposlib are written, gave ids.
         self.tokenizer.apply_chat_template = partial(self.tokenizer.apply_chat_template, return_dict=False)

@@ -251,7 +251,7 @@ class Run:
         self.mfu = MfuMeter(self.model, self.device, world.size)
         dtype = str(compute_dtype(self.model)).removeprefix("torch.")
         self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))
-        self.probe = LogprobProbe(next(iter(self.sync.engines), None), config)
+        self.probe = LogprobProbe(self.sync.engines, config)
         opened.callback(self.probe.close)
         self.idle = IdleMeter(self.sync.engines)
         self.idle.measure()
@@ -479,6 +479,8 @@ class Run:
         )
         alignment = self.world.share(lambda: explained)
         if alignment.verdict != "ok":
+            asked = self.probe.asked_at(self.step + 1) if probe is not None else ""
+            alignment = Alignment(alignment.verdict, f"{alignment.cause}{asked}")
             print(f"LogProb Alignment: {alignment.verdict.upper()} ({alignment.cause})")
         return alignment
 

@@ -54,15 +54,15 @@ class ProbeAnswers:
 
 
 class LogprobProbe:
-    """Takes a probe every `probe_interval` steps."""
+    """Takes a probe every `probe_interval` steps, of one server after another."""
 
-    def __init__(self, engine: ServerClient | None, config: TrainingConfig) -> None:
+    def __init__(self, engines: Sequence[ServerClient], config: TrainingConfig) -> None:
         """Args:
-        engine: null where there is none: then no probe is ever taken.
+        engines: without any no probe is ever taken.
         """
-        self.engine = engine
+        self.engines = list(engines)
         self.config = config
-        self._block = (engine.info().block_size if engine and config.probe_interval else None) or 16
+        self._block = (engines[0].info().block_size if engines and config.probe_interval else None) or 16
         self._prompts: list[list[int]] = []
         self._anchor: list[int] = []
         self.answers: Answers = []
@@ -87,19 +87,27 @@ class LogprobProbe:
         """Begin the probe that belongs to `step`, unless it runs already, none is due, or the server answers with
         another weight version than `version`."""
         due = self.config.probe_interval and (step - 1) % self.config.probe_interval == 0
-        if due and self.engine is not None and self._prompts and self._running is None:
+        if due and self.engines and self._prompts and self._running is None:
             self._running = self._pool.submit(
-                _ask, self.engine, self._pool, self._prompts, self._anchor, self.config.probe_tokens, version
+                _ask, self._asked(step), self._pool, self._prompts, self._anchor, self.config.probe_tokens, version
             )
+
+    def _asked(self, step: int) -> ServerClient:
+        """Whose turn it is at `step`."""
+        return self.engines[(step - 1) // self.config.probe_interval % len(self.engines)]
+
+    def asked_at(self, step: int) -> str:
+        """The server that the probe of `step` is of, where there are several."""
+        return f"; the probe asked {self._asked(step).base_url}" if len(self.engines) > 1 else ""
 
     def finish(self, model: torch.nn.Module, world: World = ALONE) -> ProbeDiffs | None:
         """The comparison, on all ranks; null when none was started, or the server refused or is gone: the publish finds
         that out."""
-        asked = world.share(self._asked)
+        asked = world.share(self._collected)
         self.answers = asked.answers if asked else []
         return compare(model, asked) if asked else None
 
-    def _asked(self) -> ProbeAnswers | None:
+    def _collected(self) -> ProbeAnswers | None:
         running, self._running = self._running, None
         try:
             return running.result() if running else None

@@ -8,14 +8,16 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
+from atropos_tui.profile import memory
 from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile, placed
 from atropos_tui.profile.errors import in_words, printable, refused
 from atropos_tui.profile.fit import advice, settle
+from atropos_tui.profile.gpu_split import split_gpus, split_text
 from atropos_tui.profile.hardware import EXAMPLES, Hardware, named_machine
 from atropos_tui.profile.memory import Inventory, as_data, as_lines, site_budget, take_inventory
 from atropos_tui.profile.plan import Site, make_site, redacted, stack_of
@@ -32,7 +34,7 @@ class Checked:
     stack: StackSpec
     inventory: Inventory
     chosen: str
-    """What was set to fit the memory, and why, in a line; empty where there was nothing to choose."""
+    """What was set to divide the GPUs and to fit their memory, and why; empty where there was nothing to choose."""
 
 
 def checked(
@@ -49,6 +51,7 @@ def checked(
         UserError: with all problems, and whether they are the profile's or this machine's.
     """
     with in_words(printable(str(file))):
+        site, divided = _divided(site, named)
         problems = check_profile(site)
         try:
             stack = stack_of(site)
@@ -68,7 +71,21 @@ def checked(
         if machine and (lacking := preflight(site, stack, inventory)):
             problems = [placed(problem, profile) for problem in lacking]
             raise refused(problems, "the profile is sound, but this machine cannot start it")
-        return Checked(site, stack, inventory, chosen)
+        return Checked(site, stack, inventory, "; ".join(filter(None, [divided, chosen])))
+
+
+def _divided(site: Site, named: Hardware | None) -> tuple[Site, str]:
+    """The site with GPUs for each side where `inference_gpus` leaves that to the machine, and what was done.
+
+    Raises:
+        UserError: it cannot be divided so.
+    """
+    if site.profile.inference_gpus is None:
+        return site, ""
+    found = split_gpus(site.profile, named or memory.read_machine())
+    if isinstance(found, Problem):
+        raise _refused([found], site.profile)
+    return replace(site, profile=found), split_text(site.profile, found)
 
 
 def _refused(problems: list[Problem], profile: Profile) -> UserError:

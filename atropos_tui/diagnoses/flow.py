@@ -63,15 +63,16 @@ class _Env:
     """One attempt of an environment."""
 
     attempt: int
-    engine: str
+    engines: tuple[str, ...]
+    """Whom it asks."""
     hosted: bool
     """It counts its groups itself."""
     counts: deque[EnvCountsRecord] = field(default_factory=lambda: deque(maxlen=40))
     registered_at: float | None = None
     asked_before: float | None = None
-    """Requests that the engine had got when this attempt was first seen."""
+    """Requests that its engines had got when this attempt was first seen."""
     asks_since: float | None = None
-    """When it got another."""
+    """When they got another."""
 
 
 class FlowWatch:
@@ -154,11 +155,11 @@ class FlowWatch:
             if part.role is Role.ENV and part.state in RUNS:
                 env = self._env(part)
                 flow = self._counted(part, env, now)
-                looks = self._of_engine(env.engine, parts)
+                looks = self._of_engines(env, parts)
                 settled = max((each.since for each in parts if each.role is not Role.ENV), default=now)
                 begin = max(now - WINDOW_S, settled, env.asks_since or now, (env.registered_at or 0.0) + PAUSE_S)
                 if trainer is not None and looks and now - begin >= LEAST_S:
-                    flow = _with_engine(flow, looks, begin)
+                    flow = _with_engines(flow, looks, begin)
                     flow = replace(flow, waiting=self._waiting(trainer, begin, now))
                 flows[part.name] = flow
         return flows
@@ -173,22 +174,22 @@ class FlowWatch:
     def _env(self, part: Part) -> _Env:
         env = self._envs.get(part.name)
         if env is None or env.attempt != part.attempt:
-            env = self._envs[part.name] = _Env(part.attempt, self._asks.get(part.name, ""), part.name in self._hosted)
+            env = self._envs[part.name] = _Env(part.attempt, self._asks.get(part.name, ()), part.name in self._hosted)
         return env
 
-    def _of_engine(self, name: str, parts: Sequence[Part]) -> deque[EngineLook] | None:
-        attempt = next((part.attempt for part in parts if part.name == name and part.state in RUNS), None)
-        return None if attempt is None else self._looks.get((name, attempt))
+    def _of_engines(self, env: _Env, parts: Sequence[Part]) -> list[deque[EngineLook]]:
+        running = [(part.name, part.attempt) for part in parts if part.name in env.engines and part.state in RUNS]
+        return [looks for each in running if (looks := self._looks.get(each))]
 
     def _note_requests(self, env: _Env, parts: Sequence[Part]) -> None:
-        looks = self._of_engine(env.engine, parts)
+        looks = self._of_engines(env, parts)
         if not looks:
             return
-        asked = looks[-1][METRIC_REQUESTS]
+        asked = sum(each[-1][METRIC_REQUESTS] for each in looks)
         if env.asked_before is None or asked < env.asked_before:
             env.asked_before = asked
         elif asked > env.asked_before:
-            env.asks_since = env.asks_since or looks[-1].at
+            env.asks_since = env.asks_since or max(each[-1].at for each in looks)
 
     def _counted(self, part: Part, env: _Env, now: float) -> Flow:
         """Groups of the newest seconds."""
@@ -197,7 +198,7 @@ class FlowWatch:
         new = own[-1] if own else None
         asked = None if env.asks_since is None else max(0.0, now - env.asks_since)
         return Flow(
-            engine=env.engine,
+            engine=" and ".join(env.engines),
             workers=self._workers.get(part.name),
             registered_s=None if env.registered_at is None else now - env.registered_at,
             asked_s=asked,
@@ -233,8 +234,22 @@ def _grown(new: dict[str, int], old: dict[str, int]) -> Counter[str]:
     return Counter(new) - Counter(old)
 
 
+def _with_engines(flow: Flow, looks: Iterable[Iterable[EngineLook]], begin: float) -> Flow:
+    """With what its engines did together from `begin` on."""
+    each = [one for one in (_with_engine(flow, own, begin) for own in looks) if one.seconds is not None]
+    if not each:
+        return flow
+    return replace(
+        each[0],
+        idle=sum(one.idle for one in each) / len(each),
+        tokens_per_s=sum(one.tokens_per_s for one in each),
+        running=sum(one.running for one in each),
+        slots=sum(one.slots for one in each),
+    )
+
+
 def _with_engine(flow: Flow, looks: Iterable[EngineLook], begin: float) -> Flow:
-    """With what its engine did from `begin` on."""
+    """With what one of its engines did from `begin` on."""
     inside = [look for look in looks if look.at >= begin - ASK_S]
     if len(inside) < 2:
         return flow

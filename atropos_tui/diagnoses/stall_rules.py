@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from atropos_common.control import Role, State
+from atropos_common.run_dir import ENV_ENGINE_URLS
 from atropos_tui.diagnoses.model import USUAL, Diagnosis, Names, Rule, shortened
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
@@ -99,7 +100,7 @@ class Flow:
     """One environment over the newest seconds."""
 
     engine: str = "vllm"
-    """Which it asks."""
+    """Which it asks; of several their names."""
     workers: str | None = None
     """`max_num_workers` of its command."""
     registered_s: float | None = None
@@ -390,14 +391,14 @@ class RefusalWatch:
         engines = {part.name for part in parts if part.role is Role.ENGINE and part.state in RUNS}
         found: dict[str, Diagnosis] = {}
         for env in running:
-            engine = self._asks.get(env.name, "")
-            beside = [part for part in running if self._asks.get(part.name) == engine]
-            heard = self._heard[env.name, env.attempt]
-            if engine not in engines or (not heard and any(self._heard[part.name, part.attempt] for part in beside)):
-                continue
-            worst = self._worst(engine, env.started_at, heard >= ENOUGH, now)
-            if worst is not None:
-                found[env.name] = _diagnosis(env.name, engine, worst)
+            for engine in engines.intersection(self._asks.get(env.name, ())):
+                beside = [part for part in running if engine in self._asks.get(part.name, ())]
+                heard = self._heard[env.name, env.attempt]
+                if not heard and any(self._heard[part.name, part.attempt] for part in beside):
+                    continue
+                worst = self._worst(engine, env.started_at, heard >= ENOUGH, now)
+                if worst is not None:
+                    found[env.name] = _diagnosis(env.name, engine, worst)
         return found
 
     def _worst(self, engine: str, started_at: float, heard: bool, now: float) -> _Row | None:
@@ -424,17 +425,17 @@ def _since(rows: Sequence[_Row], started_at: float, heard: bool) -> tuple[int, i
     return (newest.count - after[0].count, newest.seen - after[0].seen) if after else (0, 0)
 
 
-def asked_engines(components: Iterable[ComponentSpec]) -> dict[str, str]:
-    """The engine of each environment: the one whose port its command names, else the first."""
+def asked_engines(components: Iterable[ComponentSpec]) -> dict[str, tuple[str, ...]]:
+    """The engines of each environment: those whose ports its variable or its command names, else the first."""
     components = list(components)
     engines = [spec for spec in components if spec.role is Role.ENGINE]
-    return {
-        spec.name: next(
-            (each.name for each in engines if re.search(rf":{each.port}\b", " ".join(spec.command))), engines[0].name
-        )
-        for spec in components
-        if spec.role is Role.ENV and engines
-    }
+    asked = {}
+    for spec in components:
+        if spec.role is Role.ENV and engines:
+            urls = spec.env.get(ENV_ENGINE_URLS) or " ".join(spec.command)
+            named = [each.name for each in engines if re.search(rf":{each.port}\b", urls)]
+            asked[spec.name] = tuple(named or [engines[0].name])
+    return asked
 
 
 def _diagnosis(env: str, engine: str, row: _Row) -> Diagnosis:

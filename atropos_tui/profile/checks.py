@@ -16,9 +16,8 @@ from atropos_tui.errors import Problem
 from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.memory import VLLM_FRACTION
 from atropos_tui.profile.plan import (
-    TRAITS,
     Site,
-    env_engine,
+    env_engines,
     fed_engines,
     meeting_address,
     trainer_gpus,
@@ -102,12 +101,15 @@ def check_notes(site: Site) -> list[str]:
         if "VLLM_USE_V1" in part.env
     ]
     settings = training_config(site, grouped=False)
-    if site.traits.feeds_all and not is_loopback(place := meeting_address(site, settings)):
+    if site.traits.other_gpus and not is_loopback(place := meeting_address(site, settings)):
         notes.append(
             f"WARNING {_meeting_key(settings)}: the broadcast's group meets at {place}, beyond the loopback. Its "
             "weights travel unencrypted, and whoever reaches that network can read them or break the group: keep it to "
             "machines that you trust"
         )
+    asked = {engine.name for env in profile.env for engine in env_engines(profile, env)}
+    if idle := [engine.name for engine in fed_engines(profile) if engine.name not in asked]:
+        notes.append(f"WARNING no environment asks {', '.join(idle)}: leave `engine` out of one, and it asks all")
     if site.traits.lora and 0 < settings.lr < LEAST_ADAPTER_LR:
         notes.append(
             f"WARNING trainer.lr = {settings.lr:g} is one for the whole model, and an adapter learns next to nothing "
@@ -152,7 +154,7 @@ def _meeting_key(settings: TrainingConfig) -> str:
 
 
 def _meeting_place(site: Site, settings: TrainingConfig) -> Iterator[Problem]:
-    if site.traits.feeds_all and is_wildcard(place := meeting_address(site, settings)):
+    if site.traits.other_gpus and is_wildcard(place := meeting_address(site, settings)):
         yield Problem(
             f"{place} is every interface of this machine, and the group of a broadcast meets at one address",
             "leave it out for the loopback, or name the one address that the servers reach",
@@ -176,10 +178,10 @@ def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
 def _fed(profile: Profile) -> Iterator[Problem]:
     nodes, fed = profile.trainer.settings.get("num_inference_nodes"), len(fed_engines(profile))
     if nodes and nodes != fed:
-        one = "" if TRAITS[profile.mode].feeds_all else ' with mode = "broadcast": this mode feeds one'
+        one = "" if traits_of(profile).feeds_all else ' with mode = "broadcast": this mode feeds one'
         yield Problem(
             f"{nodes} inference servers, and the trainer feeds {fed} of this profile's",
-            f"leave it out, or write a [[vllm]] for each one{one}",
+            f"leave it out, or set vllm.replicas = {nodes}{one}",
             key="trainer.num_inference_nodes",
         )
 
@@ -187,7 +189,7 @@ def _fed(profile: Profile) -> Iterator[Problem]:
 def _names(profile: Profile) -> list[Problem]:
     named = [("api", "api"), ("trainer", "trainer"), *((name, f"component.{name}") for name in profile.component)]
     named += [(part.name, f"env.{index}.name") for index, part in enumerate(profile.env)]
-    named += [(part.name, f"vllm.{index}.name") for index, part in enumerate(profile.vllm)]
+    named += [(part.name, f"vllm.{index}.name") for index, each in enumerate(profile.vllm) for part in each.engines]
     named += [(part.name, f"prepare.{index}.name") for index, part in enumerate(profile.prepare)]
     last = dict(named)
     return [
@@ -216,7 +218,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def _urls(site: Site) -> Iterator[Problem]:
     """Addresses of this machine, given by hand to a program, that lead to another port than run-api or vLLM has."""
     profile = site.profile
-    servers = {engine.port for engine in profile.vllm} | {part.port for part in profile.component.values()}
+    servers = {engine.port for engine in profile.engines} | {part.port for part in profile.component.values()}
     for key, name, value in _settings(site):
         if (port := _loopback_port(value)) is None:
             continue
@@ -333,33 +335,45 @@ def _several(profile: Profile) -> Iterator[Problem]:
             "set `model` at the top instead; another model is for a further [[vllm]]",
             key="vllm.0.model",
         )
+    fed = [engine.name for engine in fed_engines(profile)]
     for index, env in enumerate(profile.env):
         key = f"env.{index}.engine"
-        if env.engine is None or env.engine in [engine.name for engine in fed_engines(profile)]:
+        if env.engine is None or env.engine in (*fed, first.name):
             continue
-        names = ", ".join(engine.name for engine in profile.vllm)
-        if env_engine(profile, env).name != env.engine:
-            yield Problem(f"no engine is called {env.engine!r}", f"use one of: {names}", key=key)
-        else:
+        names = [each.name for each in profile.vllm] + [each.name for each in profile.engines]
+        if env.engine not in names:
+            known = ", ".join(dict.fromkeys(names))
+            yield Problem(f"no engine is called {env.engine!r}", f"use one of: {known}", key=key)
+        elif not {each.name for each in env_engines(profile, env)} <= set(fed):
             yield Problem(
-                f"the trainer feeds {', '.join(engine.name for engine in fed_engines(profile))}: rollouts of "
-                f"{env.engine} would come from weights that no update reaches",
+                f"the trainer feeds {', '.join(fed)}: rollouts of {env.engine} would come from weights that no update "
+                "reaches",
                 f'use engine = {first.name!r}, or mode = "broadcast" with engines of one model',
                 key=key,
             )
 
 
 def _gpu_lists(profile: Profile) -> Iterator[Problem]:
-    for index, engine in enumerate(profile.vllm):
-        key, needed = f"vllm.{index}.gpus", engine.gpus_needed
-        if len(set(engine.gpus)) < len(engine.gpus):
-            yield Problem(f"names a GPU twice: {engine.gpus}", "name each GPU once", key=key)
-        elif engine.gpus and len(engine.gpus) != needed:
-            plural = "GPU" if len(engine.gpus) == 1 else "GPUs"
+    for index, section in enumerate(profile.vllm):
+        key, count, each = f"vllm.{index}.gpus", len(section.gpus), section.gpus_needed
+        alone = index == 0 and not traits_of(profile).feeds_all
+        engines = 1 if alone else len(section.engines)
+        if alone and (section.replicas or 1) > 1:
             yield Problem(
-                f"{len(engine.gpus)} {plural} for an engine that takes {needed} (tensor_parallel = "
-                f"{engine.tensor_parallel})",
-                f"set vllm.tensor_parallel = {len(engine.gpus)}, or name {needed}",
+                f"{section.replicas} engines, and the trainer feeds one in this mode",
+                'leave it out, or use mode = "broadcast", with GPUs of its own for the trainer',
+                key=f"vllm.{index}.replicas",
+            )
+        elif len(set(section.gpus)) < count:
+            yield Problem(f"names a GPU twice: {section.gpus}", "name each GPU once", key=key)
+        elif section.gpus and count != engines * each:
+            takers = "an engine that takes" if engines == 1 else f"{engines} engines that take"
+            yield Problem(
+                f"{count} {'GPU' if count == 1 else 'GPUs'} for {takers} {engines * each} (tensor_parallel = "
+                f"{section.tensor_parallel})",
+                f"set vllm.tensor_parallel = {count}, or name {engines * each}"
+                if engines == 1
+                else f"name {engines * each}, or leave vllm.replicas out: {count // each} engines then",
                 key=key,
             )
 
@@ -367,10 +381,10 @@ def _gpu_lists(profile: Profile) -> Iterator[Problem]:
 def _shares(profile: Profile) -> Iterator[Problem]:
     """Several engines on one GPU: their shares must fit on it."""
     on: dict[int, list[tuple[int, float]]] = {}
-    for index, engine in enumerate(profile.vllm):
-        if engine.flag("kv-cache-memory-bytes") is None:
-            for gpu in dict.fromkeys(engine.gpus):
-                on.setdefault(gpu, []).append((index, engine.gpu_memory_utilization or VLLM_FRACTION))
+    for index, section in enumerate(profile.vllm):
+        if section.flag("kv-cache-memory-bytes") is None:
+            for gpu in dict.fromkeys(section.gpus):
+                on.setdefault(gpu, []).append((index, section.gpu_memory_utilization or VLLM_FRACTION))
     named: set[int] = set()
     for gpu, shares in on.items():
         total, last = sum(share for _, share in shares), shares[-1][0]

@@ -16,7 +16,7 @@ from typing import Any
 from atropos_tui.profile import memory
 from atropos_tui.profile.memory import Budget, Inventory
 from atropos_tui.profile.models import Model
-from atropos_tui.profile.plan import TRAITS, Site, training_config
+from atropos_tui.profile.plan import Site, training_config, traits_of
 from atropos_tui.profile.sections import EngineSection, Profile
 from trainer_core.config import TrainingConfig
 
@@ -26,6 +26,10 @@ FEWEST_TOKENS = 2048
 """Of a forward pass; shorter rows leave a GPU idle."""
 SEQUENCES = {64: 1.02, 32: 1.08, 16: 1.2, 8: 1.4, 4: 1.8, 2: 2.5}
 """Cost of a KV cache that holds so many of the longest sequences."""
+MORE_GPUS = 1.25
+"""Cost of taking GPUs that are idle: other settings come first where they cost next to nothing."""
+MOST_RANKS = 64
+"""Of one trainer, that are tried."""
 LAST = 100.0
 """Cost of what changes precision, or what is trained: only where nothing else helps."""
 Setting = tuple[str, Any]
@@ -70,7 +74,7 @@ class Fit:
 
 
 def toml(value: Any) -> str:
-    """A boolean, number or word as TOML writes it."""
+    """A boolean, number, word or list of numbers as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else f"{value}"
@@ -128,8 +132,10 @@ def _search(
 
 def budget_with(site: Site, settings: TrainingConfig, inventory: Inventory, chosen: Mapping[str, Any]) -> Budget:
     """The budget with `chosen` in the place of what the profile says."""
-    trainer = {key.removeprefix("trainer."): value for key, value in chosen.items() if key.startswith("trainer.")}
-    profile = with_settings(site.profile, {k: v for k, v in chosen.items() if not k.startswith("trainer.")})
+    trainer = {key.removeprefix("trainer."): v for key, v in chosen.items() if key.startswith("trainer.")}
+    trainer.pop("gpus", None)
+    others = {k: v for k, v in chosen.items() if not k.startswith("trainer.") or k == "trainer.gpus"}
+    profile = with_settings(site.profile, others)
     return memory.make_budget(profile, settings.model_copy(update=trainer), inventory.models, inventory.machine)
 
 
@@ -152,8 +158,11 @@ def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
 def _ladders(site: Site, settings: TrainingConfig, model: Model, inventory: Inventory) -> list[list[Option]]:
     """What can be set instead, one list for each thing that is chosen: no two of a list go together."""
     half = memory.dtype_bytes(settings.dtype, model) < 4 and not settings.trains_adapters
+    alone = len(memory.trainer_devices(site.profile, settings, inventory.machine)) == 1
+    optimizers = _optimizers(settings, alone=alone)
     return [
-        [option for option in _optimizers(settings) if inventory.has_eight_bit or EIGHT_BIT not in option.settings],
+        _more_gpus(site.profile, model, inventory),
+        [option for option in optimizers if inventory.has_eight_bit or EIGHT_BIT not in option.settings],
         _masters(settings) if half else [],
         _offloads(settings),
         _passes(site.profile, settings),
@@ -164,13 +173,35 @@ def _ladders(site: Site, settings: TrainingConfig, model: Model, inventory: Inve
     ]
 
 
-def _optimizers(settings: TrainingConfig) -> list[Option]:
-    """Measured for a step of 1.7 billion parameters on an H200; Adafactor keeps no momentum."""
+def _more_gpus(profile: Profile, model: Model, inventory: Inventory) -> list[Option]:
+    """All GPUs that nobody has for the trainer; in single copy a tensor-parallel engine. What it costs is hardware."""
+    engine, there = profile.vllm[0], range(len(inventory.machine.gpus))
+    if not traits_of(profile).shares_memory:
+        taken = {gpu for each in profile.engines for gpu in each.gpus}
+        free, own = [gpu for gpu in there if gpu not in taken], profile.trainer.gpus
+        more = len(free) > len(own) > 0 and set(own) <= set(free)
+        return [Option((("trainer.gpus", free),), MORE_GPUS)] if more else []
+    heads, keys, now = model.dimensions.heads, model.dimensions.kv_heads, engine.tensor_parallel
+    if traits_of(profile).lora or engine.gpus != list(there[:now]):
+        return []
+    options = []
+    for parts in (2, 4, 8):
+        if now < parts <= len(there) and heads % parts == 0 and (keys % parts == 0 or parts % keys == 0):
+            gpus = list(there[:parts])
+            both: tuple[Setting, ...] = (("vllm.gpus", gpus), ("vllm.tensor_parallel", parts))
+            both += (("trainer.gpus", gpus),) if profile.trainer.gpus else ()
+            options.append(Option(both, MORE_GPUS * parts / now))
+    return options
+
+
+def _optimizers(settings: TrainingConfig, *, alone: bool) -> list[Option]:
+    """Measured for a step of 1.7 billion parameters on an H200; Adafactor keeps no momentum, and means over the rows
+    and columns of whole matrices, of which a rank among several has a part."""
     costs = {"adamw": 1.0, "adamw_8bit": 1.08, "adafactor": 1.3}
     return [
         Option((("trainer.optimizer", name),), cost)
         for name, cost in costs.items()
-        if cost > costs[settings.optimizer] and not settings.trains_adapters
+        if cost > costs[settings.optimizer] and not settings.trains_adapters and (alone or name != "adafactor")
     ]
 
 
@@ -243,14 +274,18 @@ def _cache_setting(engine: EngineSection, size: int, share: float) -> Setting:
 
 
 def _with_adapters(site: Site, settings: TrainingConfig, inventory: Inventory) -> list[Fit]:
-    """Adapters beside the one copy of the weights, where training all of them fits in no way."""
-    if not TRAITS[site.profile.mode].shares_memory:
+    """Adapters, beside the one copy of the weights where there is one, where training all of them fits in no way."""
+    if traits_of(site.profile).lora or (site.profile.vllm[0].tensor_parallel > 1 and site.traits.shares_memory):
         return []
-    chosen = {"mode": "lora_only", "trainer.single_copy": True, "trainer.lr": 2e-4}
+    chosen: dict[str, Any] = {"mode": "lora_only", "trainer.lr": 2e-4}
+    chosen |= {"trainer.single_copy": True} if site.traits.shares_memory else {}
     adapted = settings.model_copy(
-        update={"weight_bridge_mode": "lora_only", "single_copy": True, "train_layer_indices": None}
-    )
-    lora = replace(site, profile=with_settings(site.profile, {"mode": "lora_only", "trainer.single_copy": True}))
+        update={
+            "weight_bridge_mode": "lora_only", "train_layer_indices": None, "use_shared_memory": False,
+            "single_copy": site.traits.shares_memory,
+        }
+    )  # fmt: skip
+    lora = replace(site, profile=with_settings(site.profile, chosen))
     model = inventory.models[site.profile.vllm[0].name]
     assert isinstance(model, Model)
     for passes in [Option(), *_passes(site.profile, adapted)]:
@@ -279,7 +314,7 @@ def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[
     wanted, model = profile.trainer.memory, inventory.models[profile.vllm[0].name]
     if wanted == "speed" or not isinstance(model, Model) or not on_gpus(profile, settings, inventory):
         return site, ""
-    fixed = {f"trainer.{key}" for key in profile.trainer.settings} | {"mode"}
+    fixed = {f"trainer.{key}" for key in profile.trainer.settings} | {"mode", "trainer.gpus", "vllm.gpus"}
     fixed |= KEPT_BY_A_RESUME if resumed else set()
     if profile.vllm[0].gpu_memory_utilization is not None:
         fixed.add("vllm.gpu_memory_utilization")
@@ -314,8 +349,9 @@ def _lean(settings: TrainingConfig, fixed: set[str]) -> dict[str, Any]:
 def lack(budget: Budget) -> str:
     """How much is missing where, in words; empty where nothing is."""
     missing = [
-        f"{device.name} lacks {memory.size_text(device.wanted - device.total)} of {memory.size_text(device.wanted)}"
-        for device in budget.devices
+        f"{device.name} {'lack' if device.name.startswith('GPUs') else 'lacks'} "
+        f"{memory.size_text(device.wanted - device.total)} of {memory.size_text(device.wanted)}"
+        for device in memory.alike(budget.devices)
         if device.total is not None and device.wanted > device.total
     ]
     return "; ".join([*missing, *budget.too_small_caches])
@@ -329,17 +365,49 @@ def advice(site: Site, inventory: Inventory) -> list[str]:
     if not found:
         if not on_gpus(site.profile, training_config(site), inventory):
             return []
-        return [f"{missing}. No settings that are known here make it fit: take a smaller model, or larger GPUs"]
+        text = f"{missing}. No settings that are known here make it fit: take a smaller model, or larger GPUs"
+        return [text, *filter(None, [_gpus_wanted(site, inventory)])]
     lines = [f"{missing}. The nearest settings that fit, cheapest first:"]
     for fit in found:
         cost = f"about {fit.cost:.2g} times as long a step" if fit.cost < LAST else "at the cost of precision"
+        if gpus := fit.settings.get("trainer.gpus") or fit.settings.get("vllm.gpus"):
+            cost = f"on {len(gpus)} GPUs"
         if "mode" in fit.settings:
             cost = "training adapters instead of the model"
         lines += [f"  # {cost}; {room(fit.budget)}", *(f"  {line}" for line in fit.lines), ""]
     return lines[:-1]
 
 
+def _gpus_wanted(site: Site, inventory: Inventory) -> str:
+    """How many GPUs of the kind that it has a trainer with GPUs of its own would need, in words."""
+    settings, machine = training_config(site), inventory.machine
+    if site.traits.shares_memory or not site.profile.trainer.gpus:
+        return ""
+    kind, first = machine.gpus[site.profile.trainer.gpus[0]], len(machine.gpus)
+
+    def needed(chosen: Mapping[str, Any]) -> int | None:
+        """Of an otherwise empty machine."""
+        for count in range(1, MOST_RANKS + 1):
+            more = replace(inventory, machine=replace(machine, gpus=(*machine.gpus, *[kind] * count)))
+            gpus = {"trainer.gpus": list(range(first, first + count))}
+            devices = budget_with(site, settings, more, {**chosen, **gpus}).devices
+            own = [each for each in devices if each.items[0].component == "trainer" and each.total is not None]
+            if all(each.wanted <= (1 - SLACK) * (each.total or 0) for each in own):
+                return count
+        return None
+
+    least = {"trainer.gradient_checkpointing": "on"}
+    if not settings.trains_adapters:
+        least |= {"trainer.optimizer": "adamw_8bit", "trainer.master_weights": "stochastic"}
+    said = ", ".join(f"{key} = {toml(value)}" for key, value in least.items())
+    found = {"as it is": needed({}), f"with {said}": needed(least)}
+    if len({*found.values()}) == 1:
+        found.popitem()
+    texts = [f"{count} {how}" if count else f"more than {MOST_RANKS} {how}" for how, count in found.items()]
+    return f"The trainer alone takes, of GPUs such as {kind.name}: {', '.join(texts)}"
+
+
 def room(budget: Budget) -> str:
     """What is left on each device, in words."""
-    known = [device for device in budget.devices if device.total is not None]
+    known = [device for device in memory.alike(budget.devices) if device.total is not None]
     return ", ".join(f"{d.name}: {memory.size_text(d.wanted)} of {memory.size_text(d.total or 0)}" for d in known)

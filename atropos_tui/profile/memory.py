@@ -4,19 +4,24 @@
 is allocated for certain (weights, gradients, master weights, optimizer state, vLLM's share of a GPU) is exact for each
 tensor; activations, CUDA graphs and contexts are estimates, and the formula of the first is shown. In single copy the
 weights count once, on the engine. What is offloaded counts on the host. Bytes are per device; what several devices
-share is divided evenly. How near it comes to what is measured: docs/benchmarks.md, "What plan says".
+share is divided evenly: an engine's by tensor parallelism, and the trainer's by its ranks, each of which holds its rows
+of every parameter (FSDP2) and gathers the whole of a layer while that computes. How near it comes to what is measured:
+docs/benchmarks.md, "What plan says".
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from atropos_common import model_math
 from atropos_common.bridge import few_graph_sizes, server_rank
+from atropos_common.model_math import Dimensions
 from atropos_tui.profile.hardware import Hardware, read_machine
 from atropos_tui.profile.models import LAYER, Model, Shapes, read_model
 from atropos_tui.profile.plan import (
@@ -24,6 +29,7 @@ from atropos_tui.profile.plan import (
     MOST_SEQUENCES,
     Site,
     engine_model,
+    fed_engines,
     resolve_path,
     training_config,
     traits_of,
@@ -47,7 +53,7 @@ _BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Inventory:
-    """The machine, and by each engine's name what it serves, or in words why nothing is known about it."""
+    """The machine, and by the name of each [[vllm]] what it serves, or in words why nothing is known about it."""
 
     machine: Hardware
     models: dict[str, Model | str]
@@ -127,13 +133,14 @@ def make_budget(
 
     Args:
         settings: the trainer's, with everything derived.
-        models: what each engine serves, by its name, or in words why nothing is known about it.
+        models: what each [[vllm]] serves, by its name, or in words why nothing is known about it.
         machine: this machine, or any other.
     """
     builder = _Builder(profile, settings, machine)
     for section in profile.vllm:
         if isinstance(model := models[section.name], Model):
-            builder.engine(section, model)
+            for engine in section.engines:
+                builder.engine(engine, model)
     notes = [f"{section.name}: unknown: {m}" for section in profile.vllm if isinstance(m := models[section.name], str)]
     if isinstance(first := models[profile.vllm[0].name], Model):
         notes.insert(0, f"{first.parameters:,} parameters, from {first.source}")
@@ -141,8 +148,18 @@ def make_budget(
     if HOST in builder.devices:
         notes.append("the programs themselves are not counted on the host")
     devices = [builder.devices[name] for name in sorted(builder.devices, key=lambda n: (n == HOST, len(n), n))]
-    overflows = [warning for device in devices if (warning := overflow(device, profile, settings))]
+    overflows = [warning for device in alike(devices) if (warning := overflow(device, profile, settings))]
     return Budget(devices, notes, [*builder.warnings, *overflows], builder.warnings)
+
+
+def alike(devices: list[Device]) -> list[Device]:
+    """Devices that hold the same, each as one with the names of all."""
+    found = []
+    for _, group in groupby(devices, lambda device: (device.total, device.items)):
+        first, *others = group
+        name = f"GPUs {first.name.removeprefix('GPU ')}-{others[-1].name.removeprefix('GPU ')}" if others else ""
+        found.append(replace(first, name=f"{name} each" if others else first.name))
+    return found
 
 
 def site_budget(site: Site, inventory: Inventory) -> Budget:
@@ -173,6 +190,7 @@ class _Builder:
     def __init__(self, profile: Profile, settings: TrainingConfig, machine: Hardware) -> None:
         self.profile, self.settings, self.machine = profile, settings, machine
         self.traits = traits_of(profile)
+        self.fed = {engine.name for engine in fed_engines(profile)}
         self.devices: dict[str, Device] = {}
         self.warnings: list[str] = []
 
@@ -191,7 +209,7 @@ class _Builder:
     def engine(self, section: EngineSection, model: Model) -> None:
         """Weights, what vLLM needs to compute, and the KV cache that its share of the device leaves."""
         names = engine_devices(section, self.machine)
-        fed = section is self.profile.vllm[0]
+        fed = section.name in self.fed
         width = dtype_bytes(section.dtype or self.settings.dtype, model)
         held = 0
 
@@ -245,20 +263,28 @@ class _Builder:
         names = trainer_devices(self.profile, settings, self.machine)
         on_gpu = names != [HOST]
         width = dtype_bytes(settings.dtype, model)
+        # Spread over ranks, unless they live on the parts of a tensor-parallel engine.
+        sharded = len(names) > 1 and not self.traits.shares_memory
 
         def add(what: str, size: int, note: str = "", *, at: list[str] = names, estimate: bool = False) -> None:
             self.add(at, "trainer", what, math.ceil(size / len(at)), note, estimate=estimate)
 
-        if not self.traits.shares_memory:
-            add("weights", model.parameters * width, "a copy of its own")
+        trained, half = model.trained(settings.train_layer_indices), width < 4
+        parameters = count(trained)
+        own = "a copy of its own" if not sharded else f"its rows of {len(names)} ranks'"
+        if sharded and half and not self.traits.lora and _rows_are_masters(settings):
+            kept = (model.parameters - parameters) * width + parameters * 4
+            add("weights", kept, f"{own}, float32: they are the master weights")
+            half = False
+        elif not self.traits.shares_memory:
+            add("weights", model.parameters * width, own)
         if settings.ref_kl_coef and not self.traits.lora:
             add("frozen reference", model.parameters * width, "ref_kl_coef")
-        trained, half = model.trained(settings.train_layer_indices), width < 4
         if self.traits.lora:
             trained, half = adapter_shapes(model, settings), False
-            add("adapters", 4 * count(trained), f"rank {settings.lora_r}, float32")
-        parameters = count(trained)
-        said = "" if parameters == model.parameters else f", {parameters:,} parameters are trained"
+            parameters = count(trained) * len(names)  # every rank has them whole
+            add("adapters", 4 * parameters, f"rank {settings.lora_r}, float32")
+        said = "" if parameters == model.parameters else f", {count(trained):,} parameters are trained"
         narrow = half and settings.gradient_dtype == "bfloat16"
         add(
             "gradients",
@@ -269,7 +295,8 @@ class _Builder:
         optimizer = effective_optimizer(settings, on_gpu=on_gpu)
         # In a step the others fill float32 copies a part at a time, when the activations' memory is free.
         masters = model_math.MASTER_BYTES[settings.master_weights] if half else 0
-        states = model_math.optimizer_bytes(trained.values(), optimizer)
+        whole = len(names) if self.traits.lora else 1
+        states = whole * model_math.optimizer_bytes(trained.values(), optimizer)
         if away:
             widths = [masters] * bool(masters) + [model_math.STATE_BYTES[optimizer] // 2] * 2
             size = model_math.pinned_bytes(trained.values(), [width for width in widths if width])
@@ -279,16 +306,26 @@ class _Builder:
                 add("master weights", masters * parameters, MASTERS[settings.master_weights])
             add("optimizer state", states, optimizer)
         step = model_math.step_bytes(
-            settings.master_weights, optimizer, half=half, narrow=narrow, offloaded=away, largest=largest_of(trained)
-        )
+            settings.master_weights, optimizer, half=half, narrow=narrow, offloaded=away,
+            largest=largest_of(trained) // (len(names) if sharded else 1),
+        )  # fmt: skip
         if on_gpu:
-            add("CUDA context", CONTEXT, estimate=True)
+            self.add(names, "trainer", "CUDA context", CONTEXT, estimate=True)
+        if sharded:
+            size, what = gathered_bytes(model, width, trains=not self.traits.lora)
+            self.add(names, "trainer", "gathered layers", size, what, estimate=True)
         self._activations(names, model, trained, step)
 
     def _activations(self, names: list[str], model: Model, trained: Shapes, step: int) -> None:
         """The larger of what a pass keeps and what the optimizer's step takes, which are never there together."""
         settings, on_gpu = self.settings, names != [HOST]
-        wanted = activations(model, settings, self.profile.vllm[0].max_model_len, trained, on_gpu=on_gpu)
+        longest, ranks, dimensions = self.profile.vllm[0].max_model_len, len(names), model.dimensions
+        largest = largest_of(trained)
+        if ranks > 1 and self.traits.shares_memory:
+            dimensions, largest = _part_of(dimensions, ranks), largest // ranks
+        elif ranks > 1:
+            largest = 0  # it is among what ranks gather
+        wanted = activations(model, settings, longest, trained, dimensions, largest, on_gpu=on_gpu, ranks=ranks)
         kept = wanted(checkpointed=settings.gradient_checkpointing == "on" or settings.activation_offload)
         note, logits = kept.formula, 0
         device = self.device(names[0])
@@ -296,7 +333,7 @@ class _Builder:
             # As the trainer decides it, which does not count on the compiler.
             room = device.total - device.wanted - wanted(checkpointed=False, compiled=False).total
             each = 4 if settings.head_dtype == "float32" else dtype_bytes(settings.dtype, model)
-            all_logits = kept.tokens * model.dimensions.vocab * each
+            all_logits = kept.tokens * dimensions.vocab * each
             if room < 0:
                 kept = wanted(checkpointed=True)
                 note = f"{kept.formula} (gradient checkpointing: more would not fit)"
@@ -306,20 +343,56 @@ class _Builder:
             note = "less than the optimizer's step takes, a part of the parameters at a time"
         self.add(names, "trainer", "activations", max(kept.total + logits, step), note, estimate=True)
         if kept.offloaded:
-            self.add([HOST], "trainer", "activations", kept.offloaded, "a hidden state for each layer", estimate=True)
+            away = kept.offloaded * len(names)
+            self.add([HOST], "trainer", "activations", away, "a hidden state for each layer", estimate=True)
+
+
+def _rows_are_masters(settings: TrainingConfig) -> bool:
+    """Whether the rows of a rank lie in float32, so that nothing is kept beside them (trainer_core/policy/sharding)."""
+    plain = settings.master_weights == "fp32" and settings.gradient_dtype == "float32"
+    return plain and not settings.optimizer_offload
+
+
+def _part_of(whole: Dimensions, ranks: int) -> Dimensions:
+    """What a rank computes of layers that are divided among `ranks`: its heads, its part of each MLP and of the
+    vocabulary, all of the hidden states."""
+    return replace(
+        whole, heads=whole.heads // ranks, kv_heads=max(1, whole.kv_heads // ranks), inner=whole.inner // ranks,
+        vocab=math.ceil(whole.vocab / ranks),
+    )  # fmt: skip
+
+
+def gathered_bytes(model: Model, width: int, *, trains: bool) -> tuple[int, str]:
+    """What a rank has for a moment of what all ranks share, and a formula: two layers, the one that computes and the
+    next, with embeddings and head; and of one of each the gradient, before and after it becomes float32."""
+    layers: Counter[str] = Counter()
+    for name, shape in model.shapes.items():
+        found = LAYER.search(name)
+        layers[found[1] if found else ""] += math.prod(shape)
+    beside = layers.pop("", 0)
+    layer = max(layers.values(), default=0)
+    size = width * (2 * layer + beside)
+    if trains:
+        size += width * (layer + beside) + 4 * max(layer, beside)
+    gradients = ", and gradients of both" if trains else ""
+    return size, f"two layers of {layer:,} parameters, {beside:,} beside the layers{gradients}"
 
 
 def activations(
-    model: Model, settings: TrainingConfig, longest: int | None, trained: Shapes, *, on_gpu: bool
-) -> Callable[..., model_math.Activations]:
+    model: Model, settings: TrainingConfig, longest: int | None, trained: Shapes, dimensions: Dimensions,
+    largest: int, *, on_gpu: bool, ranks: int,
+) -> Callable[..., model_math.Activations]:  # fmt: skip
     """What a pass of the trainer keeps, as a function of `checkpointed` and, unless the settings say it, `compiled`.
 
     Args:
         longest: the longest sequence that the engine makes, in tokens.
         trained: the trained tensors, those of adapters included.
+        dimensions: of what one rank computes.
+        largest: parameters of the largest gradient that a rank has whole; 0 where that is counted elsewhere.
+        ranks: of the trainer.
     """
-    tokens = tokens_per_pass(settings, longest)
-    width, dimensions = dtype_bytes(settings.dtype, model), model.dimensions
+    tokens = tokens_per_pass(settings, longest, ranks)
+    width = dtype_bytes(settings.dtype, model)
     large = settings.compile == "on" or (settings.compile == "auto" and model.parameters >= LARGE_MODEL)
     layers = [int(layer[1]) for name in trained if (layer := LAYER.search(name))]
     # A gradient goes down to the lowest layer that is trained, or to the embedding.
@@ -328,7 +401,7 @@ def activations(
 
     def kept(*, checkpointed: bool, compiled: bool = large and on_gpu) -> model_math.Activations:
         return model_math.activation_bytes(
-            dimensions, tokens, width=width, on_gpu=on_gpu, layers=reached, largest=largest_of(trained),
+            dimensions, tokens, width=width, on_gpu=on_gpu, layers=reached, largest=largest,
             compiled=compiled, checkpointed=checkpointed, offloaded=settings.activation_offload,
             adapted=inputs if settings.trains_adapters else None,
         )  # fmt: skip
@@ -383,18 +456,24 @@ def given_cache(device: Device, profile: Profile) -> str | None:
 
 
 def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list[str]:
-    """The five of the guides, as keys of the profile with their present values; first what is largest by request."""
+    """Those of the guides that concern this device, as keys of the profile with their present values; first what is
+    largest by request."""
     share = profile.vllm[0].gpu_memory_utilization or VLLM_FRACTION
     cache = given_cache(device, profile)
     share_text = f"lower vllm.gpu_memory_utilization (now {share:g})"
     # Rows are packed up to pack_tokens, where it is set, whatever the batch size.
     row = "pack_tokens" if settings.pack_tokens else "batch_size"
+    engines = {engine.name for engine in profile.engines}
+    has_engine = any(item.component in engines for item in device.items)
+    ranks = len(profile.trainer.gpus)
     return [
-        f"lower {profile.short_key(cache)}" if cache else share_text,
+        *([f"lower {profile.short_key(cache)}" if cache else share_text] if has_engine else []),
         f"lower trainer.{row} (now {getattr(settings, row)})",
         f"raise trainer.gradient_accumulation_steps as much (now {settings.gradient_accumulation_steps})",
         f"lower trainer.seq_len (now {settings.seq_len})",
-        f'set trainer.optimizer = "adafactor" (now {settings.optimizer})',
+        f"name more than {ranks} under trainer.gpus"
+        if ranks > 1
+        else f'set trainer.optimizer = "adafactor" (now {settings.optimizer})',
     ]
 
 
@@ -421,7 +500,7 @@ def as_data(budget: Budget) -> dict[str, Any]:
 def as_lines(budget: Budget) -> list[str]:
     """For `plan`."""
     lines = [f"memory ({'; '.join(budget.notes)})"]
-    for device in budget.devices:
+    for device in alike(budget.devices):
         missing = "(how much it has is not known)" if device.name == HOST else "(this machine has no such GPU)"
         known = f"of {size_text(device.total)}" if device.total is not None else missing
         more = " and more" if any(item.bytes is None for item in device.items) else ""
@@ -457,10 +536,10 @@ def working_memory(section: EngineSection, model: Model, width: int, total: int 
     return tokens * width * (4 * dimensions.hidden + inner) + sequences * dimensions.vocab * 8 + CONTEXT
 
 
-def tokens_per_pass(settings: TrainingConfig, longest: int | None) -> int:
-    """Upper bound of tokens in one pass of the trainer, given the longest sequence that the engine makes."""
+def tokens_per_pass(settings: TrainingConfig, longest: int | None, ranks: int = 1) -> int:
+    """Upper bound of tokens in one pass of a rank of the trainer, given the longest sequence that the engine makes."""
     sequence = min(settings.seq_len, longest or settings.seq_len)
-    return min(max(settings.tokens_per_pass, sequence), settings.sequences_per_step * sequence)
+    return min(max(settings.tokens_per_pass, sequence), math.ceil(settings.sequences_per_step / ranks) * sequence)
 
 
 def effective_optimizer(settings: TrainingConfig, *, on_gpu: bool) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,14 @@ from pydantic import ValidationError
 
 from atropos_common.bridge import ENV_SAMPLING, few_graph_sizes, server_rank
 from atropos_common.control import Role
-from atropos_common.run_dir import ENV_HOLD_GENERATION, ENV_REFILL, ENV_SEQUENCES, ENV_TRAINER_HOSTS, RunDir
+from atropos_common.run_dir import (
+    ENV_ENGINE_URLS,
+    ENV_HOLD_GENERATION,
+    ENV_REFILL,
+    ENV_SEQUENCES,
+    ENV_TRAINER_HOSTS,
+    RunDir,
+)
 from atropos_common.transfer import is_loopback, meeting_place
 from atropos_tui.profile.load import CACHE, cache_dir, shipped_profiles
 from atropos_tui.profile.redact import hide_tree
@@ -132,6 +140,7 @@ TRAITS: dict[Mode, ModeTraits] = {
         updates_weights=True,
     ),
     "lora_only": ModeTraits(
+        feeds_all=True,
         lora=True,
         holds_generation=True,
     ),
@@ -141,6 +150,7 @@ TRAITS: dict[Mode, ModeTraits] = {
         restarts_engine=True,
     ),
     "none": ModeTraits(
+        feeds_all=True,
         holds_generation=True,
         updates_weights=True,
     ),
@@ -153,7 +163,7 @@ def traits_of(profile: Profile) -> ModeTraits:
     traits = TRAITS[profile.mode]
     if not (traits.lora and profile.trainer.settings.get("single_copy")):
         return traits
-    return replace(traits, shares_memory=True, trainer_follows_engine=bool(profile.vllm[0].gpus))
+    return replace(traits, shares_memory=True, feeds_all=False, trainer_follows_engine=bool(profile.vllm[0].gpus))
 
 
 @dataclass(frozen=True)
@@ -207,7 +217,7 @@ def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
     Raises:
         ValueError: the settings contradict each other.
     """
-    profile, engine = site.profile, site.profile.vllm[0]
+    profile, engine = site.profile, site.profile.engines[0]
     derived: dict[str, Any] = {
         "model_name": site.model,
         "seed": profile.seed,
@@ -218,8 +228,9 @@ def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
         "benchmark": True,
         **MODE_SETTINGS[profile.mode],
     }
-    if site.traits.feeds_all:
-        derived["vllm_urls"] = [site.url(each.port) for each in fed_engines(profile)]
+    fed = fed_engines(profile)
+    if site.traits.other_gpus or len(fed) > 1:
+        derived["vllm_urls"] = [site.url(each.port) for each in fed]
     if site.traits.shares_memory:
         derived["vllm_config_path"] = str(site.run.manifest(engine.name))
     if engine.max_model_len is not None:
@@ -257,7 +268,7 @@ def stack_of(site: Site) -> StackSpec:
     stack = [
         *prepared,
         _api(site, profile.api, after),
-        *(_engine(site, section, after, settings) for section in profile.vllm),
+        *(_engine(site, section, after, settings) for section in profile.engines),
         *(_environment(site, section, after, settings) for section in profile.env),
         *(_extra(site, name, section) for name, section in profile.component.items()),
         _trainer(site, settings, after),
@@ -344,12 +355,12 @@ def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
 
 def is_fed(site: Site, section: EngineSection) -> bool:
     """Whether the trainer's weights reach this engine. Others serve what they were started with."""
-    return any(section is each for each in fed_engines(site.profile))
+    return section.name in {each.name for each in fed_engines(site.profile)}
 
 
 def fed_engines(profile: Profile) -> list[EngineSection]:
     """The first engine; in a mode that feeds all of them, each that serves the stack's model."""
-    first, *others = profile.vllm
+    first, *others = profile.engines
     return [first, *(each for each in others if traits_of(profile).feeds_all and each.model is None)]
 
 
@@ -414,7 +425,7 @@ def _fed_environment(site: Site, section: EngineSection, settings: TrainingConfi
         environment |= {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_SHM_NAME": _shm_name(site, section)}
     if site.traits.updates_weights:
         environment["ATROPOS_WEIGHT_UPDATES"] = "1"
-    if site.traits.feeds_all and not is_loopback(address := meeting_address(site, settings)):
+    if site.traits.other_gpus and not is_loopback(address := meeting_address(site, settings)):
         environment[ENV_TRAINER_HOSTS] = address
     if site.traits.holds_generation:
         environment[ENV_HOLD_GENERATION] = "1"
@@ -455,7 +466,8 @@ def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig
 
 
 def _environment(site: Site, section: EnvSection, after: list[str], settings: TrainingConfig) -> ComponentSpec:
-    engine = env_engine(site.profile, section)
+    engines = env_engines(site.profile, section)
+    urls = [f"{site.url(engine.port)}/v1" for engine in engines]
     flags: dict[str, Any] = {
         "slurm": False,
         "env.rollout_server_url": site.url(site.profile.api.port),
@@ -465,9 +477,9 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         # run-api counts drained batches, and the environment leaves when they exceed this; the trainer ends the run.
         "env.total_steps": 1_000_000_000,
         "env.inference_weight": section.weight,
-        "openai.base_url": f"{site.url(engine.port)}/v1",
+        "openai.base_url": urls[0],
         "openai.server_type": "vllm",
-        "openai.model_name": engine_model(site, engine),
+        "openai.model_name": engine_model(site, engines[0]),
         "openai.api_key": "local",
     }
     if (section.module or "").startswith("atropos_envs.") and section.module != HOST and not section.config:
@@ -487,7 +499,8 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         role=Role.ENV,
         command=command,
         env=_tracked(site, settings, section.name)
-        | ({ENV_SEQUENCES: str(sequences_in_flight(site, engine))} if derives_workers else {})
+        | {ENV_ENGINE_URLS: " ".join(urls)}
+        | ({ENV_SEQUENCES: str(sequences_in_flight(site, section))} if derives_workers else {})
         | ({} if section.refill else {ENV_REFILL: "0"}),
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stages=ENV_STAGES,
@@ -496,11 +509,12 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
     )
 
 
-def sequences_in_flight(site: Site, engine: EngineSection) -> int:
-    """How many completions each environment of `engine` may have under way: what the engine computes at a time. How
+def sequences_in_flight(site: Site, env: EnvSection) -> int:
+    """How many completions an environment may have under way: its share of what its engines compute at a time. How
     many it begins is for places in the queue, and for groups that come out flat (`atropos_envs/places.py`)."""
-    asking = sum(env_engine(site.profile, env) is engine for env in site.profile.env)
-    return engine.flag_number("max-num-seqs", MOST_SEQUENCES) // asking
+    asked = Counter(engine.name for each in site.profile.env for engine in env_engines(site.profile, each))
+    engines = env_engines(site.profile, env)
+    return sum(engine.flag_number("max-num-seqs", MOST_SEQUENCES) // asked[engine.name] for engine in engines)
 
 
 def _environment_program(section: EnvSection, site: Site) -> list[str]:
@@ -519,9 +533,10 @@ def _environment_program(section: EnvSection, site: Site) -> list[str]:
     return _module(target) if section.module else [PYTHON, target]
 
 
-def env_engine(profile: Profile, section: EnvSection) -> EngineSection:
-    """The engine that generates an environment's rollouts: the one that it names, else the first."""
-    return next((engine for engine in profile.vllm if engine.name == section.engine), profile.vllm[0])
+def env_engines(profile: Profile, section: EnvSection) -> list[EngineSection]:
+    """The engines that generate an environment's rollouts: those that it names, else all that the trainer feeds."""
+    named = [e for each in profile.vllm for e in each.engines if section.engine in (each.name, e.name)]
+    return named or fed_engines(profile)
 
 
 def config_file(text: str) -> Path:

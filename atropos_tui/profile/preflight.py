@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,14 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
             'name vllm.gpus and trainer.gpus, or set trainer.device = "cpu" with a vLLM for the CPU',
             key="trainer.gpus",
         )
+    for index, engine in enumerate(site.profile.vllm):
+        count, on_cpu = len(engine.engines), site.profile.trainer.settings.get("device") == "cpu"
+        if count > 1 and present and not engine.gpus and not on_cpu:
+            yield Problem(
+                f"{count} engines would all take GPU 0, since none is named",
+                f"name {count * engine.gpus_needed}, such as {list(range(count * engine.gpus_needed))}",
+                key=f"vllm.{index}.gpus",
+            )
     where = "this machine" if machine.is_here else "that machine"
     for key, gpus in wanted.items():
         missing = ", ".join(str(gpu) for gpu in sorted(set(gpus)) if gpu >= present)
@@ -326,16 +335,16 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
 
 def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
     """Devices that are too small for certain; what is only likely is a warning of `plan`."""
-    for device in memory.site_budget(site, inventory).devices:
-        if device.is_too_small:
-            found = nearest(site, inventory, most=1)
-            yield Problem(
-                f"{device.name}: {memory.size_text(device.certain)} are wanted before any activation, and "
-                f"{memory.size_text(device.total or 0)} are there",
-                f"set {found[0].text}" if found else "; ".join(memory.ways_out(device, site.profile, settings)),
-                key=memory.given_cache(device, site.profile)
-                or ("trainer.optimizer" if trainer_gpus(site.profile) else "model"),
-            )
+    small = [each for each in memory.alike(memory.site_budget(site, inventory).devices) if each.is_too_small]
+    found = nearest(site, inventory, most=1) if small else []
+    for device in small:
+        yield Problem(
+            f"{device.name}: {memory.size_text(device.certain)} are wanted before any activation, and "
+            f"{memory.size_text(device.total or 0)} are there",
+            f"set {found[0].text}" if found else "; ".join(memory.ways_out(device, site.profile, settings)),
+            key=memory.given_cache(device, site.profile)
+            or ("trainer.optimizer" if trainer_gpus(site.profile) else "model"),
+        )
 
 
 @dataclass
@@ -375,19 +384,23 @@ def _separate_ports(profiles: Mapping[str, Profile], changes: Changes, is_free: 
     holder: dict[int, str] = {}
     for name, profile in profiles.items():
         own = profile.used_ports()
-        for key, port in own:
-            if port not in holder:
+        for key, ports_of in groupby(own, lambda one: one[0]):
+            block = [port for _, port in ports_of]
+            port = next((port for port in block if port in holder), None)
+            if port is None:
                 continue
             if fixed := _own_commands(profile):
                 reason = f"port {port} of {name} is also used by {holder[port]}, and {', '.join(fixed)} may name it"
                 fix = f"move both: --set {name}:{key}=PORT and the command in a profile of its own; or add --sequential"
                 changes.problems.append(Problem(reason, fix, key=key))
                 continue
-            free = next((p for p in range(port + 1, 65536) if p not in given and is_free(p)), None)
-            if free is None:
+            blocks = (range(first, first + len(block)) for first in range(port + 1, 65537 - len(block)))
+            found = next((b for b in blocks if not given & {*b} and all(map(is_free, b))), None)
+            if found is None:
                 changes.problems.append(Problem(f"no port above {port} is free", "add --sequential", key=key))
                 continue
-            given.add(free)
+            given.update(found)
+            free = found[0]
             changes.sets[name].append(f"{key}={free}")
             changes.lines.append(f"{name}: {key} is {free}, since {holder[port]} has {port}")
         holder |= {port: name for _, port in own if port not in holder}
@@ -419,7 +432,7 @@ def _taken_gpus(profile: Profile, count: int) -> list[int]:
     named = {gpu for engine in profile.vllm for gpu in engine.gpus} | set(trainer_gpus(profile))
     if named or not count or profile.trainer.settings.get("device") == "cpu":
         return sorted(named)
-    return list(range(max(engine.tensor_parallel for engine in profile.vllm)))
+    return list(range(max(engine.gpus_needed for engine in profile.vllm)))
 
 
 def _gpu_sets(profile: Profile, moved: Mapping[int, int]) -> Iterator[str]:

@@ -244,16 +244,18 @@ class EnvSection(ComponentOptions):
 
 
 class EngineSection(ComponentOptions):
-    """A vLLM server."""
+    """A vLLM server, or several that are alike."""
 
     name: Name = "vllm"
-    """Its name in logs, commands and `depends_on`."""
+    """Its name in logs, commands and `depends_on`; of several NAME-0, NAME-1 and so on."""
     port: Port = 9001
-    """Port on this machine."""
+    """Port on this machine; of several the first one's, and the next ones' follow."""
     gpus: list[GpuIndex] = Field(default_factory=list)
-    """GPUs by index; empty: what the process sees by itself."""
+    """GPUs by index; empty: what the process sees by itself. More than one engine takes make several engines."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs that share one model."""
+    replicas: int | None = Field(None, ge=1, le=64)
+    """Servers of this kind, each with GPUs of its own; default: as many as `gpus` are enough for."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Share of the GPU's memory for weights and KV cache; default: vLLM's."""
     max_model_len: int | None = Field(None, ge=1)
@@ -292,8 +294,25 @@ class EngineSection(ComponentOptions):
 
     @property
     def gpus_needed(self) -> int:
-        """GPUs that the engine takes: every copy of its weights."""
+        """GPUs that one engine takes: every copy of its weights."""
         return self.gpus_per_copy * self.flag_number("data-parallel-size", 1)
+
+    @property
+    def engines(self) -> list[EngineSection]:
+        """The servers that this section stands for, each as a section of its own."""
+        count = self.replicas or max(1, len(self.gpus) // self.gpus_needed)
+        if count == 1:
+            return [self]
+        each = len(self.gpus) // count
+        return [
+            self.model_copy(
+                update={
+                    "name": f"{self.name}-{index}", "port": self.port + index, "replicas": None,
+                    "gpus": self.gpus[index * each :][:each],
+                }
+            )
+            for index in range(count)
+        ]  # fmt: skip
 
 
 MOST_RANKS = 64
@@ -385,6 +404,8 @@ class Profile(Section):
     """A directory or a hub id; one place, handed to every component."""
     seed: int = Field(0, ge=0, le=2**32 - 1)
     """Seed of every random generator."""
+    inference_gpus: int | None = Field(None, ge=1)
+    """The machine's first so many GPUs are the engines', and all others the trainer's, in the place of `gpus` there."""
     api: ApiSection = ApiSection()
     """run-api, which hands rollouts from the environments to the trainer."""
     env: Annotated[list[EnvSection], BeforeValidator(_as_list)] = Field(min_length=1)
@@ -410,11 +431,16 @@ class Profile(Section):
         """Which file each key comes from."""
         return self._origins
 
+    @property
+    def engines(self) -> list[EngineSection]:
+        """Every server, each as a section of its own."""
+        return [engine for section in self.vllm for engine in section.engines]
+
     def used_ports(self) -> list[tuple[str, int]]:
         """Every port of the profile with its key."""
         return [
             ("api.port", self.api.port),
-            *((f"vllm.{index}.port", engine.port) for index, engine in enumerate(self.vllm)),
+            *((f"vllm.{i}.port", engine.port) for i, section in enumerate(self.vllm) for engine in section.engines),
             *((f"component.{name}.port", part.port) for name, part in self.component.items() if part.port),
         ]
 
@@ -426,7 +452,8 @@ class Profile(Section):
         """The key of the section that describes a component: `env.0`, `component.x`, `trainer`."""
         for key in SECTION_LISTS:
             for index, part in enumerate(getattr(self, key)):
-                if part.name == component:
+                names = [engine.name for engine in part.engines] if key == "vllm" else [part.name]
+                if component in names:
                     return f"{key}.{index}"
         return f"component.{component}" if component in self.component else component
 

@@ -101,7 +101,7 @@ def test_a_probe_of_prompts_that_are_prefilled_in_parts(server: Server, referenc
     prompts = [[2 + i * (7 + n) % 12 for i in range(PREFILLED_AT_ONCE + 60)] for n in range(2)]
     rollouts = [SimpleNamespace(tokens=torch.tensor(prompt), prompt_length=len(prompt)) for prompt in prompts]
     asker = ServerClient(server.url, TOKEN)
-    prober = LogprobProbe(asker, TrainingConfig(model_name="m", probe_prompts=2, max_model_len=256))
+    prober = LogprobProbe([asker], TrainingConfig(model_name="m", probe_prompts=2, max_model_len=256))
     prober.learn(SimpleNamespace(rollouts=rollouts))  # type: ignore[arg-type]
     for step in (1, 2):
         prober.start(step, asker.info().weight_version)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import pytest
 from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
 from atropos_common.records import EnvCountsRecord, TimingRecord
+from atropos_common.run_dir import ENV_ENGINE_URLS
 from atropos_tui.diagnoses.flow import FlowWatch, parse_look
 from atropos_tui.diagnoses.flow_rules import explain
 from atropos_tui.diagnoses.stall_rules import FLAT, Flow, Part, RunSnapshot, no_batches
@@ -145,6 +146,31 @@ def test_waiting_and_idleness_are_measured_over_the_newest_seconds() -> None:
     assert found.waiting == pytest.approx(9 / 12)
     assert explain({"env": found}, ())["env"].rule == "environment_bound"
     assert watch.view(PARTS, BEGAN + 7)["env"].seconds is None, "too early to say"
+
+
+def test_of_several_engines_what_they_do_together() -> None:
+    stack = STACK.model_copy(
+        update={
+            "components": [
+                component(Role.ENGINE, "a", port=2),
+                component(Role.ENGINE, "b", port=3),
+                component(Role.ENV, env={ENV_ENGINE_URLS: "http://127.0.0.1:2/v1 http://127.0.0.1:3/v1"}),
+                component(Role.TRAINER),
+            ]
+        }
+    )
+    parts = [replace(part(Role.ENGINE, BEGAN), name=name) for name in "ab"] + PARTS[2:]
+    watch, env = FlowWatch(stack), parts[2]
+    watch.registered(env, BEGAN)
+    for second in range(21):
+        watch.ask(
+            parts, BEGAN + second,
+            lambda url, at=second: page(0.0, at, 2.0, at * 30.0) if ":3/" in url else page(at * 0.5, 0, 1.0, 0.0),
+        )  # fmt: skip
+    found = watch.view(parts, BEGAN + 20)["env"]
+    assert found.engine == "a and b" and found.slots == 32.0 and found.running == 3.0
+    assert found.idle == pytest.approx(0.25) and found.tokens_per_s == pytest.approx(30.0)
+    assert found.asked_s is not None, "one of them was asked"
 
 
 def test_an_engine_that_nobody_asks_makes_a_silent_environment_and_no_bottleneck() -> None:

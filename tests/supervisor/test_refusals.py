@@ -12,6 +12,7 @@ import pytest
 
 from atropos_common.control import Role, State
 from atropos_common.records import DiagnosisRecord
+from atropos_common.run_dir import ENV_ENGINE_URLS
 from atropos_tui.diagnoses import engine as diagnoses_engine
 from atropos_tui.diagnoses import stall_rules
 from atropos_tui.diagnoses.model import Diagnosis
@@ -128,8 +129,10 @@ def test_of_several_environments_those_that_hear_of_it_else_all() -> None:
 def test_whom_an_environment_asks() -> None:
     own = part("own", python(SLEEP), role=Role.ENV)
     asked = asked_engines([engine(), engine("judge", 90010), environment("c", 90010), own])
-    assert asked == {"c": "judge", "own": "vllm"}
+    assert asked == {"c": ("judge",), "own": ("vllm",)}
     assert asked_engines([own]) == {}
+    told = part("told", python(SLEEP), role=Role.ENV, env={ENV_ENGINE_URLS: "http://h:9001/v1 http://h:90010/v1"})
+    assert asked_engines([engine(), engine("judge", 90010), told]) == {"told": ("vllm", "judge")}
 
 
 def test_no_batches_gives_way_but_not_to_what_is_more_certain() -> None:

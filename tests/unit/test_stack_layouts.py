@@ -27,16 +27,23 @@ QWEN3_1_7B: dict[str, Any] = {
     "tie_word_embeddings": True, "max_position_embeddings": 40_960,
 }  # fmt: skip
 
-TENSOR_PARALLEL = ("vllm.tensor_parallel", "a tensor-parallel engine")
-REFUSED = {
-    "single-copy-tp2": (
-        'extends = "gsm8k"\n[vllm]\ngpus = [0, 1]\ntensor_parallel = 2\n[trainer]\ngpus = [0, 1]\n',
-        [TENSOR_PARALLEL],
-    ),
-}
-"""Layouts of the guides that this version does not run, and every reason that it gives."""
-RUNS = {"broadcast", "tp2", "nodes", "lora", "lora-restart", "none"}
-"""Layouts that this version runs."""
+QWEN25_14B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 5120, "intermediate_size": 13_824, "num_hidden_layers": 48,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152_064, "max_position_embeddings": 32_768,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN25_32B = QWEN25_14B | {"num_hidden_layers": 64, "intermediate_size": 27_648}
+QWEN25_72B = QWEN25_14B | {
+    "hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 29_568, "num_attention_heads": 64,
+}  # fmt: skip
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "broadcast": ("2xH100", QWEN3_1_7B), "none": ("2xH100", QWEN3_1_7B), "lora": ("2xH100", QWEN3_1_7B),
+    "lora-restart": ("1xH100", QWEN3_1_7B), "nodes": ("4xH100", QWEN3_1_7B), "tp2": ("3xH100", QWEN25_14B),
+    "single-copy-tp2": ("2xH100", QWEN25_14B), "32b": ("8xH100", QWEN25_32B), "72b": ("8xH200", QWEN25_72B),
+    "72b-lora": ("8xH100", QWEN25_72B),
+}  # fmt: skip
+"""Of each environment, with the machine that the profile is for and the model that it names."""
+RUNS = set(LAYOUTS)
 ON_CPU = {"demo", "demo-lora"}
 PLANNED = (
     ON_CPU
@@ -51,18 +58,59 @@ def test_every_shipped_profile_is_in_these_tables() -> None:
     assert set(shipped_profiles()) == PLANNED
 
 
-@pytest.mark.parametrize("layout", sorted(REFUSED))
-def test_a_layout_that_does_not_run_is_refused_with_its_reasons(
-    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", sorted({f"{env}-{x}" for env in ("gsm8k", "math-zero") for x in LAYOUTS}))
+def test_each_layout_fits_the_machine_that_it_is_for(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, reasons = REFUSED[layout]
-    path = tmp_path / f"{layout}.toml"
-    path.write_text(text)
-    assert run(["plan", str(path)]) == 2
+    machine, config = LAYOUTS[name.removeprefix("gsm8k-").removeprefix("math-zero-")]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = run(["plan", name, "--set", f"model={tmp_path}", "--gpus", machine, "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert code == 0 and data["problems"] == [] and data["advice"] == []
+    gpus = [device for device in data["budget"]["devices"] if device["name"] != "host"]
+    assert len(gpus) == int(machine.partition("x")[0]) and all(gpu["wanted"] <= gpu["total"] for gpu in gpus)
+    parts = data["budget"]["by_component"]
+    profile, _ = load_profile(name)
+    assert set(parts) == {"trainer", *(engine.name for engine in profile.engines)}
+    for gpu in gpus:
+        assert gpu["wanted"] == sum(sizes.get(gpu["name"], 0) for sizes in parts.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "said"),
+    [
+        ("gsm8k-72b", "8xH100", "The trainer alone takes, of GPUs such as H100: 12 as it is\n"),
+        ("gsm8k-72b", "8xH100", "GPUs 2-7 each: 90.6 GiB are wanted before any activation, and 79.6 GiB are there"),
+        ("gsm8k-72b-lora", "8xL4", "The trainer alone takes, of GPUs such as L4: 51 as it is\n"),
+        (
+            "gsm8k-72b --set trainer.optimizer=adamw --set trainer.master_weights=fp32 --set trainer.memory=speed",
+            "8xH100",
+            "of GPUs such as H100: 24 as it is, 12 with trainer.gradient_checkpointing",
+        ),
+        ("gsm8k-32b", "4xH200", "GPU 4, 5, 6, 7 does not exist: that machine has GPUs 0-3"),
+    ],
+)
+def test_a_layout_that_does_not_run_is_refused_with_its_reasons(
+    name: str, machine: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *sets = name.split()
+    (tmp_path / "config.json").write_text(json.dumps(LAYOUTS[name.removeprefix("gsm8k-")][1]))
+    assert run(["plan", name, *sets, "--set", f"model={tmp_path}", "--gpus", machine]) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.count("    fix: ") == len(reasons)
-    for key, reason in reasons:
-        assert f"{path}: {key}: " in shown.err and reason in shown.err
+    assert said in shown.out + shown.err, shown.out + shown.err
+
+
+def test_of_a_layout_that_is_too_small_the_nearest_that_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The guides' own for 72B: four GPUs for vLLM, two for the trainer. Two more are idle."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN25_72B))
+    layout = ["vllm.gpus=[0,1,2,3]", "vllm.tensor_parallel=4", "trainer.gpus=[4,5]", f"model={tmp_path}"]
+    sets = [word for each in layout for word in ("--set", each)]
+    assert run(["plan", "gsm8k-broadcast", *sets, "--gpus", "8xH200"]) == 2
+    shown = capsys.readouterr().out
+    assert "GPUs 4-5 each lack " in shown and "# on 4 GPUs; " in shown
+    assert "gpus = [4, 5, 6, 7]\n" in shown and "optimizer_offload = true" in shown
 
 
 @pytest.mark.parametrize("name", sorted(PLANNED))
@@ -100,9 +148,9 @@ def test_a_layout_says_only_what_differs(name: str) -> None:
     parent, _ = load_profile(base)
     assert profile.env == parent.env and profile.api == parent.api
     engine = profile.vllm[0]
-    assert len(engine.gpus) == engine.tensor_parallel
+    assert len(engine.gpus) == engine.tensor_parallel * (3 if name.endswith("nodes") else 1)
     shared = set(engine.gpus) & set(profile.trainer.gpus)
-    assert bool(shared) == (name == f"{base}-lora-restart")
+    assert bool(shared) == name.endswith(("-lora-restart", "-single-copy-tp2"))
 
 
 def test_the_layouts_of_the_guides_that_run_are_all_there() -> None:
@@ -115,6 +163,7 @@ def test_the_layouts_of_the_guides_that_run_are_all_there() -> None:
             for p in [load_profile(name)[0]]
         }
         assert placed["tp2"] == ([0, 1], 2, [2])
+        assert placed["single-copy-tp2"] == ([0, 1], 2, [0, 1])
         assert placed["broadcast"] == placed["lora"] == ([0], 1, [1])
         assert placed["lora-restart"] == ([0], 1, [0])
         modes = {load_profile(name)[0].mode for name in EXTENDING if name.startswith(base)}

@@ -45,9 +45,9 @@ class Engine:
     def answer(self, number: int) -> None: ...
 
 
-def _prober(engine: Engine) -> LogprobProbe:
+def _prober(*engines: Engine) -> LogprobProbe:
     config = TrainingConfig(model_name="m", probe_prompts=len(PROMPTS), max_model_len=64)
-    prober = LogprobProbe(engine, config)  # type: ignore[arg-type]
+    prober = LogprobProbe(engines, config)  # type: ignore[arg-type]
     rollouts = [SimpleNamespace(tokens=torch.tensor(prompt), prompt_length=len(prompt)) for prompt in PROMPTS]
     prober.learn(SimpleNamespace(rollouts=rollouts))  # type: ignore[arg-type]
     return prober
@@ -83,6 +83,24 @@ def test_none_is_under_way_when_the_publish_comes(capsys: pytest.CaptureFixture[
     assert prober.finish(torch.nn.Identity()) is None
     assert engine.under_way == 0 and engine.begun == ALL
     assert "no probe of this step: refused" in capsys.readouterr().out
+    prober.close()
+
+
+def test_of_several_servers_each_has_its_turn() -> None:
+    """One that has other weights than it says would else never be found."""
+    engines = [Engine(), Engine(), Engine()]
+    prober = _prober(*engines)
+    prober.config = prober.config.model_copy(update={"probe_interval": 2})
+    for number, engine in enumerate(engines):
+        engine.base_url = f"http://{number}"  # type: ignore[attr-defined]
+    for step in range(1, 9):
+        prober.start(step, 0)
+        if prober._running is not None:
+            prober._running.result(timeout=20)
+            prober._running = None
+    assert [engine.begun for engine in engines] == [2 * ALL, ALL, ALL]
+    assert [prober.asked_at(step)[-1] for step in (1, 3, 5, 7)] == ["0", "1", "2", "0"]
+    assert _prober(engines[0]).asked_at(1) == ""
     prober.close()
 
 

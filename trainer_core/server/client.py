@@ -185,14 +185,14 @@ class IdleMeter:
         self._before: tuple[float, list[tuple[str, float] | None]] = (0.0, [])
 
     def measure(self) -> float | None:
-        """The idle share of the time since the last call, from 0 to 1, as a mean over the servers; null at the first
-        call, and where a server does not tell or began anew."""
+        """The idle share of the time since the last call, from 0 to 1, as a mean over the servers that tell; null at
+        the first call, and where none tells or each began anew."""
         at, idle = time.monotonic(), [self._look(server) for server in self._servers]
         (before_at, before), self._before = self._before, (at, idle)
         grown = [
             now[1] - then[1] for now, then in zip(idle, before, strict=False) if now and then and now[0] == then[0]
         ]
-        if not grown or len(grown) < len(idle) or at <= before_at:
+        if not grown or at <= before_at:
             return None
         return min(1.0, sum(grown) / len(grown) / (at - before_at))
 

@@ -1,0 +1,191 @@
+"""Several engines in one line: what a profile says, and what is planned, checked and divided of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atropos_common.run_dir import ENV_ENGINE_URLS
+from atropos_tui.cli.main import run
+from atropos_tui.errors import Problem
+from atropos_tui.profile import memory
+from atropos_tui.profile.checks import check_notes, check_profile
+from atropos_tui.profile.gpu_split import split_gpus
+from atropos_tui.profile.hardware import Gpu, Hardware, named_machine
+from atropos_tui.profile.plan import build_stack, env_engines, make_site, sequences_in_flight, training_config
+from atropos_tui.profile.preflight import separate, unfit
+from atropos_tui.profile.sections import Profile, parse_profile
+from atropos_tui.profile.spec import ComponentSpec
+
+RUN_DIR = Path("/runs/r")
+CPU = {"device": "cpu", "batch_size": 16}
+
+
+def profile(vllm: Any, **changes: Any) -> Profile:
+    data: dict[str, Any] = {
+        "name": "p", "mode": "broadcast", "model": "/models/m", "vllm": vllm, "trainer": CPU,
+        "env": {"module": "atropos_envs.arithmetic_server", "args": {"env.group_size": 8}},
+    }  # fmt: skip
+    return parse_profile(data | changes, "p.toml")
+
+
+def parts(chosen: Profile) -> dict[str, ComponentSpec]:
+    return {part.name: part for part in build_stack(chosen, RUN_DIR, run_id="r").components}
+
+
+def problems(chosen: Profile) -> list[tuple[str, str]]:
+    return [(problem.key, problem.reason) for problem in check_profile(make_site(chosen, RUN_DIR, run_id="r"))]
+
+
+def flag(part: ComponentSpec, name: str) -> str:
+    return part.command[part.command.index(f"--{name}") + 1]
+
+
+@pytest.mark.parametrize(
+    ("vllm", "gpus"),
+    [
+        ({"replicas": 3}, [[], [], []]),
+        ({"gpus": [0, 1, 2]}, [[0], [1], [2]]),
+        ({"gpus": [4, 5, 6, 7], "tensor_parallel": 2}, [[4, 5], [6, 7]]),
+        ({"gpus": [0, 1, 2, 3], "args": {"pipeline-parallel-size": 2}, "replicas": 2}, [[0, 1], [2, 3]]),
+    ],
+)
+def test_engines_are_components_of_their_own(vllm: dict[str, Any], gpus: list[list[int]]) -> None:
+    trainer = CPU if not gpus[0] else {"gpus": [9], "batch_size": 16}
+    chosen = profile(vllm | {"port": 9100}, trainer=trainer)
+    assert problems(chosen) == []
+    planned = parts(chosen)
+    engines = [part for part in planned.values() if part.role == "engine"]
+    assert [part.name for part in engines] == [f"vllm-{i}" for i in range(len(gpus))]
+    assert [part.port for part in engines] == [9100 + i for i in range(len(gpus))]
+    assert [part.gpus for part in engines] == gpus
+    assert [flag(part, "port") for part in engines] == [str(part.port) for part in engines]
+    assert len({part.env["LOGDIR"] for part in engines}) == len(gpus), "a folder each"
+    assert {part.env["ATROPOS_HOLD_GENERATION"] for part in engines} == {"1"}
+    urls = [f"http://127.0.0.1:{part.port}" for part in engines]
+    assert training_config(make_site(chosen, RUN_DIR, run_id="r")).vllm_urls == urls
+    assert planned["env"].env[ENV_ENGINE_URLS].split() == [f"{url}/v1" for url in urls]
+
+
+def test_one_engine_keeps_its_name() -> None:
+    for vllm in ({}, {"replicas": 1}, {"gpus": [0]}, {"gpus": [0, 1], "tensor_parallel": 2}):
+        trainer = {"gpus": [7], "batch_size": 16} if vllm.get("gpus") else CPU
+        assert "vllm" in parts(profile(vllm, trainer=trainer))
+
+
+@pytest.mark.parametrize(("mode", "urls"), [("none", 2), ("lora_only", 2), ("broadcast", 2)])
+def test_modes_that_feed_all_feed_each(mode: str, urls: int) -> None:
+    chosen = profile({"replicas": 2}, mode=mode)
+    assert problems(chosen) == []
+    site = make_site(chosen, RUN_DIR, run_id="r")
+    assert len(training_config(site).vllm_urls or []) == urls
+    engines = [part for part in parts(chosen).values() if part.role == "engine"]
+    assert all("ATROPOS_HOLD_GENERATION" in part.env for part in engines)
+    assert all(("--enable-lora" in part.command) == (mode == "lora_only") for part in engines)
+
+
+@pytest.mark.parametrize(
+    ("mode", "vllm", "more", "key", "reason"),
+    [
+        ("shared_vllm", {"replicas": 2}, {}, "vllm.0.replicas", "feeds one in this mode"),
+        ("lora_restart", {"replicas": 2}, {}, "vllm.0.replicas", "feeds one in this mode"),
+        ("lora_only", {"replicas": 2}, {"single_copy": True}, "vllm.0.replicas", "feeds one in this mode"),
+        ("none", {"gpus": [0, 1, 2], "tensor_parallel": 2}, {}, "vllm.0.gpus", "3 GPUs for an engine that takes 2"),
+        ("none", {"gpus": [0, 1, 2], "replicas": 2}, {}, "vllm.0.gpus", "3 GPUs for 2 engines that take 2"),
+        ("broadcast", {"replicas": 2, "port": 7999}, {}, "vllm.0.port", "port 8000 is also api.port"),
+        ("broadcast", {"replicas": 2}, {"num_inference_nodes": 3}, "trainer.num_inference_nodes", "feeds 2 of"),
+    ],
+)
+def test_what_does_not_go_together(mode: str, vllm: Any, more: Any, key: str, reason: str) -> None:
+    found = problems(profile(vllm, mode=mode, trainer=CPU | more))
+    assert [one for one in found if one[0] == key and reason in one[1]], found
+
+
+def test_an_environment_asks_all_that_are_trained_or_those_that_it_names() -> None:
+    judge = {"name": "judge", "port": 9500, "model": "/judge"}
+    chosen = profile(
+        [{"replicas": 2}, {"name": "more", "port": 9300}, judge],
+        env=[
+            {"name": name, "module": "json", "args": {"env.group_size": 8}} | ({"engine": engine} if engine else {})
+            for name, engine in (("all", None), ("kind", "vllm"), ("one", "vllm-1"))
+        ],
+    )
+    assert problems(chosen) == []
+    asked = {env.name: [engine.name for engine in env_engines(chosen, env)] for env in chosen.env}
+    assert asked == {"all": ["vllm-0", "vllm-1", "more"], "kind": ["vllm-0", "vllm-1"], "one": ["vllm-1"]}
+    site = make_site(chosen, RUN_DIR, run_id="r")
+    assert sequences_in_flight(site, chosen.env[0]) == 1024 // 2 + 1024 // 3 + 1024
+    (idle,) = [note for note in check_notes(make_site(
+        profile({"replicas": 2}, env={"module": "json", "engine": "vllm-1", "args": {"env.group_size": 8}}),
+        RUN_DIR, run_id="r")) if "WARNING no environment asks" in note]  # fmt: skip
+    assert "asks vllm-0:" in idle
+    wrong = profile([{"replicas": 2}, judge], env={"module": "json", "engine": "judge", "args": {}})
+    assert [key for key, _ in problems(wrong)] == ["env.0.engine"]
+
+
+def test_a_command_of_the_users_own_is_told_by_a_variable() -> None:
+    chosen = profile({"replicas": 2, "port": 9100}, env={"command": ["mine"]})
+    assert parts(chosen)["env"].env[ENV_ENGINE_URLS] == "http://127.0.0.1:9100/v1 http://127.0.0.1:9101/v1"
+
+
+def test_several_engines_on_a_gpu_machine_need_gpus_by_name() -> None:
+    chosen = profile({"replicas": 2}, mode="none", trainer={"batch_size": 16})
+    site = make_site(chosen, RUN_DIR, run_id="r")
+    found = unfit(site, memory.take_inventory(site, named_machine("4xH100")))
+    assert [(p.key, p.fix) for p in found] == [("vllm.0.gpus", "name 2, such as [0, 1]")]
+    on_cpu = make_site(profile({"replicas": 2}), RUN_DIR, run_id="r")
+    assert unfit(on_cpu, memory.take_inventory(on_cpu, Hardware((), 64 * 1024**3))) == []
+
+
+def test_a_stack_beside_another_moves_all_ports_of_its_engines() -> None:
+    one = profile({"replicas": 3, "port": 9100}, api={"port": 8000})
+    changes = separate({"a": one, "b": one}, 0, is_free=lambda port: port != 9104)
+    assert changes.problems == []
+    assert changes.sets["b"] == ["api.port=8001", "vllm.0.port=9105"], "9103 to 9105 are not all free"
+
+
+# inference_gpus
+
+
+def test_inference_gpus_divide_the_machine() -> None:
+    chosen = profile({"tensor_parallel": 2}, trainer={"batch_size": 16}, inference_gpus=6)
+    found = split_gpus(chosen, named_machine("8xH100"))
+    assert isinstance(found, Profile)
+    assert [engine.gpus for engine in found.engines] == [[0, 1], [2, 3], [4, 5]]
+    assert (found.trainer.gpus, found.inference_gpus) == ([6, 7], None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "reason", "fix"),
+    [
+        ({"inference_gpus": 5}, "8xH100", "5 of 8 GPUs cannot be those of engines that take 2 each", "2, 4, 6"),
+        ({"inference_gpus": 8}, "8xH100", "and leave the trainer one", "2, 4, 6"),
+        ({"inference_gpus": 2}, "1xH100", "2 of 1", "more GPUs"),
+        ({"inference_gpus": 2}, None, "no NVIDIA GPU", "vllm.replicas"),
+        ({"inference_gpus": 2, "mode": "shared_vllm"}, "8xH100", "same GPUs in this mode", "broadcast"),
+        ({"inference_gpus": 2, "trainer": {"gpus": [7]}}, "8xH100", "so do trainer.gpus", "leave"),
+    ],
+)
+def test_what_cannot_be_divided(changes: Any, machine: str | None, reason: str, fix: str) -> None:
+    chosen = profile({"tensor_parallel": 2}, **{"trainer": {"batch_size": 16}} | changes)
+    found = split_gpus(chosen, named_machine(machine) if machine else Hardware((), 64 * 1024**3))
+    assert isinstance(found, Problem) and reason in found.reason and fix in found.fix
+
+
+def test_plan_divides_the_named_machine_and_up_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text(
+        'name = "p"\nmode = "broadcast"\nmodel = "/models/none"\ninference_gpus = 3\n'
+        '[env]\nmodule = "json"\n[trainer]\nbatch_size = 16\n'
+    )
+    assert run(["plan", str(path), "--gpus", "4xH100"]) == 0
+    shown = capsys.readouterr().out
+    assert "inference_gpus = 3: 3 x engine on [0, 1, 2], the trainer on [3]" in shown
+    assert "\nvllm-2 (engine)\n" in shown and "CUDA_VISIBLE_DEVICES=3" in shown
+    monkeypatch.setattr(memory, "read_machine", lambda: Hardware((Gpu("H100", 80 * 1024**3),) * 2, 64 * 1024**3))
+    assert run(["validate", str(path)]) == 2
+    assert "inference_gpus: 3 of 2 GPUs" in capsys.readouterr().err
