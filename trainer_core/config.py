@@ -515,6 +515,16 @@ def contradictions(config: TrainingConfig) -> list[str]:
     return problems
 
 
+def sharding_contradictions(config: TrainingConfig, ranks: int) -> list[str]:
+    """Settings that cannot be, with the model spread over so many ranks."""
+    if ranks > 1 and config.optimizer == "adafactor" and not config.trains_adapters:
+        return [
+            f"--optimizer adafactor keeps means over the rows and columns of whole matrices, and each of {ranks} ranks "
+            "has some rows alone: take adamw_8bit or adamw, whose state is spread over the ranks"
+        ]
+    return []
+
+
 def _rollout_contradictions(config: TrainingConfig) -> list[str]:
     """Of how old rollouts may be, and where they come from."""
     problems = []
@@ -637,18 +647,6 @@ def _objective_contradictions(config: TrainingConfig) -> list[str]:
     if config.master_weights == "stochastic" and config.dtype == "float16":
         problems.append("--master-weights stochastic needs --dtype bfloat16; for float16 take fp32 or kahan")
     return problems
-
-
-def why_not_in_parts(config: TrainingConfig) -> tuple[str, str] | None:
-    """Why a single copy cannot be cut over the ranks of a tensor-parallel server, and the way out; null when it can."""
-    if config.trains_adapters:
-        return "adapters are trained over a base that is whole, and each rank has a part of it", "leave single_copy out"
-    if config.optimizer == "adafactor":
-        return (
-            "adafactor keeps means over rows and columns, and each rank has a part of them",
-            "take adamw_8bit or adamw",
-        )
-    return None
 
 
 def validate(values: dict[str, Any]) -> tuple[TrainingConfig | None, list[str]]:

@@ -7,12 +7,18 @@ Two processes start once (`sharded_ranks.py`) and run all cases, each beside the
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.ranks import run_ranks
 from tests.unit.sharded_ranks import CASES, RESUMED
+from trainer_core.config import TrainingConfig, sharding_contradictions
+from trainer_core.errors import UsageError
+from trainer_core.policy.sharding import load_for
+from trainer_core.world import World
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -59,3 +65,19 @@ def test_another_number_of_ranks_goes_on_the_same(found: dict[str, Any], case: s
 def test_what_one_rank_cannot_write_is_written_by_none(found: dict[str, Any]) -> None:
     """Its error is that of all, and nothing is left; a disk that is full for one is waited for by all."""
     assert found.get("broken disk") == {}
+
+
+def test_what_cannot_be_spread_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    from benchmarks.model_zoo import ZOO
+
+    config = TrainingConfig(model_name="m", optimizer="adafactor")
+    (said,) = sharding_contradictions(config, 2)
+    assert "--optimizer adafactor" in said and "adamw_8bit" in said
+    assert sharding_contradictions(config, 1) == []
+    adapters = TrainingConfig(model_name="m", optimizer="adafactor", weight_bridge_mode="lora_only")
+    assert sharding_contradictions(adapters, 2) == []  # every rank has them whole
+    ZOO["Qwen3-Next"].build().save_pretrained(tmp_path)
+    world = World()
+    world.size = 2
+    with pytest.raises(UsageError, match="carry a state from token to token"):
+        load_for(world, tmp_path, torch.float32, torch.device("cpu"))

@@ -30,3 +30,11 @@ def test_copies_of_a_weight_stay_equal_bit_for_bit(answers: list[Any]) -> None:
     for rank in answers:
         found = rank["copies"]
         assert found["after"] == 0 and found["before"] > 0 and found["moved"] > 1e-3, found
+
+
+def test_a_checkpoint_in_parts_is_a_model_and_goes_on_in_as_many(answers: list[Any]) -> None:
+    for rank in answers:
+        assert rank["resume"]["equal"]
+        assert (
+            f"a policy in {len(answers)} parts, this one is in 1: go on with single copy" in rank["resume"]["refused"]
+        )

@@ -27,7 +27,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from atropos_common.model_math import carries_state
 from trainer_core.config import TrainingConfig
+from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import checkpoint_tensors
 from trainer_core.policy.load import decoder_layers, empty_model, load_config, load_model
 from trainer_core.policy.tensor_parallel import parallel_of
@@ -37,9 +39,18 @@ T = TypeVar("T")
 
 
 def load_for(world: World, name: str | Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model `name` as `shard` takes it: its weights are read once, by rank 0, whatever the number of ranks."""
+    """The model `name` as `shard` takes it: its weights are read once, by rank 0, whatever the number of ranks.
+
+    Raises:
+        UsageError: one whose ranks could not pass through it together.
+    """
     if world.size == 1:
         return load_model(name, dtype, device)
+    if carries_state(vars(load_config(str(name)))):
+        raise UsageError(
+            f"--model-name {name}: its layers carry a state from token to token, so sequences are computed one by one, "
+            "and each rank would have another number of them: train it on one GPU"
+        )
     if world.rank == 0:
         return load_model(name, dtype, torch.device("cpu"))
     return empty_model(load_config(str(name)), dtype)
