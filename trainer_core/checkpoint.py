@@ -187,7 +187,7 @@ def save(
         try:
             world.share(lambda: _begin(aside))
             state = on_all(world, lambda: _write(model, tensors, config, aside, stepper, world, adapters=adapters))
-            kept = {} if stepper is None else {"stopping": stopping or {}, "state": state}
+            kept = {} if stepper is None else {"stopping": stopping or {}, "state": state, "parts": stepper.parts}
             world.share(lambda kept=kept: _complete(config, aside, step, version, kept))  # type: ignore[misc]
             break
         except OSError as error:
@@ -309,14 +309,25 @@ def _restore(path: Path, stepper: Stepper) -> None:
 
 
 def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
-    """What this rank is to continue from: what it wrote itself, or its part of what other ranks wrote."""
+    """What this rank is to continue from: what it wrote itself, or its part of what other ranks wrote.
+
+    Raises:
+        UsageError: the policy was cut otherwise then, over the ranks of a tensor-parallel server.
+    """
     from safetensors import safe_open
     from safetensors.torch import load_file
 
     from trainer_core.resharding import Saved as Part
     from trainer_core.resharding import cut
 
-    plain = json.loads((path / STATE_JSON).read_text())["state"]
+    facts = json.loads((path / STATE_JSON).read_text())
+    if (parts := facts.get("parts", 1)) != stepper.parts:
+        raise UsageError(
+            f"--resume {path}: its optimizer state is of a policy in {parts} parts, this one is in {stepper.parts}: go "
+            f"on with single copy and vllm.tensor_parallel = {parts}, or begin anew with --model-name {path} "
+            "--resume never"
+        )
+    plain = facts["state"]
     found = [(int(m[1]), file) for file in (path / STATE_TENSORS).parent.iterdir() if (m := _OF_RANKS.match(file.name))]
     files = [file for _, file in sorted(found)] or [path / STATE_TENSORS]
     world = stepper.world

@@ -649,18 +649,6 @@ def _objective_contradictions(config: TrainingConfig) -> list[str]:
     return problems
 
 
-def why_not_in_parts(config: TrainingConfig) -> tuple[str, str] | None:
-    """Why a single copy cannot be cut over the ranks of a tensor-parallel server, and the way out; null when it can."""
-    if config.trains_adapters:
-        return "adapters are trained over a base that is whole, and each rank has a part of it", "leave single_copy out"
-    if config.optimizer == "adafactor":
-        return (
-            "adafactor keeps means over rows and columns, and each rank has a part of them",
-            "take adamw_8bit or adamw",
-        )
-    return None
-
-
 def validate(values: dict[str, Any]) -> tuple[TrainingConfig | None, list[str]]:
     """`values` as a configuration, or every problem in them: wrong fields and wrong combinations together."""
     try:

@@ -51,6 +51,8 @@ class Stepper:
         self.config = config
         self._model, self.world = model, world
         self._parallel = parallel_of(model)
+        self.parts = 1 if self._parallel is None else self._parallel.size
+        """Into how many parts the policy is cut, each of which one rank steps."""
         self._sharded = [part is not whole for part, whole in zip(self.params, wholes, strict=True)]
         self.rows = [rows_of(whole) for whole in wholes]
         narrow = [w.dtype != torch.float32 or (s and compute_dtype(model) != torch.float32)

@@ -29,7 +29,7 @@ from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
 from atropos_tui.profile.spec import StackSpec, dependency_faults, references
-from trainer_core.config import TrainingConfig, sharding_contradictions, why_not_in_parts
+from trainer_core.config import TrainingConfig, sharding_contradictions
 
 MAX_REASON = 1000
 """Characters of a reason or fix: both may quote what the profile says."""
@@ -64,7 +64,6 @@ def check_profile(site: Site) -> list[Problem]:
     ]
     if site.traits.shares_memory:
         problems += _single_copy_type(profile.vllm[0], settings)
-        problems += _in_parts(profile.vllm[0], settings)
     if site.traits.lora:
         problems += _adapters(profile.vllm[0], settings)
     return problems
@@ -414,6 +413,12 @@ def _logprobs(profile: Profile) -> Iterator[Problem]:
 
 def _single_copy_place(profile: Profile) -> Iterator[Problem]:
     engine, trainer = profile.vllm[0], profile.trainer
+    if engine.tensor_parallel > 1 and traits_of(profile).lora:
+        yield Problem(
+            "adapters over the one copy need all of it on one GPU, and a tensor-parallel engine has it in parts",
+            "set tensor_parallel = 1, or trainer.single_copy = false with GPUs of its own for the trainer",
+            key="vllm.0.tensor_parallel",
+        )
     if trainer.gpus and trainer.gpus != engine.gpus:
         fix = f"set trainer.gpus = {engine.gpus}" if engine.gpus else f"set vllm.gpus = {trainer.gpus}"
         where = f"GPU {engine.gpus}" if engine.gpus else "no GPU by name"
@@ -428,11 +433,6 @@ def _single_copy_place(profile: Profile) -> Iterator[Problem]:
             'use "auto", or set vllm.gpus = []',
             key="trainer.device",
         )
-
-
-def _in_parts(engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
-    if engine.tensor_parallel > 1 and (refused := why_not_in_parts(settings)):
-        yield Problem(refused[0], f"set tensor_parallel = 1, or {refused[1]}", key="vllm.0.tensor_parallel")
 
 
 _UNSHARED = {

@@ -1,6 +1,6 @@
 """Single copy over a tensor-parallel vLLM on a CPU: two workers, two ranks of the trainer, one copy of the weights.
 
-pytest -m e2e tests/e2e/test_tensor_parallel.py
+pytest -m "e2e and slow" tests/e2e/test_tensor_parallel.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.e2e.small_models import make_model
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, largest_gap, start_server
 from tests.unit.ranks import run_ranks
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 FLAGS = ("--tensor-parallel-size", "2")
 VOCABULARY = 96
 """vLLM pads it to 128: 64 rows for one worker, 32 and padding for the other."""
@@ -33,11 +33,11 @@ def train_a_rank(folder: Path, url: str, bridge_dir: str, model: str) -> int:
     torch.set_num_threads(1)
     server = Server(None, url, Path(bridge_dir), folder / "none", Path(model))  # type: ignore[arg-type]
     api: Any = Live(server) if os.environ["RANK"] == "0" else None
-    train(config(server, folder, training_steps=20), api=api)
+    train(config(server, folder, training_steps=20, lr=5e-4), api=api)
     return 0
 
 
-@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["qwen3", "qwen2"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("parallel")
     model = make_model(request.param, folder / "model", vocab_size=VOCABULARY)
@@ -77,4 +77,6 @@ def test_exact_before_and_after_twenty_steps(server: Server, tmp_path: Path, mon
     found = records(tmp_path)
     assert [record.verdict for record in alignments(found)] == ["ok"] * 20
     assert all(record.probe_diff_abs_max < 1e-4 for record in alignments(found))
-    assert [record.policy_lag_max for record in found if isinstance(record, StepRecord)] == [0.0] * 20
+    steps = [record for record in found if isinstance(record, StepRecord)]
+    assert [step.policy_lag_max for step in steps] == [0.0] * 20
+    assert (steps[-1].entropy_mean or 0.0) > 0.5, "a policy that is sure of itself would agree with anyone"

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +14,19 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTra
 
 from atropos_common.manifest import Shard, TensorEntry, View
 from tests.unit.trainer_rollouts import rollouts_of
+from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
+from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
 from trainer_core.policy.attention import register
-from trainer_core.policy.load import attach_views, empty_model
+from trainer_core.policy.load import attach_views, copy_weights, empty_model
 from trainer_core.policy.logprobs import row_scores, whole_row
 from trainer_core.policy.proof import prove
 from trainer_core.policy.tensor_parallel import TensorParallel
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
+from trainer_core.world import World
 
 PADDING = 64
 """To a multiple of it vLLM pads a vocabulary before it splits it."""
@@ -174,21 +175,44 @@ def _scores(pair: tuple[torch.nn.Module, torch.nn.Module]) -> dict[str, float]:
     }
 
 
-def in_group(folder: Path, work: Callable[[], Any]) -> int:
-    """Run `work` on this rank, and leave what it returns as JSON."""
-    import os
-
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def everything(folder: Path) -> int:
+    """All of it on this rank; what it found is left as JSON."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size)
-    (folder / f"answer.{rank}").write_text(json.dumps(work()))
-    sys.stdout.flush()
-    dist.barrier()
+    world = World.join(torch.device("cpu"), 60.0)
+    found = {"models": {name: compare(name) for name in CONFIGS}, "copies": _copies(), "resume": _resume(folder, world)}
+    (folder / f"answer.{world.rank}").write_text(json.dumps(found))
+    world.close()
     return 0
 
 
-def everything(folder: Path) -> int:
-    return in_group(folder, lambda: {"models": {name: compare(name) for name in CONFIGS}, "copies": _copies()})
+def _resume(folder: Path, world: World) -> dict[str, Any]:
+    """The step after a checkpoint, made at once and by a trainer that begins with it; and by one that has no parts."""
+    whole = whole_model(CONFIGS["norms of heads"])
+    world.share(lambda: whole.save_pretrained(folder / "base"))
+    config = config_of(model_name=str(folder / "base"), save_path=str(folder / "out"))
+
+    def one(model: torch.nn.Module, stepper: Stepper, number: int) -> list[torch.Tensor]:
+        accumulate(model, stepper, pack(rollouts_of(seed=number), 60), Objective(config), number)
+        stepper.compute()
+        stepper.write()
+        model.parallel.settle()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    model, _ = cut_model(whole)
+    stepper = Stepper(model, config, world)
+    one(model, stepper, 1)
+    saved = checkpoint.save_step(model, config, stepper, step=1, version=1, world=world)
+    at_once = one(model, stepper, 2)
+    copy_weights(model, saved.path)
+    again = Stepper(model, config, world)
+    checkpoint.restore(saved.path, again)
+    later = one(model, again, 2)
+    try:
+        checkpoint.restore(saved.path, Stepper(whole, config, world))
+        refused = ""
+    except UsageError as error:
+        refused = str(error)
+    return {"equal": all(map(torch.equal, at_once, later)), "refused": refused}
 
 
 def _copies() -> dict[str, Any]:

@@ -108,6 +108,20 @@ def test_manifest_round_trips_privately(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_ranks_together_have_all_of_each_tensor() -> None:
+    def rank(begin: int, rows: int) -> manifest.Shard:
+        entry = manifest.TensorEntry(shape=[4, 2], stride=[2, 1], dtype="float32")
+        part = manifest.View(parameter="w", offset=0, shape=[rows, 2], stride=[2, 1], begin=[begin, 0], whole=[5, 2])
+        return manifest.Shard(kind="shm", param_mappings={"w": entry}, views={"w": part})
+
+    assert manifest.left_out({0: rank(0, 3), 1: rank(3, 2)}) == []
+    assert manifest.left_out({0: rank(0, 3), 1: rank(0, 3), 2: rank(3, 2)}) == [], "two have the same heads"
+    assert manifest.left_out({0: rank(0, 3), 1: rank(3, 1)}) == ["w"]
+    assert manifest.left_out({0: rank(0, 3)}) == ["w"]
+    with pytest.raises(ValueError, match=r"begins at \[4, 0\] with shape \[2, 2\] of \[5, 2\]"):
+        rank(4, 2)
+
+
 def test_manifest_that_must_not_be_used(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     with pytest.raises(manifest.ManifestError, match="VLLM_ENABLE_SHARED_WEIGHTS"):

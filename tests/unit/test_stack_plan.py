@@ -267,8 +267,6 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         ({"vllm": [{"name": "a", "port": 1, "gpus": [0], "gpu_memory_utilization": 0.5},
                    {"name": "b", "port": 2, "gpus": [0]}]}, "vllm.1.gpu_memory_utilization", "b 0.92", "less than 1"),
         # Single copy
-        ({"vllm": {"tensor_parallel": 2}, "trainer": SEVERAL | {"optimizer": "adafactor"}}, "vllm.0.tensor_parallel",
-         "means over rows", "adamw_8bit"),
         ({"vllm": {"gpus": [0]}, "trainer": SEVERAL | {"gpus": [1]}}, "trainer.gpus", "same GPU", "trainer.gpus = [0]"),
         ({"trainer": SEVERAL | {"gpus": [1]}}, "trainer.gpus", "same GPU", "vllm.gpus = [1]"),
         ({"vllm": {"gpus": [0]}, "trainer": SEVERAL | {"device": "cpu"}}, "trainer.device", "on GPU [0]", "auto"),
@@ -296,7 +294,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         (LORA | {"vllm": {"args": {"enable-lora": False}}}, "vllm.0.args.enable-lora", "serves adapters", "take it"),
         (LORA | {"trainer": SEVERAL | {"lora_r": 600}}, "trainer.lora_r", "up to rank 512", "lower it"),
         # Adapters over the one copy
-        (ONE_COPY | {"vllm": {"tensor_parallel": 2}}, "vllm.0.tensor_parallel", "a base that is whole", "single_copy"),
+        (ONE_COPY | {"vllm": {"tensor_parallel": 2}}, "vllm.0.tensor_parallel", "need all of it", "= 1"),
         (ONE_COPY | {"vllm": {"args": {"quantization": "fp8"}}}, "vllm.0.args.quantization", "quantized", "take it"),
         (ONE_COPY | {"vllm": {"gpus": [1]}, "trainer": {"single_copy": True, "gpus": [0]}}, "trainer.gpus", "same GPU",
          "trainer.gpus = [1]"),

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
+from atropos_common.manifest import View
 from tests.unit.ranks import run_ranks
+from tests.unit.tensor_parallel_ranks import CONFIGS, served, whole_model
+from trainer_core.errors import UsageError
+from trainer_core.policy.load import attach_views, empty_model
+from trainer_core.policy.tensor_parallel import TensorParallel
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format)
@@ -30,3 +35,39 @@ def test_copies_of_a_weight_stay_equal_bit_for_bit(answers: list[Any]) -> None:
     for rank in answers:
         found = rank["copies"]
         assert found["after"] == 0 and found["before"] > 0 and found["moved"] > 1e-3, found
+
+
+def test_a_checkpoint_in_parts_is_a_model_and_goes_on_in_as_many(answers: list[Any]) -> None:
+    for rank in answers:
+        assert rank["resume"]["equal"]
+        assert (
+            f"a policy in {len(answers)} parts, this one is in 1: go on with single copy" in rank["resume"]["refused"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [
+        ("mlp.down_proj.weight", True, r"model.layers.0.mlp.gate_proj, whose outputs nothing adds up"),
+        ("input_layernorm.weight", True, r"model.layers.0.input_layernorm.weight, a \w+Norm, cut by rows"),
+        ("embed_tokens.weight", False, r"model.embed_tokens.weight, a Embedding, cut by columns"),
+    ],
+)
+def test_what_is_cut_in_another_way_is_refused_by_name(name: str, rows: bool, words: str) -> None:
+    whole = whole_model(CONFIGS["norms of heads"])
+    shards = {}
+    for rank in range(2):
+        tensors, shards[rank] = served(whole, rank, 2)
+        for each, parameter in whole.named_parameters():
+            if each.endswith(name):
+                dim = 0 if rows else 1
+                part = parameter.detach().chunk(2, dim)[rank].contiguous()
+                begin = [rank * size // 2 if at == dim else 0 for at, size in enumerate(parameter.shape)]
+                tensors[each], shards[rank].views[each] = part, View(
+                    parameter=each, offset=0, shape=list(part.shape), stride=list(part.stride()), begin=begin,
+                    whole=list(parameter.shape),
+                )  # fmt: skip
+    model = empty_model(whole.config, next(whole.parameters()).dtype)
+    attach_views(model, tensors, shards[1])
+    with pytest.raises(UsageError, match=words):
+        TensorParallel(model, shards, 1)

@@ -25,7 +25,7 @@ import torch
 from atropos_common.bridge import BridgeInfo
 from atropos_common.manifest import CudaIpc, Manifest, ManifestError, Shard, TensorEntry, read_manifest
 from atropos_common.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
-from trainer_core.config import TrainingConfig, why_not_in_parts
+from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.load import (
     ANOTHER_MODE,
@@ -201,8 +201,11 @@ class SingleCopy(WeightSync):
             UsageError: another type, or tensors that do not fit.
         """
         workers = manifest.tensor_parallel_size
-        if workers > 1 and (refused := why_not_in_parts(self.config)):
-            raise UsageError(f"the server runs with --tensor-parallel-size {workers}, and {refused[0]}: {refused[1]}")
+        if workers > 1 and self.config.trains_adapters:
+            raise UsageError(
+                f"the server runs with --tensor-parallel-size {workers}, so it has the base model in parts, and "
+                "adapters over the one copy need it whole: leave out --single-copy, or run the server on one GPU"
+            )
         if workers != self.world.size:
             raise UsageError(
                 f"the server runs with --tensor-parallel-size {workers} and this trainer with {self.world.size} ranks: "
