@@ -37,7 +37,7 @@ class Worker:
         try:
             for part in self.parts:
                 buffer = torch.empty(part.nbytes, dtype=torch.uint8)
-                self.link.receive(buffer, 0)
+                self.link.receive(part, buffer, 0)
                 self.tensors |= {name: view.clone() for name, view in named_views(part, buffer)}
             self.link.finish()
         except collectives.LinkError:

@@ -40,7 +40,8 @@ def checkpoint_layout(model: torch.nn.Module) -> dict[str, Spot | None]:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in _tensors(model).items()}
+    # Made anew, since one like a sharded tensor would be sharded, too.
+    empty = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in _tensors(model).items()}
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
     with _StillViews():
         converted = revert_weight_conversion(model, dict(empty))

@@ -43,6 +43,8 @@ class SyncReport:
     phases: dict[str, float] = field(default_factory=dict)
     moved: bool = True
     """Whether a server got the version; else the trainer alone has it, until the next load is due."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Servers that did not get it, as they are away, and why."""
 
 
 class Phases:
@@ -81,13 +83,15 @@ class WeightSync(ABC):
         self.stop = stop
         self.engines: list[ServerClient] = []
         """The servers that generate the rollouts, from `attach` on."""
+        self.left_out: dict[str, str] = {}
+        """Addresses of those that the run goes on without, and why."""
         supervisor = supervised(config, stop)
         self._coming = supervisor.coming if supervisor else lambda: None
 
     @property
     def engine(self) -> ServerClient:
-        """The server that the probe asks: the first."""
-        return self.engines[0]
+        """The server that the probe asks: the first that is there."""
+        return next((each for each in self.engines if each.base_url not in self.left_out), self.engines[0])
 
     @abstractmethod
     def attach(self, start: Start) -> torch.nn.Module:
@@ -97,7 +101,10 @@ class WeightSync(ABC):
         """Call `write`, which changes the policy's parameters in place, and let the server generate with `version`."""
         clock = Phases()
         moved = self._publish(version, write, clock)
-        return SyncReport(self.config.mode, version, sum(clock.seconds.values()), clock.seconds, moved=moved)
+        return SyncReport(
+            self.config.mode, version, sum(clock.seconds.values()), clock.seconds, moved=moved,
+            left_out=dict(self.left_out),
+        )  # fmt: skip
 
     @abstractmethod
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
@@ -187,10 +194,13 @@ class SeparateWeights(WeightSync):
         if self.lifecycle is not None:
             self.lifecycle.ensure()  # first: an own child brings the token
         self.engines = [ServerClient(url) for url in self.config.engine_urls]
+        self._serve_all()
+        return self.model
+
+    def _serve_all(self) -> None:
         for engine in self.engines:
             if engine not in self.fed:
                 self._serve_again(engine)
-        return self.model
 
     def load(self, weights: Path | None) -> torch.nn.Module:
         """The model on the trainer's device and in its type, with `weights`, else the base model's."""
