@@ -38,10 +38,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def use_cores(model: nn.Module, config: TrainingConfig, device: torch.device) -> int:
+def use_cores(model: nn.Module, config: TrainingConfig, device: torch.device, ranks: int = 1) -> int:
     """Set torch's threads for this model; returns those for `accumulate`, 1 where operations are split instead.
 
-    Without `torch_threads` a small model on a CPU gets as many as there are cores, or OMP_NUM_THREADS.
+    Without `torch_threads` a small model on a CPU gets as many as there are cores, or OMP_NUM_THREADS. Several ranks
+    pass through the model together, a row at a time.
     """
     small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL
     if device.type != "cpu" or not small:
@@ -49,7 +50,7 @@ def use_cores(model: nn.Module, config: TrainingConfig, device: torch.device) ->
             torch.set_num_threads(config.torch_threads)
         return 1
     torch.set_num_threads(1)
-    return min(config.torch_threads or _cores(), MOST_THREADS)
+    return min(config.torch_threads or _cores(), MOST_THREADS) if ranks == 1 else 1
 
 
 def _cores() -> int:
