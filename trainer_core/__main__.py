@@ -3,7 +3,8 @@
     python -m trainer_core --model-name DIR --weight-bridge-mode shared_vllm --training-steps 60
 
 Exit codes: 0 all steps done; 1 the run could not go on; 2 wrong flags; 130 interrupted; 143 stopped by SIGTERM
-(a checkpoint is saved).
+(a checkpoint is saved); 70 another rank is gone. Several ranks: `torchrun --nproc-per-node 2 -m trainer_core ...`, or
+`launch.py`, whose exit codes are these too.
 
 argparse only splits the words; pydantic judges them, so one call reports every problem at once.
 """
@@ -15,14 +16,24 @@ import os
 import signal
 import sys
 import threading
+import time
+import traceback
 import types
 import typing
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from atropos_common.manifest import ManifestError
 from atropos_common.run_dir import RunDir
 from trainer_core.config import TrainingConfig, validate
-from trainer_core.errors import Stopped, TrainerError, UsageError
+from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
+from trainer_core.ranks import GONE_CODE, on_every_rank, own_rank, rank_count, write_code
+
+if TYPE_CHECKING:
+    from trainer_core.checkpoint import StartingPoint
+    from trainer_core.rollouts.client import RunApi
+
+SAME_SIGNAL_S = 3.0
+"""A terminal's signal reaches every rank twice: from itself, and from torchrun."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,9 +53,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(config: TrainingConfig) -> int:
     stop = threading.Event()
     received: list[int] = []
+    asked = 0.0
 
     def on_signal(number: int, _frame: types.FrameType | None) -> None:
-        if received:  # asked twice: leave now
+        nonlocal asked
+        again, asked = received and time.monotonic() - asked, time.monotonic()
+        if again and (rank_count() == 1 or again > SAME_SIGNAL_S):  # asked twice: leave now
             os._exit(128 + number)
         received.append(number)
         stop.set()
@@ -52,21 +66,28 @@ def _run(config: TrainingConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     try:
-        from trainer_core.checkpoint import starting_point
-        from trainer_core.rollouts.client import open_api
-
-        # Before torch: environments register and warm up while the rest is imported and loaded.
-        start = starting_point(config)
-        api = None if config.rollouts else open_api(config, start.step, stop)
+        start, api = (None, None) if own_rank() else _beginning(config, stop)
         from trainer_core.loop import train
 
         done = train(config, api=api, stop=stop, start=start).done
     except Stopped:
         done = False
     except (TrainerError, ManifestError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, UsageError) else 1
+        if not own_rank():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        elif not on_every_rank(error):
+            print(f"error: rank {own_rank()}: {error}", file=sys.stderr, flush=True)
+        return GONE_CODE if isinstance(error, RankGone) else 2 if isinstance(error, UsageError) else 1
     return 0 if done or not received else 128 + received[0]
+
+
+def _beginning(config: TrainingConfig, stop: threading.Event) -> tuple[StartingPoint, RunApi | None]:
+    """Before torch: environments register and warm up while the rest is imported and loaded."""
+    from trainer_core.checkpoint import starting_point
+    from trainer_core.rollouts.client import open_api
+
+    start = starting_point(config)
+    return start, None if config.rollouts else open_api(config, start.step, stop)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -144,5 +165,20 @@ def _help(text: str, field: Any) -> str:
     return text if default is None or default is False else f"{text} (default: {default})"
 
 
+def _rank() -> NoReturn:
+    """One rank of several: it leaves without the interpreter's own end, which would wait for ranks that are gone."""
+    try:
+        code = main()
+    except Exception as error:
+        code = 1
+        if not own_rank() or not on_every_rank(error):
+            traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not own_rank():
+        write_code(code)
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main()) if rank_count() == 1 else _rank()

@@ -266,7 +266,7 @@ def _write_model(model: torch.nn.Module, config: TrainingConfig, target: Path) -
     """A folder that serves as a model."""
     from huggingface_hub import save_torch_state_dict
 
-    from trainer_core.policy.load import weights
+    from trainer_core.policy.sharding import weights
 
     save_torch_state_dict(weights(model), target)
     model.config.save_pretrained(target)

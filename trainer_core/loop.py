@@ -4,12 +4,16 @@
     train(TrainingConfig(model_name="...", weight_bridge_mode="shared_vllm"))
     train(TrainingConfig(model_name="..."), rollouts="rollouts.jsonl", loss_fn=..., callbacks=[...])
 
+With several ranks (`world.py`) each goes through the same steps. Rank 0 alone speaks to others: to run-api, servers,
+files, trackers, callbacks; whoever runs the model does so on all of them.
+
 Each step: wait for one batch, gradient over all of it (or over one minibatch after another), compare with the server at
 the same weights, write and publish the new version, report, now and then a checkpoint.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import sys
@@ -17,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +77,7 @@ from trainer_core.server.client import IdleMeter
 from trainer_core.step import StepOutcome, accumulate
 from trainer_core.telemetry import Trackers, open_telemetry
 from trainer_core.weight_sync.base import Start, SyncReport, make_sync
+from trainer_core.world import ALONE, SEEN_S, World
 
 OUT_OF_MEMORY = """{error}
 The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
@@ -96,6 +101,9 @@ FULL_DISK_RETRY_S = 60.0
 MORE_ROOM = 1 << 20
 """Bytes by which the free room of a full disk must grow before a checkpoint is tried again at once."""
 
+COLLECTIVE_S = 600.0
+"""By so much a rank may come to a pass through the model later than another: one of them compiles, or reads its model.
+"""
 DYING_S = 5.0
 """In this time a server whose engine has died ends too."""
 
@@ -165,15 +173,16 @@ def train(
     """
     stop = stop or threading.Event()
     config = _offline(config, rollouts).in_run_dir(RunDir.from_env())
-    start = start or checkpoint.starting_point(config)
-    print(checkpoint.describe(start, config))
     with ExitStack() as opened:
         opened.enter_context(_process_as_it_was())
-        api = api or _source(config, rollouts, start.step, stop)
-        opened.callback(api.close)
+        world = opened.enter_context(_world(config, stop))
+        start = world.share(lambda: start or checkpoint.starting_point(config))
+        print(checkpoint.describe(start, config))
+        source = world.first(lambda: api or _source(config, rollouts, start.step, stop))
+        opened.callback(lambda: source and source.close())
         try:
             try:
-                run = Run(config, start, api, stop, opened, loss_fn=loss_fn, callbacks=callbacks)
+                run = Run(config, start, source, stop, opened, world, loss_fn=loss_fn, callbacks=callbacks)
             except Stopped:
                 raise
             except Exception:  # nothing can be rescued yet: say what a next attempt begins with
@@ -189,13 +198,15 @@ class Run:
 
     def __init__(
         self, config: TrainingConfig, start: checkpoint.StartingPoint, api: RolloutSource, stop: threading.Event,
-        opened: ExitStack, *, loss_fn: Formula | None = None, callbacks: Sequence[Callback] = (),
+        opened: ExitStack, world: World = ALONE, *, loss_fn: Formula | None = None, callbacks: Sequence[Callback] = (),
     ) -> None:  # fmt: skip
         """Get the policy with the starting weights on both sides, and an optimizer over it.
 
         Args:
+            api: on rank 0; nobody asks that of another.
             opened: closes what is opened here, in reverse order.
         """
+        self.world = world
         self.device = _device(config)
         self.config = config = for_device(config, self.device)
         self.step, self.version = start.step, start.version
@@ -215,24 +226,25 @@ class Run:
         self.objective = Objective(config, own_loss(config, loss_fn, self.device))
         self.telemetry = open_telemetry(config.save_path, config.trainer_rank)
         opened.callback(self.telemetry.close)
-        self.tracker = Trackers(config, start.step + 1)
-        self.telemetry.listener = self.tracker.see
+        self.tracker = world.first(lambda: Trackers(config, start.step + 1))
+        if self.tracker:
+            self.telemetry.listener = self.tracker.see
         self.reader = TextReader(config.model_name)
-        self.sync = make_sync(config, self.device, stop)
+        self.sync = make_sync(config, self.device, stop, world)
         opened.callback(self.sync.close)
         _seed(config.seed)
         self.model = self.sync.attach(Start(start.path, start.version))
-        print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         train_only(self.model, config.train_layer_indices)
+        print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         use_head(self.model, config.head_dtype)
         self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)
-        self.threads = use_cores(self.model, config, self.device)
-        self.reference = Reference(config, self.model, self.device) if config.ref_kl_coef else None
-        self.stepper = _stepper(self.model, config, self.device, start.path)
+        self.threads = use_cores(self.model, config, self.device, world.size)
+        self.reference = Reference(config, self.model, self.device, world) if config.ref_kl_coef else None
+        self.stepper = _stepper(self.model, config, self.device, start.path, world)
         self.minibatches = Minibatches(
-            config, self.model, self.objective, threads=self.threads, reference=self.reference
+            config, self.model, self.objective, threads=self.threads, reference=self.reference, world=world
         )
-        self.mfu = MfuMeter(self.model, self.device)
+        self.mfu = MfuMeter(self.model, self.device, world.size)
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))
         self.probe = LogprobProbe(next(iter(self.sync.engines), None), config)
@@ -258,19 +270,26 @@ class Run:
     def to_the_end(self) -> TrainResult:
         """All steps, or as many as there are before a stop condition or the stop; after a crash, save what is left."""
         try:
-            self.callbacks.tell("on_start", self.config, self.step)
+            self.tell("on_start", self.config, self.step)
             result = self._train()
-            self.callbacks.tell("on_end", result)
+            self.tell("on_end", result)
             return result
         except (Stopped, MismatchError, NonFiniteError):
             raise
         except Exception as error:
-            self.rescue(error)
+            if self.world.known(error):
+                self.rescue(error)
+            else:  # only together could the ranks save anything
+                print(f"The steps after the last checkpoint are lost. {_last_checkpoint(self.config)}")
             raise
+
+    def tell(self, method: str, *values: Any) -> None:
+        """Call a method of every callback."""
+        self.world.share(lambda: self.callbacks.tell(method, *values))
 
     def _train(self) -> TrainResult:
         try:
-            while not self.ended() and not self.stop.is_set():
+            while self.world.share(lambda: not self.ended() and not self.stop.is_set()):
                 try:
                     self.one_step()
                 except RuntimeError:
@@ -283,7 +302,7 @@ class Run:
             return self.finish()
         except Stopped:
             return self.save_at_stop()
-        return self.finish() if self.ended() else self.save_at_stop()
+        return self.finish() if self.world.share(self.ended) else self.save_at_stop()
 
     def ended(self) -> bool:
         """Whether all steps are trained, or a stop condition holds."""
@@ -292,14 +311,14 @@ class Run:
     def one_step(self) -> None:
         """One batch: one optimizer step, or one on each of its minibatches."""
         began = time.perf_counter()
-        batch, lags = self.batches.next_batch(self.step, self.version)
+        batch, lags = self.world.share(lambda: self.batches.next_batch(self.step, self.version))
         step = self.step + 1
         self.probe.learn(batch)
         self.probe.start(step, self.version)
         fetched = time.perf_counter()
         parts = self.minibatches.rows(batch.rollouts, step)
         outcomes = [self.accumulate(next(parts), step)]
-        probe_diffs = self.probe.finish(self.model)
+        probe_diffs = self.probe.finish(self.model, self.world)
         alignment = self.judge(outcomes[0], probe_diffs, lags, batch)
         for rows in parts:
             self.write_between(outcomes[-1])
@@ -315,25 +334,24 @@ class Run:
             self.probe.start(step + 1, self.version)
         checkpoint_s = 0.0 if broken else self.save_if_due()
         taught = [r for r in batch.rollouts if self.objective.teaches(r.advantages[r.trained])]
-        self.report(
-            StepReport(
-                step, self.version, self.config.objective, batch, outcome, lags, probe_diffs, alignment, sync,
-                wait_s=fetched - began, train_s=trained - fetched, checkpoint_s=checkpoint_s,
-                mfu=self.mfu.measure(
-                    [len(r.tokens) for r in taught] * self.config.epochs,
-                    sum(int(r.trained.sum()) for r in taught) * self.config.epochs,
-                    trained - fetched,
-                ),
-                engine_idle=self.idle.measure(), step_s=time.perf_counter() - began,
-            )
+        report = StepReport(
+            step, self.version, self.config.objective, batch, outcome, lags, probe_diffs, alignment, sync,
+            wait_s=fetched - began, train_s=trained - fetched, checkpoint_s=checkpoint_s,
+            mfu=self.mfu.measure(
+                [len(r.tokens) for r in taught] * self.config.epochs,
+                sum(int(r.trained.sum()) for r in taught) * self.config.epochs,
+                trained - fetched,
+            ),
+            engine_idle=self.idle.measure(), step_s=time.perf_counter() - began,
         )  # fmt: skip
+        self.history.append({"step": step, **step_fields(report)})
+        self.world.share(lambda: self.report(report))
         if broken:
-            raise MismatchError(
+            self.failed = MismatchError(
                 f"--stop-on-mismatch: {alignment.cause}. The weights of this step are not saved. "
                 f"{_last_checkpoint(self.config)}"
             )
-        if self.failed is not None:
-            raise self.failed
+        self.world.agree(self.failed)
 
     def while_waiting(self) -> None:
         """Is there still a server, and reason to go on?"""
@@ -346,6 +364,7 @@ class Run:
 
         The process that owned it may be gone seconds before the one that is watched.
         """
+        self.world.check(patience_s=SEEN_S)
         until = time.monotonic() + (DYING_S if self.device.type == "cuda" else 0.0)
         self.sync.check()
         while time.monotonic() < until:
@@ -355,8 +374,9 @@ class Run:
     def accumulate(self, rows: list[PackedRow], step: int) -> StepOutcome:
         """The gradient of one optimizer step."""
         return accumulate(
-            self.model, self.stepper, rows, self.objective, step, threads=self.threads, reference=self.reference
-        )
+            self.model, self.stepper, rows, self.objective, step, world=self.world, threads=self.threads,
+            reference=self.reference,
+        )  # fmt: skip
 
     def write_between(self, outcome: StepOutcome) -> None:
         """Write the update of a minibatch that others follow; one whose gradient is not finite changes nothing.
@@ -440,14 +460,15 @@ class Run:
         known = [lag for lag in lags if lag is not None]
         lag_max = max(known) if known else None
         verdict = self.gate.judge(outcome.diffs, probe, lag_max=lag_max, version=self.version)
-        alignment = explain(
-            verdict,
+        explained = explain(
+            self.world.share(lambda: verdict),
             self.model,
             [r for r in batch.rollouts if r.complete],
             self.probe.answers,
             step=self.step + 1,
             lag_max=lag_max,
         )
+        alignment = self.world.share(lambda: explained)
         if alignment.verdict != "ok":
             print(f"LogProb Alignment: {alignment.verdict.upper()} ({alignment.cause})")
         return alignment
@@ -457,7 +478,6 @@ class Run:
         print(console_line(report, self.config.training_steps, benchmark=self.config.benchmark))
         self.tracker.log(report.step, tracker_metrics(report))
         self.bench.add(report)
-        self.history.append({"step": report.step, **step_fields(report)})
         self.callbacks.tell("on_step", report)
 
     def save_if_due(self) -> float:
@@ -469,10 +489,10 @@ class Run:
         """Write step_N/ for the present step."""
         saved = checkpoint.save_step(
             self.model, self.config, self.stepper, step=self.step, version=self.version, stopping=self.stopping.state(),
-            wait_for_room=self.wait_for_room,
+            wait_for_room=self.wait_for_room, world=self.world,
         )  # fmt: skip
         self.saved_step = self.step
-        self._record(saved)
+        self.world.share(lambda: self._record(saved))
         return saved
 
     def wait_for_room(self, folder: Path, words: str) -> None:
@@ -494,28 +514,32 @@ class Run:
     def save_at_stop(self) -> TrainResult:
         """A checkpoint of what was trained since the last one."""
         # A server that has died may have taken the weights with it: what is read then is nobody's model.
-        self.sync.check()
+        self.world.share(self.sync.check)
         path = self.save().path if self.step > self.saved_step else None
-        self.tracker.finish({})
+        self.world.share(lambda: self.tracker.finish({}))
         print(f"Stopped after step {self.step}. {_last_checkpoint(self.config)}")
         return TrainResult(self.step, self.version, False, path, history=self.history)
 
     def finish(self) -> TrainResult:
         """The final model and the benchmark."""
         final = checkpoint.save_final(
-            self.model, self.config, step=self.step, version=self.version, wait_for_room=self.wait_for_room
-        )
+            self.model, self.config, step=self.step, version=self.version, wait_for_room=self.wait_for_room,
+            world=self.world,
+        )  # fmt: skip
+        self.world.share(lambda: self._finished(final))
+        early = self.step < self.config.training_steps
+        reason = (self.reason or self.world.share(self.stopping.reason) or "") if early else ""
+        why = f" ({reason})" if reason else ""
+        print(f"Training finished: {self.step} steps{why}, final model in {final.path}")
+        return TrainResult(self.step, self.version, True, final.path, reason, self.history)
+
+    def _finished(self, final: checkpoint.Saved) -> None:
         self._record(final)
         fields = self.bench.fields()
         self.telemetry.write(BenchmarkRecord, self.step, **fields)
         self.tracker.finish(fields)
         if self.config.benchmark or RunDir.from_env() is not None:
             print(self.bench.summary())
-        early = self.step < self.config.training_steps
-        reason = (self.reason or self.stopping.reason() or "") if early else ""
-        why = f" ({reason})" if reason else ""
-        print(f"Training finished: {self.step} steps{why}, final model in {final.path}")
-        return TrainResult(self.step, self.version, True, final.path, reason, self.history)
 
     def _record(self, saved: checkpoint.Saved) -> None:
         self.telemetry.write(
@@ -523,6 +547,21 @@ class Run:
         )
         print(f"Saved {saved.path.name} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
         self.callbacks.tell("on_checkpoint", saved)
+
+
+@contextmanager
+def _world(config: TrainingConfig, stop: threading.Event) -> Iterator[World]:
+    """All ranks; those beside rank 0 print nothing, for what there is to say is the same."""
+    world = World.join(_device(config), COLLECTIVE_S, stop)
+    with ExitStack() as silent:
+        if world.rank:
+            silent.enter_context(redirect_stdout(silent.enter_context(Path(os.devnull).open("w"))))
+        try:
+            yield world
+        except BaseException as error:
+            world.close(error)
+            raise
+        world.close()
 
 
 def _offline(config: TrainingConfig, rollouts: str | Path | RolloutSource | None) -> TrainingConfig:
@@ -586,9 +625,11 @@ def _process_as_it_was() -> Iterator[None]:
             compiler.suppress_errors = patience  # type: ignore[attr-defined]
 
 
-def _stepper(model: torch.nn.Module, config: TrainingConfig, device: torch.device, weights: Path | None) -> Stepper:
+def _stepper(
+    model: torch.nn.Module, config: TrainingConfig, device: torch.device, weights: Path | None, world: World
+) -> Stepper:
     """The optimizer, as the checkpoint in `weights` left it, over a model that is made ready to compute."""
-    stepper = Stepper(model, config)
+    stepper = Stepper(model, config, world)
     if weights is not None:
         checkpoint.restore(weights, stepper)
     use_checkpointing(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ from trainer_core.policy.logprobs import row_logprobs
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import in_threads
 from trainer_core.rollouts.batch import Rollout
+from trainer_core.rollouts.dealing import deal, hand
 from trainer_core.rollouts.packing import PackedRow, pack, packing_order
 from trainer_core.step import StepOutcome
+from trainer_core.world import ALONE, World
 
 
 class Minibatches:
@@ -32,14 +35,15 @@ class Minibatches:
 
     def __init__(
         self, config: TrainingConfig, model: torch.nn.Module, objective: Objective, *, threads: int = 1,
-        reference: Reference | None = None,
+        reference: Reference | None = None, world: World = ALONE,
     ) -> None:  # fmt: skip
         self._config, self._model, self._objective = config, model, objective
+        self._world = world
         self._threads, self._reference = threads, reference
         self._several = config.minibatches * config.epochs > 1
 
     def rows(self, rollouts: Sequence[Rollout], step: int) -> Iterator[list[PackedRow]]:
-        """The packed rows of each optimizer step on the batch of `step`, as many as there are sequences for.
+        """This rank's packed rows of each optimizer step on the batch of `step`, as many as there are sequences for.
 
         To be asked for the first one before weights change: what every ratio is against is computed then.
         """
@@ -53,25 +57,40 @@ class Minibatches:
                 yield self._pack(part)
 
     def _pack(self, rollouts: Sequence[Rollout]) -> list[PackedRow]:
-        return pack(rollouts, self._config.tokens_per_pass, self._threads)
+        rows, hands = self._dealt(rollouts)
+        return hand(rows, hands[self._world.rank])
+
+    def _dealt(self, rollouts: Sequence[Rollout]) -> tuple[list[PackedRow], list[list[int]]]:
+        """The rows of all ranks, and which are whose."""
+        rows = pack(rollouts, self._config.tokens_per_pass, self._threads * self._world.size)
+        return rows, deal(rows, self._world.size, lambda row: self._objective.teaches(row.advantages))
 
     @torch.no_grad()
     def _known_before(self, rollouts: list[Rollout]) -> list[Rollout]:
         """The rollouts with all that each optimizer step would compute anew: the reference's
         logprobs, and the policy's present ones, where they are needed."""
-        rows, device = self._pack(rollouts), next(self._model.parameters()).device
+        device = next(self._model.parameters()).device
+        rows, hands = self._dealt(rollouts)
+        mine = hand(rows, hands[self._world.rank])
+
+        def of_all(found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+            """What each rank found for its rows, in the order of all rows."""
+            parts = self._world.gather([None if value is None else value.float().cpu() for value in found])
+            whose = {at: value for at, value in zip(chain(*hands), chain(*parts), strict=True) if value is not None}
+            return [whose[at] for at in range(len(rows))]
+
         if self._reference is not None:
-            filled = self._reference.fill(rows, self._threads)
-            rollouts = _unpacked(rollouts, "reference", [row.reference for row in filled])
+            filled = self._reference.fill(mine, self._threads, self._world)
+            rollouts = _unpacked(rollouts, "reference", of_all([row.reference for row in filled]))
         if self._objective.bounds is not None or not all(r.complete for r in rollouts):
-            found = in_threads(lambda row, _: row_logprobs(self._model, row.to(device)), rows, self._threads)
-            rollouts = _unpacked(rollouts, "base", found)
+            found = in_threads(lambda row, _: row_logprobs(self._model, row.to(device)), mine, self._threads)
+            rollouts = _unpacked(rollouts, "base", of_all(found))
         return rollouts
 
 
-def _unpacked(rollouts: Sequence[Rollout], name: str, values: Sequence[torch.Tensor | None]) -> list[Rollout]:
+def _unpacked(rollouts: Sequence[Rollout], name: str, values: Sequence[torch.Tensor]) -> list[Rollout]:
     """The rollouts with their own part of `values`, which belong to the rows that they make up, as field `name`."""
-    column = torch.cat([value.float().cpu() for value in values if value is not None]).numpy()
+    column = torch.cat(list(values)).numpy()
     start, known = 0, list(rollouts)
     places = {id(rollout): place for place, rollout in enumerate(rollouts)}
     for rollout in packing_order(rollouts):

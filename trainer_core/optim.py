@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from atropos_common.model_math import PART_PARAMETERS, effective_optimizer
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.offload import SMALL, HostMemory
+from trainer_core.policy.sharding import compute_dtype, first_element, local, scatter
+from trainer_core.world import ALONE, World
 
 CPU_PACK_TOKENS = 2048
 """Tokens of a forward pass on a CPU: larger rows leave its caches and gain nothing."""
@@ -38,25 +41,31 @@ CPU_PACK_TOKENS = 2048
 class Stepper:
     """One optimizer over the trainable parameters of a model; gradients are collected in float32, or as they are."""
 
-    def __init__(self, model: torch.nn.Module, config: TrainingConfig) -> None:
-        self.params = [p for p in model.parameters() if p.requires_grad]
-        if not self.params:
+    def __init__(self, model: torch.nn.Module, config: TrainingConfig, world: World = ALONE) -> None:
+        wholes = [p for p in model.parameters() if p.requires_grad]
+        if not wholes:
             raise UsageError("nothing to train: --train-layer-indices leaves no parameter")
+        self.params = [local(p) for p in wholes]
+        """This rank's rows of what trains, and all of what no rank shares."""
         self.config = config
+        self._model, self._world = model, world
+        self._sharded = [part is not whole for part, whole in zip(self.params, wholes, strict=True)]
         # float32 parameters are stepped in place; the others as what `masters` makes of them.
         half = [p for p in self.params if p.dtype != torch.float32]
+        first = [first_element(w) for w in wholes if w.dtype != torch.float32]
         self.host = HostMemory(self.params[0].device) if config.optimizer_offload else None
-        self.half: MasterWeights = make_master_weights(config.master_weights, half, config.seed, self.host)
+        self.half: MasterWeights = make_master_weights(config.master_weights, half, config.seed, self.host, first)
         copies = iter(self.half.masters)
         self.masters = [p if p.dtype == torch.float32 else next(copies) for p in self.params]
         self._wide = config.gradient_dtype == "float32"
-        if self._wide:
-            for param, master in zip(half, self.half.masters, strict=True):
-                param.register_post_accumulate_grad_hook(_collect_into(master))
+        for whole, param, master in zip(wholes, self.params, self.masters, strict=True):
+            target = master if self._wide else param
+            if target is not whole:
+                whole.register_post_accumulate_grad_hook(_collect_into(target))
         self._shrink: torch.Tensor | None = None
         """What half-precision gradients are still to be multiplied with, once they are float32."""
         self.optimizer = _build(self.masters, config)
-        self.scale = LossScale() if any(p.dtype == torch.float16 for p in model.parameters()) else None
+        self.scale = LossScale() if compute_dtype(model) == torch.float16 else None
         """Null where gradients need none."""
         self._pending = False
         self.unwritten = False
@@ -73,9 +82,11 @@ class Stepper:
     @property
     def gradients(self) -> list[torch.Tensor]:
         """What was collected, in the order of `params`, without those that nothing depends on."""
+        return [gradient for gradient in self._collected() if gradient is not None]
+
+    def _collected(self) -> list[torch.Tensor | None]:
         pairs = zip(self.params, self.masters, strict=True)
-        found = (master.grad if param.grad is None else param.grad for param, master in pairs)
-        return [gradient for gradient in found if gradient is not None]
+        return [master.grad if param.grad is None else param.grad for param, master in pairs]
 
     def take_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Use `gradients` of `params`, float32, instead of what backward passes collect."""
@@ -89,15 +100,24 @@ class Stepper:
         """Divide the gradient by what the loss was multiplied with."""
         torch._foreach_div_(self.gradients, factor.float())
 
+    def add_up(self) -> None:
+        """Add up over all ranks the gradients of what each of them has whole; FSDP has done so with the others."""
+        for shared, gradient in zip(self._sharded, self._collected(), strict=True):
+            if not shared and gradient is not None:
+                self._world.total(gradient)
+
     def clip(self) -> torch.Tensor:
-        """Clip the gradient to `max_grad_norm`; returns its norm before, a scalar."""
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in self.gradients if g.dtype == torch.bfloat16]
-        wide = [g for g in self.gradients if g.dtype != torch.bfloat16]
-        norm = torch.nn.utils.get_total_norm([*wide, *norms])
+        """Clip the gradient to `max_grad_norm`; returns its norm before, over all ranks, a scalar."""
+        found = self._collected()
+        parts = [g for shared, g in zip(self._sharded, found, strict=True) if shared and g is not None]
+        norm = _norm([g for shared, g in zip(self._sharded, found, strict=True) if not shared and g is not None])
+        if any(self._sharded):
+            norm = (norm.square() + self._world.total(_norm(parts).square())).sqrt()
         limit = self.config.max_grad_norm
         if limit:
             torch.nn.utils.clip_grads_with_norm_(self.masters, limit, norm)
-            self._shrink = (limit / (norm + 1e-6)).clamp(max=1.0) if norms else None  # as torch does
+            halved = any(g.dtype == torch.bfloat16 for g in self.gradients)
+            self._shrink = (limit / (norm + 1e-6)).clamp(max=1.0) if halved else None  # as torch does
         return norm
 
     def compute(self) -> None:
@@ -115,6 +135,7 @@ class Stepper:
         if self._pending:
             self._step()
         self.half.write()
+        scatter(self._model)
         self.zero_grad()
 
     def copies(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -298,18 +319,25 @@ def _build(params: list[torch.Tensor], config: TrainingConfig) -> torch.optim.Op
     return torch.optim.AdamW(params, **common, fused=True)
 
 
-def _collect_into(master: torch.Tensor) -> Any:
+def _collect_into(target: torch.Tensor) -> Any:
     @torch.no_grad()
     def hook(param: torch.Tensor) -> None:
         if param.grad is None:
             return
-        if master.grad is None:
-            master.grad = param.grad.float()
-        else:
-            master.grad.add_(param.grad)
+        gradient = local(param.grad)
+        if target.grad is not None:
+            target.grad.add_(gradient)
+        elif target.numel():  # a rank may have no row of a small parameter
+            target.grad = gradient.to(target.dtype)
         param.grad = None
 
     return hook
+
+
+def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all of them together, summed in at least float32; a scalar."""
+    halves = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients if g.dtype == torch.bfloat16]
+    return torch.nn.utils.get_total_norm([*(g for g in gradients if g.dtype != torch.bfloat16), *halves])
 
 
 class MasterWeights(ABC):
@@ -519,41 +547,61 @@ class Stochastic(_Rounded):
 
     name = "stochastic"
 
-    def __init__(self, params: list[torch.Tensor], seed: int) -> None:
+    def __init__(self, params: list[torch.Tensor], seed: int, first: Sequence[int] | None = None) -> None:
+        """Args:
+        first: of each of `params`, which element of the whole one it begins with; default: all are whole.
+        """
         odd = next((p.dtype for p in params if p.dtype != torch.bfloat16), None)
         if odd is not None:
             raise UsageError(f"--master-weights stochastic needs bfloat16 weights, these are {odd}: take fp32 or kahan")
         super().__init__(params)
-        self._generators = {p.device: torch.Generator(p.device).manual_seed(seed) for p in params}
+        self._seed, self._first, self._steps = seed, first or [0] * len(params), 0
 
     def _round(self, index: int, weights: torch.Tensor, into: torch.Tensor) -> None:
+        key = int.from_bytes(blake2b(f"{self._seed} {self._steps} {index}".encode(), digest_size=7).digest())
         rows = max(1, PART_PARAMETERS * len(weights) // weights.numel())  # rounding takes several times their memory
+        begin = self._first[index]
         for some, values in zip(into.split(rows), weights.split(rows), strict=True):
-            some.copy_(round_stochastically(values, self._generators[weights.device]))
+            some.copy_(round_stochastically(values, dice(key, begin, values)))
+            begin += values.numel()
+
+    def write(self) -> None:
+        super().write()
+        self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generators": [g.get_state() for g in self._generators.values()]}
+        return {"steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for generator, saved in zip(self._generators.values(), state["generators"], strict=True):
-            generator.set_state(saved)
+        self._steps = state.get("steps", 0)
 
 
-def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """float32 `values` rounded at random to a neighbour in bfloat16, right on average; NaN and infinity stay."""
+def dice(key: int, first: int, like: torch.Tensor) -> torch.Tensor:
+    """16 random bits for each element of `like`, int32 in its shape: those of elements `first` and on under `key`, so
+    that they do not depend on how many ranks share a parameter (SplitMix64: Steele et al. 2014, figure 17)."""
+    bits = torch.arange(first, first + like.numel(), device=like.device).mul_(-0x61C8864680B583EB).add_(key)
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        bits.bitwise_xor_(bits >> shift).mul_(factor)
+    return bits.bitwise_right_shift_(32).bitwise_and_(0xFFFF).int().view(like.shape)
+
+
+def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """float32 `values` rounded to a neighbour in bfloat16, at random as `noise` (16 bits each) says, right on average;
+    NaN and infinity stay."""
     # bfloat16 is the upper half of a float32: random lower halves carry into it as often as they should.
     bits = values.detach().contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
     rounded = (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
 def make_master_weights(
-    name: str, params: list[torch.Tensor], seed: int, host: HostMemory | None = None
-) -> MasterWeights:
-    """The strategy `name` over half-precision `params`; with `host` what it keeps lies there."""
+    name: str, params: list[torch.Tensor], seed: int, host: HostMemory | None = None,
+    first: Sequence[int] | None = None,
+) -> MasterWeights:  # fmt: skip
+    """The strategy `name` over half-precision `params`; with `host` what it keeps lies there; `first` as in
+    `Stochastic`."""
     if name == "stochastic":
-        return Stochastic(params, seed)
+        return Stochastic(params, seed, first)
     if name == "kahan":
         return Kahan(params, host)
     return Float32Copy(params) if host is None else Float32InHost(params, host)

@@ -28,6 +28,7 @@ from trainer_core.policy.logprobs import completions_logprobs, head_scores, head
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.server.client import GeneratedTokens, ServerClient
+from trainer_core.world import ALONE, World
 
 LEFT = 0.3
 """A cause accounts for a difference of which at most this share is left under it."""
@@ -91,21 +92,20 @@ class LogprobProbe:
                 _ask, self.engine, self._pool, self._prompts, self._anchor, self.config.probe_tokens, version
             )
 
-    def finish(self, model: torch.nn.Module) -> ProbeDiffs | None:
-        """The comparison; null when none was started, or the server refused or is gone: the publish finds that out."""
+    def finish(self, model: torch.nn.Module, world: World = ALONE) -> ProbeDiffs | None:
+        """The comparison, on all ranks; null when none was started, or the server refused or is gone: the publish finds
+        that out."""
+        asked = world.share(self._asked)
+        self.answers = asked.answers if asked else []
+        return compare(model, asked) if asked else None
+
+    def _asked(self) -> ProbeAnswers | None:
         running, self._running = self._running, None
-        self.answers = []
-        if running is None:
-            return None
         try:
-            asked = running.result()
+            return running.result() if running else None
         except (EngineError, EngineGone) as error:
             print(f"[WARNING] no probe of this step: {error}")
             return None
-        if asked is None:
-            return None
-        self.answers = asked.answers
-        return compare(model, asked)
 
     def close(self) -> None:
         # Nothing is cancelled: `wait` never learns of a cancelled one. What has begun fails with the closed client.

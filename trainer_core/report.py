@@ -307,12 +307,16 @@ class BenchmarkTotals:
 class MfuMeter:
     """MFU of the training part of a step, on a GPU whose peak is known."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Args: `model`: with `requires_grad` where it trains."""
+    def __init__(self, model: torch.nn.Module, device: torch.device, ranks: int = 1) -> None:
+        """Args:
+        model: with `requires_grad` where it trains.
+        ranks: that share the work, each on a GPU like this one.
+        """
         self._sizes, self._reached, self._trained = dimensions(model), layers_reached(model), None
         if not model.get_input_embeddings().weight.requires_grad:
             self._trained = sum(p.numel() for p in model.parameters() if p.requires_grad and p.ndim == 2)
-        self._peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._peak = peak and peak * ranks
 
     def flops(self, lengths: Sequence[int], predicted: int) -> float:
         """Operations of a step over sequences of these lengths, of which so many tokens train."""

@@ -4,6 +4,9 @@ The denominator belongs to the whole step (its tokens, its sequences or a consta
 backward pass, so the split into rows and ranks changes neither loss nor gradient. Sums stay on the device; one transfer
 at the end brings them to the CPU.
 
+Several ranks train a row each at a time, and each forward and backward pass is one of all of them: whether a row gets
+one is asked of all rows at the same place, and a rank without a row there has an empty one.
+
 Rows whose advantages are all 0 have no gradient where no other term of the loss gives them one: they pass forward
 alone, for what is told of all tokens (ratio, entropy, alignment), which stays the same.
 """
@@ -24,8 +27,10 @@ from trainer_core.optim import Stepper
 from trainer_core.policy.experts import balance_loss
 from trainer_core.policy.logprobs import TokenScores, row_logprobs, row_scores
 from trainer_core.policy.reference import Reference
+from trainer_core.policy.sharding import anywhere
 from trainer_core.policy.speed import ThreadGradients, in_threads
 from trainer_core.rollouts.packing import PackedRow
+from trainer_core.world import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -81,35 +86,39 @@ class _DeviceRow:
 
 def accumulate(
     model: torch.nn.Module, stepper: Stepper, rows: Sequence[PackedRow], objective: Objective, step: int,
-    *, others: Counts | None = None, threads: int = 1, reference: Reference | None = None,
+    *, world: World = ALONE, threads: int = 1, reference: Reference | None = None,
 ) -> StepOutcome:  # fmt: skip
     """Gradient of one optimizer step, clipped and ready in `stepper`; no parameter changes.
 
     Args:
-        rows: on any device; at least one trained token in all.
+        rows: of this rank, as many as every other has, on any device; at least one trained token in all.
         step: from 1, for the learning rate.
-        others: counts of the rows that other ranks train in this step; their gradients then add up.
+        world: whose ranks train the other rows of this step; what is returned is of all of them.
         threads: that each train rows of their own, side by side; for models on a CPU.
         reference: answers where rows come without reference logprobs; null: they have no such term there.
     """
     device = next(model.parameters()).device
     if reference is not None:
-        rows = reference.fill(rows, threads)
-    learns = [objective.teaches(row.advantages) for row in rows]
+        rows = reference.fill(rows, threads, world)
+    learns = anywhere(world, [objective.teaches(row.advantages) for row in rows])
     learns[0] |= not any(learns)  # an optimizer's momentum moves on when a gradient is 0, not where there is none
+    asks = anywhere(world, [_asks_itself(row, objective) for row in rows])
     ready = in_threads(
-        lambda pair, _: _on_device(model, pair[0], objective, device, pair[1]),
-        list(zip(rows, learns, strict=True)), threads,
+        lambda item, _: _on_device(model, item[0], objective, device, item[1], item[2]),
+        list(zip(rows, learns, asks, strict=True)), threads,
     )  # fmt: skip
     counts = count([(row.sequences, row.correction) for row in ready], device)
-    denominator = objective.denominator(counts if others is None else counts + others)
+    denominator = objective.denominator(Counts(world.total(counts.tokens), world.total(counts.sequences)))
     scale = None if stepper.scale is None else stepper.scale.factor(denominator)
     sums = _Sums(device)
     stepper.zero_grad()
     gradients = ThreadGradients(stepper.params, threads) if threads > 1 else None
 
-    def train(row: _DeviceRow, thread: int) -> tuple[LossSums, TokenScores, torch.Tensor]:
+    def train(row: _DeviceRow, thread: int) -> tuple[LossSums, TokenScores, torch.Tensor] | None:
         packed = row.packed
+        if not len(packed.labels):
+            _accompany(model, row)
+            return None
         with torch.set_grad_enabled(row.learns):
             scores, penalty, penalties = _forward(model, packed, objective)
             part = objective.sums(
@@ -125,39 +134,57 @@ def accumulate(
         detached = TokenScores(*(value.detach() for value in scores))
         return LossSums(*(value.detach() for value in part)), detached, penalties
 
-    for row, (part, scores, penalties) in zip(ready, in_threads(train, ready, threads), strict=True):
-        sums.add(part, scores, row)
-        sums.penalties += penalties
+    for row, done in zip(ready, in_threads(train, ready, threads), strict=True):
+        if done is not None:
+            sums.add(done[0], done[1], row)
+            sums.penalties += done[2]
     if gradients is not None:
         stepper.take_gradients(gradients.total())
+    stepper.add_up()
     if scale is not None:
         stepper.unscale(scale)
     lr = stepper.set_lr(step)
-    outcome = sums.outcome(denominator, stepper.clip(), lr)
+    outcome = sums.over(world).outcome(denominator, stepper.clip(), lr)
     if stepper.scale is not None:
         stepper.scale.saw(outcome.finite)
     return outcome
 
 
+def _asks_itself(row: PackedRow, objective: Objective) -> bool:
+    """Whether the trainer's own logprobs of it, before the batch changes anything, are needed and not known: they are
+    the base of the ratio with `ratio_base = proximal`, and stand in where the rollouts came without."""
+    return row.base is None and (objective.bounds is not None or bool(row.logprobs.isnan().any()))
+
+
 def _on_device(
-    model: torch.nn.Module, row: PackedRow, objective: Objective, device: torch.device, learns: bool
+    model: torch.nn.Module, row: PackedRow, objective: Objective, device: torch.device, learns: bool, asks: bool
 ) -> _DeviceRow:
-    """The row moved. The trainer's own logprobs of it, before the batch changes anything, are the base of the
-    ratio with `ratio_base = proximal`, and stand in where the rollouts came without."""
+    """The row moved, with the trainer's own logprobs where it `asks` itself."""
     ids, missing = row.sequences, row.logprobs.isnan()
     some_missing = bool(missing.any())  # asked of the CPU's copy: a GPU would have to be waited for
     row = row.to(device)
     sequences = Sequences(ids.to(device, non_blocking=True), len(row.lengths))
-    if objective.bounds is None and not some_missing:
+    base = row.base
+    if asks:
+        with torch.no_grad():
+            own = row_logprobs(model, row)
+        base = own if base is None else base
+    if base is None or not len(row.labels) or (objective.bounds is None and not some_missing):
         return _DeviceRow(row, sequences, None, learns)
-    with torch.no_grad():
-        base = row_logprobs(model, row) if row.base is None else row.base
     measured = None
     if some_missing:
         missing = missing.to(device, non_blocking=True)
         row, measured = replace(row, logprobs=torch.where(missing, base.float(), row.logprobs)), ~missing
     correction = None if objective.bounds is None else objective.correction(base, row.logprobs, sequences)
     return _DeviceRow(row, sequences, correction, learns, measured)
+
+
+def _accompany(model: torch.nn.Module, row: _DeviceRow) -> None:
+    """Run the model on an empty row, for the ranks that have one with tokens; its gradient is 0."""
+    with torch.set_grad_enabled(row.learns):
+        nothing = row_logprobs(model, row.packed).sum()
+    if row.learns:
+        nothing.backward()
 
 
 def _forward(
@@ -212,6 +239,13 @@ class _Sums:
             correction.weight.sum(), correction.truncated.sum()
         ]  # fmt: skip
         self._values += torch.stack([value.detach().double() for value in values])
+
+    def over(self, world: World) -> _Sums:
+        """Over the rows of all ranks."""
+        count = len(self._values)
+        self._values, self.penalties = world.total(torch.cat([self._values, self.penalties])).split([count, 4])
+        self._largest, self._ratio_max = world.largest(torch.stack([self._largest, self._ratio_max]))
+        return self
 
     def outcome(self, denominator: torch.Tensor, norm: torch.Tensor, lr: float) -> StepOutcome:
         extra = torch.stack([x.double() for x in (self._largest, denominator, norm, self._ratio_max)])

@@ -17,25 +17,22 @@ import os
 import pickle
 import secrets
 import select
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from atropos_common.files import is_private
+from atropos_common.files import write_private
 from atropos_common.group import MAC_BYTES, SECRET_BYTES, Gloo, SealedStore, prove
 from atropos_common.parent_death import die_with_parent
-from trainer_core.errors import RankGone, TrainerError, UsageError
+from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
+from trainer_core.ranks import GONE_CODE, KNOWN, meeting_place, on_every_rank, own_rank, rank_count
 
 T = TypeVar("T")
 
@@ -45,10 +42,10 @@ LOOK_S = 0.5
 """Between two looks for words of a rank that has failed."""
 GRACE_S = 3.0
 """So long a rank may take to leave by itself after another one has ended."""
+LEAVING_S = 30.0
+"""And so long for what it does on its way out, such as handing in what a tracker has not sent."""
 SEEN_S = 2.0
 """In this time the process of a rank whose connections have closed is gone as well."""
-GONE_CODE = 70
-"""Exit code of a rank that leaves because another one has."""
 
 
 class World:
@@ -60,25 +57,31 @@ class World:
         """One-dimensional, "fsdp"; null for a single rank."""
 
     @classmethod
-    def join(cls, device: torch.device, timeout_s: float) -> World:
+    def join(cls, device: torch.device, timeout_s: float, stop: threading.Event | None = None) -> World:
         """The rank that torchrun has given this process, connected to all others; `ALONE` where it gave none.
 
         Args:
             device: what the ranks compute on; on GPUs each has one of its own, the current device from here on.
             timeout_s: of a collective of the model, from the first rank's coming to the last one's.
+            stop: ends the waiting for rank 0, which may take long to come.
 
         Raises:
             UsageError: the ranks are spread over several machines, or the folder where they would meet is another's.
+            Stopped: while rank 0 was awaited.
             RankGone: one has ended, or did not come.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return ALONE
-        return _Ranks(device, timeout_s)
+        return ALONE if rank_count() == 1 else _Ranks(device, timeout_s, stop or threading.Event())
 
     def share(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, or the exception that it raises there, on every rank. Rank 0 alone calls it,
         and the others wait for it as long as it takes. What it returns can be pickled; rank 0 keeps the original."""
         return make()
+
+    def first(self, make: Callable[[], T]) -> T:
+        """As `share`, where what `make` returns stays on rank 0. The others get null, and may only hand that on."""
+        kept: list[T] = []
+        self.share(lambda: kept.append(make()))
+        return kept[0] if kept else cast(T, None)
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""
@@ -100,6 +103,10 @@ class World:
         """
         if error is not None:
             raise error
+
+    def known(self, error: BaseException) -> bool:
+        """Whether every rank meets with `error` now, so that what all of them do together is still possible."""
+        return True
 
     def check(self, *, patience_s: float = 0.0) -> None:
         """Is every rank still there?
@@ -123,9 +130,9 @@ ALONE = World()
 
 
 class _Ranks(World):
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, device: torch.device, timeout_s: float, stop: threading.Event) -> None:
         super().__init__()
-        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.rank, self.size = own_rank(), rank_count()
         if os.environ.get("LOCAL_WORLD_SIZE", str(self.size)) != str(self.size):
             raise UsageError("the ranks of a trainer run on one machine: start torchrun with --nnodes 1")
         if not die_with_parent(os.getppid()):
@@ -135,23 +142,31 @@ class _Ranks(World):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._folder = meeting_place(os.getppid())
         self._lost = ""
-        self._agreed: BaseException | None = None
-        self._leaving = threading.Event()
+        self._leaving, self._closed = threading.Event(), threading.Event()
         self._said = 0
+        secret = self._meet(stop)
         try:
-            self._connect(device, timedelta(seconds=timeout_s))
+            self._connect(device, timedelta(seconds=timeout_s), secret)
         except RuntimeError as error:
             self._blame(error)
 
-    def _connect(self, device: torch.device, limit: timedelta) -> None:
+    def _meet(self, stop: threading.Event) -> bytes:
+        """Wait for all ranks, and watch over them from there on; the secret that rank 0 has thought of."""
+        if self.rank == 0:
+            write_private(self._folder / "secret", secrets.token_hex(SECRET_BYTES))
+        write_private(self._folder / f"pid.{self.rank}", str(os.getpid()))
+        pids = {rank: self._folder / f"pid.{rank}" for rank in range(self.size) if rank != self.rank}
+        while not all(path.exists() for path in pids.values()):
+            if stop.wait(0.02):
+                raise Stopped
+        found = {rank: int(path.read_text()) for rank, path in pids.items()}
+        threading.Thread(target=self._watch, args=(found,), daemon=True).start()
+        return bytes.fromhex((self._folder / "secret").read_text())
+
+    def _connect(self, device: torch.device, limit: timedelta, secret: bytes) -> None:
         store = dist.FileStore(str(self._folder / "store"), self.size)
         store.set_timeout(limit)
-        if self.rank == 0:
-            store.set("secret", secrets.token_hex(SECRET_BYTES))
-        self._sealed = SealedStore(store, bytes.fromhex(store.get("secret").decode()), limit)
-        store.set(f"pid {self.rank}", str(os.getpid()))
-        pids = {rank: int(store.get(f"pid {rank}")) for rank in range(self.size) if rank != self.rank}
-        threading.Thread(target=self._watch, args=(pids,), daemon=True).start()
+        self._sealed = SealedStore(store, secret, limit)
         self._control = Gloo(self._sealed, self.rank, self.size, "127.0.0.1", EVER_S)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -172,9 +187,8 @@ class _Ranks(World):
                 said = pickle.dumps((False, _portable(error)), protocol=5)
             self._send(said)
         if not done:
-            self._agreed = value
-            raise value
-        return value  # type: ignore[no-any-return]
+            self._raise(value)
+        return cast(T, value)
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._reduced(tensor, dist.ReduceOp.SUM)
@@ -203,8 +217,10 @@ class _Ranks(World):
         first = error if error is not None and rank == self.rank else first
         if rank:
             first.args = (f"rank {rank}: {first}", *first.args[1:])
-        self._agreed = first
-        raise first
+        self._raise(first)
+
+    def known(self, error: BaseException) -> bool:
+        return on_every_rank(error)
 
     def check(self, *, patience_s: float = 0.0) -> None:
         until = time.monotonic() + patience_s
@@ -215,19 +231,23 @@ class _Ranks(World):
             raise RankGone(self._lost)
 
     def close(self, error: BaseException | None = None) -> None:
-        known = error is None or error is self._agreed
+        known = error is None or self.known(error)
         (self._folder / f"left.{self.rank}").write_text("" if known else f"{error or type(error).__name__}")
         self._leaving.set()
+        self._closed.set()
         if known:
             try:
                 self._control.gather(torch.zeros(1))
             except RuntimeError as gone:
                 print(f"[WARNING] not every rank was there at the end: {gone}", file=sys.stderr)
-            if self.rank == 0:
-                shutil.rmtree(self._folder, ignore_errors=True)
         self._control.close()
         if dist.is_initialized() and known:
             dist.destroy_process_group()
+
+    @staticmethod
+    def _raise(error: BaseException) -> NoReturn:
+        setattr(error, KNOWN, True)
+        raise error
 
     def _send(self, said: bytes) -> None:
         words = self._sealed_words(0, said)
@@ -288,8 +308,9 @@ class _Ranks(World):
             self._lost = next(filter(None, words), "")
         for descriptor in running:
             os.close(descriptor)
-        if self._lost and not self._leaving.wait(GRACE_S):
-            sys.stdout.flush()
+        if self._lost:
+            if self._leaving.wait(GRACE_S) and self._closed.wait(LEAVING_S):
+                return
             print(f"error: {self._lost}. Rank {self.rank} waits for it in vain and leaves", file=sys.stderr, flush=True)
             os._exit(GONE_CODE)
 
@@ -299,22 +320,7 @@ class _Ranks(World):
             said = (self._folder / f"left.{rank}").read_text()
         except FileNotFoundError:
             return f"rank {rank} has ended" if ended and self._folder.exists() else ""
-        return f"rank {rank} has ended: {said}" if said else ""
-
-
-def meeting_place(parent: int) -> Path:
-    """The folder in which the children of `parent`, a torchrun, meet; made where it is not there yet.
-
-    Raises:
-        UsageError: somebody else has made it.
-    """
-    began = int(psutil.Process(parent).create_time() * 100)
-    name = "-".join(["atropos-ranks", str(parent), str(began), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")])
-    folder = Path(tempfile.gettempdir()) / name
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if not is_private(folder):
-        raise UsageError(f"{folder}, where the ranks would meet, is not this user's alone: remove it, or set TMPDIR")
-    return folder
+        return f"rank {rank} has ended: {said.splitlines()[0]}" if said else ""
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -136,6 +136,20 @@ BY_EXIT = (
         r"error: .+|usage: .+|unrecognized arguments.+|ValidationError.*",
         codes=(2,),
     ),
+    ExitRule(
+        "rank_killed",
+        "rank {0} of {name} was killed by {1}",
+        "if nobody killed it, the kernel's out-of-memory killer did: see dmesg, and use less memory; SIGABRT and "
+        "SIGSEGV are a crash in native code: atropos-tui logs {name}",
+        r"^error: rank (\d+) was killed by (SIG\w+)",
+        passing=True,
+    ),
+    ExitRule(
+        "rank_failed",
+        "rank {0} of {name} ended first, with exit code {1}",
+        "atropos-tui logs {name} shows what it said; the other ranks ended because of it",
+        r"^error: rank (\d+) ended first, with exit code (\d+)",
+    ),
     ExitRule("not_executable", "a command cannot be run", judge=not_executable),
     ExitRule("killed", "killed by a signal", judge=killed_by_signal, passing=True),
 )

@@ -15,7 +15,17 @@ from atropos_common.transfer import is_loopback, is_wildcard
 from atropos_tui.errors import Problem
 from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.memory import VLLM_FRACTION
-from atropos_tui.profile.plan import TRAITS, Site, env_engine, fed_engines, meeting_address, training_config
+from atropos_tui.profile.plan import (
+    TRAITS,
+    Site,
+    env_engine,
+    fed_engines,
+    meeting_address,
+    trainer_gpus,
+    trainer_ranks,
+    training_config,
+    traits_of,
+)
 from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
@@ -150,11 +160,16 @@ def _meeting_place(site: Site, settings: TrainingConfig) -> Iterator[Problem]:
 
 
 def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
-    gpus = profile.trainer.gpus
-    if len(gpus) > 1:
-        reason = f"{len(gpus)} GPUs, and the trainer of this version uses one"
-        fix = f"name one, such as trainer.gpus = [{gpus[0]}], and a model that fits"
-        yield Problem(reason, fix, key="trainer.gpus")
+    gpus, ranks = trainer_gpus(profile), trainer_ranks(profile)
+    if len(set(gpus)) < len(gpus):
+        reason = f"a GPU is named twice in {gpus}"
+        yield Problem(reason, "name each once: a rank has one of its own", key="trainer.gpus")
+    elif gpus and ranks != len(gpus):
+        reason = f"{ranks} ranks, and {len(gpus)} GPUs: each rank has one of its own"
+        yield Problem(reason, f"set it to {len(gpus)}, or leave it out", key="trainer.processes")
+    elif traits_of(profile).shares_memory and ranks != (workers := profile.vllm[0].tensor_parallel):
+        reason = f"{ranks} ranks, and in single copy each lives in the memory of one worker of the engine, which has"
+        yield Problem(f"{reason} {workers}", f"set it to {workers}, or leave it out", key="trainer.processes")
 
 
 def _fed(profile: Profile) -> Iterator[Problem]:

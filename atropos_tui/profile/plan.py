@@ -532,7 +532,7 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> Componen
         section,
         name="trainer",
         role=Role.TRAINER,
-        command=[*_module("trainer_core"), *settings.to_args()],
+        command=[*_ranked(trainer_ranks(site.profile)), *settings.to_args()],
         env=_gpus(trainer_gpus(site.profile)) | _tracked(site, settings),
         # It imports and registers while vLLM loads, and waits for the manifest by itself.
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
@@ -567,6 +567,16 @@ def _tracked(site: Site, settings: TrainingConfig, environment: str = "") -> dic
 def trainer_gpus(profile: Profile) -> list[int]:
     """The trainer's GPUs; single copy lives on the engine's own."""
     return profile.trainer.gpus or (profile.vllm[0].gpus if traits_of(profile).shares_memory else [])
+
+
+def trainer_ranks(profile: Profile) -> int:
+    """Processes that train together, each on a GPU of its own where there are any."""
+    return profile.trainer.processes or max(1, len(trainer_gpus(profile)))
+
+
+def _ranked(ranks: int) -> list[str]:
+    """The trainer, or torchrun over that many of it."""
+    return _module("trainer_core") if ranks == 1 else [*_module("trainer_core.launch"), str(ranks)]
 
 
 def _extra(site: Site, name: str, section: ExtraSection) -> ComponentSpec:

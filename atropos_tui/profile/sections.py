@@ -296,14 +296,18 @@ class EngineSection(ComponentOptions):
         return self.gpus_per_copy * self.flag_number("data-parallel-size", 1)
 
 
+MOST_RANKS = 64
+"""Of a trainer, which runs on one machine."""
+
+
 class TrainerSection(ComponentOptions):
     """The trainer: options of a component, and every field of `TrainingConfig` that is not derived."""
 
     model_config = ConfigDict(extra="allow")
     gpus: list[GpuIndex] = Field(default_factory=list)
-    """GPUs by index; in single copy the engine's own, which is the default."""
-    processes: int = Field(1, ge=1, le=1)
-    """Trainer processes; this version runs one."""
+    """GPUs by index, one for each rank; in single copy the engine's own, which is the default."""
+    processes: int | None = Field(None, ge=1, le=MOST_RANKS)
+    """Ranks that train together; default: as many as `gpus`, else one."""
     memory: Literal["auto", "speed", "fit"] = "auto"
     """What the plan may set, of what this table leaves open, to fit the GPU's memory: `plan` says what and why. auto:
     nothing where all fits, else what costs least speed. speed: nothing. fit: as little of the GPU as can be."""

@@ -27,16 +27,11 @@ QWEN3_1_7B: dict[str, Any] = {
     "tie_word_embeddings": True, "max_position_embeddings": 40_960,
 }  # fmt: skip
 
-ONE_GPU = ("trainer.gpus", "the trainer of this version uses one")
+TENSOR_PARALLEL = ("vllm.tensor_parallel", "a tensor-parallel engine")
 REFUSED = {
     "single-copy-tp2": (
         'extends = "gsm8k"\n[vllm]\ngpus = [0, 1]\ntensor_parallel = 2\n[trainer]\ngpus = [0, 1]\n',
-        [ONE_GPU, ("vllm.tensor_parallel", "a tensor-parallel engine")],
-    ),
-    "72b": (
-        'extends = "gsm8k"\nmode = "broadcast"\n[vllm]\ngpus = [0, 1, 2, 3]\ntensor_parallel = 4\n'
-        "[trainer]\ngpus = [4, 5]\n",
-        [ONE_GPU],
+        [TENSOR_PARALLEL],
     ),
 }
 """Layouts of the guides that this version does not run, and every reason that it gives."""

@@ -210,7 +210,9 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "key", "reason", "fix"),
     [
-        ({"trainer": SEVERAL | {"gpus": [0, 1]}}, "trainer.gpus", "uses one", "trainer.gpus = [0]"),
+        ({"trainer": SEVERAL | {"gpus": [0, 0]}}, "trainer.gpus", "named twice", "a rank has one of its own"),
+        ({"trainer": SEVERAL | {"gpus": [2, 3], "processes": 3}}, "trainer.processes", "3 ranks, and 2 GPUs", "to 2"),
+        ({"trainer": {"processes": 2}}, "trainer.processes", "in the memory of one worker", "set it to 1"),
         ({"trainer": SEVERAL | {"num_inference_nodes": 2}}, "trainer.num_inference_nodes", "feeds 1 of", "leave"),
         # Sizes
         ({"trainer": {"batch_size": 12, "gradient_accumulation_steps": 1}}, "env.0.args.env.group_size",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.trainer_rollouts import rollouts_of
+from tests.unit.trainer_rollouts import Beside, rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Counts, Objective
 from trainer_core.optim import LossScale, Stepper
@@ -33,7 +33,7 @@ def _stepper(base: Path, dtype: torch.dtype, **fields: Any) -> tuple[torch.nn.Mo
 def _accumulate(model: torch.nn.Module, stepper: Stepper, others: int = 0, *, threads: int = 1) -> StepOutcome:
     rest = Counts(torch.tensor(float(others), dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64))
     rows = pack(rollouts_of(), 40)
-    return accumulate(model, stepper, rows, Objective(stepper.config), 1, others=rest, threads=threads)
+    return accumulate(model, stepper, rows, Objective(stepper.config), 1, world=Beside(rest), threads=threads)
 
 
 def _gradient(stepper: Stepper) -> torch.Tensor:

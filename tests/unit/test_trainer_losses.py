@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.trainer_rollouts import plain_logprobs, rollouts_of
+from tests.unit.trainer_rollouts import Beside, plain_logprobs, rollouts_of
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.loss import Bounds, Correction, Sequences, cispo_loss, correct, grpo_loss, gspo_loss
 from trainer_core.objective.registry import OBJECTIVES, Counts, Objective, count
@@ -21,6 +21,7 @@ from trainer_core.policy.load import load_model
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.step import StepOutcome, accumulate
+from trainer_core.world import ALONE
 
 CPU = torch.device("cpu")
 ALL = sorted(OBJECTIVES)
@@ -165,7 +166,8 @@ def _reference(model: torch.nn.Module, rollouts: list[Rollout], config: Training
 def _gradient(
     model: torch.nn.Module, rows: list[PackedRow], config: TrainingConfig, others: Counts | None = None
 ) -> tuple[StepOutcome, torch.Tensor]:
-    outcome = accumulate(model, Stepper(model, config), rows, Objective(config), 1, others=others)
+    world = ALONE if others is None else Beside(others)
+    outcome = accumulate(model, Stepper(model, config), rows, Objective(config), 1, world=world)
     return outcome, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from trainer_core.checkpoint import join_tensors, split_tensors
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
-from trainer_core.optim import Stepper, learning_rate, round_stochastically
+from trainer_core.optim import Stepper, dice, learning_rate, round_stochastically
 
 STEPS, LR = 100, 1e-6
 MASTERS = ["fp32", "kahan", "stochastic"]
@@ -111,17 +111,27 @@ def test_nothing_but_what_is_named_stays_in_memory(masters: str) -> None:
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
-    generator = torch.Generator().manual_seed(0)
+    noise = dice(0, 0, torch.empty(20_000))
     low, high = 1.0, 1.0 + 2**-7  # neighbours in bfloat16
     value = low + 0.25 * (high - low)
-    rounded = round_stochastically(torch.full((20_000,), value), generator)
+    rounded = round_stochastically(torch.full((20_000,), value), noise)
     assert set(rounded.tolist()) == {low, high}
     assert (rounded == high).double().mean().item() == pytest.approx(0.25, abs=0.02)
-    negative = round_stochastically(torch.full((20_000,), -value), generator)
+    negative = round_stochastically(torch.full((20_000,), -value), noise)
     assert (negative == -high).double().mean().item() == pytest.approx(0.25, abs=0.02)
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
-    kept = round_stochastically(special, generator)
+    kept = round_stochastically(special, noise[:4])
     assert kept.isnan()[0] and kept[1:].tolist() == [float("inf"), -float("inf"), 0.0]
+
+
+def test_dice_do_not_depend_on_how_a_parameter_is_cut() -> None:
+    whole = dice(7, 0, torch.empty(40, 50))
+    assert torch.equal(whole[25:], dice(7, 25 * 50, torch.empty(15, 50))) and not torch.equal(
+        whole, dice(8, 0, torch.empty(40, 50))
+    )
+    shares = [((whole >> bit) & 1).double().mean().item() for bit in range(16)]
+    assert shares == pytest.approx([0.5] * 16, abs=0.04)
+    assert not (whole >> 16).any()
 
 
 def test_stochastic_rounding_is_refused_where_it_cannot_be() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from trainer_core.objective.registry import Counts
 from trainer_core.rollouts.batch import Rollout
+from trainer_core.world import World
 
 
 def rollouts_of(count: int = 12, *, seed: int = 0, longest: int = 20, spread: float = 3.0) -> list[Rollout]:
@@ -31,3 +33,14 @@ def plain_logprobs(model: torch.nn.Module, rollout: Rollout) -> torch.Tensor:
     logits = model(tokens[None]).logits[0, :-1] / rollout.temperature
     where = torch.from_numpy(np.flatnonzero(rollout.trained)) - 1
     return logits.log_softmax(-1)[where, tokens[where + 1]]
+
+
+class Beside(World):
+    """One rank of a step in which the others train `counts` more; its sums stay its own."""
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self._counts = [counts.tokens, counts.sequences]
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + self._counts.pop(0) if self._counts else tensor

@@ -40,8 +40,10 @@ def checkpoint_layout(model: torch.nn.Module) -> dict[str, Spot | None]:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    # Made anew, since one like a sharded tensor would be sharded, too.
-    empty = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in _tensors(model).items()}
+    empty = {
+        name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        for name, tensor in _tensors(model).items()
+    }
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
     with _StillViews():
         converted = revert_weight_conversion(model, dict(empty))
@@ -53,11 +55,17 @@ def checkpoint_layout(model: torch.nn.Module) -> dict[str, Spot | None]:
     return found
 
 
-def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's tensors in the checkpoint's form: views, but for those that transformers computes."""
+def checkpoint_tensors(
+    model: torch.nn.Module, parameters: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """The model's tensors in the checkpoint's form: views, but for those that transformers computes.
+
+    Args:
+        parameters: in the place of the model's own.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    tensors = _tensors(model)
+    tensors = _tensors(model) | (parameters or {})
     layout = checkpoint_layout(model)
     if not all(layout.values()):
         return dict(revert_weight_conversion(model, tensors))

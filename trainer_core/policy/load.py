@@ -22,7 +22,7 @@ from atropos_common.model_math import Dimensions, why_refused
 from atropos_common.strided import Box, joined
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
-from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout, checkpoint_tensors
+from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout
 
 SAME_MODEL = (
     "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -207,11 +207,6 @@ def copy_weights(model: nn.Module, source: str | Path) -> None:
         raise UsageError(f"{source} holds another model: {', '.join(odd[:5])}")
     for name, param in ours.items():
         param.copy_(loaded[name])
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of every tensor of the checkpoint on the CPU, under its name there and contiguous, a tied head once."""
-    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in checkpoint_tensors(model).items()}
 
 
 def end_tokens(model: nn.Module) -> frozenset[int]:

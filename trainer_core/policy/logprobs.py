@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from atropos_common.model_math import LOGITS_AT_ONCE, carries_state
 from trainer_core.policy.attention import layout
+from trainer_core.policy.sharding import compute_dtype, gathered
 from trainer_core.policy.speed import compiled_on_cuda
 from trainer_core.rollouts.packing import PackedRow
 
@@ -42,7 +43,11 @@ def row_scores(
         routing: takes what the routers of a mixture of experts say, [N, experts] for each sparse layer, with gradient.
     """
     labels = row.labels if labels is None else labels
-    return head_scores(model, predicting_states(model, row, routing), labels, row.temperatures, head_dtype=head_dtype)
+
+    def compute() -> TokenScores:
+        return _head_scores(model, _predicting_states(model, row, routing), labels, row.temperatures, head_dtype)
+
+    return gathered(model, compute)
 
 
 def head_scores(
@@ -50,6 +55,13 @@ def head_scores(
     head_dtype: torch.dtype | None = None,
 ) -> TokenScores:  # fmt: skip
     """Scores from the hidden states that predict the labels, [T, H], as `row_scores` gives them."""
+    return gathered(model, lambda: _head_scores(model, hidden, labels, temperatures, head_dtype))
+
+
+def _head_scores(
+    model: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor,
+    head_dtype: torch.dtype | None,
+) -> TokenScores:  # fmt: skip
     head = model.get_output_embeddings()
     weight, bias = head.weight, getattr(head, "bias", None)
     head_dtype = head_dtype or head_type(model)
@@ -66,7 +78,7 @@ def head_scores(
 
 def head_type(model: torch.nn.Module) -> torch.dtype:
     """The type of the model's logits: what `use_head` chose, else that of the head."""
-    found: torch.dtype = getattr(model, "logits_dtype", model.get_output_embeddings().weight.dtype)
+    found: torch.dtype = getattr(model, "logits_dtype", compute_dtype(model))
     return found
 
 
@@ -76,14 +88,14 @@ def use_head(model: torch.nn.Module, head_dtype: str) -> None:
         model.logits_dtype = torch.float32
 
 
-def predicting_states(
-    model: torch.nn.Module, row: PackedRow, routing: list[torch.Tensor] | None = None
-) -> torch.Tensor:
-    """Hidden states that predict the labels of `row`, [T, H]: what the head is multiplied with.
+def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
+    """Hidden states that predict the labels of `row`, [T, H]: what the head is multiplied with."""
+    return gathered(model, lambda: _predicting_states(model, row, None))
 
-    A model that carries a state from token to token computes the sequences of a row one by one, since the state would
-    run on into the neighbour.
-    """
+
+def _predicting_states(model: torch.nn.Module, row: PackedRow, routing: list[torch.Tensor] | None) -> torch.Tensor:
+    """A model that carries a state from token to token computes the sequences of a row one by one, since the state
+    would run on into the neighbour."""
     apart = len(row.lengths) > 1 and carries_state(vars(model.config))
     parts = [(n,) for n in row.lengths] if apart else [row.lengths]
     sizes = [sum(part) for part in parts]
@@ -103,7 +115,7 @@ def _states(
         input_ids=tokens[None],
         position_ids=positions[None],
         use_cache=False,
-        packing=layout(lengths, tokens.device, model.get_output_embeddings().weight.dtype),
+        packing=layout(lengths, tokens.device, compute_dtype(model)),
         **({} if routing is None else {"output_router_logits": True}),
     )
     if routing is not None:

@@ -19,6 +19,7 @@ from torch import nn
 from atropos_common.model_math import suspects
 from trainer_core.errors import UsageError
 from trainer_core.policy.logprobs import row_logprobs, whole_row
+from trainer_core.policy.sharding import scatter
 
 BOUND = 2e-3
 """Nats, at any position, in float32; right models stay below 1e-4, and the seven known wrongs begin at 0.05."""
@@ -76,6 +77,7 @@ def _plain(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Logprobs of tokens[1:], [N - 1] float32, by the model's own code alone."""
     with _eager(model.config):
         logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+    scatter(model)
     return logits.float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 
@@ -130,7 +132,8 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
     with ExitStack() as hooks:
         for part in _parts(model):
             hooks.callback(part.register_forward_pre_hook(widen).remove)
-            hooks.callback(part.register_forward_hook(restore).remove)
+            # Before FSDP's own hook, which takes its parameters back from the modules.
+            hooks.callback(part.register_forward_hook(restore, prepend=True).remove)
         try:
             yield
         finally:

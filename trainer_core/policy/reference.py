@@ -10,18 +10,19 @@ import torch
 from torch import nn
 
 from trainer_core.config import TrainingConfig
-from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import row_logprobs, use_head
 from trainer_core.policy.lora import adapters_off
+from trainer_core.policy.sharding import anywhere, compute_dtype, load_for, shard
 from trainer_core.policy.speed import in_threads
 from trainer_core.rollouts.packing import PackedRow
+from trainer_core.world import ALONE, World
 
 
 class Reference:
     """Answers for the rows of a step, where the environment did not. Holds a model of its own, or the policy's, whose
     adapters are off while it answers."""
 
-    def __init__(self, config: TrainingConfig, policy: nn.Module, device: torch.device) -> None:
+    def __init__(self, config: TrainingConfig, policy: nn.Module, device: torch.device, world: World = ALONE) -> None:
         """Args:
         policy: on `device`; with adapters, if the configuration trains any.
         """
@@ -30,33 +31,34 @@ class Reference:
         if self._adapted:
             self._model = policy
             return
-        dtype = next(policy.parameters()).dtype
-        self._model = load_model(config.model_name, dtype, device).requires_grad_(False)
+        model = load_for(world, config.model_name, compute_dtype(policy), device).requires_grad_(False)
+        self._model = shard(model, world, device, config)
         use_head(self._model, config.head_dtype)
         size = sum(p.numel() * p.element_size() for p in self._model.parameters())
         print(f"Frozen reference of --ref-kl-coef: {config.model_name}, a copy of {size / 1e9:.2f} GB")
 
     @torch.no_grad()
-    def fill(self, rows: Sequence[PackedRow], threads: int = 1) -> list[PackedRow]:
+    def fill(self, rows: Sequence[PackedRow], threads: int = 1, world: World = ALONE) -> list[PackedRow]:
         """The rows with `reference` known for each token: the environment's where it sent one, else this model's.
 
         Args:
             rows: on any device.
-            threads: as in `step.accumulate`.
+            threads, world: as in `step.accumulate`.
         """
+        lacks = anywhere(world, [row.reference is None or bool(row.reference.isnan().any()) for row in rows])
 
-        def complete(row: PackedRow, _: int) -> PackedRow:
-            given = row.reference
-            if given is not None and not given.isnan().any():
+        def complete(item: tuple[PackedRow, bool], _: int) -> PackedRow:
+            row, lacking = item
+            if not lacking:
                 return row
-            own = row_logprobs(self._model, row.to(self._device)).float()
+            given, own = row.reference, row_logprobs(self._model, row.to(self._device)).float()
             if given is not None:
                 given = given.to(own.device)
                 own = torch.where(given.isnan(), own, given)
             return replace(row, reference=own)
 
         with self._frozen():
-            return in_threads(complete, rows, threads)
+            return in_threads(complete, list(zip(rows, lacks, strict=True)), threads)
 
     @contextmanager
     def _frozen(self) -> Iterator[None]:

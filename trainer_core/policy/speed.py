@@ -25,6 +25,7 @@ from atropos_common import model_math
 from trainer_core.config import TrainingConfig
 from trainer_core.offload import SavedStates
 from trainer_core.policy.load import decoder_layers, dimensions
+from trainer_core.policy.sharding import compute_dtype, local
 
 SMALL_MODEL = 50_000_000
 """Parameters below which rows side by side are faster than threads within an operation."""
@@ -38,10 +39,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def use_cores(model: nn.Module, config: TrainingConfig, device: torch.device) -> int:
+def use_cores(model: nn.Module, config: TrainingConfig, device: torch.device, ranks: int = 1) -> int:
     """Set torch's threads for this model; returns those for `accumulate`, 1 where operations are split instead.
 
-    Without `torch_threads` a small model on a CPU gets as many as there are cores, or OMP_NUM_THREADS.
+    Without `torch_threads` a small model on a CPU gets as many as there are cores, or OMP_NUM_THREADS. Several ranks
+    pass through the model together, a row at a time.
     """
     small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL
     if device.type != "cpu" or not small:
@@ -49,7 +51,7 @@ def use_cores(model: nn.Module, config: TrainingConfig, device: torch.device) ->
             torch.set_num_threads(config.torch_threads)
         return 1
     torch.set_num_threads(1)
-    return min(config.torch_threads or _cores(), MOST_THREADS)
+    return min(config.torch_threads or _cores(), MOST_THREADS) if ranks == 1 else 1
 
 
 def _cores() -> int:
@@ -145,14 +147,14 @@ def use_checkpointing(
     """
     on = mode == "on" or offload
     if mode == "auto" and not on and device.type == "cuda":
-        trained = [p.shape for p in model.parameters() if p.requires_grad]
+        trained = [local(p).shape for p in model.parameters() if p.requires_grad]
         wanted = activation_bytes(model, tokens)
         # Gradients and the optimizer's state are not allocated before the first step.
         gradients = gradient_bytes * sum(map(math.prod, trained))
         state = model_math.optimizer_bytes(trained, optimizer) if optimizer else 0
         free = _free_bytes(device) - gradients - state
         on = wanted > free
-        width = getattr(model, "logits_dtype", next(model.parameters()).dtype).itemsize
+        width = getattr(model, "logits_dtype", compute_dtype(model)).itemsize
         logits = tokens * dimensions(model).vocab * width
         model.keeps_logits = wanted + logits <= free  # type: ignore[assignment]
         print(
@@ -172,7 +174,7 @@ def activation_bytes(model: nn.Module, tokens: int) -> int:
     """What the forward pass of `tokens` tokens on a GPU keeps for the backward pass, without checkpointing."""
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
     estimate = model_math.activation_bytes(
-        dimensions(model), tokens, width=next(model.parameters()).element_size(), on_gpu=True,
+        dimensions(model), tokens, width=compute_dtype(model).itemsize, on_gpu=True,
         layers=layers_reached(model), largest=max(trained, default=0),
     )  # fmt: skip
     return estimate.total

@@ -68,6 +68,14 @@ class PackedRow:
         return PackedRow(**moved)
 
 
+def empty_row() -> PackedRow:
+    """A row of one token of which none trains, for a rank that has fewer rows than another."""
+    none = torch.zeros(0)
+    where = torch.zeros(0, dtype=torch.int64)
+    first = torch.zeros(1, dtype=torch.int64)
+    return PackedRow(first, first, (1,), where, where, none, none, none)
+
+
 def pack(rollouts: Sequence[Rollout], max_tokens: int, threads: int = 1) -> list[PackedRow]:
     """Pack into rows of at most `max_tokens` (a longer single sequence gets a row of its own).
 

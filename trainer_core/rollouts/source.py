@@ -210,6 +210,7 @@ class BatchSource:
                 batch.absorb(streak.held)
                 if self.record is not None:
                     self.record(step + 1, version, batch.raw)
+                    batch.raw = []
                 return batch, lags
             streak.add(batch)
 

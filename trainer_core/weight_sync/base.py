@@ -21,6 +21,7 @@ from trainer_core.config import Mode, TrainingConfig
 from trainer_core.errors import EngineGone, Stopped
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import Lifecycle, supervised, wait_for_server
+from trainer_core.world import ALONE, World
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,11 @@ class Start:
 
 
 class WeightSync(ABC):
-    """A strategy that brings trained weights to inference servers."""
+    """A strategy that brings trained weights to inference servers.
+
+    With several ranks each has one, and all are asked to attach, to publish and to let go at the same time; they return
+    or raise the same. Rank 0 alone knows servers (`engines`), and it alone is asked to `check`.
+    """
 
     shares_memory = False
     """Whether a server computes with the policy's own memory, so that it sees each write, and each is to be published.
@@ -81,6 +86,7 @@ class WeightSync(ABC):
         self.config = config
         self.device = device
         self.stop = stop
+        self.world: World = ALONE
         self.engines: list[ServerClient] = []
         """The servers that generate the rollouts, from `attach` on."""
         self.left_out: dict[str, str] = {}
@@ -92,6 +98,14 @@ class WeightSync(ABC):
     def engine(self) -> ServerClient:
         """The server that the probe asks: the first that is there."""
         return next((each for each in self.engines if each.base_url not in self.left_out), self.engines[0])
+
+    def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What `load` gave, on the trainer's device: a part of it on each rank."""
+        from trainer_core.policy.load import train_only
+        from trainer_core.policy.sharding import shard
+
+        train_only(model, self.config.train_layer_indices)
+        return shard(model, self.world, self.device, self.config)
 
     @abstractmethod
     def attach(self, start: Start) -> torch.nn.Module:
@@ -190,7 +204,12 @@ class SeparateWeights(WeightSync):
             EngineError: it refuses them: it serves another model.
         """
         self.version = start.version
-        self.model = self.load(start.weights)
+        self.model = self._spread(self.load(start.weights))
+        self._collect()
+        self.world.share(self._meet_servers)
+        return self.model
+
+    def _meet_servers(self) -> None:
         if self.lifecycle is not None:
             self.lifecycle.ensure()  # first: an own child brings the token
         self.engines = [ServerClient(url) for url in self.config.engine_urls]
@@ -203,20 +222,29 @@ class SeparateWeights(WeightSync):
                 self._serve_again(engine)
 
     def load(self, weights: Path | None) -> torch.nn.Module:
-        """The model on the trainer's device and in its type, with `weights`, else the base model's."""
-        from trainer_core.policy.load import dtype_of, load_config, load_model
+        """The model in the trainer's type, with `weights`, else the base model's; to be spread over the ranks."""
+        from trainer_core.policy.load import dtype_of, load_config
+        from trainer_core.policy.sharding import load_for
 
         dtype = dtype_of(load_config(self.config.model_name), self.config.dtype)
-        return load_model(weights or self.config.model_name, dtype, self.device)
+        return load_for(self.world, weights or self.config.model_name, dtype, self.device)
 
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
         with clock("write"):
             write()
         self.version = version
+        with clock("collect"):
+            self._collect()
+        return self.world.share(lambda: self._delivered(clock))
+
+    def _collect(self) -> None:
+        """What all ranks have to do before rank 0 can give the present weights to a server, now or later."""
+
+    def _delivered(self, clock: Phases) -> bool:
         try:
             return self._deliver(clock)
         except Stopped:
-            print(f"Stopped before every server had version {version}; the update is complete here")
+            print(f"Stopped before every server had version {self.version}; the update is complete here")
             return False
 
     @abstractmethod
@@ -288,8 +316,11 @@ _STRATEGIES: dict[Mode, tuple[str, str]] = {
 }
 
 
-def make_sync(config: TrainingConfig, device: torch.device, stop: threading.Event) -> WeightSync:
+def make_sync(
+    config: TrainingConfig, device: torch.device, stop: threading.Event, world: World = ALONE
+) -> WeightSync:  # fmt: skip
     """The strategy for `config.mode`; with recorded rollouts one that has no server."""
     module, name = _STRATEGIES[config.mode] if config.rollouts is None else ("offline", "Offline")
     made: WeightSync = getattr(import_module(f"trainer_core.weight_sync.{module}"), name)(config, device, stop)
+    made.world = world
     return made

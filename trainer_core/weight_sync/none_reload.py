@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from atropos_common.bridge import BridgeInfo, LoadWeightsRequest
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineGone, TrainerError, UsageError
-from trainer_core.policy.load import weights
+from trainer_core.policy.sharding import weights
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import make_lifecycle
 from trainer_core.weight_sync.base import Phases, SeparateWeights

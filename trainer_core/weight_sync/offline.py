@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from trainer_core.policy.load import dtype_of, load_config, load_model
+from trainer_core.policy.load import dtype_of, load_config
+from trainer_core.policy.sharding import load_for
 from trainer_core.weight_sync.base import Phases, Start, WeightSync
 from trainer_core.weight_sync.lora import LoraSwap
 
@@ -19,9 +20,11 @@ class Offline(WeightSync):
         config = self.config
         print("No server: no probe of its logprobs, and policy lag only as far as it was recorded")
         if config.trains_adapters:
-            return LoraSwap(config, self.device, self.stop).load(start.weights)
+            adapted = LoraSwap(config, self.device, self.stop)
+            adapted.world = self.world
+            return self._spread(adapted.load(start.weights))
         dtype = dtype_of(load_config(config.model_name), config.dtype)
-        return load_model(start.weights or config.model_name, dtype, self.device)
+        return self._spread(load_for(self.world, start.weights or config.model_name, dtype, self.device))
 
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
         with clock("write"):

@@ -1,0 +1,152 @@
+"""What each of two ranks does for `test_trainer_sharded.py`: every case beside the same on one rank."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.unit.trainer_rollouts import rollouts_of
+from trainer_core.config import TrainingConfig
+from trainer_core.objective.registry import Objective
+from trainer_core.optim import Stepper
+from trainer_core.policy.load import train_only
+from trainer_core.policy.lora import add_adapter
+from trainer_core.policy.proof import prove
+from trainer_core.policy.reference import Reference
+from trainer_core.policy.sharding import load_for, shard
+from trainer_core.policy.speed import use_checkpointing
+from trainer_core.rollouts.packing import PackedRow, empty_row, pack
+from trainer_core.step import StepOutcome, accumulate
+from trainer_core.world import ALONE, World
+
+CPU = torch.device("cpu")
+BF16 = {"dtype": "bfloat16"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "float32": ("Qwen3", {"dtype": "float32"}),
+    "fp32 masters": ("Qwen3", BF16),
+    "fp32 masters beside": ("Qwen3", BF16 | {"optimizer_offload": True}),
+    "kahan": ("Qwen3", BF16 | {"master_weights": "kahan"}),
+    "stochastic": ("Qwen3", BF16 | {"master_weights": "stochastic"}),
+    "tied": ("Gemma 2", {"dtype": "float32"}),
+    "experts": ("Qwen3-MoE", {"dtype": "float32", "router_aux_loss_coef": 0.1}),
+    "checkpointing": ("Qwen3", BF16 | {"gradient_checkpointing": "on"}),
+    "some layers": ("Qwen3", BF16 | {"train_layer_indices": [1]}),
+    "adapters": ("Qwen3", BF16 | {"weight_bridge_mode": "lora_only"}),
+    "proximal": ("Qwen3", {"dtype": "float32", "ratio_base": "proximal", "objective": "gspo"}),
+    "reference": ("Qwen3", {"dtype": "float32", "ref_kl_coef": 0.1}),
+}
+"""Name -> model of the zoo, settings."""
+
+
+class Trainer:
+    """A policy and its optimizer, on one rank or on all."""
+
+    def __init__(self, folder: Path, model: str, world: World, **settings: Any) -> None:
+        self.world = world
+        values = {"model_name": str(folder / model), "optimizer": "adamw", "lr": 1e-4, "max_grad_norm": 0.5}
+        self.config = config = TrainingConfig.model_validate(values | settings)
+        dtype = getattr(torch, config.dtype)
+        torch.manual_seed(0)
+        self.model = load_for(world, config.model_name, dtype, CPU)
+        if config.trains_adapters:
+            add_adapter(self.model, config)
+        train_only(self.model, config.train_layer_indices)
+        shard(self.model, world, CPU, config)
+        self.proved = prove(self.model)
+        use_checkpointing(self.model, config.gradient_checkpointing, tokens=64, optimizer="adamw", device=CPU)
+        self.stepper = Stepper(self.model, config, world)
+        self.reference = Reference(config, self.model, CPU, world) if config.ref_kl_coef else None
+        self.objective = Objective(config)
+
+    def rows(self, step: int) -> list[PackedRow]:
+        """This rank's rows: of an odd number, so that one rank has an empty one."""
+        rollouts = rollouts_of(13, seed=step)
+        for flat in rollouts[:3]:
+            flat.advantages[:] = 0.0
+        rows = pack(rollouts, 40)
+        rows = rows if len(rows) % 2 else rows[:-1]
+        mine = rows[self.world.rank :: self.world.size]
+        return mine + [empty_row()] * (-(-len(rows) // self.world.size) - len(mine))
+
+    def step(self, number: int) -> StepOutcome:
+        outcome = accumulate(
+            self.model, self.stepper, self.rows(number), self.objective, number, world=self.world,
+            reference=self.reference,
+        )  # fmt: skip
+        self.stepper.compute()
+        self.stepper.write()
+        return outcome
+
+    def gradients(self, step: int) -> list[torch.Tensor]:
+        """Whole, of a step that is not taken."""
+        accumulate(self.model, self.stepper, self.rows(step), self.objective, step, world=self.world,
+                   reference=self.reference)  # fmt: skip
+        found = [self._whole(i, g) for i, g in enumerate(self.stepper._collected()) if g is not None]
+        self.stepper.zero_grad()
+        return found
+
+    def weights(self) -> list[torch.Tensor]:
+        """Whole, of what trains: the masters where they are kept, else what the parameters are."""
+        copies = self.stepper.copies()
+        parts = [copies.get(param, param) for param in self.stepper.params]
+        return [self._whole(i, part) for i, part in enumerate(parts)]
+
+    def _whole(self, index: int, part: torch.Tensor) -> torch.Tensor:
+        wholes = [p for p in self.model.parameters() if p.requires_grad]
+        like = wholes[index]
+        if not isinstance(like, DTensor):
+            return part.detach().clone()
+        return DTensor.from_local(
+            part.detach(), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+        ).full_tensor()
+
+
+def apart(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """The largest difference of any tensor, by the largest element of that tensor."""
+    assert [t.shape for t in mine] == [t.shape for t in theirs]
+    pairs = zip(mine, theirs, strict=True)
+    return max(float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)) for a, b in pairs)
+
+
+def one_case(folder: Path, world: World, model: str, settings: dict[str, Any]) -> dict[str, float]:
+    many, one = Trainer(folder, model, world, **settings), Trainer(folder, model, ALONE, **settings)
+    assert any(isinstance(p, DTensor) for p in many.model.parameters())
+    found = {"gradient": apart(many.gradients(1), one.gradients(1))}
+    mine, theirs = many.step(1), one.step(1)
+    found["loss"] = abs(mine.loss - theirs.loss) / abs(theirs.loss)
+    found["weights"] = apart(many.weights(), one.weights())
+    mine, theirs = many.step(2), one.step(2)
+    found["norm"] = abs(mine.grad_norm - theirs.grad_norm) / theirs.grad_norm
+    pairs = ((mine.entropy, theirs.entropy), (mine.ratio_max, theirs.ratio_max), (mine.tokens, theirs.tokens),
+             (mine.diffs.abs_max, theirs.diffs.abs_max), (mine.ref_kl or 1.0, theirs.ref_kl or 1.0))  # fmt: skip
+    found["rest"] = max(abs(a - b) / abs(b) for a, b in pairs)
+    found["later"] = apart(many.weights(), one.weights())
+    found["proof"] = abs(many.proved - one.proved)
+    return found
+
+
+def all_cases(folder: Path, *only: str) -> int:
+    world = World.join(CPU, 60.0)
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name, (model, settings) in CASES.items():
+        if only and name not in only:
+            continue
+        began = time.perf_counter()
+        try:
+            found[name] = one_case(folder, world, model, settings)
+        except Exception:
+            found[name] = traceback.format_exc()
+            print(name, found[name])
+            break
+        print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
+    if world.rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    world.close()
+    return 0
