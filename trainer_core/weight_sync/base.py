@@ -96,8 +96,8 @@ class WeightSync(ABC):
 
     @property
     def engine(self) -> ServerClient:
-        """The server that the probe asks: the first that is there."""
-        return next((each for each in self.engines if each.base_url not in self.left_out), self.engines[0])
+        """The server that the probe asks: the first."""
+        return self.engines[0]
 
     def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
         """What `load` gave, on the trainer's device: a part of it on each rank."""
@@ -205,7 +205,7 @@ class SeparateWeights(WeightSync):
         """
         self.version = start.version
         self.model = self._spread(self.load(start.weights))
-        self._collect()
+        self._collect(Phases())
         self.world.share(self._meet_servers)
         return self.model
 
@@ -214,7 +214,6 @@ class SeparateWeights(WeightSync):
             self.lifecycle.ensure()  # first: an own child brings the token
         self.engines = [ServerClient(url) for url in self.config.engine_urls]
         self._serve_all()
-        return self.model
 
     def _serve_all(self) -> None:
         for engine in self.engines:
@@ -233,11 +232,10 @@ class SeparateWeights(WeightSync):
         with clock("write"):
             write()
         self.version = version
-        with clock("collect"):
-            self._collect()
+        self._collect(clock)
         return self.world.share(lambda: self._delivered(clock))
 
-    def _collect(self) -> None:
+    def _collect(self, clock: Phases) -> None:
         """What all ranks have to do before rank 0 can give the present weights to a server, now or later."""
 
     def _delivered(self, clock: Phases) -> bool:

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -24,13 +23,13 @@ from atropos_common.bridge import BridgeInfo
 from atropos_common.transfer import TransferBackend, TransferInit, TransferReport, TransferUpdate
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
+from trainer_core.policy.sharding import compute_dtype
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import FIRST_PAUSE_S, LOOK_S, Phases, SeparateWeights
 from trainer_core.weight_sync.calls import POLL_S, Calls
 from trainer_core.weight_sync.collectives import BroadcastGroup, Rendezvous, Stage, connect, meeting_point
 from trainer_core.weight_sync.orders import Follower, Order, Orders
 from trainer_core.weight_sync.outgoing import CHUNK_BYTES, outgoing
-from trainer_core.world import ALONE, World
 
 BRISK_S = 0.05
 """After this long without an end, polls become rare."""
@@ -60,16 +59,13 @@ class GroupBroke(EngineGone):
 class Broadcast(SeparateWeights):
     """Strategy of mode `broadcast`."""
 
-    def __init__(
-        self, config: TrainingConfig, device: torch.device, stop: threading.Event, world: World = ALONE
-    ) -> None:
+    def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
         require_nodes(config)
-        self.world = world
         self._place = meeting_point(config.init_method)
         self._meeting: Rendezvous | None = None
         self._group: BroadcastGroup | None = None
-        self._orders = Orders(1 if world.rank else world.size)
+        self._orders = Orders(1)
         self._follower: Follower | None = None
         self._members: Members = {}
         self._looks: dict[ServerClient, Calls[BridgeInfo]] = {}
@@ -78,12 +74,22 @@ class Broadcast(SeparateWeights):
         self._complained: set[str] = set()
         """Since the last group that worked."""
 
-    def load(self, weights: Path | None) -> torch.nn.Module:
-        model = super().load(weights)
-        dtype = next(model.parameters()).dtype
-        self._outgoing = outgoing(model, dtype, self.world.rank, self.world.size)
-        self._outgoing.refresh()
+    def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
+        model = super()._spread(model)
+        rank, size = self.world.rank, self.world.size
+        self._outgoing = outgoing(model, compute_dtype(model), rank, size)
+        self._orders = Orders(1 if rank else size)
+        folder = self.world.share(lambda: self._orders.folder)
+        if folder is not None and rank:
+            self._follower = Follower(folder, rank, self.device, self._outgoing)
+        self.world.share(self._orders.meet)
         return model
+
+    def _collect(self, clock: Phases) -> None:
+        """Let what takes this rank's orders know that the weights of `version` are in place; nothing is gathered."""
+        self._outgoing.refresh()
+        if self._follower is not None:
+            self._follower.wrote(self.version)
 
     def check(self) -> None:
         """Give a server that is back, or is another one now, the present weights; it serves nobody before.
@@ -92,7 +98,7 @@ class Broadcast(SeparateWeights):
             EngineGone: none is left, and none came back within `engine_timeout`.
         """
         now = time.monotonic()
-        if self.world.rank or now - self._looked < LOOK_S or self.stop.is_set():
+        if now - self._looked < LOOK_S or self.stop.is_set():
             return  # at the end nobody waits for a server: the weights are here
         self._looked = now
         back = False
@@ -112,13 +118,6 @@ class Broadcast(SeparateWeights):
 
     def _serve_all(self) -> None:
         """Begin with every server, or after `engine_timeout` with those that are there."""
-        folder = self.world.share(lambda: self._orders.folder)
-        if folder is not None and self.world.rank:
-            self._follower = Follower(folder, self.world.rank, self.device, self._outgoing, self.version)
-        self.world.share(self._begin)
-
-    def _begin(self) -> None:
-        self._orders.meet()
         try:
             self._await_server(partial(self._regroup, everyone=True))
         except EngineGone as error:
@@ -128,12 +127,6 @@ class Broadcast(SeparateWeights):
                 raise error from None
 
     def _deliver(self, clock: Phases) -> bool:
-        self._outgoing.refresh()
-        if self._follower is not None:
-            self._follower.wrote(self.version)
-        return self.world.share(lambda: self._lead(clock))
-
-    def _lead(self, clock: Phases) -> bool:
         """Broadcast the update; a server that dies meanwhile is left out, and only when none is left waited for."""
         began = time.perf_counter()
         try:
@@ -321,6 +314,7 @@ class Broadcast(SeparateWeights):
         Raises:
             GroupBroke: with the phase and the cause.
             EngineError: a server refused.
+            RankGone: another rank of the trainer has ended.
         """
         began, timeout_s, said, missing = time.monotonic(), self._limit_s, False, []
         try:
@@ -341,6 +335,7 @@ class Broadcast(SeparateWeights):
                 self._leave()  # who hangs for another one's sake says so now
             calls.wait(LAST_WORDS_S)
             self._leave()
+            self._orders.check()
             raise self._cause(error, calls, phase, missing) from None
 
     def _cause(

@@ -7,6 +7,7 @@ A publish is no collective of the trainer: nobody waits for another rank, but in
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -37,6 +38,8 @@ class Order(BaseModel):
     """To be joined."""
     version: int = 0
     """Of the weights to be sent."""
+    number: int = 0
+    """Which answers name, for an order may be given before the one before it is answered."""
 
 
 class Orders:
@@ -45,8 +48,10 @@ class Orders:
     def __init__(self, ranks: int) -> None:
         self._others = range(1, ranks)
         self._lines: dict[int, Any] = {}
+        self._number = 0
         self._awaited: set[int] = set()
         self._failed: dict[int, str] = {}
+        self._ended: set[int] = set()
         self.folder = Path(tempfile.mkdtemp(prefix="atropos-orders-")) if self._others else None
         if self.folder is not None:
             self._listener = socket.socket(socket.AF_UNIX)
@@ -71,50 +76,57 @@ class Orders:
 
     def give(self, order: Order) -> None:
         """Let every other rank do this next."""
+        self._number += 1
         self._awaited, self._failed = set(self._lines), {}
+        said = order.model_copy(update={"number": self._number}).model_dump_json().encode()
         for line in self._lines.values():
-            try:
-                line.write(order.model_dump_json().encode() + b"\n")
+            with contextlib.suppress(OSError):  # it has ended, which is seen where its answers are read
+                line.write(said + b"\n")
                 line.flush()
-            except OSError:
-                pass  # it has ended, which is seen where its answers are read
 
     def done(self) -> bool:
         """Whether all others have done what they were told last.
 
         Raises:
             RuntimeError: one could not; in its words.
+            RankGone: one has ended.
         """
         for rank, said in self._failed.items():
-            raise RuntimeError(f"rank {rank} of the trainer {said}")
+            raise RuntimeError(f"rank {rank} of the trainer: {said}")
+        self.check()
         return not self._awaited
+
+    def check(self) -> None:
+        """Raises:
+        RankGone: one of the others has ended.
+        """
+        if self._ended:
+            raise RankGone(f"rank {min(self._ended)} has ended")
 
     def close(self) -> None:
         for line in self._lines.values():
-            line.close()
+            with contextlib.suppress(OSError):
+                line.close()
         if self.folder is not None:
             self._listener.close()
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _listen(self, rank: int, line: Any) -> None:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             for said in line:
-                if text := said.decode().strip():
-                    self._failed[rank] = text
-                self._awaited.discard(rank)
-        except (OSError, ValueError):
-            pass
-        self._failed[rank] = "has ended"
+                number, _, text = said.decode().rstrip("\n").partition(" ")
+                if int(number) == self._number:
+                    if text:
+                        self._failed[rank] = text
+                    self._awaited.discard(rank)
+        self._ended.add(rank)
 
 
 class Follower:
     """Another rank's end: a thread that does what rank 0 orders."""
 
-    def __init__(self, folder: Path, rank: int, device: torch.device, what: Outgoing, version: int) -> None:
-        """Args:
-        version: of the weights that `what` sends by now.
-        """
-        self._rank, self._device, self._what, self._written = rank, device, what, version
+    def __init__(self, folder: Path, rank: int, device: torch.device, what: Outgoing) -> None:
+        self._rank, self._device, self._what, self._written = rank, device, what, -1
         self._leaving = False
         self._group: BroadcastGroup | None = None
         self._lifeline: Lifeline | None = None
@@ -140,11 +152,10 @@ class Follower:
     def _follow(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        try:
-            for order in self._line:
-                self._answer(self._carry_out(Order.model_validate_json(order)))
-        except OSError:
-            pass  # rank 0 is gone, or this one leaves
+        with contextlib.suppress(OSError):  # rank 0 is gone, or this one leaves
+            for said in self._line:
+                order = Order.model_validate_json(said)
+                self._answer(f"{order.number} {self._carry_out(order)}")
 
     def _answer(self, text: str) -> None:
         self._line.write(text.encode() + b"\n")
@@ -161,7 +172,7 @@ class Follower:
                     self._join(order.group)
         except RuntimeError as error:
             self._leave()
-            return f"says: {first_line(error)}"
+            return first_line(error)
         return ""
 
     def _join(self, init: TransferInit) -> None:

@@ -22,6 +22,7 @@ from atropos_common.strided import contiguous
 from atropos_common.transfer import SLOTS, Chunk, SentTensor, chunks, place
 from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout, view_of
+from trainer_core.policy.sharding import local
 
 CHUNK_BYTES = 256 << 20
 """Of one chunk: long enough to run at the link's speed, short enough to unpack while the next one comes."""
@@ -65,7 +66,7 @@ class Shards:
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, rank: int, size: int) -> None:
         """Args:
-            dtype: of what is sent, whatever the rows are trained in.
+            dtype: in which sharded parameters are sent, whatever the rows are trained in.
 
         Raises:
             UsageError: some of the checkpoint's tensors are not views of the parameters, or a rank has parts of one
@@ -77,13 +78,14 @@ class Shards:
         for owner, spots in parts_of(model).items():
             param = named[owner]
             bounds = _bounds(owner, param, size)
+            kind = dtype if isinstance(param, DTensor) else param.dtype
             for name, spot in spots:
                 found = list(_cut(name, spot, bounds))
                 self._own[name] = [(part, param) for part in found if part.rank == rank]
-                owners = [(part.rank, math.prod(part.shape) * dtype.itemsize) for part in found]
-                self.tensors.append(_sent(name, dtype, spot, owners))
+                owners = [(part.rank, math.prod(part.shape) * kind.itemsize) for part in found]
+                self.tensors.append(_sent(name, kind, spot, owners))
         self.chunks = chunks(self.tensors, CHUNK_BYTES)
-        room, device = max(chunk.nbytes for chunk in self.chunks), _local(next(iter(named.values()))).device
+        room, device = max(chunk.nbytes for chunk in self.chunks), local(next(iter(named.values()))).device
         self._buffers = [torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
 
     def refresh(self) -> None:
@@ -95,8 +97,8 @@ class Shards:
         for placed in chunk.tensors:
             whole = _view(buffer[placed.start - chunk.start :][: placed.tensor.nbytes], placed.tensor.dtype)
             for part, param in self._own[placed.tensor.name]:
-                local = _local(param)
-                rows = local.as_strided(part.shape, part.stride, local.storage_offset() + part.offset)
+                here = local(param)
+                rows = here.as_strided(part.shape, part.stride, here.storage_offset() + part.offset)
                 whole[part.first : part.first + rows.numel()].view(part.shape).copy_(rows)
         return buffer
 
@@ -215,10 +217,6 @@ def _rank_of(first: int, last: int, bounds: list[int]) -> int | None:
     """The rank that has elements `first` to `last`; null when several do."""
     spans = enumerate(pairwise(bounds))
     return next((rank for rank, (begin, end) in spans if begin <= first and last < end), None)
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def _view(part: torch.Tensor, dtype: str) -> torch.Tensor:
