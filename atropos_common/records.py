@@ -278,6 +278,31 @@ class MemoryRecord(TrainerRecord):
     rss_bytes: int | None = None
 
 
+class RankUse(BaseModel):
+    """One rank's part in a step."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    rank: int
+    gpu: str | None = None
+    """Of the machine, by index or UUID; null on a CPU."""
+    tokens: int = 0
+    """Of its rows: all ranks pass through the model together, and wait for the one with the longest."""
+    alone_s: Number
+    """Seconds of what it did without the others: packing, the optimizer's update. The slowest rank needs most."""
+    allocated_bytes: int | None = None
+    peak_bytes: int | None = None
+    rss_bytes: int | None = None
+
+
+class RanksRecord(TrainerRecord):
+    """The ranks of a trainer in one step, by rank; not written where there is one."""
+
+    KIND: ClassVar[str] = "ranks"
+    kind: Literal["ranks"] = "ranks"
+    ranks: list[RankUse]
+
+
 class SyncRecord(TrainerRecord):
     """One publish of weights to the engine."""
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer_core.optim import Stepper
+    from trainer_core.world import World
 
 STATE_JSON = "trainer_state.json"
 STATE_TENSORS = "trainer_state/tensors.safetensors"
@@ -155,9 +156,10 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
 def save(
     model: torch.nn.Module, config: TrainingConfig, target: Path, *, step: int, version: int, stepper: Stepper | None,
     stopping: dict[str, Any] | None = None, merged: bool = False,
-    wait_for_room: Callable[[Path, str], None] | None = None,
+    wait_for_room: Callable[[Path, str], None] | None = None, world: World | None = None,
 ) -> Saved:  # fmt: skip
-    """Write a checkpoint to `target`; without `stepper` only what inference needs.
+    """Write a checkpoint to `target`; without `stepper` only what inference needs. All ranks of `world` call it, and
+    rank 0 writes.
 
     Args:
         merged: `model` is whole, its adapters a part of it.
@@ -167,14 +169,29 @@ def save(
     Raises:
         OSError: it cannot be written, or not read back; nothing is left of it.
     """
-    from safetensors import SafetensorError
+    from trainer_core.policy.sharding import weights
+    from trainer_core.world import ALONE
 
     began = time.perf_counter()
+    tensors = None if config.trains_adapters and not merged else weights(model)
+
+    def write(aside: Path) -> None:
+        _write(model, config, aside, step, version, stepper, stopping, tensors)
+
+    return (world or ALONE).share(lambda: _saved(target, write, wait_for_room, began))
+
+
+def _saved(
+    target: Path, write: Callable[[Path], None], wait_for_room: Callable[[Path, str], None] | None, began: float
+) -> Saved:
+    """Let `write` fill a folder, which becomes `target`."""
+    from safetensors import SafetensorError
+
     aside = target.with_name(f".{target.name}.writing")
     while True:
         shutil.rmtree(aside, ignore_errors=True)
         try:
-            _write(model, config, aside, step, version, stepper, stopping, merged)
+            write(aside)
             break
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
@@ -188,16 +205,16 @@ def save(
 
 def _write(
     model: torch.nn.Module, config: TrainingConfig, aside: Path, step: int, version: int, stepper: Stepper | None,
-    stopping: dict[str, Any] | None, merged: bool,
+    stopping: dict[str, Any] | None, tensors: dict[str, torch.Tensor] | None,
 ) -> None:  # fmt: skip
     """The whole folder, on the disk; what says that it is whole comes last."""
     aside.mkdir(parents=True)
-    if config.trains_adapters and not merged:
+    if tensors is None:
         from trainer_core.policy.lora import write_adapter
 
         write_adapter(model, aside)
     else:
-        _write_model(model, config, aside)
+        _write_model(model, config, aside, tensors)
     facts = {"step": step, "weight_version": version, "model": config.model_name, "optimizer": config.optimizer}
     if stepper is not None:
         facts |= {"stopping": stopping or {}, "state": _save_state(aside / STATE_TENSORS, stepper)}
@@ -212,12 +229,13 @@ def _write(
 def save_step(
     model: torch.nn.Module, config: TrainingConfig, stepper: Stepper, *, step: int, version: int,
     stopping: dict[str, Any] | None = None, wait_for_room: Callable[[Path, str], None] | None = None,
+    world: World | None = None,
 ) -> Saved:  # fmt: skip
     """Write step_N/ or adapter_step_N/, and drop what `keep_checkpoints` no longer keeps: damaged ones do not count."""
     save_path, name = Path(config.save_path), f"{'adapter_' if config.trains_adapters else ''}step_{step}"
     saved = save(
         model, config, save_path / name, step=step, version=version, stepper=stepper, stopping=stopping,
-        wait_for_room=wait_for_room,
+        wait_for_room=wait_for_room, world=world,
     )  # fmt: skip
     if config.keep_checkpoints:
         for old in complete_checkpoints(save_path, config.trains_adapters)[: -config.keep_checkpoints]:
@@ -227,14 +245,14 @@ def save_step(
 
 def save_final(
     model: torch.nn.Module, config: TrainingConfig, *, step: int, version: int,
-    wait_for_room: Callable[[Path, str], None] | None = None,
+    wait_for_room: Callable[[Path, str], None] | None = None, world: World | None = None,
 ) -> Saved:  # fmt: skip
     """Write final_model/, and where that is to be a merged model the adapter as final_adapter/ first."""
 
     def write(what: torch.nn.Module, name: str, *, merged: bool = False) -> Saved:
         return save(
             what, config, Path(config.save_path) / name, step=step, version=version, stepper=None, merged=merged,
-            wait_for_room=wait_for_room,
+            wait_for_room=wait_for_room, world=world,
         )  # fmt: skip
 
     if not config.lora_merged_export:
@@ -262,13 +280,13 @@ def restore(path: Path, stepper: Stepper) -> None:
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
-def _write_model(model: torch.nn.Module, config: TrainingConfig, target: Path) -> None:
+def _write_model(
+    model: torch.nn.Module, config: TrainingConfig, target: Path, tensors: dict[str, torch.Tensor]
+) -> None:
     """A folder that serves as a model."""
     from huggingface_hub import save_torch_state_dict
 
-    from trainer_core.policy.sharding import weights
-
-    save_torch_state_dict(weights(model), target)
+    save_torch_state_dict(tensors, target)
     model.config.save_pretrained(target)
     _save_companions(config.model_name, target)
 

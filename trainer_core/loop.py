@@ -55,6 +55,7 @@ from trainer_core.policy.load import end_tokens, train_only
 from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
+from trainer_core.policy.sharding import compute_dtype
 from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
 from trainer_core.probe import LogprobProbe, explain
 from trainer_core.report import (
@@ -63,6 +64,7 @@ from trainer_core.report import (
     StepReport,
     TextReader,
     console_line,
+    rank_use,
     step_fields,
     tracker_metrics,
     write_records,
@@ -179,7 +181,8 @@ def train(
         start = world.share(lambda: start or checkpoint.starting_point(config))
         print(checkpoint.describe(start, config))
         source = world.first(lambda: api or _source(config, rollouts, start.step, stop))
-        opened.callback(lambda: source and source.close())
+        if source is not None:
+            opened.callback(source.close)
         try:
             try:
                 run = Run(config, start, source, stop, opened, world, loss_fn=loss_fn, callbacks=callbacks)
@@ -245,7 +248,7 @@ class Run:
             config, self.model, self.objective, threads=self.threads, reference=self.reference, world=world
         )
         self.mfu = MfuMeter(self.model, self.device, world.size)
-        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        dtype = str(compute_dtype(self.model)).removeprefix("torch.")
         self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))
         self.probe = LogprobProbe(next(iter(self.sync.engines), None), config)
         opened.callback(self.probe.close)
@@ -317,13 +320,17 @@ class Run:
         self.probe.start(step, self.version)
         fetched = time.perf_counter()
         parts = self.minibatches.rows(batch.rollouts, step)
-        outcomes = [self.accumulate(next(parts), step)]
+        rows = next(parts)
+        tokens = sum(len(row.tokens) for row in rows)
+        packed = time.perf_counter()
+        outcomes = [self.accumulate(rows, step)]
         probe_diffs = self.probe.finish(self.model, self.world)
         alignment = self.judge(outcomes[0], probe_diffs, lags, batch)
         for rows in parts:
             self.write_between(outcomes[-1])
             outcomes.append(self.accumulate(rows, step))
         outcome, last = merged(outcomes, self.config.epochs), outcomes[-1]
+        summed = time.perf_counter()
         if last.finite:
             self.stepper.compute()
         trained = time.perf_counter()
@@ -343,6 +350,7 @@ class Run:
                 trained - fetched,
             ),
             engine_idle=self.idle.measure(), step_s=time.perf_counter() - began,
+            ranks=rank_use(self.world, tokens, packed - fetched + trained - summed),
         )  # fmt: skip
         self.history.append({"step": step, **step_fields(report)})
         self.world.share(lambda: self.report(report))

@@ -3,6 +3,7 @@ SUMMARY, MFU and the memory of this process. Nothing here trains."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from atropos_common.records import (
     AlignmentRecord,
     BenchmarkRecord,
     MemoryRecord,
+    RanksRecord,
+    RankUse,
     RolloutRecord,
     StepRecord,
     SyncRecord,
@@ -32,6 +35,7 @@ from trainer_core.rollouts.source import Lags
 from trainer_core.step import StepOutcome
 from trainer_core.telemetry import Telemetry
 from trainer_core.weight_sync.base import SyncReport
+from trainer_core.world import World
 
 TEXT_LIMIT = 4000
 """Characters of a prompt or completion that go into the stream."""
@@ -59,6 +63,8 @@ class StepReport:
     """Of the training part; null on a CPU and on a GPU whose peak is not known."""
     engine_idle: float | None = None
     """Share of the time since the last report in which the engines had nothing to answer."""
+    ranks: Sequence[RankUse] = ()
+    """Of a trainer of several."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -95,6 +101,8 @@ def write_records(telemetry: Telemetry, report: StepReport, config: TrainingConf
         tokens_per_s=report.tokens_per_s, mfu=report.mfu, engine_idle_fraction=report.engine_idle,
     )  # fmt: skip
     telemetry.write(MemoryRecord, step, **memory_fields())
+    if len(report.ranks) > 1:
+        telemetry.write(RanksRecord, step, ranks=report.ranks)
     if report.sync is not None:
         telemetry.write(
             SyncRecord, step, mode=report.sync.mode, weight_version=report.sync.weight_version,
@@ -325,6 +333,19 @@ class MfuMeter:
     def measure(self, lengths: Sequence[int], predicted: int, seconds: float) -> float | None:
         """Share of the peak, from 0 to 1; null where there is no peak to compare with."""
         return self.flops(lengths, predicted) / seconds / self._peak if self._peak and seconds > 0 else None
+
+
+def rank_use(world: World, tokens: int, alone_s: float) -> list[RankUse]:
+    """What each rank did in a step, by rank, on every rank.
+
+    Args:
+        tokens: of this rank's rows.
+        alone_s: seconds of what it did without the others.
+    """
+    memory = memory_fields()
+    memory.pop("reserved_bytes")
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES") if memory["allocated_bytes"] is not None else None
+    return world.gather(RankUse(rank=world.rank, gpu=gpu, tokens=tokens, alone_s=alone_s, **memory))
 
 
 def memory_fields() -> dict[str, int | None]:

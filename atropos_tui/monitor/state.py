@@ -19,6 +19,7 @@ from atropos_common.records import (
     DiagnosisRecord,
     EvalRecord,
     MemoryRecord,
+    RanksRecord,
     Record,
     RolloutRecord,
     StageRecord,
@@ -73,6 +74,8 @@ class RunState:
     """Time of the newest trainer record; tells how long the trainer has been silent."""
     alignment: AlignmentRecord | None = None
     benchmark: BenchmarkRecord | None = None
+    ranks: RanksRecord | None = None
+    """Of the newest step; null where the trainer has one rank."""
     rollouts: deque[RolloutRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
     checkpoints: deque[CheckpointRecord] = field(default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT))
     syncs: list[tuple[int, int, float]] = field(default_factory=list)
@@ -141,6 +144,8 @@ class RunState:
         elif isinstance(record, SyncRecord):
             if record.moved:
                 self.syncs.append((record.attempt, record.weight_version, record.seconds))
+        elif isinstance(record, RanksRecord):
+            self.ranks = record
         elif isinstance(record, BenchmarkRecord):
             self.benchmark = record
 

@@ -32,6 +32,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "step_s": 1.0, "data_wait_s": 0.1, "train_s": 0.2, "sync_s": 0.3, "checkpoint_s": 0.0, "tokens_per_s": 10.0,
     },
     "memory": {"rss_bytes": 1},
+    "ranks": {"ranks": [{"rank": 0, "tokens": 10, "alone_s": 0.1}, {"rank": 1, "gpu": "5", "alone_s": 0.2}]},
     "sync": {"mode": "shared_vllm", "weight_version": 1, "seconds": 0.1, "phases": {"pause": 0.01}},
     "rollout": {"prompt": "1+1=", "completion": "2", "reward": 1.0, "advantage": 0.5},
     "checkpoint": {"path": "step_1", "seconds": 0.1, "bytes": 10},

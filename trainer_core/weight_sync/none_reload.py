@@ -46,12 +46,21 @@ class Reload(SeparateWeights):
         self._base = weights is None
         return super().load(weights)
 
+    def _collect(self, clock: Phases) -> None:
+        """Of several ranks' weights each version is written: a server that begins anew may want any, and rank 0 is
+        alone then."""
+        if self.world.size > 1 and (self.version or not self._base):
+            with clock("save"):
+                tensors = weights(self.model)
+                self.world.share(lambda: self._write(tensors))
+
     def _deliver(self, clock: Phases) -> bool:
         self._base = False
         if not self._restart_is_due():
             return False
-        with clock("save"):
-            self._save()
+        if self.world.size == 1:
+            with clock("save"):
+                self._save()
         clock.seconds |= self._give_all()
         self._forget()
         return True
@@ -115,9 +124,14 @@ class Reload(SeparateWeights):
 
     def _present(self) -> Path:
         """The folder of the present weights, written if need be."""
-        return self._path if self._path.is_dir() else self._save()
+        if not self._path.is_dir():
+            self._save()
+        return self._path
 
-    def _save(self) -> Path:
+    def _save(self) -> None:
+        self._write(weights(self.model))
+
+    def _write(self, tensors: dict[str, torch.Tensor]) -> None:
         """Write the present weights, unfused, under their final name once they are whole.
 
         Raises:
@@ -127,7 +141,7 @@ class Reload(SeparateWeights):
         aside = target.with_name(f".{target.name}.writing")
         try:
             aside.mkdir(parents=True)
-            save_torch_state_dict(weights(self.model), aside)
+            save_torch_state_dict(tensors, aside)
             aside.rename(target)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
@@ -136,7 +150,6 @@ class Reload(SeparateWeights):
                 f"the weights of version {self.version} cannot be written into {self._folder}: {error}. The server "
                 f"keeps the older ones. Free {2 * size / 1e9:.1f} GB there, or put the run on another disk"
             ) from None
-        return target
 
     @property
     def _path(self) -> Path:

@@ -10,8 +10,9 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
-from atropos_common.control import ComponentStatus
-from atropos_tui.monitor.format import bytes_text, duration, one_line, seconds_text
+from atropos_common.control import ComponentStatus, Role
+from atropos_common.records import RanksRecord
+from atropos_tui.monitor.format import bytes_text, duration, one_line, real, seconds_text
 from atropos_tui.monitor.run_files import PlannedComponent
 from atropos_tui.monitor.timeline import clock
 from atropos_tui.ui.theme import COLOURS, state_text, title
@@ -74,7 +75,19 @@ class Details(VerticalScroll, Panel):
             at = f"after {duration(stage.reached_at - (row.started_at or 0))}" if stage.reached_at else "not yet"
             usually = f" · {one_line(stage.usually)}" if stage.usually and not stage.reached_at else ""
             yield self._line("stage", f"{one_line(stage.name)}: {at}{usually}")
+        if row.role == Role.TRAINER and view.state.ranks is not None:
+            yield from self._ranks(view.state.ranks)
         yield from self._diagnoses(view, row)
+
+    def _ranks(self, record: RanksRecord) -> Iterator[Text]:
+        """Each rank of the newest step: all wait for the slowest."""
+        slowest = max(record.ranks, key=lambda use: real(use.alone_s), default=None)
+        for use in record.ranks:
+            where = "CPU" if use.gpu is None else f"GPU {one_line(use.gpu)}"
+            memory = bytes_text(use.rss_bytes if use.peak_bytes is None else use.peak_bytes)
+            words = f"{where}, memory {memory}, {use.tokens:,} tokens, alone {seconds_text(real(use.alone_s))}"
+            last = use is slowest and len(record.ranks) > 1
+            yield self._line(f"rank {use.rank}", f"{words}{', the slowest' if last else ''}", "warn" if last else "")
 
     def _planned(self, plan: PlannedComponent | None) -> Iterator[Text]:
         if plan is None:

@@ -1,0 +1,145 @@
+"""The loop on two ranks: it trains what one rank does, all leave at the same step, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.unit.ranks import run_ranks
+from tests.unit.trainer_offline import STEPS, group_of, offline_config, write_lines
+from trainer_core import train
+from trainer_core.ranks import GONE_CODE
+from trainer_core.rollouts.dealing import deal, hand
+from trainer_core.rollouts.packing import pack
+
+LIMIT_S = 10.0
+"""In this time the end of a rank has ended all."""
+
+
+@pytest.fixture
+def folder(base: Path, tmp_path: Path) -> Path:
+    (tmp_path / "tiny").symlink_to(base)
+    return tmp_path
+
+
+def records(path: Path, kind: str) -> list[dict[str, object]]:
+    lines = map(json.loads, (path / "telemetry.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
+def launched(flags: list[str], folder: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "trainer_core.launch", "2", *flags]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
+    )
+
+
+def test_two_ranks_train_what_one_does(folder: Path) -> None:
+    """Every part of the objective that runs a model, two minibatches twice, and an end by the end of the rollouts."""
+    lines = [{"batch": [group_of(2 * i), group_of(2 * i + 1, size=3)]} for i in range(2)]
+    rollouts = write_lines(folder / "rollouts.jsonl", lines)
+    several = {"minibatches": 2, "epochs": 2, "ratio_base": "proximal", "ref_kl_coef": 0.1}
+    config = offline_config(
+        folder / "tiny", folder, rollouts=str(rollouts), checkpoint_interval=1, lr=1e-4, **several
+    )  # fmt: skip
+    process = launched(config.to_args(), folder)
+    one = train(config.model_copy(update={"save_path": str(folder / "one")}))
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert said.count("Training finished: 2 steps (") == 1 and "holds no more rollouts" in said, said
+    told = records(Path(config.save_path), "step")
+    assert [record["rank"] for record in told] == [0, 0]
+    for mine, theirs in zip(told, one.history, strict=True):
+        for name in ("loss", "grad_norm", "ratio_mean", "entropy_mean", "ref_kl", "tokens", "tis_mean", "reward_mean"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), name
+    first, second = (load_file(path / "final_model" / "model.safetensors") for path in (
+        folder / "one", Path(config.save_path)
+    ))  # fmt: skip
+    for name, tensor in first.items():
+        assert torch.allclose(second[name], tensor, rtol=0, atol=1e-5 * float(tensor.abs().max())), name
+    assert not [path for path in folder.iterdir() if path.name.startswith("atropos-ranks")], "nothing is left"
+
+
+def test_a_stop_between_two_steps_leaves_one_checkpoint(folder: Path) -> None:
+    first, second = run_ranks("tests.unit.looping_ranks:run", folder, "stop")
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert "ended: 1 False" in first.output and "ended: 1 False" in second.output
+    assert [path.name for path in (folder / "offline").glob("*step_*")] == ["step_1"]
+
+
+def test_an_error_of_rank_0_is_one_of_all_and_no_step_is_lost(folder: Path) -> None:
+    first, second = run_ranks("tests.unit.looping_ranks:run", folder, "broken")
+    assert (first.code, second.code) == (1, 1), (first, second)
+    assert "error: run-api is away (known: True)" in first.output
+    assert "error: run-api is away (known: True)" in second.output
+    assert "✓ No step is lost: the weights of step 2" in first.output and "No step is lost" not in second.output
+    assert (folder / "offline" / "step_2").is_dir()
+
+
+@pytest.mark.parametrize(
+    "phase",
+    ["in forward", *(pytest.param(name, marks=pytest.mark.slow) for name in ("waiting", "in publish", "in save"))],
+)
+def test_a_killed_rank_ends_the_other(folder: Path, phase: str) -> None:
+    first, second = run_ranks("tests.unit.looping_ranks:run", folder, f"killed {phase}")
+    assert (first.code, second.code) == (GONE_CODE, -signal.SIGKILL), (first, second)
+    assert "rank 1 has ended" in first.output
+    assert first.at - second.at < LIMIT_S
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_ends_the_other_with_its_words(folder: Path) -> None:
+    first, second = run_ranks("tests.unit.looping_ranks:run", folder, "raises")
+    assert (first.code, second.code) == (GONE_CODE, 5), (first, second)
+    assert "rank 1 has ended: list index out of range" in first.output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, 1)])
+def test_the_launcher_tells_how_it_ended(folder: Path, number: int, code: int) -> None:
+    """A stop of the whole, with a checkpoint; and a rank that is killed."""
+    lines = [{"batch": [group_of(2 * i), group_of(2 * i + 1)]} for i in range(STEPS)] * 500
+    rollouts = write_lines(folder / "rollouts.jsonl", lines)
+    config = offline_config(folder / "tiny", folder, rollouts=str(rollouts), training_steps=2000)
+    process = launched(config.to_args(), folder)
+    assert process.stdout is not None
+    line = next(line for line in process.stdout if line.startswith("step 1/") or "rror" in line)
+    assert line.startswith("step 1/"), line
+    ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
+    began = time.monotonic()
+    (process if number == signal.SIGTERM else ranks[1]).send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    assert not psutil.pid_exists(ranks[0].pid) and not psutil.pid_exists(ranks[1].pid)
+    if number == signal.SIGKILL:
+        assert said.splitlines()[-1] == "error: rank 1 was killed by SIGKILL" and time.monotonic() - began < LIMIT_S
+    else:
+        assert "Stopped after step" in said and len(list((folder / "offline").glob("step_*"))) == 1
+
+
+def test_rows_are_dealt_evenly_and_alike() -> None:
+    from tests.unit.trainer_rollouts import rollouts_of
+
+    rollouts = rollouts_of(23)
+    for flat in rollouts[:9]:
+        flat.advantages[:] = 0.0
+    rows = pack(rollouts, 24)
+    hands = deal(rows, 3, lambda row: bool(row.advantages.any()))
+    assert sorted(i for each in hands for i in each if i >= 0) == list(range(len(rows)))
+    assert len({len(each) for each in hands}) == 1
+    tokens = [sum(len(row.tokens) for row in hand(rows, each) if len(row.labels)) for each in hands]
+    assert max(tokens) - min(tokens) <= 24, tokens
+    mixed = [
+        {bool(rows[i].advantages.any()) for i in at if i >= 0} for at in zip(*hands, strict=True)
+    ]  # fmt: skip
+    assert sum(len(kinds) > 1 for kinds in mixed) <= 1, "rows that learn stand beside rows that do"
