@@ -172,10 +172,10 @@ def test_a_restarted_server_gets_the_present_weights(make: Make, receivers: list
 
 
 @pytest.mark.parametrize("fault", ["dies at update", "never receives", "breaks"])
-def test_a_server_lost_in_the_middle_costs_one_server(
+def test_a_server_lost_in_the_middle_is_named_and_waited_for(
     fault: Fault, make: Make, receivers: list[Receiver], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The others have the update at once; it is named, and has the weights of then when it is back."""
+    """Not by the others, who have the update at once; when it is back it has the weights of then."""
     sync = make()
     model = sync.attach(Start())
     receivers[1].fault = fault
