@@ -231,7 +231,8 @@ class Broadcast(SeparateWeights):
             GroupBroke: somebody did not come; says who, and in which phase.
             UsageError: two ranks are on one GPU.
         """
-        backend, timeout_s = self._backend(infos), self._limit_s
+        # Workers wait longer than the trainer, which alone can tell who is missing.
+        backend, timeout_s = self._backend(infos), self._limit_s + 2 * LAST_WORDS_S
         world_size = self.world.size + sum(info.workers for info in infos.values())
         meeting = self._meeting = Rendezvous(backend, *self._place, world_size, timeout_s)
         init = TransferInit(
