@@ -77,6 +77,8 @@ class Broadcast(SeparateWeights):
     def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
         model = super()._spread(model)
         rank, size = self.world.rank, self.world.size
+        if self.device.type == "cuda" and self.device.index is None:  # threads begin on another one
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._outgoing = outgoing(model, compute_dtype(model), rank, size)
         self._orders = Orders(1 if rank else size)
         folder = self.world.share(lambda: self._orders.folder)
