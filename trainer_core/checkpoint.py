@@ -9,6 +9,9 @@
     save_path/final_model/     the one or the other without optimizer state; with `lora_merged_export` the whole model,
                                and final_adapter/ beside it
 
+With several ranks each writes trainer_state/tensors-R-of-N.safetensors, its rows of the state, and rank 0 all else; as
+many other ranks go on from there (`resharding.py`).
+
 Written aside, brought to the disk and renamed, so a directory under its own name is complete, whenever the machine
 died. `trainer_state.json` has a checksum of each file and of itself, by which a resume passes over what was damaged.
 torch is imported only where tensors are touched: the starting point is looked up before it.
@@ -25,7 +28,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from trainer_core.config import TrainingConfig
 from trainer_core.durable import damage, seal, sync, why_full
@@ -37,8 +40,11 @@ if TYPE_CHECKING:
     from trainer_core.optim import Stepper
     from trainer_core.world import World
 
+T = TypeVar("T")
+
 STATE_JSON = "trainer_state.json"
 STATE_TENSORS = "trainer_state/tensors.safetensors"
+_OF_RANKS = re.compile(r"tensors-(\d+)-of-\d+\.safetensors")
 _TENSOR, _ITEMS = "$tensor", "$items"
 """Marks of a tensor and of a dict in `trainer_state.json`."""
 ADAPTER_JSON = "adapter_config.json"
@@ -154,17 +160,17 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
 
 
 def save(
-    model: torch.nn.Module, config: TrainingConfig, target: Path, *, step: int, version: int, stepper: Stepper | None,
-    stopping: dict[str, Any] | None = None, merged: bool = False,
+    model: torch.nn.Module | None, config: TrainingConfig, target: Path, *, step: int, version: int,
+    stepper: Stepper | None, stopping: dict[str, Any] | None = None, merged: bool = False,
     wait_for_room: Callable[[Path, str], None] | None = None, world: World | None = None,
 ) -> Saved:  # fmt: skip
-    """Write a checkpoint to `target`; without `stepper` only what inference needs. All ranks of `world` call it, and
-    rank 0 writes.
+    """Write a checkpoint to `target`, all ranks together; without `stepper` only what inference needs.
 
     Args:
+        model: on rank 0 at least, where it is not sharded.
         merged: `model` is whole, its adapters a part of it.
-        wait_for_room: called when the disk is full, with the folder and the system's words, once what was written is
-            gone again; then it is written anew. Without it that error is raised.
+        wait_for_room: called on rank 0 when the disk is full, with the folder and the system's words, once what was
+            written is gone again; then it is written anew. Without it that error is raised.
 
     Raises:
         OSError: it cannot be written, or not read back; nothing is left of it.
@@ -172,52 +178,69 @@ def save(
     from trainer_core.policy.sharding import weights
     from trainer_core.world import ALONE
 
+    world = world or ALONE
     began = time.perf_counter()
-    tensors = None if config.trains_adapters and not merged else weights(model)
-
-    def write(aside: Path) -> None:
-        _write(model, config, aside, step, version, stepper, stopping, tensors)
-
-    return (world or ALONE).share(lambda: _saved(target, write, wait_for_room, began))
-
-
-def _saved(
-    target: Path, write: Callable[[Path], None], wait_for_room: Callable[[Path, str], None] | None, began: float
-) -> Saved:
-    """Let `write` fill a folder, which becomes `target`."""
-    from safetensors import SafetensorError
-
     aside = target.with_name(f".{target.name}.writing")
+    adapters = config.trains_adapters and not merged
+    tensors = {} if adapters or model is None else weights(model)
     while True:
-        shutil.rmtree(aside, ignore_errors=True)
         try:
-            write(aside)
+            world.share(lambda: _begin(aside))
+            state = on_all(world, lambda: _write(model, tensors, config, aside, stepper, world, adapters=adapters))
+            kept = {} if stepper is None else {"stopping": stopping or {}, "state": state}
+            world.share(lambda kept=kept: _complete(config, aside, step, version, kept))  # type: ignore[misc]
             break
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(aside, ignore_errors=True)
+        except OSError as error:
+            world.share(lambda: shutil.rmtree(aside, ignore_errors=True))
             if wait_for_room is None or not (words := why_full(error)):
                 raise
-            wait_for_room(target.parent, words)
-    _replace(target, aside)
-    size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+            world.share(lambda words=words: wait_for_room(target.parent, words))  # type: ignore[misc]
+    size = world.share(lambda: _replace(target, aside))
     return Saved(target, time.perf_counter() - began, size)
 
 
-def _write(
-    model: torch.nn.Module, config: TrainingConfig, aside: Path, step: int, version: int, stepper: Stepper | None,
-    stopping: dict[str, Any] | None, tensors: dict[str, torch.Tensor] | None,
-) -> None:  # fmt: skip
-    """The whole folder, on the disk; what says that it is whole comes last."""
+def _begin(aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    if tensors is None:
-        from trainer_core.policy.lora import write_adapter
 
-        write_adapter(model, aside)
-    else:
-        _write_model(model, config, aside, tensors)
-    facts = {"step": step, "weight_version": version, "model": config.model_name, "optimizer": config.optimizer}
-    if stepper is not None:
-        facts |= {"stopping": stopping or {}, "state": _save_state(aside / STATE_TENSORS, stepper)}
+
+def on_all(world: World, work: Callable[[], T]) -> T:
+    """Call `work` on each rank; what goes wrong on one is raised on all."""
+    from safetensors import SafetensorError
+
+    failed: Exception | None = None
+    done: Any = None
+    try:
+        done = work()
+    except SafetensorError as error:
+        failed = OSError(str(error))
+    except Exception as error:
+        failed = error
+    world.agree(failed)
+    return cast(T, done)
+
+
+def _write(
+    model: torch.nn.Module | None, tensors: dict[str, torch.Tensor], config: TrainingConfig, aside: Path,
+    stepper: Stepper | None, world: World, *, adapters: bool,
+) -> Any:  # fmt: skip
+    """This rank's files; returns what of the state has no tensor."""
+    if world.rank == 0 and model is not None:
+        if adapters:
+            from trainer_core.policy.lora import write_adapter
+
+            write_adapter(model, aside)
+        else:
+            _write_model(model, tensors, config, aside)
+    if stepper is None:
+        return None
+    name = STATE_TENSORS if world.size == 1 else f"trainer_state/tensors-{world.rank}-of-{world.size}.safetensors"
+    return _save_state(aside / name, stepper)
+
+
+def _complete(config: TrainingConfig, aside: Path, step: int, version: int, kept: dict[str, Any]) -> None:
+    """Bring the whole folder to the disk; what says that it is whole comes last."""
+    facts = {"step": step, "weight_version": version, "model": config.model_name, "optimizer": config.optimizer} | kept
     facts["files"] = seal(aside)
     facts = json.loads(json.dumps(facts))  # as it will be read
     facts["sha256"] = _facts_digest(facts)
@@ -237,7 +260,7 @@ def save_step(
         model, config, save_path / name, step=step, version=version, stepper=stepper, stopping=stopping,
         wait_for_room=wait_for_room, world=world,
     )  # fmt: skip
-    if config.keep_checkpoints:
+    if config.keep_checkpoints and not (world and world.rank):
         for old in complete_checkpoints(save_path, config.trains_adapters)[: -config.keep_checkpoints]:
             shutil.rmtree(old, ignore_errors=True)
     return saved
@@ -249,7 +272,7 @@ def save_final(
 ) -> Saved:  # fmt: skip
     """Write final_model/, and where that is to be a merged model the adapter as final_adapter/ first."""
 
-    def write(what: torch.nn.Module, name: str, *, merged: bool = False) -> Saved:
+    def write(what: torch.nn.Module | None, name: str, *, merged: bool = False) -> Saved:
         return save(
             what, config, Path(config.save_path) / name, step=step, version=version, stepper=None, merged=merged,
             wait_for_room=wait_for_room, world=world,
@@ -258,19 +281,24 @@ def save_final(
     if not config.lora_merged_export:
         return write(model, "final_model")
     from trainer_core.policy.lora import merged_model
+    from trainer_core.world import ALONE
 
     adapter = write(model, "final_adapter")
-    return write(merged_model(model, config, adapter.path), "final_model", merged=True)
+    merged = (world or ALONE).first(lambda: merged_model(model, config, adapter.path))
+    return write(merged, "final_model", merged=True)
 
 
 def restore(path: Path, stepper: Stepper) -> None:
-    """Optimizer, master weights and random generators as they were; weights are the weight strategy's business."""
+    """Optimizer, master weights and random generators as they were, on each rank; weights are the weight strategy's
+    business."""
+    on_all(stepper.world, lambda: _restore(path, stepper))
+
+
+def _restore(path: Path, stepper: Stepper) -> None:
     import numpy as np
     import torch
-    from safetensors.torch import load_file
 
-    plain = json.loads((path / STATE_JSON).read_text())["state"]
-    state = join_tensors(plain, load_file(path / STATE_TENSORS))
+    state = _saved_state(path, stepper)
     stepper.load_state_dict(state["stepper"])
     torch.set_rng_state(state["torch_rng"])
     if state["cuda_rng"] and torch.cuda.is_available():
@@ -280,8 +308,33 @@ def restore(path: Path, stepper: Stepper) -> None:
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
+def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
+    """What this rank is to continue from: what it wrote itself, or its part of what other ranks wrote."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    from trainer_core.resharding import Saved as Part
+    from trainer_core.resharding import cut
+
+    plain = json.loads((path / STATE_JSON).read_text())["state"]
+    found = [(int(m[1]), file) for file in (path / STATE_TENSORS).parent.iterdir() if (m := _OF_RANKS.match(file.name))]
+    files = [file for _, file in sorted(found)] or [path / STATE_TENSORS]
+    world = stepper.world
+    if len(files) == world.size:
+        mine = files[world.rank]
+        if world.rank:
+            plain = json.loads(safe_open(mine, "pt").metadata()["state"])
+        return cast(dict[str, Any], join_tensors(plain, load_file(mine)))
+    handles = [safe_open(file, "pt") for file in files]
+    state = join_tensors(plain, {name: Part(name, handles) for name in handles[0].keys()})  # noqa: SIM118
+    return state | {
+        "stepper": cut(state["stepper"], stepper.rows, stepper.halves), "torch_rng": state["torch_rng"].whole(),
+        "cuda_rng": [part.whole() for part in state["cuda_rng"]],
+    }  # fmt: skip
+
+
 def _write_model(
-    model: torch.nn.Module, config: TrainingConfig, target: Path, tensors: dict[str, torch.Tensor]
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor], config: TrainingConfig, target: Path
 ) -> None:
     """A folder that serves as a model."""
     from huggingface_hub import save_torch_state_dict
@@ -292,12 +345,12 @@ def _write_model(
 
 
 def _save_state(path: Path, stepper: Stepper) -> Any:
-    """Write the tensors; returns the rest, ready for JSON."""
+    """Write the tensors, and with them the rest, ready for JSON, which is returned."""
     import numpy as np
     import torch
     from safetensors.torch import save_file
 
-    path.parent.mkdir()
+    path.parent.mkdir(exist_ok=True)
     name, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "stepper": stepper.state_dict(),
@@ -307,7 +360,7 @@ def _save_state(path: Path, stepper: Stepper) -> Any:
         "numpy_rng": json.dumps([name, np.asarray(keys).tolist(), *rest]),
     }
     plain, tensors = split_tensors(state)
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"state": json.dumps(plain)})
     return plain
 
 
@@ -326,8 +379,8 @@ def _save_companions(model_name: str, target: Path) -> None:
             continue
 
 
-def _replace(target: Path, aside: Path) -> None:
-    """Put the complete directory under its name; an older one there goes last."""
+def _replace(target: Path, aside: Path) -> int:
+    """Put the complete directory under its name; an older one there goes last. Returns its bytes."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
@@ -335,6 +388,7 @@ def _replace(target: Path, aside: Path) -> None:
     aside.rename(target)
     sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+    return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
 
 
 def split_tensors(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:

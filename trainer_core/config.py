@@ -515,6 +515,16 @@ def contradictions(config: TrainingConfig) -> list[str]:
     return problems
 
 
+def sharding_contradictions(config: TrainingConfig, ranks: int) -> list[str]:
+    """Settings that cannot be, with the model spread over so many ranks."""
+    if ranks > 1 and config.optimizer == "adafactor" and not config.trains_adapters:
+        return [
+            f"--optimizer adafactor keeps means over the rows and columns of whole matrices, and each of {ranks} ranks "
+            "has some rows alone: take adamw_8bit or adamw, whose state is spread over the ranks"
+        ]
+    return []
+
+
 def _rollout_contradictions(config: TrainingConfig) -> list[str]:
     """Of how old rollouts may be, and where they come from."""
     problems = []

@@ -32,7 +32,7 @@ from atropos_common.records import BenchmarkRecord, CheckpointRecord
 from atropos_common.run_dir import RunDir
 from trainer_core import checkpoint
 from trainer_core.callbacks import Callback, Callbacks, TrainResult
-from trainer_core.config import TrainingConfig, validate
+from trainer_core.config import TrainingConfig, sharding_contradictions, validate
 from trainer_core.errors import (
     DiskFull,
     EngineGone,
@@ -178,6 +178,8 @@ def train(
     with ExitStack() as opened:
         opened.enter_context(_process_as_it_was())
         world = opened.enter_context(_world(config, stop))
+        if problems := sharding_contradictions(config, world.size):
+            raise UsageError("\n".join(problems))
         start = world.share(lambda: start or checkpoint.starting_point(config))
         print(checkpoint.describe(start, config))
         source = world.first(lambda: api or _source(config, rollouts, start.step, stop))
@@ -255,7 +257,7 @@ class Run:
         self.idle = IdleMeter(self.sync.engines)
         self.idle.measure()
         witnesses: list[Witness] = [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
-        recorder = _recorder(config, opened)
+        recorder = None if world.rank else _recorder(config, opened)
         if recorder is not None:
             witnesses = [recorder.overhear(witness) for witness in witnesses]
         self.batches = BatchSource(

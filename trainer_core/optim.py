@@ -31,7 +31,7 @@ from atropos_common.model_math import PART_PARAMETERS, effective_optimizer
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.offload import SMALL, HostMemory
-from trainer_core.policy.sharding import compute_dtype, first_element, local, scatter
+from trainer_core.policy.sharding import compute_dtype, local, rows_of, scatter
 from trainer_core.world import ALONE, World
 
 CPU_PACK_TOKENS = 2048
@@ -48,11 +48,20 @@ class Stepper:
         self.params = [local(p) for p in wholes]
         """This rank's rows of what trains, and all of what no rank shares."""
         self.config = config
-        self._model, self._world = model, world
+        self._model, self.world = model, world
         self._sharded = [part is not whole for part, whole in zip(self.params, wholes, strict=True)]
+        self.rows = [rows_of(whole) for whole in wholes]
+        narrow = [w.dtype != torch.float32 or (s and compute_dtype(model) != torch.float32)
+                  for w, s in zip(wholes, self._sharded, strict=True)]  # fmt: skip
+        self.halves = [index for index, each in enumerate(narrow) if each]
+        """Which of `params` have master weights, whether those are the parameters themselves or not."""
         # float32 parameters are stepped in place; the others as what `masters` makes of them.
         half = [p for p in self.params if p.dtype != torch.float32]
-        first = [first_element(w) for w in wholes if w.dtype != torch.float32]
+        first = [
+            r.first * math.prod(r.shape[1:])
+            for r, p in zip(self.rows, self.params, strict=True)
+            if p.dtype != torch.float32
+        ]
         self.host = HostMemory(self.params[0].device) if config.optimizer_offload else None
         self.half: MasterWeights = make_master_weights(config.master_weights, half, config.seed, self.host, first)
         copies = iter(self.half.masters)
@@ -104,7 +113,7 @@ class Stepper:
         """Add up over all ranks the gradients of what each of them has whole; FSDP has done so with the others."""
         for shared, gradient in zip(self._sharded, self._collected(), strict=True):
             if not shared and gradient is not None:
-                self._world.total(gradient)
+                self.world.total(gradient)
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient to `max_grad_norm`; returns its norm before, over all ranks, a scalar."""
@@ -112,7 +121,7 @@ class Stepper:
         parts = [g for shared, g in zip(self._sharded, found, strict=True) if shared and g is not None]
         norm = _norm([g for shared, g in zip(self._sharded, found, strict=True) if not shared and g is not None])
         if any(self._sharded):
-            norm = (norm.square() + self._world.total(_norm(parts).square())).sqrt()
+            norm = (norm.square() + self.world.total(_norm(parts).square())).sqrt()
         limit = self.config.max_grad_norm
         if limit:
             torch.nn.utils.clip_grads_with_norm_(self.masters, limit, norm)
@@ -192,7 +201,7 @@ class Stepper:
         """Everything that a later attempt needs, wherever it lies: the same with `optimizer_offload` and without."""
         state = {
             "name": self.config.optimizer, "masters": self.half.name, "parameters": len(self.params),
-            "optimizer": self.optimizer.state_dict(), "weights": self.half.state_dict(),
+            "optimizer": self.optimizer.state_dict(), "weights": self._weights(),
             "loss_scale": self.scale and self.scale.state(),
         }  # fmt: skip
         return state if self.host is None else self.host.content(state)
@@ -212,9 +221,24 @@ class Stepper:
                 "has {} and {} over {}: use the same, or --resume never".format(*theirs, *mine)
             )
         self._load_optimizer(state["optimizer"])
-        self.half.load_state_dict(state["weights"])
+        self._load_weights(state["weights"])
         if self.scale is not None and state.get("loss_scale"):
             self.scale = LossScale(*state["loss_scale"])
+
+    def _weights(self) -> dict[str, Any]:
+        """As on a single rank, where no parameter is its own master."""
+        if len(self.half.params) == len(self.halves):
+            return self.half.state_dict()
+        return {"masters": [self.masters[index].detach() for index in self.halves]}
+
+    @torch.no_grad()
+    def _load_weights(self, saved: dict[str, Any]) -> None:
+        if len(self.half.params) < len(self.halves):
+            for index, value in zip(self.halves, saved["masters"], strict=True):
+                self.masters[index].copy_(value)
+            scatter(self._model)
+            return
+        self.half.load_state_dict(saved)
 
     def _load_optimizer(self, saved: dict[str, Any]) -> None:
         if self.host is not None:  # never all of it on the device

@@ -30,7 +30,7 @@ from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
 from atropos_tui.profile.spec import StackSpec, dependency_faults, references
-from trainer_core.config import TrainingConfig
+from trainer_core.config import TrainingConfig, sharding_contradictions
 
 MAX_REASON = 1000
 """Characters of a reason or fix: both may quote what the profile says."""
@@ -59,6 +59,10 @@ def check_profile(site: Site) -> list[Problem]:
         return problems + [Problem(line, fix, key="trainer") for line in str(error).splitlines()]
     problems += [*_groups(profile, settings), *_meeting_place(site, settings), *_lengths(profile, settings)]
     problems += _recorded(settings)
+    fix = "change trainer.optimizer, or give the trainer one GPU"
+    problems += [
+        Problem(said, fix, key="trainer") for said in sharding_contradictions(settings, trainer_ranks(profile))
+    ]
     if site.traits.shares_memory:
         problems += _single_copy_type(profile.vllm[0], settings)
     if site.traits.lora:

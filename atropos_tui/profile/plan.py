@@ -532,7 +532,7 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> Componen
         section,
         name="trainer",
         role=Role.TRAINER,
-        command=[*_ranked(trainer_ranks(site.profile)), *settings.to_args()],
+        command=[*ranked(trainer_ranks(site.profile)), *settings.to_args()],
         env=_gpus(trainer_gpus(site.profile)) | _tracked(site, settings),
         # It imports and registers while vLLM loads, and waits for the manifest by itself.
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
@@ -574,7 +574,7 @@ def trainer_ranks(profile: Profile) -> int:
     return profile.trainer.processes or max(1, len(trainer_gpus(profile)))
 
 
-def _ranked(ranks: int) -> list[str]:
+def ranked(ranks: int) -> list[str]:
     """The trainer, or torchrun over that many of it."""
     return _module("trainer_core") if ranks == 1 else [*_module("trainer_core.launch"), str(ranks)]
 

@@ -30,6 +30,9 @@ FOLDER = "FileNotFoundError: [Errno 2] No such file or directory: '/models/x/con
 HFPATH = "huggingface_hub.errors.HFValidationError: Repo id must be in the form 'repo_name': '/models/none'"
 FORGOT = 'RuntimeError: run-api: {"error": "Trainer not registered"}'
 USAGE = ["usage: x [-h]", "x: error: unrecognized arguments: --nope"]
+GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:40312"
+RANK_KILLED = "error: rank 1 was killed by SIGKILL"
+RANK_FAILED = "error: rank 2 ended first, with exit code 1"
 RAISED = [
     "Traceback (most recent call last):",
     '  File "t.py", line 3',
@@ -41,6 +44,15 @@ RAISED = [
 @pytest.mark.parametrize(
     ("lines", "code", "title", "evidence", "fix", "rule"),
     [
+        (
+            [GLOO, RANK_KILLED],
+            1,
+            "rank 1 of x was killed by SIGKILL",
+            RANK_KILLED,
+            "out-of-memory killer",
+            "rank_killed",
+        ),
+        ([RANK_FAILED], 1, "rank 2 of x ended first, with exit code 1", RANK_FAILED, "logs x", "rank_failed"),
         ([UVICORN], 1, "port 8000 is in use", UVICORN, "another port", "port_in_use"),
         ([VLLM_PORT], 1, "port ? is in use", VLLM_PORT, "another port", "port_in_use"),
         (NO_MODULE, 1, "Python module peft.tuners is missing", NO_MODULE[-1], "install peft", "missing_module"),

@@ -14,6 +14,8 @@ from atropos_common.records import (
     AlignmentRecord,
     BenchmarkRecord,
     DiagnosisRecord,
+    RanksRecord,
+    RankUse,
     RolloutRecord,
     StateRecord,
     StepRecord,
@@ -53,6 +55,17 @@ async def test_garbage_is_collected_while_it_is_looked_at(run: RunDir, monkeypat
     async with cockpit(run, (80, 24), FakeControl(live_status(run, NOW)), now) as screen:
         await screen.shows("step 37/60")
         await screen.until(lambda: len(collected) > 2)
+
+
+async def test_ranks_stand_under_their_component(run: RunDir) -> None:
+    use = {"tokens": 4096, "peak_bytes": 61 * 10**9, "rss_bytes": 5 * 10**9}
+    ranks = [RankUse(rank=0, gpu="4", alone_s=0.031, **use), RankUse(rank=1, gpu="5", alone_s=0.047, **use)]
+    write_records(run.telemetry_jsonl, [RanksRecord(step=37, time=NOW, ranks=ranks)], start=9000)
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.select("trainer")
+        await screen.press("9")
+        await screen.shows("rank 0      GPU 4, memory 61.0 GB, 4,096 tokens, alone 31.0 ms")
+        await screen.shows("rank 1      GPU 5, memory 61.0 GB, 4,096 tokens, alone 47.0 ms, the slowest")
 
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (160, 45), (200, 50)])

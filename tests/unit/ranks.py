@@ -22,7 +22,7 @@ class Ended:
     """`time.monotonic()` when it was seen."""
 
 
-def run_ranks(function: str, folder: Path, *words: str, size: int = 2, limit_s: float = 60.0) -> list[Ended]:
+def run_ranks(function: str, folder: Path, *words: str, size: int = 2, limit_s: float = 150.0) -> list[Ended]:
     """Call `module:function(folder, *words)` on each of `size` ranks; how they ended, by rank.
 
     Args:

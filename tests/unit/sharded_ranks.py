@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.unit.trainer_rollouts import rollouts_of
+from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
-from trainer_core.policy.load import train_only
-from trainer_core.policy.lora import add_adapter
+from trainer_core.policy.load import load_model, train_only
+from trainer_core.policy.lora import add_adapter, load_adapter
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
-from trainer_core.policy.sharding import load_for, shard
+from trainer_core.policy.sharding import compute_dtype, load_for, shard
 from trainer_core.policy.speed import use_checkpointing
 from trainer_core.rollouts.packing import PackedRow, empty_row, pack
 from trainer_core.step import StepOutcome, accumulate
@@ -47,20 +51,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 class Trainer:
     """A policy and its optimizer, on one rank or on all."""
 
-    def __init__(self, folder: Path, model: str, world: World, **settings: Any) -> None:
+    def __init__(self, folder: Path, model: str, world: World, *, resume: Path | None = None, **settings: Any) -> None:
         self.world = world
         values = {"model_name": str(folder / model), "optimizer": "adamw", "lr": 1e-4, "max_grad_norm": 0.5}
         self.config = config = TrainingConfig.model_validate(values | settings)
         dtype = getattr(torch, config.dtype)
         torch.manual_seed(0)
-        self.model = load_for(world, config.model_name, dtype, CPU)
+        weights = config.model_name if resume is None or config.trains_adapters else resume
+        self.model = load_for(world, weights, dtype, CPU)
         if config.trains_adapters:
             add_adapter(self.model, config)
+            if resume is not None:
+                load_adapter(self.model, resume)
         train_only(self.model, config.train_layer_indices)
         shard(self.model, world, CPU, config)
-        self.proved = prove(self.model)
+        self.proved = prove(self.model) if resume is None else 0.0
         use_checkpointing(self.model, config.gradient_checkpointing, tokens=64, optimizer="adamw", device=CPU)
         self.stepper = Stepper(self.model, config, world)
+        if resume is not None:
+            checkpoint.restore(resume, self.stepper)
         self.reference = Reference(config, self.model, CPU, world) if config.ref_kl_coef else None
         self.objective = Objective(config)
 
@@ -79,17 +88,15 @@ class Trainer:
             self.model, self.stepper, self.rows(number), self.objective, number, world=self.world,
             reference=self.reference,
         )  # fmt: skip
+        self.gradients = [self._whole(i, g) for i, g in enumerate(self.stepper._collected()) if g is not None]
         self.stepper.compute()
         self.stepper.write()
         return outcome
 
-    def gradients(self, step: int) -> list[torch.Tensor]:
-        """Whole, of a step that is not taken."""
-        accumulate(self.model, self.stepper, self.rows(step), self.objective, step, world=self.world,
-                   reference=self.reference)  # fmt: skip
-        found = [self._whole(i, g) for i, g in enumerate(self.stepper._collected()) if g is not None]
-        self.stepper.zero_grad()
-        return found
+    def save(self, folder: Path, step: int) -> Path:
+        config = self.config.model_copy(update={"save_path": str(folder)})
+        saved = checkpoint.save_step(self.model, config, self.stepper, step=step, version=step, world=self.world)
+        return saved.path
 
     def weights(self) -> list[torch.Tensor]:
         """Whole, of what trains: the masters where they are kept, else what the parameters are."""
@@ -117,9 +124,9 @@ def apart(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 def one_case(folder: Path, world: World, model: str, settings: dict[str, Any]) -> dict[str, float]:
     many, one = Trainer(folder, model, world, **settings), Trainer(folder, model, ALONE, **settings)
     assert any(isinstance(p, DTensor) for p in many.model.parameters())
-    found = {"gradient": apart(many.gradients(1), one.gradients(1))}
     mine, theirs = many.step(1), one.step(1)
-    found["loss"] = abs(mine.loss - theirs.loss) / abs(theirs.loss)
+    found = {"loss": abs(mine.loss - theirs.loss) / abs(theirs.loss)}
+    found["gradient"] = apart(many.gradients, one.gradients)
     found["weights"] = apart(many.weights(), one.weights())
     mine, theirs = many.step(2), one.step(2)
     found["norm"] = abs(mine.grad_norm - theirs.grad_norm) / theirs.grad_norm
@@ -131,16 +138,91 @@ def one_case(folder: Path, world: World, model: str, settings: dict[str, Any]) -
     return found
 
 
+RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
+    name: CASES[name] for name in ("fp32 masters", "kahan", "stochastic", "adapters")
+} | {"experts in half": ("Qwen3-MoE", BF16)}
+
+
+def one_resume(folder: Path, world: World, name: str) -> dict[str, float]:
+    """Two ranks, then one, then two again; each goes on from what the ones before have written."""
+    model, settings = RESUMED[name]
+    many = Trainer(folder, model, world, **settings)
+    many.step(1)
+    first = many.save(folder / f"{name} 2", 1)
+    one = Trainer(folder, model, ALONE, resume=first, **settings)
+    found = {"written": apart(many.weights(), one.weights())}
+    if not many.config.trains_adapters:
+        served = load_model(first, compute_dtype(many.model), CPU)
+        found["served"] = apart([p.detach() for p in served.parameters()], [p.detach() for p in one.model.parameters()])
+    many.step(2)
+    one.step(2)
+    found["to one"] = apart(many.weights(), one.weights())
+    second = world.share(lambda: one.save(folder / f"{name} 1", 2))
+    again = Trainer(folder, model, world, resume=second, **settings)
+    found["read"] = apart(again.weights(), one.weights())
+    again.step(3)
+    one.step(3)
+    found["to two"] = apart(again.weights(), one.weights())
+    third = again.save(folder / f"{name} 2", 3)
+    same = Trainer(folder, model, world, resume=third, **settings)
+    again.step(4)
+    same.step(4)
+    found["same"] = apart(same.weights(), again.weights())
+    return found
+
+
+def broken_disk(folder: Path, world: World) -> dict[str, float]:
+    """A write that fails on one rank fails on all, and leaves nothing; on a full disk all wait for room."""
+    model, settings = CASES["float32"]
+    many = Trainer(folder, model, world, **settings)
+    out = folder / "broken"
+    waits: list[str] = []
+    real = checkpoint._save_state
+
+    def full(path: Path, stepper: Stepper) -> Any:
+        if world.rank and len(waits) == 0:
+            waits.append("")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, stepper)
+
+    def fail(path: Path, stepper: Stepper) -> Any:
+        if world.rank:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, stepper)
+
+    config = many.config.model_copy(update={"save_path": str(out)})
+    checkpoint._save_state = fail
+    try:
+        checkpoint.save_step(many.model, config, many.stepper, step=1, version=1, world=world)
+        raise AssertionError("it was written")
+    except OSError as error:
+        assert os.strerror(errno.EIO) in str(error), error
+    finally:
+        checkpoint._save_state = real
+    world.gather(0)
+    assert list(out.iterdir()) == []
+    checkpoint._save_state = full
+    room: list[str] = []
+    saved = checkpoint.save_step(many.model, config, many.stepper, step=1, version=1, world=world,
+                                 wait_for_room=lambda _, words: room.append(words))  # fmt: skip
+    checkpoint._save_state = real
+    assert len(room) == (world.rank == 0) and checkpoint._why_damaged(saved.path, deep=True) is None
+    return {}
+
+
 def all_cases(folder: Path, *only: str) -> int:
     world = World.join(CPU, 60.0)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    for name, (model, settings) in CASES.items():
+    work = {name: partial(one_case, folder, world, *case) for name, case in CASES.items()}
+    work |= {f"resume {name}": partial(one_resume, folder, world, name) for name in RESUMED}
+    work["broken disk"] = partial(broken_disk, folder, world)
+    for name, do in work.items():
         if only and name not in only:
             continue
         began = time.perf_counter()
         try:
-            found[name] = one_case(folder, world, model, settings)
+            found[name] = do()
         except Exception:
             found[name] = traceback.format_exc()
             print(name, found[name])

@@ -101,6 +101,14 @@ def test_gpus_reach_the_processes() -> None:
     assert parts["engine"].env["CUDA_VISIBLE_DEVICES"] == parts["trainer"].env["CUDA_VISIBLE_DEVICES"] == "2"
 
 
+def test_a_trainer_on_several_gpus_has_no_adafactor() -> None:
+    several: dict[str, Any] = {"mode": "broadcast", "vllm": {"gpus": [0]}}
+    refused = profile(**several, trainer={"gpus": [1, 2], "optimizer": "adafactor"})
+    assert any("adafactor" in p.reason for p in check_profile(site(refused)))
+    taken = profile(**several, trainer={"gpus": [1, 2], "optimizer": "adamw"})
+    assert not any("adafactor" in p.reason for p in check_profile(site(taken)))
+
+
 @pytest.mark.parametrize(("section", "policy", "grace_s"), [("vllm", "always", 15), ("trainer", "on-failure", 120)])
 def test_of_a_policy_only_what_the_profile_says_is_replaced(section: str, policy: str, grace_s: float) -> None:
     said = {"restart": {"max_restarts": 7}, "stop": {"signal": "INT"}}

@@ -17,6 +17,7 @@ Nobody calls the model's own forward pass here, so parameters beside the layers 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -26,7 +27,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from atropos_common.model_math import carries_state
 from trainer_core.config import TrainingConfig
+from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import checkpoint_tensors
 from trainer_core.policy.load import decoder_layers, empty_model, load_config, load_model
 from trainer_core.world import World
@@ -35,9 +38,18 @@ T = TypeVar("T")
 
 
 def load_for(world: World, name: str | Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model `name` as `shard` takes it: its weights are read once, by rank 0, whatever the number of ranks."""
+    """The model `name` as `shard` takes it: its weights are read once, by rank 0, whatever the number of ranks.
+
+    Raises:
+        UsageError: one whose ranks could not pass through it together.
+    """
     if world.size == 1:
         return load_model(name, dtype, device)
+    if carries_state(vars(load_config(str(name)))):
+        raise UsageError(
+            f"--model-name {name}: its layers carry a state from token to token, so sequences are computed one by one, "
+            "and each rank would have another number of them: train it on one GPU"
+        )
     if world.rank == 0:
         return load_model(name, dtype, torch.device("cpu"))
     return empty_model(load_config(str(name)), dtype)
@@ -93,12 +105,25 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def first_element(parameter: torch.Tensor) -> int:
-    """Which element of the whole parameter this rank's rows begin with; 0 where it has all of it."""
+@dataclass(frozen=True)
+class Rows:
+    """What one rank has of a parameter."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    first: int
+    count: int
+    """Rows, from the first one on; of a scalar 0 and 1."""
+
+
+def rows_of(parameter: torch.Tensor) -> Rows:
+    """This rank's rows of a parameter; all, where it is not sharded."""
+    shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return 0
-    each = -(-len(parameter) // parameter.device_mesh.size())  # rows, as torch.chunk
-    return min(each * parameter.device_mesh.get_local_rank(), len(parameter)) * (parameter.numel() // len(parameter))
+        return Rows(shape, 0, shape[0] if shape else 1)
+    each = -(-shape[0] // parameter.device_mesh.size())  # as torch.chunk
+    first = min(each * parameter.device_mesh.get_local_rank(), shape[0])
+    return Rows(shape, first, min(each, shape[0] - first))
 
 
 def gathered(model: nn.Module, compute: Callable[[], T]) -> T:
@@ -130,7 +155,11 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
             whole = whole.to(dtype).full_tensor()  # one after the other: never all of them on the device
         if dist.get_rank() == 0:
             kept[name] = whole.to("cpu", copy=True)
-    return {name: tensor.contiguous() for name, tensor in checkpoint_tensors(model, kept).items()} if kept else {}
+    tensors = checkpoint_tensors(model, kept) if kept else {}
+    # Some are parts of a parameter, such as its experts: files hold each on its own.
+    own = torch.contiguous_format
+    return {n: t if t.nbytes == t.untyped_storage().nbytes() else t.clone(memory_format=own)
+            for n, t in tensors.items()}  # fmt: skip
 
 
 def _without_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
