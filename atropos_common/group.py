@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from atropos_common.transfer import Chunk
+
 SECRET_BYTES = 32
 POLL_S = 0.001
 MAC_BYTES = 32
@@ -88,7 +90,7 @@ class SealedStore(dist.Store):  # type: ignore[misc]
 
 
 class Gloo:
-    """One rank of a group over gloo, through CPU memory. Broadcasts come from rank 0."""
+    """One rank of a group over gloo, through CPU memory."""
 
     def __init__(self, store: SealedStore, rank: int, world_size: int, address: str, timeout_s: float) -> None:
         """Connect to every rank, and let each prove that it belongs to the group.
@@ -106,10 +108,10 @@ class Gloo:
             self.close()
             raise
 
-    def broadcast(self, tensor: torch.Tensor) -> Any:
-        """The work that fills `tensor`, or sends it; keep it until it is over."""
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
+        """The work that fills `tensor`, or sends it from `root`; keep it until it is over."""
         options = dist.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank = root
         return self._parts[1].broadcast([tensor], options)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -143,6 +145,11 @@ def prove(group: Any, store: SealedStore, rank: int, size: int) -> None:
             raise RuntimeError(f"a stranger has connected in the place of rank {peer}")
 
 
+def cut(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """`buffer`, uint8 of the chunk's bytes, by its pieces: each with the rank that sends it."""
+    return [(buffer[piece.start - chunk.start : piece.end - chunk.start], piece.root) for piece in chunk.pieces]
+
+
 class NcclError(RuntimeError):
     """A call of NCCL failed, or there is no NCCL."""
 
@@ -159,6 +166,8 @@ _CALLS = {
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _COMMUNICATOR, ctypes.c_void_p,
     ],
     "ncclCommAbort": [_COMMUNICATOR],
+    "ncclGroupStart": [],
+    "ncclGroupEnd": [],
 }  # fmt: skip
 
 
@@ -189,16 +198,25 @@ class Communicator:
         made = _Id.from_buffer_copy(group_id)
         _check(self._library, self._library.ncclCommInitRank(ctypes.byref(self._handle), world_size, made, rank))
 
-    def broadcast(self, address: int, size: int, root: int, stream: int) -> None:
-        """Queue the broadcast of `size` bytes on a CUDA stream: sent from `address` by `root`, written there by others.
+    def broadcast(self, pieces: Sequence[tuple[int, int, int]], stream: int) -> None:
+        """Queue broadcasts on a CUDA stream, all in one launch.
+
+        Args:
+            pieces: address and bytes, and the rank that sends them from there; the others' are written there.
 
         Raises:
             NcclError: a peer is lost, or this rank has left.
         """
         if self._handle is None:
             raise NcclError("this rank has left its group")
-        queued = self._library.ncclBroadcast(address, address, size, _UINT8, root, self._handle, stream)
-        _check(self._library, queued)
+        _check(self._library, self._library.ncclGroupStart())
+        try:
+            for address, size, root in pieces:
+                queued = self._library.ncclBroadcast(address, address, size, _UINT8, root, self._handle, stream)
+                _check(self._library, queued)
+        finally:
+            ended = self._library.ncclGroupEnd()
+        _check(self._library, ended)
 
     def abort(self) -> None:
         """Leave at once: destroying would wait for peers that may be gone."""
@@ -211,7 +229,7 @@ class Communicator:
 
 
 class Nccl:
-    """One rank of a group over NCCL, on `device`. Broadcasts come from rank 0."""
+    """One rank of a group over NCCL, on `device`."""
 
     def __init__(self, group_id: bytes, rank: int, world_size: int, device: torch.device) -> None:
         """Connect, and move one byte: NCCL makes its connections when it first uses them.
@@ -223,16 +241,17 @@ class Nccl:
             self._communicator = Communicator(group_id, world_size, rank)
             stream = torch.cuda.current_stream(device)
             try:
-                self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), stream)
+                self.broadcast([(torch.zeros(1, dtype=torch.uint8, device=device), 0)], stream)
                 stream.synchronize()
             except RuntimeError:
                 self.close()
                 raise
 
-    def broadcast(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Queue the broadcast of `tensor`, which is contiguous, on a CUDA stream."""
-        size = tensor.numel() * tensor.element_size()
-        self._communicator.broadcast(tensor.data_ptr(), size, 0, stream.cuda_stream)
+    def broadcast(self, pieces: Sequence[tuple[torch.Tensor, int]], stream: Any) -> None:
+        """Queue the broadcasts of contiguous tensors, each with the rank that sends it, on a CUDA stream."""
+        self._communicator.broadcast(
+            [(tensor.data_ptr(), tensor.nbytes, root) for tensor, root in pieces], stream.cuda_stream
+        )
 
     def close(self) -> None:
         """Leave, whatever state the others are in."""

@@ -316,6 +316,8 @@ class SyncRecord(TrainerRecord):
     phases: dict[str, Number] = Field(default_factory=dict)
     moved: bool = True
     """Whether the engine got the version; between two loads of `none` and `lora_restart` only the trainer has it."""
+    left_out: dict[str, str] = Field(default_factory=dict)
+    """Of several engines those that the run goes on without, by address, and why."""
 
 
 class RolloutRecord(TrainerRecord):

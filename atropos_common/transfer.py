@@ -3,8 +3,9 @@
     POST /bridge/transfer/init     TransferInit    -> BridgeInfo       (every worker joins the trainer's group)
     POST /bridge/transfer/update   TransferUpdate  -> TransferReport   (pause, receive, reset the prefix cache, resume)
 
-The trainer is rank 0 of the group; a server's workers follow from `first_rank` on. Both sides derive the same chunks
-from the tensors' names, types and shapes, so a broadcast carries bytes alone. Torch-free.
+The trainer's ranks are the first of the group, and lead by rank 0; a server's workers follow from `first_rank` on. Both
+sides derive the same chunks, and who sends which bytes of them, from the tensors' names, types, shapes and owners, so a
+broadcast carries bytes alone. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer
@@ -49,6 +51,9 @@ class SentTensor(BridgeMessage):
     name: str
     dtype: Literal["float32", "bfloat16", "float16"]
     shape: list[int]
+    owners: list[tuple[int, int]] = Field(default_factory=list)
+    """Rank and number of bytes of each part, in order, where the trainer's ranks have a part each; else all of it is
+    rank 0's."""
 
     @property
     def nbytes(self) -> int:
@@ -129,12 +134,34 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Bytes `start` to `end` of the stream, which rank `root` of the group broadcasts."""
+
+    root: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Chunk:
-    """What one broadcast carries: bytes `start` to `end` of the stream, whole tensors."""
+    """What is received in one go: bytes `start` to `end` of the stream, whole tensors."""
 
     start: int
     end: int
     tensors: tuple[Placed, ...]
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The broadcasts that fill it, in order; room between tensors belongs to the piece before."""
+        starts: list[tuple[int, int]] = []
+        for placed in self.tensors:
+            at = placed.start
+            for root, nbytes in placed.tensor.owners or [(0, placed.tensor.nbytes)]:
+                if not starts or starts[-1][0] != root:
+                    starts.append((root, at))
+                at += nbytes
+        ends = [*(at for _, at in starts[1:]), self.end]
+        return [Piece(root, at, end) for (root, at), end in zip(starts, ends, strict=True)]
 
     @property
     def nbytes(self) -> int:

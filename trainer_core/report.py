@@ -107,6 +107,7 @@ def write_records(telemetry: Telemetry, report: StepReport, config: TrainingConf
         telemetry.write(
             SyncRecord, step, mode=report.sync.mode, weight_version=report.sync.weight_version,
             seconds=report.sync.seconds, phases=report.sync.phases, moved=report.sync.moved,
+            left_out=report.sync.left_out,
         )  # fmt: skip
     for index, size in sampled(report.batch.rollouts, config.rollout_samples, step):
         fields = _rollout_fields(report.batch.rollouts[index], report.lags[index], reader)

@@ -243,9 +243,19 @@ LOG_RULES: tuple[LogRule, ...] = (
     LogRule(
         "broadcast_broke",
         "a broadcast of weights broke off",
-        "the trainer forms the group again with every server and sends the weights anew; if that does not end, restart "
-        "the server that is named: atropos-tui restart {engine}. On a slow link raise trainer.broadcast_timeout",
+        "the trainer forms the group again without the server that broke it and sends the weights anew; if that does "
+        "not end, restart the server that is named: atropos-tui restart {engine}. On a slow link raise "
+        "trainer.broadcast_timeout",
         (LogPattern("the broadcast broke", r"the broadcast broke \(phase (?!rendezvous)\w+\): (.*)"),),
+        roles=(Role.TRAINER,),
+        passing=True,
+    ),
+    LogRule(
+        "engine_left_out",
+        "the run goes on without one of its engines",
+        "it gets the weights of now, and rollouts again, as soon as it answers; one that crashed is restarted by "
+        "itself. If it does not come back, restart it: atropos-tui restart ENGINE",
+        (LogPattern("is left out of the broadcast", r"\[WARNING\] (\S+ is left out of the broadcast: .*)"),),
         roles=(Role.TRAINER,),
         passing=True,
     ),

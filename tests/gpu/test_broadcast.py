@@ -5,6 +5,7 @@ python -m pytest -m gpu tests/gpu/test_broadcast.py -s        # two GPUs: about 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
@@ -71,13 +72,18 @@ def test_broadcasts_under_streams(layout: tuple[str, ...], tmp_path: Path) -> No
     )  # fmt: skip
     trainer = Whole(Broadcast, settings, device=torch.device("cuda:0"))  # type: ignore[arg-type]
     loads = [Streams(each.url, TOKEN, prompt=PROMPT, max_tokens=24) for each in servers]
+    # A run of two servers on four GPUs was silent here for two minutes: every wait below has a limit of its own, so the
+    # last line, or the threads' places after two minutes, tell which part it was.
+    faulthandler.dump_traceback_later(120, repeat=True)
     try:
-        for load in loads:
+        for server, load in zip(servers, loads, strict=True):
             load.__enter__()
             load.until(20)
+            print(f"{server.url} generates", flush=True)
         reports = []
-        for _ in range(STEPS):
+        for number in range(STEPS):
             reports.append(trainer.step())
+            print(f"step {number + 1}: {reports[-1].seconds:.3f} s", flush=True)
             for load in loads:
                 load.until(2)
         published = time.monotonic()
@@ -93,6 +99,7 @@ def test_broadcasts_under_streams(layout: tuple[str, ...], tmp_path: Path) -> No
         for server in servers:
             assert "Graph capturing finished" in server.log.read_text(), "CUDA graphs were on"
     finally:
+        faulthandler.cancel_dump_traceback_later()
         trainer.sync.close()
         for server in servers:
             end_of(server.process)

@@ -118,6 +118,11 @@ WORDS = [
         "(0.03 GiB KV cache is needed, which is larger than the available KV cache memory (0",
     ),
     (TRAINER, "broadcast_broke", BROKE),
+    (
+        TRAINER,
+        "engine_left_out",
+        "[WARNING] http://127.0.0.1:9002 is left out of the broadcast: it has not answered for 5 s",
+    ),
     (TRAINER, "nccl_failed", BACKEND),  # hkproj/pytorch-transformer-distributed#1
     (TRAINER, "checkpoint_damaged", "[WARNING] passed over: --resume /r/step_6: model.safetensors has 7 bytes, and 9"),
     (TRAINER, "shm_full", SHM),  # nianticlabs/simplerecon#3

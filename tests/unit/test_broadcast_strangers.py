@@ -81,12 +81,12 @@ def test_a_forged_go_or_presence_starts_nothing() -> None:
     stranger.plant("go", b"1")
     stranger.plant("here/2", b"1")
     waiting.join(1)
-    assert waiting.is_alive() and meeting.missing() == [2]
+    assert waiting.is_alive() and meeting.missing("here") == [2]
     mine = stranger.store.get(f"{stranger.prefix()}/here/1")
     stranger.plant("go", mine)  # what was said under one key says nothing under another
     stranger.plant("here/2", mine)
     waiting.join(0.5)
-    assert waiting.is_alive() and meeting.missing() == [2]
+    assert waiting.is_alive() and meeting.missing("here") == [2]
     meeting.go()
     waiting.join(5)
     assert not waiting.is_alive()
@@ -211,13 +211,18 @@ class FakeNccl:
             ctypes.memmove(to, self.sent[name, rank].get(timeout=10), size)
         return 0
 
+    def _ncclGroupStart(self) -> int:
+        return 0
+
+    _ncclGroupEnd = _ncclGroupStart
+
     def _ncclCommAbort(self, handle: int) -> int:
         self.aborted.append(handle)
         return 0
 
 
 class FakeStream:
-    cuda_stream = 0
+    cuda_stream, device = 0, None
 
     def __init__(self, *_: Any) -> None:
         """Everything on it is over at once."""
@@ -225,7 +230,7 @@ class FakeStream:
     def synchronize(self, *_: Any) -> None:
         pass
 
-    wait_stream = wait_event = record = synchronize
+    wait_stream = wait_event = record = record_event = synchronize
 
     def query(self) -> bool:
         return True
@@ -238,6 +243,7 @@ def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", FakeStream)
     monkeypatch.setattr(Broadcast, "_backend", lambda self, infos: "nccl")
     return fake

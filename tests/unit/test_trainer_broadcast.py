@@ -31,8 +31,9 @@ from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.rollouts.source import LagMeter
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import FIRST_PAUSE_S, Backoff, Start
-from trainer_core.weight_sync.broadcast import Broadcast, into_one_piece, require_nodes
+from trainer_core.weight_sync.broadcast import Broadcast, require_nodes
 from trainer_core.weight_sync.collectives import meeting_point
+from trainer_core.weight_sync.outgoing import into_one_piece
 from vllm_server.weights.copy_recorder import named_views
 
 Make = Callable[..., Broadcast]
@@ -49,7 +50,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def receivers() -> Iterator[list[Receiver]]:
     """Two servers: one with two workers, one with one."""
-    made = [Receiver(2), Receiver(1)]
+    made = [Receiver(2), Receiver(1, instance="b")]
     yield made
     for each in made:
         each.close()
@@ -174,23 +175,69 @@ def test_a_restarted_server_gets_the_present_weights(make: Make, receivers: list
 def test_a_server_lost_in_the_middle_is_named_and_waited_for(
     fault: Fault, make: Make, receivers: list[Receiver], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Not by the others, who have the update at once; when it is back it has the weights of then."""
     sync = make()
     model = sync.attach(Start())
     receivers[1].fault = fault
     if fault == "never receives":
         sync.config = sync.config.model_copy(update={"broadcast_timeout": 1.0})
-    threading.Timer(1.5, receivers[1].restart).start()
     began = time.monotonic()
     report = sync.publish(1, lambda: step(model))
-    assert time.monotonic() - began > 1.0
-    assert "begun_anew" in report.phases
+    assert time.monotonic() - began < 8
+    assert "begun_anew" in report.phases and report.moved
+    assert report.left_out.keys() == {receivers[1].url} and "phase transfer" in report.left_out[receivers[1].url]
     said = next(line for line in capsys.readouterr().out.splitlines() if "did not reach every server" in line)
     assert "phase transfer" in said and receivers[1].url in said, said
     if fault == "dies at update":
         assert receivers[0].url not in said, "the one that died is named, not the one that noticed"
+    assert receivers[0].version == 1
+    assert_same_weights(receivers[0], model)
+    assert "left_out" not in sync.publish(2, lambda: step(model)).phases
+    assert (receivers[0].version == 2 and receivers[1].version == 0) or receivers[1].version is None
+
+    receivers[1].restart()
+    sync._looked = 0.0
+    sync.check()
+    assert not sync.left_out
     for each in receivers:
-        assert each.version == 1
+        assert each.version == 2
         assert_same_weights(each, model)
+
+
+def test_when_none_is_left_one_is_waited_for(make: Make, receivers: list[Receiver]) -> None:
+    sync = make()
+    model = sync.attach(Start())
+    for each in receivers:
+        each.die()
+    threading.Timer(1.5, receivers[1].restart).start()
+    began = time.monotonic()
+    report = sync.publish(1, lambda: step(model))
+    assert 1.0 < time.monotonic() - began < 10
+    assert receivers[1].version == 1 and report.left_out.keys() == {receivers[0].url}
+    assert_same_weights(receivers[1], model)
+
+
+def test_a_worker_that_hangs_is_named_before_it_is_given_up(
+    make: Make, receivers: list[Receiver], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_core.weight_sync.broadcast.NAME_S", 0.3)
+    sync = make()
+    model = sync.attach(Start())
+    sync.config = sync.config.model_copy(update={"broadcast_timeout": 1.5})
+    receivers[1].fault = "never receives"
+    sync.publish(1, lambda: step(model))
+    lines = capsys.readouterr().out.splitlines()
+    waits = next(i for i, line in enumerate(lines) if "the broadcast waits (phase transfer)" in line)
+    assert receivers[1].url in lines[waits] and "left out" in "".join(lines[waits + 1 :])
+
+
+def test_every_server_that_answers_is_named(
+    make: Make, receivers: list[Receiver], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is said of one server alone reads as if the others had not answered."""
+    make().attach(Start())
+    said = capsys.readouterr().out
+    assert all(f"The server at {each.url} answers with weight version 0" in said for each in receivers), said
 
 
 @pytest.mark.parametrize(
@@ -199,16 +246,24 @@ def test_a_server_lost_in_the_middle_is_named_and_waited_for(
 def test_a_group_that_does_not_form_says_who_is_missing(
     fault: Fault, phase: str, make: Make, receivers: list[Receiver]
 ) -> None:
+    """A run begins without a server that does not come within `engine_timeout`."""
     receivers[0].fault = fault
-    with pytest.raises(EngineGone) as raised:
-        make(broadcast_timeout=0.5, engine_timeout=0.1).attach(Start())
-    text = str(raised.value)
-    assert f"phase {phase}" in text and receivers[0].url in text, text
-    if fault.startswith("never"):
+    sync = make(broadcast_timeout=0.5, engine_timeout=0.1)
+    sync.attach(Start(version=3))
+    assert sync.left_out.keys() == {receivers[0].url}
+    assert receivers[0].version is None and receivers[1].version == 3
+    (text,) = sync.left_out.values()
+    if fault != "dies at join":  # whose later silence is newer
+        assert f"phase {phase}" in text and receivers[0].url in text, text
         assert f"no word from {receivers[0].url}" in text, text
-    else:
-        assert receivers[1].url not in text, "the one that died is named, not the one that noticed"
-    assert receivers[1].version is None
+    assert receivers[1].url not in text, "the one that died is named, not the one that noticed"
+
+
+def test_two_ranks_on_one_gpu_are_named(make: Make, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_server.weights.collectives.gpu_of", lambda device: "GPU-1")
+    with pytest.raises(UsageError, match=r"on one GPU, and NCCL .* invalid usage.*vllm\.gpus") as raised:
+        make().attach(Start())
+    assert all(each.url in str(raised.value) for each in receivers)
 
 
 def test_completions_that_may_end_first_are_waited_for_besides(make: Make, receivers: list[Receiver]) -> None:
@@ -227,7 +282,6 @@ def test_the_other_server_is_released_at_once(make: Make, receivers: list[Receiv
     sync = make(broadcast_timeout=30, engine_timeout=20)
     model = sync.attach(Start())
     receivers[1].fault = "dies at update"
-    threading.Timer(0.5, receivers[1].restart).start()
     began = time.monotonic()
     sync.publish(1, lambda: step(model))
     assert time.monotonic() - began < 8
@@ -266,9 +320,10 @@ def test_a_group_that_keeps_failing_is_tried_ever_more_rarely(
 ) -> None:
     monkeypatch.setattr("trainer_core.weight_sync.broadcast.LAST_WORDS_S", 0.0)
     receivers[1].fault = "breaks"
-    with pytest.raises(EngineGone, match="a worker broke"):
-        make(engine_timeout=4.0).attach(Start())
-    assert 2 <= receivers[0].joins <= 6, "about 0, 0.2, 0.6, 1.4 and 3.0 s after the start (fewer on a busy machine)"
+    sync = make(engine_timeout=4.0)
+    sync.attach(Start())
+    assert "a worker broke" in sync.left_out[receivers[1].url]
+    assert 2 <= receivers[1].joins <= 10, "twice each, about 0, 0.2, 0.6, 1.4 and 3.0 s after the start, or later"
 
 
 def test_only_the_same_servers_are_left_in_peace() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
-from atropos_common.transfer import Chunk, TransferInit, chunks
+from atropos_common.transfer import SLOTS, Chunk, TransferInit, chunks
 from tests.unit.json_server import JsonServer
 from vllm_server.weights import collectives
-from vllm_server.weights.copy_recorder import named_views
+from vllm_server.weights.copy_recorder import Copies, CopyRecorder, named_views
 
 Fault = Literal[
     "dies at join", "never comes", "never connects", "dies at update", "never receives", "refuses", "breaks"
@@ -19,27 +20,42 @@ Fault = Literal[
 
 
 class Worker:
-    """One rank of a server."""
+    """One rank of a server. With a model of vLLM's kind it takes what comes as `BroadcastEngine` does: by the model's
+    own loader first, then by the copies that were noted there."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any = None) -> None:
+        self.model = model
+        self.kept: list[list[torch.Tensor]] = []
+        """The model's parameters after each update."""
+        self._copies: list[Copies] = []
         self.link: collectives.Link | None = None
         self.parts: list[Chunk] = []
         self.tensors: dict[str, torch.Tensor] = {}
 
     def join(self, init: TransferInit, rank: int) -> None:
         self.leave()
-        self.parts = chunks(init.tensors, init.chunk_bytes)
+        self.parts, self._copies = chunks(init.tensors, init.chunk_bytes), []
+        self._buffers = [torch.empty(max(p.nbytes for p in self.parts), dtype=torch.uint8) for _ in range(SLOTS)]
         self.link = collectives.join(init, rank, torch.device("cpu"))
 
     def receive(self) -> None:
         if self.link is None:
             raise collectives.LinkError("in no group")
         try:
-            for part in self.parts:
-                buffer = torch.empty(part.nbytes, dtype=torch.uint8)
-                self.link.receive(buffer, 0)
+            link, recorder, known = self.link, CopyRecorder(self.model or torch.nn.Module()), len(self._copies)
+            for index, part in enumerate(self.parts):
+                buffer = self._buffers[index % SLOTS][: part.nbytes]
+                link.receive(part, buffer, index % SLOTS)
                 self.tensors |= {name: view.clone() for name, view in named_views(part, buffer)}
-            self.link.finish()
+                if known:
+                    torch._foreach_copy_(*self._copies[index])
+                elif self.model is not None:
+                    with recorder, torch.no_grad():
+                        self.model.load_weights(recorder.give(named_views(part, buffer)))
+                    self._copies.append(recorder.take())
+            link.finish()
+            if self.model is not None:
+                self.kept.append([parameter.detach().clone() for parameter in self.model.parameters()])
         except collectives.LinkError:
             self.leave()
             raise
@@ -53,10 +69,14 @@ class Worker:
 class Receiver:
     """A server with `workers` ranks that takes broadcasts, or fails in the way of `fault`."""
 
-    def __init__(self, workers: int = 1, *, receives: str | None = "gloo", instance: str = "a") -> None:
-        self.workers = [Worker() for _ in range(workers)]
+    def __init__(
+        self, workers: int = 1, *, receives: str | None = "gloo", instance: str = "a", models: Sequence[Any] = ()
+    ) -> None:
+        self.workers = [Worker(model) for model in models] or [Worker() for _ in range(workers)]
         self.receives, self.instance = receives, instance
         self.fault: Fault | None = None
+        self.fault_at: dict[int, Fault] = {}
+        """By weight version."""
         self.version: int | None = None
         self.dead = False
         self.errors: list[str] = []
@@ -115,6 +135,7 @@ class Receiver:
         return 503, {}
 
     def _update(self, version: int) -> tuple[int, Any]:
+        self.fault = self.fault_at.get(version, self.fault)
         if self.fault == "dies at update":
             self.die()
         elif self.fault == "never receives":
@@ -139,6 +160,8 @@ class Receiver:
                 call(*args)
             except collectives.LinkError as error:
                 errors.append(str(error))
+            except (AttributeError, IndexError):
+                pass  # it has left its group in the middle of a call: killed, or asked to join another
 
         threads = [threading.Thread(target=run, args=each, daemon=True) for each in work]
         for thread in threads:

@@ -44,6 +44,8 @@ class SyncReport:
     phases: dict[str, float] = field(default_factory=dict)
     moved: bool = True
     """Whether a server got the version; else the trainer alone has it, until the next load is due."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Servers that did not get it, as they are away, and why."""
 
 
 class Phases:
@@ -87,6 +89,8 @@ class WeightSync(ABC):
         self.world: World = ALONE
         self.engines: list[ServerClient] = []
         """The servers that generate the rollouts, from `attach` on."""
+        self.left_out: dict[str, str] = {}
+        """Addresses of those that the run goes on without, and why."""
         supervisor = supervised(config, stop)
         self._coming = supervisor.coming if supervisor else lambda: None
 
@@ -116,7 +120,10 @@ class WeightSync(ABC):
         """Call `write`, which changes the policy's parameters in place, and let the server generate with `version`."""
         clock = Phases()
         moved = self._publish(version, write, clock)
-        return SyncReport(self.config.mode, version, sum(clock.seconds.values()), clock.seconds, moved=moved)
+        return SyncReport(
+            self.config.mode, version, sum(clock.seconds.values()), clock.seconds, moved=moved,
+            left_out=dict(self.left_out),
+        )  # fmt: skip
 
     @abstractmethod
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
@@ -211,6 +218,9 @@ class SeparateWeights(WeightSync):
         if self.lifecycle is not None:
             self.lifecycle.ensure()  # first: an own child brings the token
         self.engines = [ServerClient(url) for url in self.config.engine_urls]
+        self._serve_all()
+
+    def _serve_all(self) -> None:
         for engine in self.engines:
             if engine not in self.fed:
                 self._serve_again(engine)

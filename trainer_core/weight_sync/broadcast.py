@@ -1,47 +1,59 @@
 """Mode `broadcast` (`shared_vllm --use-shared-memory`): the trainer has GPUs of its own and broadcasts its weights.
 
-All workers of all servers form one group with the trainer, over NCCL between GPUs and gloo on CPUs. The model's
-parameters lie one after the other in a single piece of memory, so that a publish packs nothing that a checkpoint holds
-as it is trained: a few large broadcasts leave from where the weights are. A server freezes generation only while it
-receives.
+The trainer's ranks and all workers of the servers form one group, over NCCL between GPUs and gloo on CPUs. Each rank is
+the root of its own rows, so nothing is gathered first. A server freezes generation only while it receives.
 
-A server that dies takes the group along: what it was and in which phase is said, its return is awaited, and a new group
-gives everyone the present weights.
+Who is in the group is decided by who is there: a server that dies breaks it, is named with the phase in which it did,
+and a new group without it gives all others the present weights. It is asked once a second whether it is back, and gets
+the weights of then before it serves anybody.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 
 from atropos_common.bridge import BridgeInfo
-from atropos_common.strided import contiguous
-from atropos_common.transfer import SentTensor, TransferInit, TransferReport, TransferUpdate, chunks, place
+from atropos_common.transfer import TransferBackend, TransferInit, TransferReport, TransferUpdate
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
-from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout, view_of
+from trainer_core.policy.sharding import compute_dtype
 from trainer_core.server.client import ServerClient
-from trainer_core.weight_sync.base import Phases, SeparateWeights
-from trainer_core.weight_sync.collectives import BroadcastGroup, Rendezvous, connect, meeting_point
+from trainer_core.weight_sync.base import FIRST_PAUSE_S, LOOK_S, Phases, SeparateWeights
+from trainer_core.weight_sync.calls import POLL_S, Calls
+from trainer_core.weight_sync.collectives import BroadcastGroup, Rendezvous, Stage, connect, meeting_point
+from trainer_core.weight_sync.orders import Follower, Order, Orders
+from trainer_core.weight_sync.outgoing import CHUNK_BYTES, outgoing
 
-CHUNK_BYTES = 256 << 20
-"""Of one broadcast: long enough to run at the link's speed, short enough to unpack while the next one comes."""
-POLL_S = 0.0002
 BRISK_S = 0.05
 """After this long without an end, polls become rare."""
 LAST_WORDS_S = 1.0
 """Time that the other servers get to say what they saw, when one call has failed."""
+ANSWER_S = 5.0
+"""A server that says nothing for so long is not there."""
+NAME_S = 8.0
+"""After this long without an end, who is waited for is said."""
 
+Members = dict[ServerClient, BridgeInfo]
+"""Servers, and what each said of itself."""
 T = TypeVar("T")
+
+
+class GroupBroke(EngineGone):
+    """The group did not form, or broke; a new one may do."""
+
+    def __init__(self, message: str, lost: Iterable[str] = (), complained: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.lost = set(lost)
+        """Servers that are dead, or say nothing."""
+        self.complained = set(complained)
+        """Servers that said that something went wrong, there or with another one."""
 
 
 class Broadcast(SeparateWeights):
@@ -53,32 +65,84 @@ class Broadcast(SeparateWeights):
         self._place = meeting_point(config.init_method)
         self._meeting: Rendezvous | None = None
         self._group: BroadcastGroup | None = None
+        self._orders = Orders(1)
+        self._follower: Follower | None = None
+        self._members: Members = {}
+        self._looks: dict[ServerClient, Calls[BridgeInfo]] = {}
+        """Questions under way."""
+        self._rests = Rests()
+        self._complained: set[str] = set()
+        """Since the last group that worked."""
 
-    def load(self, weights: Path | None) -> torch.nn.Module:
-        model = super().load(weights)
-        self._stream, self._tensors, self._copied = into_one_piece(model)
-        self._parts = chunks(self._tensors, CHUNK_BYTES)
+    def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
+        model = super()._spread(model)
+        rank, size = self.world.rank, self.world.size
+        if self.device.type == "cuda" and self.device.index is None:  # threads begin on another one
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._outgoing = outgoing(model, compute_dtype(model), rank, size)
+        self._orders = Orders(1 if rank else size)
+        folder = self.world.share(lambda: self._orders.folder)
+        if folder is not None and rank:
+            self._follower = Follower(folder, rank, self.device, self._outgoing)
+        self.world.share(self._orders.meet)
         return model
 
+    def _collect(self, clock: Phases) -> None:
+        """Let what takes this rank's orders know that the weights of `version` are in place; nothing is gathered."""
+        self._outgoing.refresh()
+        if self._follower is not None:
+            self._follower.wrote(self.version)
+
+    def check(self) -> None:
+        """Give a server that is back, or is another one now, the present weights; it serves nobody before.
+
+        Raises:
+            EngineGone: none is left, and none came back within `engine_timeout`.
+        """
+        now = time.monotonic()
+        if now - self._looked < LOOK_S or self.stop.is_set():
+            return  # at the end nobody waits for a server: the weights are here
+        self._looked = now
+        back = False
+        for engine, info in self._look(LOOK_S / 2).items():
+            if engine in self.fed and info.instance_id != self._members[engine].instance_id:
+                self._leave_out(engine, "it is another server now")
+            back |= engine not in self.fed and not self._rests.rests(info.instance_id)
+        if back or not self.fed:
+            self._await_server(self._regroup)
+
+    def close(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
+        self._leave()
+        self._orders.close()
+        super().close()
+
+    def _serve_all(self) -> None:
+        """Begin with every server, or after `engine_timeout` with those that are there."""
+        try:
+            self._await_server(partial(self._regroup, everyone=True))
+        except EngineGone as error:
+            try:
+                self._regroup()
+            except EngineGone:
+                raise error from None
+
     def _deliver(self, clock: Phases) -> bool:
-        """Broadcast the update; a server that died meanwhile is waited for."""
+        """Broadcast the update; a server that dies meanwhile is left out, and only when none is left waited for."""
         began = time.perf_counter()
         try:
             if self._group is None:
-                raise EngineGone("the group broke before")
-            reports = self._send(self._group)
-        except EngineGone as error:
+                raise GroupBroke("the group broke before")
+            reports = self._send(self._members)
+        except GroupBroke as error:
             print(f"[WARNING] version {self.version} did not reach every server: {error}")
-            self.fed.clear()
+            self._blame(error, self._members, time.perf_counter() - began)
             with clock("begun_anew"):
-                self._serve_again(self.engines[0])
+                self._await_server(self._regroup)
         else:
             clock.seconds |= _phases(reports, time.perf_counter() - began)
         return True
-
-    def close(self) -> None:
-        self._leave()
-        super().close()
 
     @property
     def _limit_s(self) -> float:
@@ -88,55 +152,126 @@ class Broadcast(SeparateWeights):
         return self.config.broadcast_timeout + first
 
     def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
-        """Form a new group of all servers and give all of them the weights: a group is whole or none."""
-        infos = {each: info if each is engine else each.meet() for each in self.engines}
-        with self.backoff.attempt(*(info.instance_id for info in infos.values())):
-            self._leave()
-            self._group = self._form(infos)
-            self._send(self._group)
-        workers = sum(info.workers for info in infos.values())
-        print(f"✓ Broadcast group: the trainer and {workers} workers of {', '.join(e.base_url for e in infos)}")
-        self.fed.update(infos)
+        """Nobody is given weights alone."""
+        self._regroup()
 
-    def _form(self, infos: Mapping[ServerClient, BridgeInfo]) -> BroadcastGroup:
+    def _look(self, wait_s: float) -> Members:
+        """Who answers, and what each says of itself. One that hangs is waited for once, until it has answered."""
+        asked = [engine for engine in self.engines if engine not in self._looks]
+        self._looks |= {engine: Calls({engine.base_url: engine.meet}) for engine in asked}
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and not all(self._looks[engine].over() for engine in asked):
+            time.sleep(POLL_S)
+        there: Members = {}
+        for engine, look in list(self._looks.items()):
+            if look.over():
+                del self._looks[engine]
+                for info in look.results().values():
+                    there[engine] = info
+                for error in look.failures().values():
+                    if not isinstance(error, EngineGone):
+                        raise error
+                    self._leave_out(engine, str(error))
+            elif wait_s >= ANSWER_S:
+                self._leave_out(engine, f"it has not answered for {wait_s:.0f} s")
+        return there
+
+    def _regroup(self, *, everyone: bool = False) -> None:
+        """Form a new group of all who are there, without those that break it, and give them the present weights.
+
+        Args:
+            everyone: it is all of them, or none.
+
+        Raises:
+            EngineGone: nobody is left, or with `everyone` somebody is missing; says why.
+        """
+        there = {e: info for e, info in self._look(ANSWER_S).items() if not self._rests.rests(info.instance_id)}
+        while True:
+            if not there or (everyone and len(there) < len(self.engines)):
+                raise EngineGone("; ".join(self.left_out.values()) or "no server is there")
+            began = time.monotonic()
+            try:
+                self._leave()
+                self._form(there)
+                self._send(there)
+                break
+            except GroupBroke as broke:
+                self.fed.clear()
+                if not self._blame(broke, there, time.monotonic() - began):
+                    raise
+        self._members, self.fed = there, set(there)
+        self._complained.clear()
+        workers = sum(info.workers for info in there.values())
+        ranks = "the trainer" if self.world.size == 1 else f"the trainer's {self.world.size} ranks"
+        print(f"✓ Broadcast group: {ranks} and {workers} workers of {', '.join(e.base_url for e in there)}")
+        for engine, info in there.items():
+            self.left_out.pop(engine.base_url, None)
+            self._rests.forget(info.instance_id)
+            print(f"✓ The server at {engine.base_url} answers with weight version {self.version}")
+
+    def _blame(self, broke: GroupBroke, there: Members, seconds: float) -> bool:
+        """Leave out who broke the group: who is lost, and who complains a second time. Whether another try is sense."""
+        lost = broke.lost | (broke.complained & self._complained)
+        news = bool(lost or broke.complained - self._complained)
+        self._complained |= broke.complained
+        for engine in [each for each in there if each.base_url in lost]:
+            self._rests.note(there.pop(engine).instance_id, seconds)
+            self._leave_out(engine, str(broke))
+        return news
+
+    def _leave_out(self, engine: ServerClient, why: str) -> None:
+        """The first reason is the one that stays."""
+        self.fed.discard(engine)
+        if engine.base_url not in self.left_out:
+            print(f"[WARNING] {engine.base_url} is left out of the broadcast: {why}")
+            self.left_out[engine.base_url] = why
+
+    def _form(self, infos: Members) -> None:
         """Let everyone meet, then connect.
 
         Raises:
-            EngineGone: somebody did not come; says who, and in which phase.
+            GroupBroke: somebody did not come; says who, and in which phase.
+            UsageError: two ranks are on one GPU.
         """
-        backend, timeout_s = self._backend(infos), self._limit_s
-        world_size = 1 + sum(info.workers for info in infos.values())
+        # Workers wait longer than the trainer, which alone can tell who is missing.
+        backend, timeout_s = self._backend(infos), self._limit_s + 2 * LAST_WORDS_S
+        world_size = self.world.size + sum(info.workers for info in infos.values())
         meeting = self._meeting = Rendezvous(backend, *self._place, world_size, timeout_s)
-        requests, first_rank = {}, 1
-        owners: dict[int, str] = {}
+        init = TransferInit(
+            backend=backend, address=meeting.address, port=meeting.port, key=meeting.key, secret=meeting.secret,
+            nccl_id=meeting.nccl_id, first_rank=self.world.size, world_size=world_size, timeout_s=timeout_s,
+            chunk_bytes=CHUNK_BYTES, tensors=self._outgoing.tensors,
+        )  # fmt: skip
+        owners = {rank: f"rank {rank} of the trainer" for rank in range(self.world.size)}
+        joins: dict[str, Callable[[], BridgeInfo]] = {}
         for engine, info in infos.items():
-            requests[engine] = TransferInit(
-                backend=backend, address=meeting.address, port=meeting.port, key=meeting.key, secret=meeting.secret,
-                nccl_id=meeting.nccl_id, first_rank=first_rank, world_size=world_size, timeout_s=timeout_s,
-                chunk_bytes=CHUNK_BYTES, tensors=self._tensors,
-            )  # fmt: skip
-            owners |= dict.fromkeys(range(first_rank, first_rank + info.workers), engine.base_url)
-            first_rank += info.workers
-        joins = Calls({engine.base_url: partial(engine.join_transfer, requests[engine]) for engine in infos})
+            first = len(owners)
+            joins[engine.base_url] = partial(engine.join_transfer, init.model_copy(update={"first_rank": first}))
+            owners |= dict.fromkeys(range(first, first + info.workers), engine.base_url)
+        self._orders.give(Order(do="join", group=init))
+        joining = Calls(joins)
 
-        def who_is_missing() -> str:
-            missing = sorted({owners[rank] for rank in meeting.missing()})
-            return f"{', '.join(missing)} did not come to {meeting.address}:{meeting.port}"
+        def late(stage: Stage) -> list[str]:
+            return sorted({owners[rank] for rank in meeting.missing(stage)})
 
-        self._until(lambda: not meeting.missing(), joins, "rendezvous", who_is_missing)
+        come = f"did not come to {meeting.address}:{meeting.port}"
+        self._until(lambda: not meeting.missing("here"), joining, "rendezvous", partial(late, "here"), come)
+        if crowded := meeting.crowded(self.device):
+            self._leave()
+            raise UsageError(_on_one_gpu([[owners[rank] for rank in ranks] for ranks in crowded]))
         meeting.go()
-        connecting = Calls({"the trainer": lambda: connect(meeting, self.device, timeout_s)})
+        connecting = Calls({"the trainer": lambda: connect(init, meeting.store, 0, self.device)})
 
         def connected() -> bool:
             connecting.raise_failure()
-            return connecting.over() and joins.over()
+            return connecting.over() and joining.over() and self._orders.done()
 
         hint = " (NCCL_DEBUG=INFO tells why; NCCL_P2P_DISABLE, NCCL_SOCKET_IFNAME)" if backend == "nccl" else ""
-        self._until(connected, joins, "connect", lambda: f"no connection over {backend}{hint}")
-        return connecting.results()["the trainer"]
+        self._until(connected, joining, "connect", partial(late, "connecting"), f"no connection over {backend}{hint}")
+        self._group = connecting.results()["the trainer"]
 
-    def _backend(self, infos: Mapping[ServerClient, BridgeInfo]) -> str:
-        here = "nccl" if self.device.type == "cuda" else "gloo"
+    def _backend(self, infos: Members) -> TransferBackend:
+        here: TransferBackend = "nccl" if self.device.type == "cuda" else "gloo"
         for engine, info in infos.items():
             if info.receives is None:
                 raise UsageError(
@@ -150,54 +285,77 @@ class Broadcast(SeparateWeights):
                 )
         return here
 
-    def _send(self, group: BroadcastGroup) -> dict[str, TransferReport]:
-        """Broadcast the present weights as `self.version`; every server answers with them when this returns."""
+    def _send(self, members: Members) -> dict[str, TransferReport]:
+        """Broadcast the present weights as `self.version`; every server answers with them when this returns.
+
+        Raises:
+            GroupBroke: somebody did not get them whole; says who.
+        """
         request = TransferUpdate(
             weight_version=self.version, timeout_s=self._limit_s, in_flight=self.config.in_flight,
             wait_s=self.config.in_flight_timeout,
         )  # fmt: skip
-        with torch.no_grad():
-            for sent, tensor in self._copied:
-                sent.copy_(tensor)
-        updates = Calls({engine.base_url: partial(engine.receive, request) for engine in self.engines})
-        group.send(self._stream, self._parts)
+        group = self._group
+        assert group is not None
+        updates = Calls({engine.base_url: partial(engine.receive, request) for engine in members})
+        self._orders.give(Order(do="send", version=self.version))
+        group.send(self._outgoing)
         self._until(
-            lambda: group.sent() and updates.over(), updates, "transfer",
-            lambda: f"{', '.join(updates.waiting())} did not finish",
+            lambda: group.sent() and updates.over() and self._orders.done(), updates, "transfer", updates.waiting,
+            "did not finish",
         )  # fmt: skip
         return updates.results()
 
-    def _until(self, done: Callable[[], bool], calls: Calls[T], phase: str, what: Callable[[], str]) -> None:
+    def _until(
+        self, done: Callable[[], bool], calls: Calls[T], phase: str, late: Callable[[], list[str]], what: str
+    ) -> None:
         """Poll until `done`. A server that failed, a broken connection or the timeout ends the wait and the group.
 
+        Args:
+            late: who is waited for, and `what` has not been done then.
+
         Raises:
-            EngineGone: with the phase and the cause; a new group may do.
+            GroupBroke: with the phase and the cause.
             EngineError: a server refused.
+            RankGone: another rank of the trainer has ended.
         """
-        began, timeout_s = time.monotonic(), self._limit_s
+        began, timeout_s, said, missing = time.monotonic(), self._limit_s, False, []
         try:
             while not done():
                 calls.raise_failure()
                 waited = time.monotonic() - began
-                if waited > timeout_s:
-                    raise RuntimeError(f"{what()} within {timeout_s:.0f} s")
+                if waited > min(NAME_S, timeout_s):
+                    missing = late()
+                    if waited > timeout_s:
+                        raise RuntimeError(f"{', '.join(missing)} {what} within {timeout_s:.0f} s".strip())
+                    if not said:
+                        said = True
+                        print(f"[WARNING] the broadcast waits (phase {phase}): {', '.join(missing)} {what}")
                 time.sleep(POLL_S if waited < BRISK_S else 20 * POLL_S)
             calls.raise_failure()
         except (EngineGone, EngineError, RuntimeError) as error:
+            if missing:
+                self._leave()  # who hangs for another one's sake says so now
             calls.wait(LAST_WORDS_S)
             self._leave()
-            raise self._cause(error, calls, phase) from None
+            self._orders.check()
+            raise self._cause(error, calls, phase, missing) from None
 
-    def _cause(self, error: Exception, calls: Calls[T], phase: str) -> EngineGone | EngineError:
+    def _cause(
+        self, error: Exception, calls: Calls[T], phase: str, missing: Collection[str]
+    ) -> GroupBroke | EngineError:
         """The server that died, or says nothing, explains the others' complaints; a refusal is final."""
-        failures = calls.failures() or [error]
-        for failure in failures:
+        failures = calls.failures()
+        for failure in failures.values():
             if isinstance(failure, EngineError):
                 return failure
-        dead = [failure for failure in failures if isinstance(failure, EngineGone) and not failure.answered]
-        silent = [f"no word from {name}" for name in calls.waiting() if not dead]
-        text = "; ".join([*silent, *(str(failure).strip().splitlines()[0] for failure in dead or failures)])
-        return EngineGone(f"the broadcast broke (phase {phase}): {text}")
+        dead = {name: e for name, e in failures.items() if isinstance(e, EngineGone) and not e.answered}
+        silent = [] if dead else [name for name in missing if name in calls.waiting()]
+        causes = dead or ({} if silent else failures) or {"": error}
+        said = [str(cause).strip().splitlines()[0] for cause in causes.values()]
+        text = "; ".join([*(f"no word from {name}" for name in silent), *said])
+        lost = [*dead, *silent]
+        return GroupBroke(f"the broadcast broke (phase {phase}): {text}", lost, () if lost else failures)
 
     def _leave(self) -> None:
         (group, self._group), (meeting, self._meeting) = (self._group, None), (self._meeting, None)
@@ -205,47 +363,26 @@ class Broadcast(SeparateWeights):
             group.close()
         if meeting is not None:
             meeting.close()
+            self._orders.give(Order(do="leave"))
 
 
-class Calls(Generic[T]):
-    """One call for each name, all at the same time, in threads that nobody has to wait for."""
+class Rests:
+    """Servers that broke a group are left in peace: each time for twice as long, and for ten times what it had cost. A
+    new one in the place of an old one is not."""
 
-    def __init__(self, calls: Mapping[str, Callable[[], T]]) -> None:
-        self.names = list(calls)
-        self._results: dict[str, T] = {}
-        self._failures: dict[str, Exception] = {}
-        for name, call in calls.items():
-            threading.Thread(target=self._run, args=(name, call), daemon=True).start()
+    def __init__(self) -> None:
+        self._until: dict[str, tuple[float, float]] = {}
 
-    def over(self) -> bool:
-        """Every call has returned or failed."""
-        return not self.waiting()
+    def note(self, instance: str, seconds: float) -> None:
+        """`instance` has cost so many seconds."""
+        pause = max(2 * self._until.get(instance, (FIRST_PAUSE_S / 2, 0.0))[0], 10 * seconds)
+        self._until[instance] = (pause, time.monotonic() + pause)
 
-    def waiting(self) -> list[str]:
-        return [name for name in self.names if name not in self._results and name not in self._failures]
+    def rests(self, instance: str) -> bool:
+        return time.monotonic() < self._until.get(instance, (0.0, 0.0))[1]
 
-    def wait(self, timeout_s: float) -> None:
-        """Until every call is over, but no longer than `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while not self.over() and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-
-    def failures(self) -> list[Exception]:
-        return [self._failures[name] for name in self.names if name in self._failures]
-
-    def raise_failure(self) -> None:
-        for error in self.failures():
-            raise error
-
-    def results(self) -> dict[str, T]:
-        self.raise_failure()
-        return dict(self._results)
-
-    def _run(self, name: str, call: Callable[[], T]) -> None:
-        try:
-            self._results[name] = call()
-        except Exception as error:
-            self._failures[name] = error
+    def forget(self, instance: str) -> None:
+        self._until.pop(instance, None)
 
 
 def require_nodes(config: TrainingConfig, env: Mapping[str, str] = os.environ) -> None:
@@ -266,60 +403,13 @@ def require_nodes(config: TrainingConfig, env: Mapping[str, str] = os.environ) -
         )
 
 
-Copied = list[tuple[torch.Tensor, torch.Tensor]]
-"""Places in what is sent, and the tensors that are copied there before."""
-
-
-@torch.no_grad()
-def into_one_piece(model: torch.nn.Module) -> tuple[torch.Tensor, list[SentTensor], Copied]:
-    """Move every parameter into one tensor of bytes, in the order in which it is sent and under the names of the
-    checkpoint; a tied one lies there once. What cannot be trained as it is sent is copied there instead.
-
-    Raises:
-        UsageError: some of the checkpoint's tensors are not views of the parameters.
-    """
-    named = dict(model.named_parameters())
-    parts = _parts_of(model)
-    spots = [(name, spot) for owner in named for name, spot in parts[owner]]
-    tensors = [
-        SentTensor.model_validate(
-            {"name": name, "dtype": str(named[spot.parameter].dtype).removeprefix("torch."), "shape": list(spot.shape)}
-        )
-        for name, spot in spots
-    ]
-    placed, total = place(tensors)
-    stream = torch.zeros(total, dtype=torch.uint8, device=next(model.parameters()).device)
-    starts = {spot.tensor.name: spot.start for spot in placed}
-    copied: Copied = []
-    for owner, param in named.items():
-        first = starts[parts[owner][0][0]]
-        if all(_lies_so(spot, starts[name] - first, param) for name, spot in parts[owner]):
-            view = stream[first : first + param.nbytes].view(param.dtype).view(param.shape)
-            view.copy_(param)
-            param.data = view
-            continue
-        for name, spot in parts[owner]:
-            sent = stream[starts[name] :][: math.prod(spot.shape) * param.element_size()]
-            copied.append((sent.view(param.dtype).view(spot.shape), view_of(param.detach(), spot)))
-    return stream, tensors, copied
-
-
-def _parts_of(model: torch.nn.Module) -> dict[str, list[tuple[str, Spot]]]:
-    """Parameter -> what checkpoints hold of it, in the order in which it lies there."""
-    parts: defaultdict[str, list[tuple[str, Spot]]] = defaultdict(list)
-    for name, spot in checkpoint_layout(model).items():
-        if spot is None:
-            raise UsageError(
-                f"mode broadcast cannot send {name}: transformers makes it anew from its parameters when it saves. Use "
-                "another weight bridge mode (none or lora_only)"
-            )
-        parts[spot.parameter].append((name, spot))
-    return {owner: sorted(found, key=lambda part: part[1].offset) for owner, found in parts.items()}
-
-
-def _lies_so(spot: Spot, start: int, param: torch.Tensor) -> bool:
-    """Whether a contiguous `param` has this part `start` bytes after its first one, in one piece."""
-    return spot.stride == contiguous(spot.shape) and start == spot.offset * param.element_size()
+def _on_one_gpu(groups: Iterable[Iterable[str]]) -> str:
+    several = "; ".join(" and ".join(names) for names in groups)
+    return (
+        f"{several} are on one GPU, and NCCL connects one rank a GPU at most (it would say: invalid usage). Give each "
+        "GPUs of its own (vllm.gpus, trainer.gpus, or CUDA_VISIBLE_DEVICES), or use a mode for one GPU (shared_vllm, "
+        "lora_only)"
+    )
 
 
 def _phases(reports: Mapping[str, TransferReport], seconds: float) -> dict[str, float]:

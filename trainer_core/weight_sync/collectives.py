@@ -1,4 +1,4 @@
-"""The trainer's end of the group in which weights are broadcast: where it meets, and how bytes leave."""
+"""The trainer's end of the group in which weights are broadcast: where it meets, and how bytes leave each rank."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from atropos_common.group import SECRET_BYTES, Gloo, Nccl, NcclError, SealedStore, unique_id
-from atropos_common.transfer import Chunk, is_wildcard, meeting_place
+from atropos_common.group import SECRET_BYTES, Gloo, Nccl, NcclError, SealedStore, cut, unique_id
+from atropos_common.lifeline import gpu_of
+from atropos_common.transfer import SLOTS, TransferInit, is_wildcard, meeting_place
 from trainer_core.errors import UsageError
+from trainer_core.weight_sync.outgoing import Outgoing
 
 
 def meeting_point(init_method: str, env: Mapping[str, str] = os.environ) -> tuple[str, int]:
@@ -36,19 +39,20 @@ def meeting_point(init_method: str, env: Mapping[str, str] = os.environ) -> tupl
     return address, int(port)
 
 
-class Rendezvous:
-    """A key-value store in which the workers of one group report and learn how to connect, and later whether the
-    trainer still lives: it stays for as long as the group."""
+Stage = Literal["here", "connecting"]
 
-    def __init__(self, backend: str, address: str, port: int, world_size: int, timeout_s: float) -> None:
+
+class Listener:
+    """A key-value store of this process, in which only those count who know its secret."""
+
+    def __init__(self, address: str, port: int, timeout_s: float) -> None:
         """Listen on `address` alone, not on every interface.
 
         Raises:
-            UsageError: the address is not this machine's, the port is taken, or there is no NCCL.
+            UsageError: the address is not this machine's, or the port is taken.
         """
-        self.backend, self.address, self.world_size = backend, address, world_size
+        self.address = address
         self.key, self.secret = secrets.token_hex(16), secrets.token_bytes(SECRET_BYTES)
-        self.nccl_id = _nccl_id() if backend == "nccl" else b""
         try:
             family = socket.getaddrinfo(address, None)[0][0]
             listener = socket.create_server((address, port), family=family)
@@ -66,9 +70,33 @@ class Rendezvous:
         client = dist.TCPStore(address, self.port, None, False, timeout, wait_for_workers=False)
         self.store = SealedStore(dist.PrefixStore(self.key, client), self.secret, timeout)
 
-    def missing(self) -> list[int]:
-        """Ranks that have not reported yet."""
-        return [rank for rank in range(1, self.world_size) if not self.store.check([f"here/{rank}"])]
+    def close(self) -> None:
+        """Stop listening."""
+        del self.store, self._server
+
+
+class Rendezvous(Listener):
+    """Where the ranks of one group report and learn how to connect, and later whether the trainer's rank 0 still lives:
+    it stays for as long as the group."""
+
+    def __init__(self, backend: str, address: str, port: int, world_size: int, timeout_s: float) -> None:
+        """Raises:
+        UsageError: as `Listener`, or there is no NCCL.
+        """
+        self.backend, self.world_size = backend, world_size
+        self.nccl_id = _nccl_id() if backend == "nccl" else b""
+        super().__init__(address, port, timeout_s)
+
+    def missing(self, stage: Stage) -> list[int]:
+        """Ranks that have not reported that they are there, or that they begin to connect."""
+        return [rank for rank in range(1, self.world_size) if not self.store.check([f"{stage}/{rank}"])]
+
+    def crowded(self, device: torch.device) -> list[list[int]]:
+        """Ranks that would share one GPU, of those who have all reported; rank 0 computes on `device`."""
+        ranks: defaultdict[str, list[int]] = defaultdict(list)
+        for rank in range(self.world_size):
+            ranks[self.store.get(f"here/{rank}").decode() if rank else gpu_of(device)].append(rank)
+        return [several for gpu, several in ranks.items() if gpu and len(several) > 1]
 
     def go(self) -> None:
         """Everyone is there: connect now."""
@@ -78,50 +106,70 @@ class Rendezvous:
         """Tell everyone that the group is over, and stop listening. Whoever waits looks here and learns it."""
         with contextlib.suppress(RuntimeError):
             self.store.set("off", b"1")
-        del self.store, self._server
+        super().close()
 
 
 class GlooGroup:
     """Through CPU memory."""
 
-    def __init__(self, meeting: Rendezvous, timeout_s: float) -> None:
-        self._gloo = Gloo(meeting.store, 0, meeting.world_size, meeting.address, timeout_s)
-        self._works: list[Any] = []
+    def __init__(self, store: SealedStore, rank: int, world_size: int, address: str, timeout_s: float) -> None:
+        self._gloo = Gloo(store, rank, world_size, address, timeout_s)
+        self._works: list[list[Any]] = [[] for _ in range(SLOTS)]
+        self._sending: Iterator[None] = iter(())
 
-    def send(self, stream: torch.Tensor, parts: Sequence[Chunk]) -> None:
-        """Begin to broadcast `parts` of the bytes in `stream`, in order."""
-        self._works = [self._gloo.broadcast(stream[part.start : part.end]) for part in parts]
+    def send(self, what: Outgoing) -> None:
+        """Begin to broadcast its chunks, in order."""
+        self._sending = self._send(what)
 
     def sent(self) -> bool:
-        """Whether all of it has left.
+        """Whether all of it has left; to be asked until it has.
 
         Raises:
             RuntimeError: the connection broke.
         """
-        if not all(work.is_completed() for work in self._works):
-            return False
-        for work in self._works:
+        return next(self._sending, self._sending) is self._sending
+
+    def _send(self, what: Outgoing) -> Iterator[None]:
+        """Yields for as long as there is something to wait for."""
+        for index, chunk in enumerate(what.chunks):
+            slot = index % SLOTS
+            yield from self._over(slot)
+            self._works[slot] = [self._gloo.broadcast(part, root) for part, root in cut(chunk, what.fill(chunk, slot))]
+        for slot in range(SLOTS):
+            yield from self._over(slot)
+
+    def _over(self, slot: int) -> Iterator[None]:
+        while not all(work.is_completed() for work in self._works[slot]):
+            yield
+        for work in self._works[slot]:
             work.wait()
-        return True
 
     def close(self) -> None:
         """Leave, whatever state the others are in."""
-        self._gloo.close(self._works)
+        self._gloo.close([work for works in self._works for work in works])
 
 
 class NcclGroup:
-    """Between GPUs, on a stream of its own."""
+    """Between GPUs, on a stream of its own: the next chunk is filled while one is on its way."""
 
-    def __init__(self, meeting: Rendezvous, device: torch.device) -> None:
-        self._nccl = Nccl(meeting.nccl_id, 0, meeting.world_size, device)
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, nccl_id: bytes, rank: int, world_size: int, device: torch.device) -> None:
+        self._nccl = Nccl(nccl_id, rank, world_size, device)
+        self._sending, self._filling = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._done = torch.cuda.Event()
 
-    def send(self, stream: torch.Tensor, parts: Sequence[Chunk]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(stream.device))
-        for part in parts:
-            self._nccl.broadcast(stream[part.start : part.end], self._stream)
-        self._done.record(self._stream)
+    def send(self, what: Outgoing) -> None:
+        self._filling.wait_stream(torch.cuda.current_stream(self._filling.device))
+        left: list[torch.cuda.Event | None] = [None] * SLOTS
+        for index, chunk in enumerate(what.chunks):
+            slot = index % SLOTS
+            with torch.cuda.stream(self._filling):
+                if (event := left[slot]) is not None:
+                    self._filling.wait_event(event)
+                buffer = what.fill(chunk, slot)
+            self._sending.wait_stream(self._filling)
+            self._nccl.broadcast(cut(chunk, buffer), self._sending)
+            left[slot] = self._sending.record_event()
+        self._done.record(self._sending)
 
     def sent(self) -> bool:
         return self._done.query()
@@ -131,16 +179,18 @@ class NcclGroup:
 
 
 BroadcastGroup = GlooGroup | NcclGroup
-"""The connected group; the trainer is rank 0."""
+"""The connected group, as one of the trainer's ranks has it."""
 
 
-def connect(meeting: Rendezvous, device: torch.device, timeout_s: float) -> BroadcastGroup:
-    """Connect to everyone who reported.
+def connect(init: TransferInit, store: SealedStore, rank: int, device: torch.device) -> BroadcastGroup:
+    """Connect `rank` of the trainer to everyone who reported.
 
     Raises:
         RuntimeError: somebody did not, or a stranger did.
     """
-    return GlooGroup(meeting, timeout_s) if meeting.backend == "gloo" else NcclGroup(meeting, device)
+    if init.backend == "gloo":
+        return GlooGroup(store, rank, init.world_size, init.address, init.timeout_s)
+    return NcclGroup(init.nccl_id, rank, init.world_size, device)
 
 
 def _nccl_id() -> bytes:

@@ -71,7 +71,7 @@ class TransferRefused(ValueError):
 
 
 class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
-    """Receives all parameters from rank 0 into the model as it lies in memory."""
+    """Receives all parameters from the trainer's ranks into the model as it lies in memory."""
 
     init_info_cls = TransferInit
     update_info_cls = TransferUpdate
@@ -152,7 +152,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         for index, chunk in enumerate(self._chunks):
             slot = index % SLOTS
             buffer = self._buffers[slot][: chunk.nbytes]
-            link.receive(buffer, slot)
+            link.receive(chunk, buffer, slot)
             try:
                 with recorder:
                     self.model.load_weights(recorder.give(named_views(chunk, buffer)))
@@ -180,7 +180,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     def _repeat(self, link: collectives.Link, copies: list[Copies]) -> None:
         for index, (chunk, (targets, sources)) in enumerate(zip(self._chunks, copies, strict=True)):
             slot = index % SLOTS
-            link.receive(self._buffers[slot][: chunk.nbytes], slot)
+            link.receive(chunk, self._buffers[slot][: chunk.nbytes], slot)
             if targets:
                 torch._foreach_copy_(targets, sources)
             link.emptied(slot)

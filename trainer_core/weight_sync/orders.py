@@ -1,0 +1,214 @@
+"""What rank 0 of a trainer has the others do with their rows: join a group, send, leave it.
+
+Rank 0 alone speaks to servers, and it does so also while the others wait for it, such as for a batch. So a thread of
+each other rank takes its orders, over a socket in a folder that is this user's alone: orders hold the group's secrets.
+A publish is no collective of the trainer: nobody waits for another rank, but in the group that the servers are in too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel
+
+from atropos_common.lifeline import Lifeline, first_line, gpu_of
+from atropos_common.transfer import TransferInit
+from trainer_core.errors import RankGone
+from trainer_core.weight_sync.calls import Calls
+from trainer_core.weight_sync.collectives import BroadcastGroup, connect
+from trainer_core.weight_sync.outgoing import Outgoing
+
+MEET_S = 60.0
+
+
+class Order(BaseModel):
+    """What all other ranks do next; each answers with nothing, or with why it could not."""
+
+    do: Literal["join", "send", "leave"]
+    group: TransferInit | None = None
+    """To be joined."""
+    version: int = 0
+    """Of the weights to be sent."""
+    number: int = 0
+    """Which answers name, for an order may be given before the one before it is answered."""
+
+
+class Orders:
+    """Rank 0's end. With a single rank there is nobody to give orders to."""
+
+    def __init__(self, ranks: int) -> None:
+        self._others = range(1, ranks)
+        self._lines: dict[int, Any] = {}
+        self._number = 0
+        self._awaited: set[int] = set()
+        self._failed: dict[int, str] = {}
+        self._ended: set[int] = set()
+        self.folder = Path(tempfile.mkdtemp(prefix="atropos-orders-")) if self._others else None
+        if self.folder is not None:
+            self._listener = socket.socket(socket.AF_UNIX)
+            _at(self.folder, self._listener.bind)
+            self._listener.listen()
+            self._listener.settimeout(MEET_S)
+
+    def meet(self) -> None:
+        """Wait for every other rank.
+
+        Raises:
+            RankGone: one does not come.
+        """
+        for _ in self._others:
+            try:
+                line = self._listener.accept()[0].makefile("rwb")
+            except TimeoutError:
+                raise RankGone(f"not every rank of the trainer came for its orders within {MEET_S:.0f} s") from None
+            rank = int(line.readline())
+            self._lines[rank] = line
+            threading.Thread(target=self._listen, args=(rank, line), daemon=True).start()
+
+    def give(self, order: Order) -> None:
+        """Let every other rank do this next."""
+        self._number += 1
+        self._awaited, self._failed = set(self._lines), {}
+        said = order.model_copy(update={"number": self._number}).model_dump_json().encode()
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):  # it has ended, which is seen where its answers are read
+                line.write(said + b"\n")
+                line.flush()
+
+    def done(self) -> bool:
+        """Whether all others have done what they were told last.
+
+        Raises:
+            RuntimeError: one could not; in its words.
+            RankGone: one has ended.
+        """
+        for rank, said in self._failed.items():
+            raise RuntimeError(f"rank {rank} of the trainer: {said}")
+        self.check()
+        return not self._awaited
+
+    def check(self) -> None:
+        """Raises:
+        RankGone: one of the others has ended.
+        """
+        if self._ended:
+            raise RankGone(f"rank {min(self._ended)} has ended")
+
+    def close(self) -> None:
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):
+                line.close()
+        if self.folder is not None:
+            self._listener.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _listen(self, rank: int, line: Any) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for said in line:
+                number, _, text = said.decode().rstrip("\n").partition(" ")
+                if int(number) == self._number:
+                    if text:
+                        self._failed[rank] = text
+                    self._awaited.discard(rank)
+        self._ended.add(rank)
+
+
+class Follower:
+    """Another rank's end: a thread that does what rank 0 orders."""
+
+    def __init__(self, folder: Path, rank: int, device: torch.device, what: Outgoing) -> None:
+        self._rank, self._device, self._what, self._written = rank, device, what, -1
+        self._leaving = False
+        self._group: BroadcastGroup | None = None
+        self._lifeline: Lifeline | None = None
+        self._socket = socket.socket(socket.AF_UNIX)
+        _at(folder, self._socket.connect)
+        self._line = self._socket.makefile("rwb")
+        self._answer(str(rank))
+        self._thread = threading.Thread(target=self._follow, name="orders")
+        self._thread.start()
+
+    def wrote(self, version: int) -> None:
+        """The parameters are those of `version` from now on, on this rank."""
+        self._written = version
+
+    def close(self) -> None:
+        """Take no more orders."""
+        self._leaving = True
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._leave()
+        self._socket.close()
+
+    def _follow(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        with contextlib.suppress(OSError):  # rank 0 is gone, or this one leaves
+            for said in self._line:
+                order = Order.model_validate_json(said)
+                self._answer(f"{order.number} {self._carry_out(order)}")
+
+    def _answer(self, text: str) -> None:
+        self._line.write(text.encode() + b"\n")
+        self._line.flush()
+
+    def _carry_out(self, order: Order) -> str:
+        """Nothing, or why it could not be done."""
+        try:
+            if order.do == "send":
+                self._send(order.version)
+            else:
+                self._leave()
+                if order.group is not None:
+                    self._join(order.group)
+        except RuntimeError as error:
+            self._leave()
+            return first_line(error)
+        return ""
+
+    def _join(self, init: TransferInit) -> None:
+        line = self._lifeline = Lifeline(init, self._rank, gpu_of(self._device))
+        line.connecting()
+        connecting = Calls({"": lambda: connect(init, line.store, self._rank, self._device)})
+        self._until(connecting.over, "connect", f"no connection over {init.backend}")
+        connecting.raise_failure()
+        self._group = connecting.results()[""]
+
+    def _send(self, version: int) -> None:
+        if self._group is None:
+            raise RuntimeError("it is in no group")
+        self._until(lambda: self._written >= version, "transfer", f"it has not come to version {version}")
+        self._group.send(self._what)
+        self._until(self._group.sent, "transfer", "the others did not take its rows")
+
+    def _until(self, done: Callable[[], bool], phase: str, otherwise: str) -> None:
+        def there() -> bool:
+            if self._leaving:
+                raise RuntimeError("it leaves")
+            return done()
+
+        assert self._lifeline is not None
+        self._lifeline.until(there, phase, otherwise)
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+def _at(folder: Path, bind_or_connect: Callable[[str], None]) -> None:
+    """To the socket in `folder`, whose own path may be longer than an address of a socket."""
+    descriptor = os.open(folder, os.O_PATH)
+    try:
+        bind_or_connect(f"/proc/self/fd/{descriptor}/orders")
+    finally:
+        os.close(descriptor)
