@@ -147,7 +147,7 @@ async def test_what_a_model_writes_stays_text(run: RunDir) -> None:
     )
     async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
         await screen.press("4")
-        await screen.shows("[link=x]p → [bold red]x[/] </script>⏎second")
+        await screen.shows("[bold red]x[/] </script>⏎second ← [link=x]p")
         assert not any(ord(char) < 32 and char != "\n" for char in screen.text())
 
 
