@@ -79,7 +79,7 @@ async def test_everything_that_matters_is_on_the_screen(run: RunDir, size: tuple
         expected += ["Reward", "0.937", "held-out 0.588", "|diff|", "0.012", "probe 5.1e-07", "Log"]
         expected += ["r Restart", "s Stop/start", "K Kill", "d Detach", "q Quit", "? Help"]
         if size[0] >= 160:
-            expected += ["Benchmark", "fetch", "tokens/s", "✔ ok", "Rollouts", "completion ← question"]
+            expected += ["Benchmark", "fetch", "tokens/s", "✔ ok", "Rollouts", "answer ← question"]
         for words in expected:
             await screen.shows(words)
         assert len(screen.text().splitlines()) == size[1]
@@ -161,7 +161,7 @@ async def test_what_a_model_writes_stays_text(run: RunDir) -> None:
     )
     async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
         await screen.press("4")
-        await screen.shows("[link=x]p → [bold red]x[/] </script>⏎second")
+        await screen.shows("[bold red]x[/] </script>⏎second ← [link=x]p")
         assert not any(ord(char) < 32 and char != "\n" for char in screen.text())
 
 
@@ -271,7 +271,7 @@ VIEW_WORDS = {
     "1": ("Reward", "Summary"),
     "2": ("Gradient", "Log "),
     "3": ("Log ", "Reward"),
-    "4": ("completion ← question", "Log "),
+    "4": ("answer ← question", "Log "),
     "5": ("Summary", "Rollouts"),
     "6": ("Host  no GPU", "Reward"),
     "7": ("Alignment  step 37", "Rollouts"),

@@ -189,7 +189,7 @@ class Rollouts(Listing[RolloutRow]):
     def head_line(self) -> Text:
         spread = f" {'rewards' if self._spread > 6 else '':<{self._spread}}" if self._spread > 1 else ""
         return Text(
-            f"{'step':>5} {'reward':>7} {'adv':>6}{spread}  completion ← question",
+            f"{'step':>5} {'reward':>7} {'adv':>6}{spread}  answer ← question",
             self.ink("quiet"), no_wrap=True, end="",
         )  # fmt: skip
 
