@@ -278,7 +278,7 @@ def test_a_closed_terminal_is_a_detach(tmp_path: Path) -> None:
     run = ended_run(tmp_path)
     ours, theirs = os.openpty()
     leaves = "import sys; from atropos_tui.ui import app; from atropos_tui.cli import main; "
-    leaves += "app.run_cockpit = lambda _: (print('open', flush=True), input(), 'detach')[-1]; "
+    leaves += "app.run_cockpit = lambda *_, **__: (print('open', flush=True), input(), 'detach')[-1]; "
     leaves += "sys.exit(main.run(sys.argv[1:]))"
     ignores = [sys.executable, "-c", "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); " + leaves]
     with subprocess.Popen(
