@@ -292,11 +292,12 @@ def rates(state: RunState, now: float) -> Rates | None:
 def _too_old(known: Known) -> Verdict | None:
     """Sequences are left out, since more versions lie between than `max_policy_lag` allows."""
     steps = known.state.newest_steps
-    out = sum(count for step in steps for why, count in step.left_out.items() if why.startswith("older than"))
+    old = [(why, count) for step in steps for why, count in step.left_out.items() if why.startswith("older than")]
+    out = sum(count for _, count in old)
     taken = sum(step.sequences for step in steps)
     if not out or out < LEFT_OUT * (out + taken):
         return None
-    most = known.option(Role.TRAINER, "--max-policy-lag")
+    most = one_line(old[-1][0]).rpartition(" ")[2]
     return Verdict(
         "warning",
         f"policy lag at its bound: {out} of the newest {out + taken} sequences are older than max_policy_lag = {most} "
@@ -351,7 +352,7 @@ def _by_training(known: Known, found: Rates) -> Verdict:
     what, do = _SLOW[part]
     share = (speed.parts.get(part) or 0.0) / speed.step_s if speed.step_s else 0.0
     lag, bound = known.state.metric("policy_lag_max").last, known.option(Role.ENV, "--env.max_batches_offpolicy")
-    full = f", policy lag {number(lag, 0)} of at most {bound}" if bound and lag is not None else ""
+    full = f", lag {number(lag, 0)} of {bound}" if bound and lag is not None else ""
     idle = f"the engine idles {found.idle:.0%}"
     return Verdict("advice", f"limited by {what}: {idle}; {part} is {share:.0%} of a step{full}", do)
 
@@ -370,7 +371,7 @@ def _largest(speed: Pace) -> str:
 
 
 _SLOW = {
-    "train": ("training", "more GPUs for [trainer], a shorter seq_len, or fewer epochs"),
+    "train": ("training", "more [trainer] gpus, a shorter seq_len, fewer epochs"),
     "sync": ("publishing weights", "broadcast or shared_vllm publish faster; or a longer interval between publishes"),
     "checkpoint": ("checkpoints", "raise [trainer] checkpoint_interval"),
 }

