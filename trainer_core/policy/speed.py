@@ -124,7 +124,8 @@ def compile_layers(model: nn.Module, mode: str, device: torch.device) -> bool:
     Layers are alike, so one compilation serves all of them. Row lengths change from batch to batch: they are dynamic.
     """
     large = sum(p.numel() for p in model.parameters()) >= LARGE_MODEL
-    if mode == "off" or (mode == "auto" and not (device.type == "cuda" and large)):
+    sharded = hasattr(model, "compute_gathered")  # FSDP's hooks in compiled layers were never seen to run here
+    if mode == "off" or (mode == "auto" and not (device.type == "cuda" and large and not sharded)):
         return False
     torch._dynamo.config.suppress_errors = True  # a compiler that is missing costs a warning, not the run
     for layer in decoder_layers(model):
