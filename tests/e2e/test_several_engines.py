@@ -16,7 +16,7 @@ from atropos_common.bridge import METRIC_REQUESTS
 from atropos_common.run_dir import RunDir
 from tests.e2e.live_stack import LiveStack, free_ports
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 NAMES = ["vllm-0", "vllm-1"]
 
 
@@ -39,14 +39,14 @@ def log_of(run: RunDir, component: str) -> str:
     return "".join(path.read_text() for path in sorted((run.root / "logs" / component).glob("*.log")))
 
 
-@pytest.mark.parametrize("mode", ["none", pytest.param("broadcast", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["none", "broadcast"])
 def test_each_engine_gets_its_share_and_every_version(stack: Callable[..., LiveStack], mode: str) -> None:
     first = free_pair()
     run = stack(
         mode=mode, vllm__port=first, vllm__replicas=2, trainer__training_steps=8, trainer__vllm_restart_interval=2,
         trainer__checkpoint_interval=0,
     )  # fmt: skip
-    run.until_step(6, timeout=150)
+    run.until_step(6, timeout=240)
     counts = asked(first)
     code, output = run.wait(timeout=120)
     assert code == 0, output[-4000:]
@@ -61,14 +61,13 @@ def test_each_engine_gets_its_share_and_every_version(stack: Callable[..., LiveS
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_an_engine_that_is_killed_costs_no_rollout_and_comes_back(stack: Callable[..., LiveStack]) -> None:
     first = free_pair()
     run = stack(
         mode="none", vllm__port=first, vllm__replicas=2, trainer__training_steps=24, trainer__checkpoint_interval=0,
         trainer__vllm_restart_interval=4,
     )  # fmt: skip
-    run.until_step(5, timeout=150)
+    run.until_step(5, timeout=240)
     os.kill(run.pid_of("vllm-1"), signal.SIGKILL)
     killed = time.time()
     code, output = run.wait(timeout=200)
