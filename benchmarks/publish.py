@@ -42,13 +42,13 @@ def rank(argv: list[str]) -> None:
     from trainer_core.config import TrainingConfig
     from trainer_core.policy.sharding import compute_dtype, local, weights
     from trainer_core.weight_sync.base import Start, SyncReport, make_sync
-    from trainer_core.world import World
+    from trainer_core.world import join
 
     model, folder, device_type, dtype, steps, *urls = argv
     cuda = device_type == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     torch.set_num_threads(1)
-    world = World.join(device, STEP_S)
+    world = join(device, STEP_S)
     config = TrainingConfig.model_validate(
         {
             "model_name": model, "weight_bridge_mode": "shared_vllm", "use_shared_memory": True, "dtype": dtype,

@@ -39,11 +39,12 @@ from trainer_core.policy.attention import register
 from trainer_core.policy.load import empty_model
 from trainer_core.policy.sharding import load_for, shard, weights
 from trainer_core.policy.speed import compile_layers, use_checkpointing
+from trainer_core.ranks import World
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.dealing import deal, hand
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.step import StepOutcome, accumulate
-from trainer_core.world import World
+from trainer_core.world import join
 
 LIMIT_S = 600.0
 SEQUENCE = 2048
@@ -179,7 +180,7 @@ def work(text: str, out: str) -> int:
     """One rank of one job."""
     job = Job(**json.loads(text))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    world = World.join(device, LIMIT_S)
+    world = join(device, LIMIT_S)
     if device.type == "cpu":
         torch.set_num_threads(1)
     trainer = Trainer(job, world, device)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer_core.optim import Stepper
-    from trainer_core.world import World
+    from trainer_core.ranks import World
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ def save(
         OSError: it cannot be written, or not read back; nothing is left of it.
     """
     from trainer_core.policy.sharding import weights
-    from trainer_core.world import ALONE
+    from trainer_core.ranks import ALONE
 
     world = world or ALONE
     began = time.perf_counter()
@@ -281,7 +281,7 @@ def save_final(
     if not config.lora_merged_export:
         return write(model, "final_model")
     from trainer_core.policy.lora import merged_model
-    from trainer_core.world import ALONE
+    from trainer_core.ranks import ALONE
 
     adapter = write(model, "final_adapter")
     merged = (world or ALONE).first(lambda: merged_model(model, config, adapter.path))

@@ -58,6 +58,7 @@ from trainer_core.policy.reference import Reference
 from trainer_core.policy.sharding import compute_dtype
 from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
 from trainer_core.probe import LogprobProbe, explain
+from trainer_core.ranks import ALONE, SEEN_S, World
 from trainer_core.report import (
     BenchmarkTotals,
     MfuMeter,
@@ -79,7 +80,7 @@ from trainer_core.server.client import IdleMeter
 from trainer_core.step import StepOutcome, accumulate
 from trainer_core.telemetry import Trackers, open_telemetry
 from trainer_core.weight_sync.base import Start, SyncReport, make_sync
-from trainer_core.world import ALONE, SEEN_S, World
+from trainer_core.world import join
 
 OUT_OF_MEMORY = """{error}
 The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
@@ -565,7 +566,7 @@ class Run:
 @contextmanager
 def _world(config: TrainingConfig, stop: threading.Event) -> Iterator[World]:
     """All ranks; those beside rank 0 print nothing, for what there is to say is the same."""
-    world = World.join(_device(config), COLLECTIVE_S, stop)
+    world = join(_device(config), COLLECTIVE_S, stop)
     with ExitStack() as silent:
         if world.rank:
             silent.enter_context(redirect_stdout(silent.enter_context(Path(os.devnull).open("w"))))

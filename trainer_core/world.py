@@ -1,11 +1,7 @@
-"""The ranks of one trainer: who is here, rank 0's values and errors for all, sums over all.
+"""Several ranks of one trainer: they meet, speak, add up, and see one another's end.
 
-torchrun starts the same program N times. The loop learns no more of that than this class: what rank 0 alone may do (ask
-run-api, speak to servers, write records) it does inside `share`, and what it got or what went wrong there is so on
-every rank. Everything that runs the model runs on every rank. Without torchrun there is `ALONE`, which does nothing.
-
-The ranks meet in a folder that is this user's alone, so nobody else can take part: torchrun's own store, which listens
-on a port, is not used. There they find a secret; values travel over the loopback with a MAC made with it, and are not
+They meet in a folder that is this user's alone, so nobody else can take part: torchrun's own store, which listens on a
+port, is not used. There they find a secret; values travel over the loopback with a MAC made with it, and are not
 unpickled without. Waiting for rank 0 has no limit, for a batch may take hours. That a rank has died is seen at its
 process: a rank that then stands in a collective which never ends is ended.
 """
@@ -26,13 +22,23 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from atropos_common.files import write_private
 from atropos_common.group import MAC_BYTES, SECRET_BYTES, Gloo, SealedStore, prove
 from atropos_common.parent_death import die_with_parent
 from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
-from trainer_core.ranks import GONE_CODE, KNOWN, meeting_place, on_every_rank, own_rank, rank_count
+from trainer_core.ranks import (
+    ALONE,
+    GONE_CODE,
+    KNOWN,
+    SEEN_S,
+    World,
+    meeting_place,
+    on_every_rank,
+    own_rank,
+    rank_count,
+)
 
 T = TypeVar("T")
 
@@ -44,92 +50,27 @@ GRACE_S = 3.0
 """So long a rank may take to leave by itself after another one has ended."""
 LEAVING_S = 30.0
 """And so long for what it does on its way out, such as handing in what a tracker has not sent."""
-SEEN_S = 2.0
-"""In this time the process of a rank whose connections have closed is gone as well."""
 
 
-class World:
-    """One rank among `size`."""
+def join(device: torch.device, timeout_s: float, stop: threading.Event | None = None) -> World:
+    """The rank that torchrun has given this process, connected to all others; `ALONE` where it gave none.
 
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
-        self.mesh: DeviceMesh | None = None
-        """One-dimensional, "fsdp"; null for a single rank."""
+    Args:
+        device: what the ranks compute on; on GPUs each has one of its own, the current device from here on.
+        timeout_s: of a collective of the model, from the first rank's coming to the last one's.
+        stop: ends the waiting for rank 0, which may take long to come.
 
-    @classmethod
-    def join(cls, device: torch.device, timeout_s: float, stop: threading.Event | None = None) -> World:
-        """The rank that torchrun has given this process, connected to all others; `ALONE` where it gave none.
-
-        Args:
-            device: what the ranks compute on; on GPUs each has one of its own, the current device from here on.
-            timeout_s: of a collective of the model, from the first rank's coming to the last one's.
-            stop: ends the waiting for rank 0, which may take long to come.
-
-        Raises:
-            UsageError: the ranks are spread over several machines, or the folder where they would meet is another's.
-            Stopped: while rank 0 was awaited.
-            RankGone: one has ended, or did not come.
-        """
-        return ALONE if rank_count() == 1 else _Ranks(device, timeout_s, stop or threading.Event())
-
-    def share(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, or the exception that it raises there, on every rank. Rank 0 alone calls it,
-        and the others wait for it as long as it takes. What it returns can be pickled; rank 0 keeps the original."""
-        return make()
-
-    def first(self, make: Callable[[], T]) -> T:
-        """As `share`, where what `make` returns stays on rank 0. The others get null, and may only hand that on."""
-        kept: list[T] = []
-        self.share(lambda: kept.append(make()))
-        return kept[0] if kept else cast(T, None)
-
-    def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
-        return tensor
-
-    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks, element by element, in place."""
-        return tensor
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank. For small ones: it goes through the CPU."""
-        return [value]
-
-    def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank what one of them has met with: the first one's, with its rank in front.
-
-        Args:
-            error: this rank's; null when all is well here.
-        """
-        if error is not None:
-            raise error
-
-    def known(self, error: BaseException) -> bool:
-        """Whether every rank meets with `error` now, so that what all of them do together is still possible."""
-        return True
-
-    def check(self, *, patience_s: float = 0.0) -> None:
-        """Is every rank still there?
-
-        Args:
-            patience_s: how long to look for one that is ending: its connections close before its process is gone.
-
-        Raises:
-            RankGone: one is not.
-        """
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Leave; waits for the others, unless one is gone.
-
-        Args:
-            error: what ends this rank; the others learn of it, where they do not know it yet.
-        """
+    Raises:
+        UsageError: the ranks are spread over several machines, or the folder where they would meet is another's.
+        Stopped: while rank 0 was awaited.
+        RankGone: one has ended, or did not come.
+    """
+    return ALONE if rank_count() == 1 else Ranks(device, timeout_s, stop or threading.Event())
 
 
-ALONE = World()
+class Ranks(World):
+    """This rank among those that torchrun has started."""
 
-
-class _Ranks(World):
     def __init__(self, device: torch.device, timeout_s: float, stop: threading.Event) -> None:
         super().__init__()
         self.rank, self.size = own_rank(), rank_count()

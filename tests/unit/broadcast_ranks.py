@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import RankGone
 from trainer_core.policy.sharding import local, weights
+from trainer_core.ranks import World
 from trainer_core.weight_sync import broadcast, outgoing
 from trainer_core.weight_sync.base import Start, make_sync
-from trainer_core.world import World
+from trainer_core.world import join
 
 CPU = torch.device("cpu")
 VERSIONS = 3
@@ -106,7 +107,7 @@ def everything(_: Path, cases: str) -> int:
     """Args:
     cases: models to be published, with the addresses of their servers, and the last of which a rank is lost.
     """
-    world = World.join(CPU, 60.0)
+    world = join(CPU, 60.0)
     torch.set_num_threads(1)
     outgoing.CHUNK_BYTES = broadcast.CHUNK_BYTES = CHUNK_BYTES
     *published, lost = json.loads(cases)

@@ -25,9 +25,10 @@ from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.sharding import compute_dtype, load_for, shard
 from trainer_core.policy.speed import compile_layers, gathered_bytes, use_checkpointing
+from trainer_core.ranks import ALONE, World
 from trainer_core.rollouts.packing import PackedRow, empty_row, pack
 from trainer_core.step import StepOutcome, accumulate
-from trainer_core.world import ALONE, World
+from trainer_core.world import join
 
 CPU = torch.device("cpu")
 BF16 = {"dtype": "bfloat16"}
@@ -216,7 +217,7 @@ def broken_disk(folder: Path, world: World) -> dict[str, float]:
 
 
 def all_cases(folder: Path, *only: str) -> int:
-    world = World.join(CPU, 60.0)
+    world = join(CPU, 60.0)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     work = {name: partial(one_case, folder, world, *case) for name, case in (CASES | COMPILED).items()}

@@ -24,9 +24,10 @@ from trainer_core.policy.load import attach_views, copy_weights, empty_model
 from trainer_core.policy.logprobs import row_scores, whole_row
 from trainer_core.policy.proof import prove
 from trainer_core.policy.tensor_parallel import TensorParallel
+from trainer_core.ranks import World
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
-from trainer_core.world import World
+from trainer_core.world import join
 
 PADDING = 64
 """To a multiple of it vLLM pads a vocabulary before it splits it."""
@@ -178,7 +179,7 @@ def _scores(pair: tuple[torch.nn.Module, torch.nn.Module]) -> dict[str, float]:
 def everything(folder: Path) -> int:
     """All of it on this rank; what it found is left as JSON."""
     torch.set_num_threads(1)
-    world = World.join(torch.device("cpu"), 60.0)
+    world = join(torch.device("cpu"), 60.0)
     found = {"models": {name: compare(name) for name in CONFIGS}, "copies": _copies(), "resume": _resume(folder, world)}
     (folder / f"answer.{world.rank}").write_text(json.dumps(found))
     world.close()

@@ -13,15 +13,15 @@ import torch
 from ranks import run_ranks
 
 from trainer_core.errors import EngineGone, RankGone, TrainerError, UsageError
-from trainer_core.ranks import GONE_CODE, meeting_place
-from trainer_core.world import ALONE, World
+from trainer_core.ranks import ALONE, GONE_CODE, World, meeting_place
+from trainer_core.world import join
 
 LIMIT_S = 10.0
 """In this time all know that a rank has ended."""
 
 
-def join() -> World:
-    return World.join(torch.device("cpu"), 30.0)
+def joined() -> World:
+    return join(torch.device("cpu"), 30.0)
 
 
 class Odd(TrainerError):
@@ -33,7 +33,7 @@ class Odd(TrainerError):
 
 def all_of_it(_: Path) -> int:
     """On each rank: what a step asks of its world."""
-    world = join()
+    world = joined()
     rows = world.share(lambda: {"rows": [torch.arange(3), torch.ones(2, dtype=torch.bool)], "rank": world.rank})
     assert rows["rank"] == 0 and rows["rows"][0].tolist() == [0, 1, 2] and rows["rows"][1].dtype == torch.bool
     assert world.total(torch.tensor([1.0, world.rank])).tolist() == [2.0, 1.0]
@@ -69,7 +69,7 @@ def test_values_errors_and_sums_are_the_same_on_every_rank(tmp_path: Path) -> No
 
 def dies_while_others_wait(folder: Path, how: str) -> int:
     """Rank 1 ends while rank 0 waits: for a batch, or in a collective that nobody else will come to."""
-    world = join()
+    world = joined()
     world.agree(None)
     if world.rank == 1:
         (folder / "died").write_text(repr(time.monotonic()))
@@ -115,7 +115,7 @@ class Poison:
 
 def says_without_the_secret(folder: Path) -> int:
     """Rank 0 is a stranger: it does not know the secret that its words want."""
-    world = join()
+    world = joined()
     if world.rank == 0:
         words = pickle.dumps((True, Poison(folder / "poisoned")))
         world._sealed._secret = b"guessed"  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ def test_meeting_place_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: 
 
 
 def test_alone_costs_nothing() -> None:
-    assert join() is ALONE
+    assert joined() is ALONE
     value = torch.ones(1)
     assert ALONE.total(value) is value and ALONE.share(lambda: value) is value
     with pytest.raises(ValueError, match="mine"):

@@ -14,8 +14,8 @@ from trainer_core.policy.logprobs import row_logprobs, use_head
 from trainer_core.policy.lora import adapters_off
 from trainer_core.policy.sharding import anywhere, compute_dtype, load_for, shard
 from trainer_core.policy.speed import in_threads
+from trainer_core.ranks import ALONE, World
 from trainer_core.rollouts.packing import PackedRow
-from trainer_core.world import ALONE, World
 
 
 class Reference:
