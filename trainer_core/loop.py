@@ -649,7 +649,7 @@ def _stepper(
     use_checkpointing(
         model, config.gradient_checkpointing, device=device, tokens=max(config.tokens_per_pass, config.seq_len),
         optimizer="" if config.optimizer_offload else config.optimizer, offload=config.activation_offload,
-        gradient_bytes=4 if config.gradient_dtype == "float32" else 2,
+        gradient_bytes=4 if config.gradient_dtype == "float32" else 2, world=world,
     )  # fmt: skip
     compile_layers(model, config.compile, device)
     return stepper

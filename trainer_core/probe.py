@@ -16,6 +16,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,8 @@ NEAREST_TEMPERATURE = 0.04
 """Share by which a temperature has to differ before it is called the cause."""
 SEQUENCES = 6
 FEWEST_TOKENS = 8
+USUAL_BLOCK = 16
+"""Tokens of a block of the prefix cache, where no server tells."""
 LAG_INTERVAL = 10
 """A lag of several versions is an ordinary cause: look behind it only at every so many steps."""
 
@@ -62,7 +65,7 @@ class LogprobProbe:
         """
         self.engines = list(engines)
         self.config = config
-        self._block = (engines[0].info().block_size if engines and config.probe_interval else None) or 16
+        self._block: int | None = None
         self._prompts: list[list[int]] = []
         self._anchor: list[int] = []
         self.answers: Answers = []
@@ -76,12 +79,20 @@ class LogprobProbe:
         Only whole blocks are cached, so rollouts are strung together where prompts alone are too short for one.
         """
         room = self.config.max_model_len - self.config.probe_tokens
-        needed = min(self._block + 1, room)
+        needed = min(self._block_size() + 1, room)
         prompts = sorted({tuple(r.tokens[: r.prompt_length].tolist()) for r in batch.rollouts})
         fitting = [list(p) for p in prompts if needed <= len(p) <= room] or _strung(batch, needed)
         self._prompts = fitting[: self.config.probe_prompts] or self._prompts
         if not self._anchor and self._prompts:
             self._anchor = self._prompts[0]
+
+    def _block_size(self) -> int:
+        """Tokens of a block of the prefix cache, by the first server that tells."""
+        for engine in self.engines if self._block is None and self.config.probe_interval else ():
+            with suppress(EngineGone):
+                self._block = engine.info().block_size or USUAL_BLOCK
+                break
+        return self._block or USUAL_BLOCK
 
     def start(self, step: int, version: int) -> None:
         """Begin the probe that belongs to `step`, unless it runs already, none is due, or the server answers with

@@ -28,6 +28,7 @@ from tests.unit.test_stack_plan import profile
 from tests.unit.transfer_stand_in import Fault, Receiver
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
+from trainer_core.ranks import World
 from trainer_core.rollouts.source import LagMeter
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import FIRST_PAUSE_S, Backoff, Start
@@ -215,6 +216,32 @@ def test_when_none_is_left_one_is_waited_for(make: Make, receivers: list[Receive
     assert 1.0 < time.monotonic() - began < 10
     assert receivers[1].version == 1 and report.left_out.keys() == {receivers[0].url}
     assert_same_weights(receivers[1], model)
+
+
+def test_another_rank_does_not_look_for_servers(make: Make) -> None:
+    """It knows none; one that met with an error would wait for them while rank 0 waits for it."""
+    sync = make(engine_timeout=5)
+    sync.world = World()
+    sync.world.rank, sync.world.size = 1, 2
+    began = time.monotonic()
+    sync.check()
+    assert time.monotonic() - began < 1
+
+
+def test_one_that_was_left_out_is_not_waited_for(make: Make, receivers: list[Receiver]) -> None:
+    """Whoever asks it between two publishes, for versions or idle seconds, waits a second and not a minute."""
+    sync = make()
+    model = sync.attach(Start())
+    lost, there = sync.engines
+    receivers[0].die()
+    sync.publish(1, lambda: step(model))
+    assert lost.away and not there.away
+    receivers[0].restart()
+    deadline = time.monotonic() + 10
+    while lost.away and time.monotonic() < deadline:
+        sync.check()
+        time.sleep(0.1)
+    assert not lost.away and receivers[0].version == 1
 
 
 def test_a_worker_that_hangs_is_named_before_it_is_given_up(

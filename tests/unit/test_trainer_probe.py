@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import EngineError
+from trainer_core.errors import EngineError, EngineGone
 from trainer_core.probe import LogprobProbe
 from trainer_core.server.client import GeneratedTokens
 
@@ -51,6 +51,19 @@ def _prober(*engines: Engine) -> LogprobProbe:
     rollouts = [SimpleNamespace(tokens=torch.tensor(prompt), prompt_length=len(prompt)) for prompt in PROMPTS]
     prober.learn(SimpleNamespace(rollouts=rollouts))  # type: ignore[arg-type]
     return prober
+
+
+def test_a_server_that_is_away_from_the_beginning_costs_its_turn_alone() -> None:
+    class Away(Engine):
+        def info(self) -> Any:
+            raise EngineGone("it is not there")
+
+    away, there = Away(), Engine()
+    prober = _prober(away, there)
+    for step, expected in ((1, False), (2, True)):
+        prober.start(step, 0)
+        assert (prober._collected() is not None) is expected
+    prober.close()
 
 
 def test_all_answers_are_decoded_together() -> None:

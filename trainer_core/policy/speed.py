@@ -26,6 +26,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.offload import SavedStates
 from trainer_core.policy.load import decoder_layers, dimensions
 from trainer_core.policy.sharding import compute_dtype, local
+from trainer_core.ranks import ALONE, World
 
 SMALL_MODEL = 50_000_000
 """Parameters below which rows side by side are faster than threads within an operation."""
@@ -135,7 +136,7 @@ def compile_layers(model: nn.Module, mode: str, device: torch.device) -> bool:
 
 def use_checkpointing(
     model: nn.Module, mode: str, *, tokens: int, optimizer: str, device: torch.device, offload: bool = False,
-    gradient_bytes: int = model_math.GRADIENT_BYTES,
+    gradient_bytes: int = model_math.GRADIENT_BYTES, world: World = ALONE,
 ) -> bool:  # fmt: skip
     """Switch gradient checkpointing for `mode` (auto, on or off); returns whether it is on, and says why. With auto the
     logits stay for the backward pass, too, where there is room for those of the largest pass.
@@ -153,7 +154,8 @@ def use_checkpointing(
         # Gradients and the optimizer's state are not allocated before the first step.
         gradients = gradient_bytes * sum(map(math.prod, trained))
         state = model_math.optimizer_bytes(trained, optimizer) if optimizer else 0
-        free = _free_bytes(device) - gradients - state - gathered_bytes(model)
+        # A pass is done again on all ranks or on none: what one adds up of another is added up twice.
+        free = min(world.gather(_free_bytes(device) - gradients - state - gathered_bytes(model)))
         on = wanted > free
         width = getattr(model, "logits_dtype", compute_dtype(model)).itemsize
         logits = tokens * dimensions(model).vocab * width

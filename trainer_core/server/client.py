@@ -34,6 +34,9 @@ from atropos_common.run_dir import ENV_TOKEN
 from atropos_common.transfer import TransferInit, TransferReport, TransferUpdate
 from trainer_core.errors import EngineError, EngineGone
 
+AWAY_S = 1.0
+"""Seconds for an answer of a server that has been given up."""
+
 
 @dataclass(frozen=True)
 class GeneratedTokens:
@@ -67,6 +70,8 @@ class ServerClient:
         self.base_url = base_url.rstrip("/")
         self.instance: str | None = None
         """The one server that may answer; another in its place does not. Null: whoever is there."""
+        self.away = False
+        """Whether it was given up as one that hangs: then it is not waited for longer than `AWAY_S`."""
         self._timeout_s = timeout_s
         self._holder = uuid.uuid4().hex
         self._http = httpx.Client(
@@ -162,9 +167,10 @@ class ServerClient:
 
     def _call(self, method: str, path: str, body: Any = None, *, more_s: float = 0.0) -> Any:
         payload = body.model_dump() if hasattr(body, "model_dump") else body
+        limit_s = AWAY_S if self.away else self._timeout_s + more_s
         meant = {INSTANCE_HEADER: self.instance} if self.instance else {}
         try:
-            response = self._http.request(method, path, json=payload, headers=meant, timeout=self._timeout_s + more_s)
+            response = self._http.request(method, path, json=payload, headers=meant, timeout=limit_s)
         except httpx.TransportError as error:
             detail = str(error) or type(error).__name__
             raise EngineGone(f"the inference server at {self.base_url} does not answer {path} ({detail})") from None

@@ -95,11 +95,6 @@ class WeightSync(ABC):
         self._coming = supervisor.coming if supervisor else lambda: None
 
     @property
-    def engine(self) -> ServerClient:
-        """The server that the probe asks: the first."""
-        return self.engines[0]
-
-    @property
     def dealt(self) -> World:
         """The ranks among which the rows of a step are dealt out, each with all of the policy as far as it can tell."""
         return self.world

@@ -100,8 +100,8 @@ class Broadcast(SeparateWeights):
             EngineGone: none is left, and none came back within `engine_timeout`.
         """
         now = time.monotonic()
-        if now - self._looked < LOOK_S or self.stop.is_set():
-            return  # at the end nobody waits for a server: the weights are here
+        if self.world.rank or now - self._looked < LOOK_S or self.stop.is_set():
+            return  # rank 0 alone knows servers; at the end nobody waits for one: the weights are here
         self._looked = now
         back = False
         for engine, info in self._look(LOOK_S / 2).items():
@@ -186,6 +186,8 @@ class Broadcast(SeparateWeights):
             EngineGone: nobody is left, or with `everyone` somebody is missing; says why.
         """
         there = {e: info for e, info in self._look(ANSWER_S).items() if not self._rests.rests(info.instance_id)}
+        for engine in there:
+            engine.away = False
         while True:
             if not there or (everyone and len(there) < len(self.engines)):
                 raise EngineGone("; ".join(self.left_out.values()) or "no server is there")
@@ -222,6 +224,7 @@ class Broadcast(SeparateWeights):
     def _leave_out(self, engine: ServerClient, why: str) -> None:
         """The first reason is the one that stays."""
         self.fed.discard(engine)
+        engine.away = True
         if engine.base_url not in self.left_out:
             print(f"[WARNING] {engine.base_url} is left out of the broadcast: {why}")
             self.left_out[engine.base_url] = why

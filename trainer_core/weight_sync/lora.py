@@ -45,6 +45,8 @@ class LoraSwap(SeparateWeights):
 
     def load(self, weights: Path | None) -> torch.nn.Module:
         """The base model with the adapter in `weights`, else one to start from, or a new one."""
+        if self._base and self.world.size > 1:
+            raise UsageError("--single-copy with an adapter: the base lies on one GPU, so it takes one rank")
         model = self._await_server(self._base.load) if self._base else super().load(None)
         self._dtype = next(model.parameters()).dtype
         count = add_adapter(model, self.config)

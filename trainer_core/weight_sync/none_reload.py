@@ -39,6 +39,8 @@ class Reload(SeparateWeights):
         """Of this attempt: a server may still start from what an earlier one wrote."""
         if not config.vllm_urls:
             self.lifecycle = make_lifecycle(config, stop, env={TAKES_WEIGHTS: "1"})
+        self._given: Path | None = None
+        """What servers loaded last: one that begins anew starts from it."""
         self._loaded: dict[str, float] = {}
         """Seconds by phase that servers reported of the present load."""
 
@@ -53,6 +55,7 @@ class Reload(SeparateWeights):
             with clock("save"):
                 tensors = weights(self.model)
                 self.world.share(lambda: self._write(tensors))
+                self.world.first(self._forget)
 
     def _deliver(self, clock: Phases) -> bool:
         self._base = False
@@ -62,6 +65,7 @@ class Reload(SeparateWeights):
             with clock("save"):
                 self._save()
         clock.seconds |= self._give_all()
+        self._given = self._path
         self._forget()
         return True
 
@@ -156,7 +160,8 @@ class Reload(SeparateWeights):
         return self._folder / f"v{self.version}-{self._tag}"
 
     def _forget(self) -> None:
-        """Remove all other weights, those of earlier attempts and half-written ones too."""
+        """Remove all weights but the present ones and those that servers have; of earlier attempts and half-written ones
+        too."""
         for path in self._folder.iterdir():
-            if path != self._path:
+            if path not in (self._path, self._given):
                 shutil.rmtree(path, ignore_errors=True)

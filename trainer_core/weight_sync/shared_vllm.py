@@ -65,6 +65,11 @@ class SingleCopy(WeightSync):
         """What `let_go` answered."""
 
     @property
+    def engine(self) -> ServerClient:
+        """The server whose memory it is."""
+        return self.engines[0]
+
+    @property
     def dealt(self) -> World:
         """Each rank has a part of the policy here, and computes the same rows with it."""
         return ALONE
