@@ -160,8 +160,8 @@ class Reload(SeparateWeights):
         return self._folder / f"v{self.version}-{self._tag}"
 
     def _forget(self) -> None:
-        """Remove all weights but the present ones and those that servers have; of earlier attempts and half-written ones
-        too."""
+        """Remove all weights but the present ones and those that servers have; earlier attempts' and half-written
+        ones too."""
         for path in self._folder.iterdir():
             if path not in (self._path, self._given):
                 shutil.rmtree(path, ignore_errors=True)
