@@ -17,7 +17,7 @@ from atropos_tui.profile import memory
 from atropos_tui.profile.memory import Budget, Inventory
 from atropos_tui.profile.models import Model
 from atropos_tui.profile.plan import Site, training_config, traits_of
-from atropos_tui.profile.sections import EngineSection, Profile
+from atropos_tui.profile.sections import MOST_RANKS, EngineSection, Profile
 from trainer_core.config import TrainingConfig
 
 SLACK = 0.03
@@ -28,8 +28,6 @@ SEQUENCES = {64: 1.02, 32: 1.08, 16: 1.2, 8: 1.4, 4: 1.8, 2: 2.5}
 """Cost of a KV cache that holds so many of the longest sequences."""
 MORE_GPUS = 1.25
 """Cost of taking GPUs that are idle: other settings come first where they cost next to nothing."""
-MOST_RANKS = 64
-"""Of one trainer, that are tried."""
 LAST = 100.0
 """Cost of what changes precision, or what is trained: only where nothing else helps."""
 Setting = tuple[str, Any]

@@ -128,6 +128,8 @@ Argv = Annotated[list[str], Field(min_length=1), AfterValidator(_argv)]
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+MOST_RANKS = 64
+"""Of a trainer, parts of an engine, and GPUs of engines: more are no single machine's."""
 
 
 class Section(BaseModel):
@@ -255,7 +257,7 @@ class EngineSection(ComponentOptions):
     """Port on this machine; of several the first one's, and the next ones' follow."""
     gpus: list[GpuIndex] = Field(default_factory=list)
     """GPUs by index; empty: what the process sees by itself. More than one engine takes make several engines."""
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1, le=MOST_RANKS)
     """GPUs that share one model."""
     replicas: int | None = Field(None, ge=1, le=64)
     """Servers of this kind, each with GPUs of its own; default: as many as `gpus` are enough for."""
@@ -316,10 +318,6 @@ class EngineSection(ComponentOptions):
             )
             for index in range(count)
         ]  # fmt: skip
-
-
-MOST_RANKS = 64
-"""Of a trainer, which runs on one machine."""
 
 
 class TrainerSection(ComponentOptions):
@@ -427,7 +425,7 @@ class Profile(Section):
     """A directory or a hub id; one place, handed to every component."""
     seed: int = Field(0, ge=0, le=2**32 - 1)
     """Seed of every random generator."""
-    inference_gpus: int | None = Field(None, ge=1)
+    inference_gpus: int | None = Field(None, ge=1, le=MOST_RANKS)
     """The machine's first so many GPUs are the engines', and all others the trainer's, in the place of `gpus` there."""
     api: ApiSection = ApiSection()
     """run-api, which hands rollouts from the environments to the trainer."""
