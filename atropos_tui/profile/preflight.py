@@ -428,7 +428,10 @@ def _separate_gpus(profiles: Mapping[str, Profile], count: int, changes: Changes
 
 
 def _taken_gpus(profile: Profile, count: int) -> list[int]:
-    """GPUs that a stack takes; the first ones where the profile leaves them to the programs."""
+    """GPUs that a stack takes: all of them where it divides the machine, and the first ones where the profile leaves
+    them to the programs."""
+    if profile.inference_gpus is not None:
+        return list(range(count))
     named = {gpu for engine in profile.vllm for gpu in engine.gpus} | set(trainer_gpus(profile))
     if named or not count or profile.trainer.settings.get("device") == "cpu":
         return sorted(named)
