@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from atropos_common.model_math import why_refused
+from atropos_common.model_math import why_not_spread, why_refused
 from atropos_common.run_dir import (
     ENV_ATTEMPT,
     ENV_COMPONENT,
@@ -38,6 +38,7 @@ from atropos_tui.profile.plan import (
     is_ours,
     resolve_path,
     trainer_gpus,
+    trainer_ranks,
     training_config,
     traits_of,
 )
@@ -278,6 +279,9 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
     if not isinstance(first, Model):
         return
     if refused := why_refused(first.config):
+        yield Problem(*refused, key="model")
+    spread = trainer_ranks(site.profile) > 1 and not site.traits.shares_memory
+    if spread and (refused := why_not_spread(first.config)):
         yield Problem(*refused, key="model")
     beyond = [layer for layer in settings.train_layer_indices or [] if layer >= first.dimensions.layers]
     if beyond:
