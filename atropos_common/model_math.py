@@ -95,6 +95,18 @@ def carries_state(config: Mapping[str, Any]) -> bool:
     return any(name.startswith(_STATE) for name in config)
 
 
+def why_not_spread(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Why the model of this config.json does not train on several ranks that each have a part of it and rows of their
+    own, and the way out; None where it does."""
+    if carries_state(config):
+        return (
+            "its layers carry a state from token to token, so sequences are computed one by one, and each rank would "
+            "have another number of them",
+            "train it on one GPU",
+        )
+    return None
+
+
 def suspects(config: Mapping[str, Any]) -> list[str]:
     """What in a configuration explains most likely that a forward pass of our own differs from the model's."""
     found = [f"{name} = {config[name]}" for name in _UNLIKE if config.get(name) not in (None, False, 0, 1)]

@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -210,7 +210,8 @@ def _different(cells: Sequence[Cell]) -> list[Profile]:
 
     def place(profile: Profile) -> str:
         engines = [(engine.gpus, engine.tensor_parallel) for engine in profile.vllm]
-        return repr((profile.used_ports(), engines, profile.trainer.gpus, profile.trainer.settings.get("device")))
+        gpus = engines, profile.inference_gpus, profile.trainer.gpus, profile.trainer.settings.get("device")
+        return repr((profile.used_ports(), gpus))
 
     return list({place(cell.profile): cell.profile for cell in cells}.values())
 
@@ -230,8 +231,22 @@ class SweepRun(Comparison):
         open_ = [cell for cell in self._cells if cell.code is None]
         live = [cell for cell in open_ if runs.RunEntry(RunDir(cell.root), {}).is_live]
         await asyncio.gather(*map(self._follow, live))
-        waiting = iter([cell for cell in open_ if cell not in live])
-        await asyncio.gather(*(self._in_place(sets, waiting) for sets in self._slots))
+        waiting = [cell for cell in open_ if cell not in live]
+        places = await asyncio.to_thread(self._places, waiting[0]) if waiting else []
+        queue = iter(waiting)
+        await asyncio.gather(*(self._in_place(sets, queue) for sets in places))
+
+    def _places(self, cell: Cell) -> list[list[str]]:
+        """The first place, and others that `cell` can be planned for: else one would refuse all that wait."""
+        places = self._slots[:1]
+        for sets in self._slots[1:]:
+            trial = replace(cell)
+            trial.sets, trial.root = list(cell.sets), cell.root
+            if _plan_in(trial, sets):
+                places.append(sets)
+            else:
+                self._board.say(f"one place less: {trial.note}")
+        return places
 
     async def _in_place(self, sets: list[str], waiting: Iterator[Cell]) -> None:
         for cell in waiting:

@@ -50,6 +50,10 @@ FIRST = (
 RATES = ("environment_bound", "slow_progress")
 """Rules about what limits a run that trains: the sentence says it from the rates of now."""
 
+OWN_GPUS = "more [vllm] gpus with tensor_parallel, or mode broadcast with GPUs"
+MORE_ENGINE = {"shared_vllm": f"{OWN_GPUS} for more engines", "lora_restart": "mode lora_only with more engines"}
+"""By mode, where the trainer feeds one engine alone."""
+
 GLYPHS: dict[Severity, str] = {
     "alarm": "✖", "warning": "▲", "advice": "◆", "healthy": "●", "coming": "◔", "over": "■",
 }  # fmt: skip
@@ -342,7 +346,7 @@ def _by_engine(known: Known, found: Rates) -> Verdict:
         "advice",
         f"limited by the engine {', '.join(names)}: busy {1.0 - found.idle:.0%} of the time{full}, while the trainer "
         f"waits {found.waiting:.0%}",
-        "shorter env.max_token_length, more engines, or no enforce-eager",
+        f"shorter env.max_token_length, {MORE_ENGINE.get(known.status.mode, 'more engines')}, or no enforce-eager",
     )
 
 
@@ -350,6 +354,7 @@ def _by_training(known: Known, found: Rates) -> Verdict:
     speed = pace(known.state, None, window=STEPS)
     part = _largest(speed)
     what, do = _SLOW[part]
+    do = _SLOW_IN.get((part, known.status.mode), do)
     share = (speed.parts.get(part) or 0.0) / speed.step_s if speed.step_s else 0.0
     lag, bound = known.state.metric("policy_lag_max").last, known.option(Role.ENV, "--env.max_batches_offpolicy")
     full = f", lag {number(lag, 0)} of {bound}" if bound and lag is not None else ""
@@ -372,10 +377,20 @@ def _largest(speed: Pace) -> str:
 
 _SLOW = {
     "train": ("training", "more [trainer] gpus, a shorter seq_len, fewer epochs"),
-    "sync": ("publishing weights", "broadcast or shared_vllm publish faster; or a longer interval between publishes"),
+    "sync": ("publishing weights", "broadcast or shared_vllm publish faster; or raise [trainer] vllm_restart_interval"),
     "checkpoint": ("checkpoints", "raise [trainer] checkpoint_interval"),
 }
 """Part of a step, in words, and what makes it shorter."""
+_SLOW_IN = {
+    ("train", "shared_vllm"): f"{OWN_GPUS} for the trainer, a shorter seq_len, fewer epochs",
+    ("sync", "shared_vllm"): '[trainer] in_flight = "keep" does not wait for completions',
+    (
+        "sync",
+        "broadcast",
+    ): '[trainer] in_flight = "keep" does not wait for completions; adapters (lora_only) are smaller',
+    ("sync", "lora_only"): "a smaller [trainer] lora_r",
+}
+"""By mode, where it is something else: in single copy trainer and engine have the same GPUs, one engine's."""
 
 
 def _healthy(known: Known) -> Verdict:

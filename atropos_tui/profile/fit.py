@@ -16,9 +16,9 @@ from typing import Any
 from atropos_tui.profile import memory
 from atropos_tui.profile.memory import Budget, Inventory
 from atropos_tui.profile.models import Model
-from atropos_tui.profile.plan import Site, training_config, traits_of
+from atropos_tui.profile.plan import Site, trainer_ranks, training_config, traits_of
 from atropos_tui.profile.sections import MOST_RANKS, EngineSection, Profile
-from trainer_core.config import TrainingConfig
+from trainer_core.config import TrainingConfig, sharding_contradictions
 
 SLACK = 0.03
 """Share of a GPU that a combination which is proposed leaves free: an allocator cannot use every gap."""
@@ -120,7 +120,10 @@ def _search(
         chosen = dict(setting for option in options for setting in option.settings)
         if any(fit.settings.keys() <= chosen.keys() for fit in found):
             continue
-        budget = budget_with(site, settings, inventory, chosen)
+        profile, config = _chosen(site, settings, chosen)
+        if sharding_contradictions(config, trainer_ranks(profile)):
+            continue
+        budget = memory.make_budget(profile, config, inventory.models, inventory.machine)
         if fits(budget, SLACK if chosen else 0.0):
             found.append(Fit(chosen, math.prod(o.cost for o in options), budget))
             if len(found) == most or not chosen:
@@ -130,11 +133,16 @@ def _search(
 
 def budget_with(site: Site, settings: TrainingConfig, inventory: Inventory, chosen: Mapping[str, Any]) -> Budget:
     """The budget with `chosen` in the place of what the profile says."""
+    profile, config = _chosen(site, settings, chosen)
+    return memory.make_budget(profile, config, inventory.models, inventory.machine)
+
+
+def _chosen(site: Site, settings: TrainingConfig, chosen: Mapping[str, Any]) -> tuple[Profile, TrainingConfig]:
+    """Profile and trainer's settings with `chosen` in the place of what they say."""
     trainer = {key.removeprefix("trainer."): v for key, v in chosen.items() if key.startswith("trainer.")}
     trainer.pop("gpus", None)
     others = {k: v for k, v in chosen.items() if not k.startswith("trainer.") or k == "trainer.gpus"}
-    profile = with_settings(site.profile, others)
-    return memory.make_budget(profile, settings.model_copy(update=trainer), inventory.models, inventory.machine)
+    return with_settings(site.profile, others), settings.model_copy(update=trainer)
 
 
 def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
@@ -156,11 +164,9 @@ def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
 def _ladders(site: Site, settings: TrainingConfig, model: Model, inventory: Inventory) -> list[list[Option]]:
     """What can be set instead, one list for each thing that is chosen: no two of a list go together."""
     half = memory.dtype_bytes(settings.dtype, model) < 4 and not settings.trains_adapters
-    alone = len(memory.trainer_devices(site.profile, settings, inventory.machine)) == 1
-    optimizers = _optimizers(settings, alone=alone)
     return [
         _more_gpus(site.profile, model, inventory),
-        [option for option in optimizers if inventory.has_eight_bit or EIGHT_BIT not in option.settings],
+        [option for option in _optimizers(settings) if inventory.has_eight_bit or EIGHT_BIT not in option.settings],
         _masters(settings) if half else [],
         _offloads(settings),
         _passes(site.profile, settings),
@@ -192,14 +198,13 @@ def _more_gpus(profile: Profile, model: Model, inventory: Inventory) -> list[Opt
     return options
 
 
-def _optimizers(settings: TrainingConfig, *, alone: bool) -> list[Option]:
-    """Measured for a step of 1.7 billion parameters on an H200; Adafactor keeps no momentum, and means over the rows
-    and columns of whole matrices, of which a rank among several has a part."""
+def _optimizers(settings: TrainingConfig) -> list[Option]:
+    """Measured for a step of 1.7 billion parameters on an H200; Adafactor keeps no momentum."""
     costs = {"adamw": 1.0, "adamw_8bit": 1.08, "adafactor": 1.3}
     return [
         Option((("trainer.optimizer", name),), cost)
         for name, cost in costs.items()
-        if cost > costs[settings.optimizer] and not settings.trains_adapters and (alone or name != "adafactor")
+        if cost > costs[settings.optimizer] and not settings.trains_adapters
     ]
 
 

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from atropos_common.model_math import why_refused
+from atropos_common.model_math import why_not_spread, why_refused
 from atropos_common.run_dir import (
     ENV_ATTEMPT,
     ENV_COMPONENT,
@@ -38,6 +38,7 @@ from atropos_tui.profile.plan import (
     is_ours,
     resolve_path,
     trainer_gpus,
+    trainer_ranks,
     training_config,
     traits_of,
 )
@@ -279,6 +280,9 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
         return
     if refused := why_refused(first.config):
         yield Problem(*refused, key="model")
+    spread = trainer_ranks(site.profile) > 1 and not site.traits.shares_memory
+    if spread and (refused := why_not_spread(first.config)):
+        yield Problem(*refused, key="model")
     beyond = [layer for layer in settings.train_layer_indices or [] if layer >= first.dimensions.layers]
     if beyond:
         reason = f"the model has layers 0-{first.dimensions.layers - 1}, and no {', '.join(map(str, beyond[:5]))}"
@@ -428,7 +432,10 @@ def _separate_gpus(profiles: Mapping[str, Profile], count: int, changes: Changes
 
 
 def _taken_gpus(profile: Profile, count: int) -> list[int]:
-    """GPUs that a stack takes; the first ones where the profile leaves them to the programs."""
+    """GPUs that a stack takes: all of them where it divides the machine, and the first ones where the profile leaves
+    them to the programs."""
+    if profile.inference_gpus is not None:
+        return list(range(count))
     named = {gpu for engine in profile.vllm for gpu in engine.gpus} | set(trainer_gpus(profile))
     if named or not count or profile.trainer.settings.get("device") == "cpu":
         return sorted(named)

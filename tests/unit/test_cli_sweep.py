@@ -107,6 +107,32 @@ def test_cells_that_differ_in_their_gpus_do_not_run_side_by_side(monkeypatch: py
         slots_of(cells, 2)
 
 
+@pytest.mark.parametrize("sections", [{"inference_gpus": 2}, {"inference_gpus": 4, "vllm": {"tensor_parallel": 2}}])
+def test_cells_that_divide_the_whole_machine_go_one_after_another(
+    sections: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "read_machine", lambda: named_machine("8xH100"))
+    slots, said = slots_of(cells_of(*[{"mode": "broadcast"} | sections] * 3), 2)
+    assert slots == [[]] and "one after another" in said[0]
+
+
+def test_a_place_that_nothing_can_be_planned_for_takes_no_cell(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = sweep.compare.plan
+
+    def refuse(entry: Cell, *, resumed_id: str | None = None) -> None:
+        if any(item.startswith("api.port=") for item in entry.sets):
+            raise UserError("no room in place 2")
+        plan(entry, resumed_id=resumed_id)
+
+    monkeypatch.setattr(sweep.compare, "plan", refuse)
+    words = ["sweep", str(path), "--set", "seed=0..2", "--steps", "2", "--parallel", "2"]
+    assert main.run([*words, "--run-dir", str(tmp_path / "swept")]) == 0
+    assert "one place less: no room in place 2" in capsys.readouterr().out
+    assert set(attempts(tmp_path / "swept").values()) == {1}
+
+
 def attempts(base: Path) -> dict[str, int]:
     """How often the trainer of each cell was started."""
     found = {}

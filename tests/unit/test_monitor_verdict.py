@@ -63,8 +63,8 @@ def said(*records: Record, rows: list[ComponentStatus] | None = None, steps: boo
     changed = {each.name: each for each in rows or []}
     every = [changed.pop(name, None) or row(name) for name in ROLES]
     status = RunStatus(
-        run_id="r", name="r", mode="none", run_dir="", started_at=NOW - 300, components=[*every, *changed.values()],
-        **{"phase": Phase.RUNNING} | fields,
+        run_id="r", name="r", run_dir="", started_at=NOW - 300, components=[*every, *changed.values()],
+        **{"phase": Phase.RUNNING, "mode": "none"} | fields,
     )  # fmt: skip
     return verdict(status, INFO, state, NOW)
 
@@ -265,3 +265,29 @@ def test_severity_is_never_colour_alone() -> None:
 def test_what_programs_wrote_is_plain_text_in_it() -> None:
     evil = diagnosed("repetition", "trainer", "\x1b]52;c;aGk=\x07title\n[red]", "fix\x1b[2J it")
     assert said(evil).text == "title⏎[red]; fix it"
+
+
+@pytest.mark.parametrize(
+    ("mode", "refused", "named"),
+    [
+        ("shared_vllm", ("more [trainer] gpus", ", more engines,"), "tensor_parallel"),
+        ("broadcast", ("mode broadcast",), "more"),
+    ],
+)
+def test_advice_is_what_the_mode_takes(mode: str, refused: tuple[str, ...], named: str) -> None:
+    for rates in (flow(0.71, 0.03), flow(0.05, 0.62)):
+        do = said(rates, mode=mode).do
+        assert named in do and not any(words in do for words in refused)
+
+
+def test_a_slow_publish_is_advised_on_by_its_mode() -> None:
+    timing = {"step_s": 1.0, "data_wait_s": 0.1, "train_s": 0.1, "sync_s": 0.7, "checkpoint_s": 0, "tokens_per_s": 384}
+    slow = [TimingRecord(step=at, time=NOW - 38 + at, **timing) for at in range(30, 38)]
+    advice = {
+        mode: said(*slow, flow(0.05, 0.62), mode=mode) for mode in ("none", "broadcast", "shared_vllm", "lora_only")
+    }
+    assert all(found.what.startswith("limited by publishing weights") for found in advice.values())
+    assert "vllm_restart_interval" in advice["none"].do and "broadcast" in advice["none"].do
+    assert not any(
+        "broadcast" in found.do or "interval" in found.do for mode, found in advice.items() if mode != "none"
+    )

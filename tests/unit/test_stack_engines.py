@@ -157,6 +157,14 @@ def test_inference_gpus_divide_the_machine() -> None:
     assert (found.trainer.gpus, found.inference_gpus) == ([6, 7], None)
 
 
+def test_a_stack_that_divides_the_machine_stands_beside_no_other() -> None:
+    divides = profile({}, trainer={"batch_size": 16}, inference_gpus=2)
+    other = profile({"gpus": [0]}, trainer={"gpus": [1], "batch_size": 16})
+    for pair in ({"a": divides, "b": other}, {"a": other, "b": divides}):
+        changes = separate(pair, 8, is_free=lambda port: True)
+        assert "--sequential" in changes.problems[0].fix and not any("gpus" in item for item in changes.sets["b"])
+
+
 @pytest.mark.parametrize(
     ("changes", "machine", "reason", "fix"),
     [

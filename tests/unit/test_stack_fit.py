@@ -379,6 +379,15 @@ def test_adapters_are_the_last_way_and_bfloat16_gradients_the_one_before() -> No
     assert nearest(site, inventory("1xL4", QWEN3_32B)) == [] and "smaller model" in advice(site, inventory("1xL4"))[0]
 
 
+@pytest.mark.parametrize(("optimizer", "spreads"), [("adamw", True), ("adafactor", False)])
+def test_what_several_ranks_cannot_do_is_not_proposed(optimizer: str, spreads: bool) -> None:
+    site = site_of({"gpus": [1], "optimizer": optimizer}, {"gpu_memory_utilization": 0.9}, mode="broadcast")
+    found = [fit.settings for fit in nearest(site, inventory("3xH100", QWEN25_14B), most=9)]
+    spread = [settings for settings in found if "trainer.gpus" in settings]
+    assert found and bool(spread) is spreads
+    assert all(settings.get("trainer.optimizer", optimizer) != "adafactor" for settings in spread)
+
+
 def test_an_engine_with_too_small_a_share_is_given_more() -> None:
     site = site_of({"optimizer": "adafactor"}, {"gpu_memory_utilization": 0.1})
     assert "will not start" in site_budget(site, inventory("2xH200")).warnings[0]

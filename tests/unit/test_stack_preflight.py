@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from atropos_common.model_math import why_refused
 from atropos_tui.errors import Problem
@@ -25,6 +26,8 @@ from atropos_tui.profile.source import is_hostable
 from tests.unit.test_stack_plan import profile, site
 from trainer_core.errors import UsageError
 from trainer_core.policy.load import load_config
+from trainer_core.policy.sharding import load_for
+from trainer_core.ranks import World
 
 GIB = 1024**3
 LLAMA = {
@@ -156,6 +159,24 @@ def test_a_model_that_the_trainer_refuses(tmp_path: Path, name: str, mode: str) 
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "llama"} | changes))
     with pytest.raises(UsageError, match=words):
         load_config(str(tmp_path))
+
+
+def test_a_model_that_several_ranks_refuse(tmp_path: Path) -> None:
+    """In the trainer's own words, and on several ranks alone."""
+    config = LLAMA | {"layer_types": ["linear_attention", "full_attention"] * 2}
+    for trainer, refused in (([1, 2], True), ([1], False)):
+        chosen = profile(model="a/b", mode="broadcast", vllm={"gpus": [0]}, trainer={"gpus": trainer})
+        said = [problem for problem in found(chosen, config=config, gpus=3) if problem.key == "model"]
+        assert bool(said) is refused
+        if said:
+            assert "carry a state" in said[0].reason and said[0].fix == "train it on one GPU"
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"})
+    )
+    world = World()
+    world.size = 2
+    with pytest.raises(UsageError, match=r"carry a state.*: train it on one GPU"):
+        load_for(world, tmp_path, torch.float32, torch.device("cpu"))
 
 
 def test_a_model_that_nobody_tried_is_left_to_the_proof() -> None:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from atropos_common.model_math import carries_state
+from atropos_common.model_math import why_not_spread
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import checkpoint_tensors
@@ -46,11 +46,8 @@ def load_for(world: World, name: str | Path, dtype: torch.dtype, device: torch.d
     """
     if world.size == 1:
         return load_model(name, dtype, device)
-    if carries_state(vars(load_config(str(name)))):
-        raise UsageError(
-            f"--model-name {name}: its layers carry a state from token to token, so sequences are computed one by one, "
-            "and each rank would have another number of them: train it on one GPU"
-        )
+    if refused := why_not_spread(vars(load_config(str(name)))):
+        raise UsageError(f"--model-name {name}: {': '.join(refused)}")
     if world.rank == 0:
         return load_model(name, dtype, torch.device("cpu"))
     return empty_model(load_config(str(name)), dtype)
