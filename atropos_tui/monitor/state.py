@@ -97,6 +97,8 @@ class RunState:
     checkpoints: deque[CheckpointRecord] = field(default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT))
     syncs: list[tuple[int, int, float]] = field(default_factory=list)
     """Attempt, weight version and seconds of every publish."""
+    newest_sync: SyncRecord | None = None
+    """Whole, with the engines that it left out."""
     transitions: deque[StateRecord] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_KEPT))
     diagnoses: deque[DiagnosisRecord] = field(default_factory=lambda: deque(maxlen=DIAGNOSES_KEPT))
     stages: dict[str, list[StageRecord]] = field(default_factory=dict)
@@ -163,6 +165,7 @@ class RunState:
         elif isinstance(record, CheckpointRecord):
             self.checkpoints.append(record)
         elif isinstance(record, SyncRecord):
+            self.newest_sync = record
             if record.moved:
                 self.syncs.append((record.attempt, record.weight_version, record.seconds))
         elif isinstance(record, RanksRecord):

@@ -25,6 +25,8 @@ supervisor waits longer before it says so in a diagnosis: that is written down, 
 
 _ENDED_BY_A_STEP = ("no_batches", "environment_silent", "groups_left_out", "rollouts_fail")
 """Rules that say only that no step comes."""
+_ENDED_BY_A_SYNC = ("engine_left_out", "broadcast_broke")
+"""Rules that are over when weights have reached every engine again."""
 ENOUGH_WORK = 0.5
 """A trainer that waits for less of a step is not held up by its environments."""
 _WELL = (State.HEALTHY, State.COMPLETED)
@@ -308,7 +310,8 @@ def open_diagnoses(state: RunState, status: RunStatus) -> list[DiagnosisRecord]:
     """The newest diagnosis of each component that is not over, newest first.
 
     It is over when the component has become healthy or completed since: being stopped is no cure. One about missing
-    steps is over with the next step, one about alignment with the next verdict that is well.
+    steps is over with the next step, one about alignment with the next verdict that is well, and one about an engine
+    that got no weights with the next publish that leaves none out.
     """
     moves = [(move.component, move.time) for move in state.transitions if move.new in _WELL]
     well = dict([*moves, *((row.name, row.since or 0.0) for row in status.components if row.state in _WELL)])
@@ -338,6 +341,8 @@ def _is_past(found: DiagnosisRecord, state: RunState) -> bool:
     if found.rule == "environment_bound":
         waiting = pace(state, None, window=1).waiting
         return bool(stepped) and waiting is not None and waiting < ENOUGH_WORK
+    if found.rule in _ENDED_BY_A_SYNC:
+        return (sync := state.newest_sync) is not None and sync.time > found.time and not sync.left_out
     if found.rule.startswith("alignment") and state.alignment:
         return state.alignment.verdict == "ok" and state.alignment.time > found.time
     return False

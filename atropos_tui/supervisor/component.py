@@ -196,6 +196,7 @@ class Component:
         """When its main process ended; others of its set, or its GPU memory, may take longer."""
         self.exit_code: int | None = None
         self.diagnosis = ""
+        """What was said last since it was well."""
         self._said: list[tuple[int, str, int]] = []
         """Attempt, rule and episode of what was diagnosed last, oldest first."""
         self._command_id: str | None = None
@@ -262,6 +263,8 @@ class Component:
         )
         if new in (State.HEALTHY, State.COMPLETED, State.FAILED):
             self._command_id = None
+        if new in (State.HEALTHY, State.COMPLETED):
+            self.diagnosis = ""
 
     def diagnose(self, found: Diagnosis, attempt: int | None = None, *, ending: bool = False) -> None:
         """Publish what is known about a failure.

@@ -171,7 +171,11 @@ def _components(status: RunStatus) -> Iterator[Metric]:
     ]
     yield _family("component_state", "1 for the state that the component is in.", states)
     said = [({"component": row.name}, float(bool(row.diagnosis))) for row in rows]
-    yield _family("component_diagnosed", "1 where a diagnosis stands; `atropos-tui why` has its words.", said)
+    yield _family(
+        "component_diagnosed",
+        "1 where there was a diagnosis since it last became healthy or completed; `atropos-tui why` has its words.",
+        said,
+    )
     restarts = [({"component": row.name}, float(row.restarts)) for row in rows]
     yield _total("component_restarts", "Restarts after a crash.", restarts)
     yield from _gauges({row.name: row for row in rows}, "component", COMPONENT)

@@ -13,6 +13,7 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from atropos_common.control import Role
 from atropos_common.records import (
     DiagnosisRecord,
     EngineGauges,
@@ -104,6 +105,18 @@ async def test_what_a_live_run_tells(launch: Any, free_port: int) -> None:
         write(running.run, StepRecord(step=2, **STEP), GaugesRecord(queue=0))
         families = {family.name: family for family in text_string_to_metric_families((await scrape(free_port)).text)}
         assert values(families, "atropos_step") == {(): 2} and values(families, "atropos_api_queue_groups") == {(): 0}
+
+
+async def test_a_diagnosis_is_over_when_its_component_is_well_again(launch: Any, free_port: int) -> None:
+    oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    dies_once = "import os, sys, time; os.environ['ATROPOS_ATTEMPT'] == '1' and sys.exit(sys.argv[1]); time.sleep(600)"
+    crashes = part("bad", python(dies_once, oom), role=Role.TRAINER, restart=RestartPolicy(backoff_s=2))
+    async with launch(crashes, metrics=MetricsPolicy(port=free_port)) as running:
+        for state, attempt, diagnosed in (("backoff", 1, 1), ("healthy", 2, 0)):
+            await running.until("bad", state, attempt)
+            page = (await scrape(free_port)).text
+            families = {family.name: family for family in text_string_to_metric_families(page)}
+            assert values(families, "atropos_component_diagnosed") == {("bad",): diagnosed}
 
 
 async def test_names_are_what_prometheus_takes(launch: Any, free_port: int) -> None:

@@ -17,7 +17,7 @@ from atropos_common.control import (
     StageStatus,
     State,
 )
-from atropos_common.records import DiagnosisRecord, Record, StateRecord, TimingRecord
+from atropos_common.records import DiagnosisRecord, Record, StateRecord, SyncRecord, TimingRecord
 from atropos_tui.cli import show
 from atropos_tui.monitor.run_files import PlannedComponent, RunInfo
 from atropos_tui.monitor.state import RunState
@@ -182,6 +182,18 @@ def test_a_diagnosis_about_missing_steps_is_over_with_the_next_step() -> None:
     for last_step, holds in ((NOW - 12, True), (NOW - 2, False)):
         found = paragraph(lines(waits, phase=Phase.RUNNING, records=[*steps(last_step), said]), "trainer")
         assert ("diagnosis: no batches: slow" in found) is holds
+
+
+@pytest.mark.parametrize("rule", ["engine_left_out", "broadcast_broke"])
+def test_a_diagnosis_about_a_broadcast_is_over_when_weights_reach_every_engine(rule: str) -> None:
+    said = DiagnosisRecord(component="trainer", rule=rule, title="one is away", time=NOW - 9)
+    away = {"http://localhost:9001": "does not answer"}
+    for age, left_out, holds in ((12, {}, True), (5, away, True), (5, {}, False)):
+        sync = SyncRecord(
+            attempt=1, step=3, time=NOW - age, mode="broadcast", weight_version=3, seconds=1, left_out=left_out
+        )
+        found = paragraph(lines(row("trainer", State.HEALTHY, age=500), records=[said, sync]), "trainer")
+        assert ("diagnosis: one is away" in found) is holds
 
 
 @pytest.mark.parametrize(
