@@ -120,3 +120,10 @@ class RunDir:
 
     def manifest(self, component: str) -> Path:
         return self.engine_bridge(component) / MANIFEST_NAME
+
+
+def registry() -> Path:
+    """Where every run of this user's leaves a symlink to its directory."""
+    import platformdirs
+
+    return Path(platformdirs.user_state_dir("atropos-tui")) / "runs"

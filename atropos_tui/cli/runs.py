@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from atropos_common.files import is_own, read_regular
-from atropos_common.run_dir import LATEST_TIME, RunDir, is_safe_name
+from atropos_common.run_dir import LATEST_TIME, RunDir, is_safe_name, registry
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.run_files import registry
 from atropos_tui.profile.ports import listens
 
 MOST_NAMED = 5

@@ -14,13 +14,11 @@ from enum import StrEnum
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-import platformdirs
-
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
 from atropos_common.files import read_regular
 from atropos_common.record_tail import RecordTail, nth_from_end
 from atropos_common.records import Record, StateRecord
-from atropos_common.run_dir import LATEST_TIME, RunDir
+from atropos_common.run_dir import LATEST_TIME, RunDir, registry
 from atropos_tui.monitor.charts import MOST_STEPS
 from atropos_tui.monitor.format import counted, one_line, real
 from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
@@ -411,11 +409,6 @@ class OtherRun:
     started_at: float
     exit_code: int | None
     """None while it runs, and where nothing tells."""
-
-
-def registry() -> Path:
-    """Where every run of this user's leaves a symlink to its directory."""
-    return Path(platformdirs.user_state_dir("atropos-tui")) / "runs"
 
 
 def other_runs(root: Path) -> list[OtherRun]:

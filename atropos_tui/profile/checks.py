@@ -168,8 +168,9 @@ def _meeting_place(site: Site, settings: TrainingConfig) -> Iterator[Problem]:
 def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
     gpus, ranks = trainer_gpus(profile), trainer_ranks(profile)
     if len(set(gpus)) < len(gpus):
-        reason = f"a GPU is named twice in {gpus}"
-        yield Problem(reason, "name each once: a rank has one of its own", key="trainer.gpus")
+        if profile.trainer.gpus:  # else they are the engine's, which says it
+            reason = f"a GPU is named twice in {gpus}"
+            yield Problem(reason, "name each once: a rank has one of its own", key="trainer.gpus")
     elif gpus and ranks != len(gpus):
         reason = f"{ranks} ranks, and {len(gpus)} GPUs: each rank has one of its own"
         yield Problem(reason, f"set it to {len(gpus)}, or leave it out", key="trainer.processes")

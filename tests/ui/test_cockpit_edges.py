@@ -60,7 +60,7 @@ async def test_cards_without_a_line_are_counted(run: RunDir) -> None:
 
 async def test_a_queue_that_grows_while_the_trainer_stalls_is_drawn(run: RunDir) -> None:
     write_records(run.gauges_jsonl, [gauges(T0 + 45, queue=13)])
-    async with cockpit(run, (160, 45), FakeControl(live_status(run, T0))) as screen:
+    async with cockpit(run, (220, 70), FakeControl(live_status(run, T0))) as screen:
         await screen.press("2")
         await screen.shows("groups 13")
         write_records(run.gauges_jsonl, [gauges(T0 + 50, queue=83)])

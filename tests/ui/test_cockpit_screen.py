@@ -317,7 +317,11 @@ async def test_the_page_of_an_engine_has_all_engines_side_by_side(run: RunDir) -
     vllm = next(row for row in status.components if row.role is Role.ENGINE)
     status.components.append(vllm.model_copy(update={"name": "vllm-b"}))
     engine = {"running": 12, "waiting": 3, "kv_use": 0.41, "weight_version": 37}
-    records = [gauges(NOW + at, engines={"vllm": EngineGauges(**engine, generated_tokens=500.0 * at)}) for at in (0, 5)]
+    made = {at: 120_000 + 500 * (NOW + at - T0 - 40) for at in (0, 5)}
+    records = [
+        gauges(NOW + at, engines={"vllm": EngineGauges(**engine, generated_tokens=tokens)})
+        for at, tokens in made.items()
+    ]
     write_records(run.gauges_jsonl, records)
     async with cockpit(run, (160, 45), FakeControl(status), now) as screen:
         await screen.shows("step 37/60")

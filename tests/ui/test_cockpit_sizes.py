@@ -21,7 +21,7 @@ from tests.ui.run_maker import T0, live_status, make_run, write_records
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 REFUSED = DiagnosisRecord(
-    time=NOW - 5,
+    time=NOW - 0.3,
     component="trainer",
     rule="rollouts_refused",
     title="no batches: the engine refuses every request of env",

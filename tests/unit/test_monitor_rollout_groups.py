@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atropos_common.records import CheckpointRecord, CommandRecord, DiagnosisRecord, RolloutRecord, StateRecord
+from atropos_common.run_dir import registry
 from atropos_tui.monitor.format import plain_text
 from atropos_tui.monitor.rollout_groups import (
     _stayed,
@@ -25,7 +26,7 @@ from atropos_tui.monitor.rollout_groups import (
     question,
     shared_beginning,
 )
-from atropos_tui.monitor.run_files import other_runs, registry
+from atropos_tui.monitor.run_files import other_runs
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.timeline import clock, timeline
 from tests.ui.run_maker import make_run, start_records
