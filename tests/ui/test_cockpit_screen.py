@@ -63,6 +63,7 @@ async def test_ranks_stand_under_their_component(run: RunDir) -> None:
     ranks = [RankUse(rank=0, gpu="4", alone_s=0.031, **use), RankUse(rank=1, gpu="5", alone_s=0.047, **use)]
     write_records(run.telemetry_jsonl, [RanksRecord(step=37, time=NOW, ranks=ranks)], start=9000)
     async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.shows("step 37/60")
         await screen.select("trainer")
         await screen.press("9")
         await screen.shows("rank 0      GPU 4, memory 61.0 GB, 4,096 tokens, alone 31.0 ms")

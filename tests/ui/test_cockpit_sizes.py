@@ -21,7 +21,7 @@ from tests.ui.run_maker import T0, live_status, make_run, write_records
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 REFUSED = DiagnosisRecord(
-    time=NOW - 0.3,
+    time=NOW - 5,
     component="trainer",
     rule="rollouts_refused",
     title="no batches: the engine refuses every request of env",
@@ -103,7 +103,7 @@ async def test_the_table_fits_after_every_change_of_size(run: RunDir) -> None:
 
 
 async def test_at_eighty_columns_the_diagnosis_is_whole_and_its_fix_two_keys_away(run: RunDir) -> None:
-    write_records(run.supervisor_jsonl, [REFUSED], start=100)
+    write_records(run.supervisor_jsonl, [REFUSED.model_copy(update={"time": NOW - 0.3})], start=100)
     later = StateRecord(time=NOW - 1, component="env", role=Role.ENV, old="healthy", new="unhealthy", attempt=1)
     write_records(run.supervisor_jsonl, [later], start=101)
     async with cockpit(run, (80, 24), FakeControl(live_status(run, NOW)), now) as screen:
