@@ -249,6 +249,16 @@ def engine_dead() -> Iterator[Row]:
         yield "one engine of three dead", seconds, line
 
 
+def tell(rows: list[Row], *, as_json: bool) -> int:
+    """Print what was seen; the exit code, 1 where a sentence never came."""
+    if as_json:
+        print(json.dumps([{"situation": name, "seconds": seconds, "sentence": line} for name, seconds, line in rows]))
+    else:
+        for name, seconds, line in rows:
+            print(f"{name:<26} {'never' if seconds is None else f'{seconds:5.1f} s'}  {line}")
+    return int(any(seconds is None for _, seconds, _ in rows))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="situations whose names begin so")
@@ -269,12 +279,7 @@ def main() -> int:
             for row in plant():
                 rows.append(row)
                 print(f"  {row}", file=sys.stderr, flush=True)
-    if options.json:
-        print(json.dumps([{"situation": name, "seconds": seconds, "sentence": line} for name, seconds, line in rows]))
-    else:
-        for name, seconds, line in rows:
-            print(f"{name:<26} {'never' if seconds is None else f'{seconds:5.1f} s'}  {line}")
-    return int(any(seconds is None for _, seconds, _ in rows))
+    return tell(rows, as_json=options.json)
 
 
 if __name__ == "__main__":

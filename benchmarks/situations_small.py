@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import sys
@@ -29,7 +28,7 @@ from atropos_common.control import Role
 from atropos_common.records import Record, StepRecord, TimingRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.profile.spec import LogCheck, Probe, Probes, RestartPolicy
-from benchmarks.situations import PATIENCE_S, Row, Watch, on_small_disk
+from benchmarks.situations import PATIENCE_S, Row, Watch, on_small_disk, tell
 from benchmarks.supervisor import child, supervised
 from tests.ui.run_maker import step_records, write_records
 
@@ -167,13 +166,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = list(rows())
-    if options.json:
-        print(json.dumps([{"situation": name, "seconds": seconds, "sentence": line} for name, seconds, line in found]))
-    else:
-        for name, seconds, line in found:
-            print(f"{name:<26} {'never' if seconds is None else f'{seconds:5.1f} s'}  {line}")
-    return int(any(seconds is None for _, seconds, _ in found))
+    return tell(list(rows()), as_json=options.json)
 
 
 if __name__ == "__main__":

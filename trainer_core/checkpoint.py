@@ -356,7 +356,7 @@ def _write_model(
 
 
 def _save_state(path: Path, stepper: Stepper) -> Any:
-    """Write the tensors, and with them the rest, ready for JSON, which is returned."""
+    """Write the tensors; returns the rest, ready for JSON, which ranks beside the first write with them."""
     import numpy as np
     import torch
     from safetensors.torch import save_file
@@ -371,7 +371,7 @@ def _save_state(path: Path, stepper: Stepper) -> Any:
         "numpy_rng": json.dumps([name, np.asarray(keys).tolist(), *rest]),
     }
     plain, tensors = split_tensors(state)
-    save_file(tensors, path, metadata={"state": json.dumps(plain)})
+    save_file(tensors, path, metadata={"state": json.dumps(plain)} if stepper.world.rank else None)
     return plain
 
 

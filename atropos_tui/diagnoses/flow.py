@@ -7,8 +7,9 @@ the time without a request, `vllm_server/load.py`), and gives a `Flow` for each 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median_low
@@ -48,13 +49,27 @@ class EngineLook:
         return self.figures.get(name, 0.0)
 
 
+def read_figures(text: str, names: Collection[str]) -> dict[str, list[float]]:
+    """The values of `names` on a Prometheus page, finite and not negative: one per set of labels, such as an engine
+    each with data parallelism. Lines that cannot be read are left out."""
+    found: dict[str, list[float]] = {}
+    begins = tuple(names)
+    for line in text.splitlines():
+        if not line.startswith(begins):
+            continue
+        name = line.partition("{")[0] if "{" in line else line.partition(" ")[0]
+        try:
+            value = float(line[line.rfind("}") + 1 :].split()[0 if "{" in line else 1])
+        except (ValueError, IndexError):
+            continue
+        if name in names and 0 <= value < math.inf:
+            found.setdefault(name, []).append(value)
+    return found
+
+
 def parse_look(text: str, at: float) -> EngineLook | None:
     """What is read of an engine's `/metrics`; None where it does not count its own idleness."""
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        if line.startswith(READ):
-            name, value = line.partition("{")[0].split()[0], line.rsplit(None, 1)[-1]
-            found[name] = found.get(name, 0.0) + float(value)
+    found = {name: sum(values) for name, values in read_figures(text, READ).items()}
     return EngineLook(at, found) if METRIC_IDLE_S in found else None
 
 

@@ -19,6 +19,7 @@ SILENT_S = 20.0
 BOTH_WAIT = 0.3
 """Share of the time in which trainer and engine both have no work, from which on it is worth a word."""
 MUCH_FLAT = 0.3
+"""Share of an environment's groups with equal scores, from which on it is worth a word."""
 REFUSALS = ("EngineRefused", "BadRequestError", "ClientResponseError")
 """Errors of requests that the engine refuses, which it explains itself (`rollouts_refused`)."""
 

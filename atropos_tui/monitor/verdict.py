@@ -14,6 +14,7 @@ from typing import Literal
 
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, State
 from atropos_common.records import DiagnosisRecord, EnvFlow
+from atropos_tui.diagnoses.flow_rules import BOTH_WAIT, MUCH_FLAT
 from atropos_tui.monitor.bench import Pace, pace
 from atropos_tui.monitor.charts import mean
 from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
@@ -28,11 +29,8 @@ WAITS = 0.5
 HARDLY_WAITS = 0.25
 IDLES = 0.3
 """Share of the time without a request from which on the engine could do more."""
-BOTH_WAIT = 0.3
-"""As in `flow_rules`: in so much of the time neither has work."""
 FEW_IN_FLIGHT = 0.1
 """Of the sequences that the engine computes at a time."""
-MUCH_FLAT = 0.3
 LEFT_OUT = 0.05
 """Share of sequences that are too old, from which on it is worth a word."""
 FRESH_S = 20.0
@@ -381,13 +379,11 @@ _SLOW = {
     "checkpoint": ("checkpoints", "raise [trainer] checkpoint_interval"),
 }
 """Part of a step, in words, and what makes it shorter."""
+_KEEP = '[trainer] in_flight = "keep" does not wait for completions'
 _SLOW_IN = {
     ("train", "shared_vllm"): f"{OWN_GPUS} for the trainer, a shorter seq_len, fewer epochs",
-    ("sync", "shared_vllm"): '[trainer] in_flight = "keep" does not wait for completions',
-    (
-        "sync",
-        "broadcast",
-    ): '[trainer] in_flight = "keep" does not wait for completions; adapters (lora_only) are smaller',
+    ("sync", "shared_vllm"): _KEEP,
+    ("sync", "broadcast"): f"{_KEEP}; adapters (lora_only) are smaller",
     ("sync", "lora_only"): "a smaller [trainer] lora_r",
 }
 """By mode, where it is something else: in single copy trainer and engine have the same GPUs, one engine's."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,6 +22,7 @@ from atropos_common.control import ComponentStatus, Role, RunStatus, State
 from atropos_common.files import cut_torn_line, write_private
 from atropos_common.http import LIMITS
 from atropos_common.records import ComponentUse, EngineGauges, EnvFlow, GaugesRecord, HostUse
+from atropos_tui.diagnoses.flow import read_figures
 from atropos_tui.diagnoses.stall_rules import Flow
 
 EVERY_S = 5.0
@@ -50,20 +50,7 @@ _GAUGES = {
 
 def parse_metrics(text: str) -> EngineGauges:
     """The figures of a Prometheus page that are shown. Lines that cannot be read are left out."""
-    found: dict[str, list[float]] = {}
-    for line in text.splitlines():
-        if not line.startswith(("vllm:", METRIC_VERSION)):
-            continue
-        name = line.partition("{")[0] if "{" in line else line.partition(" ")[0]
-        ours = _GAUGES.get(name)
-        if ours is None:
-            continue
-        try:
-            value = float(line[line.rfind("}") + 1 :].split()[0 if "{" in line else 1])
-        except (ValueError, IndexError):
-            continue
-        if 0 <= value < math.inf:
-            found.setdefault(ours, []).append(value)
+    found = {_GAUGES[name]: values for name, values in read_figures(text, _GAUGES).items()}
     means = {"kv_use": sum(found["kv_use"]) / len(found["kv_use"])} if "kv_use" in found else {}
     return EngineGauges(**{name: sum(values) for name, values in found.items()} | means)
 
