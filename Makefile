@@ -10,13 +10,14 @@ STAMP := $(VENV)/.installed-$(EXTRA)
 PIP := $(BIN)/pip install --quiet --no-deps --no-compile
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-MODEL_TESTS := $(addprefix tests/unit/test_,broadcast_*.py envs_*.py model_*.py stack_*.py trainer_*.py vllm_server_*.py)
+MODEL_TESTS := tests/supervisor/test_ranks.py \
+  $(addprefix tests/unit/test_,broadcast_*.py envs_*.py model_*.py stack_*.py strided.py trainer_*.py vllm_server_*.py)
 
 # The tests start thousands of processes; where this is set, each would compile the product anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-gpu cuda-driver test test-all check format requirements dist docs clean
+.PHONY: help install demo demo-gpu cuda-driver test test-all test-cluster cluster-tools check format requirements dist docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -50,14 +51,25 @@ demo-gpu: cuda-driver $(VENV)/.installed-gpu  ## train SmolLM2-135M on one CUDA 
 cuda-driver:
 	@[ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || { echo "No NVIDIA driver answers here. In a container: --gpus all. Without a GPU: make demo"; exit 1; }
 
-# Three processes share what waits more than it computes. Two share what starts vLLM or imports it: most of what collecting
-# costs is that import, and it is paid in each process.
+# Two calls: what imports torch or vLLM has processes of its own, since most of what collecting costs is that import. Three
+# share the first, whose tests mostly wait for what they start; two the second, whose tests compute and look at the clock.
 test: install  ## unit, supervisor, screen and end-to-end tests
-	$(PYTEST) $(MARKS) --numprocesses 3 --ignore tests/e2e --ignore tests/gpu $(addprefix --ignore-glob=,$(MODEL_TESTS))
+	$(PYTEST) $(MARKS) --numprocesses 3 --ignore tests/e2e --ignore tests/gpu --ignore tests/cluster $(addprefix --ignore-glob=,$(MODEL_TESTS))
 	$(PYTEST) $(MARKS) --numprocesses 2 tests/e2e $(MODEL_TESTS)
 
-test-all: MARKS := -m "not gpu"
+test-all: MARKS := -m "not gpu and not cluster"
 test-all: test docs dist  ## the same with the tests marked slow, the site of the docs, and the packages
+
+test-cluster: install cluster-tools  ## the stack over SLURM, ssh and Ray: three nodes on this host
+	$(PYTEST) -m cluster -n0 tests/cluster
+
+# sshd and slurmd are started by the tests, as children of theirs; what Debian's packages start on their own stays off.
+cluster-tools: install
+	@for each in slurmctld slurmd munged sshd; do PATH="$$PATH:/usr/sbin" command -v $$each >/dev/null || missing=1; done; \
+	[ -z "$$missing" ] || { [ "$$(id -u)" = 0 ] && apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
+	  apt-get install -qq -y --no-install-recommends slurm-wlm munge openssh-server openssh-client; } \
+	  || { echo "slurm-wlm, munge and openssh-server are needed: apt-get install them, as root"; exit 1; }
+	@$(BIN)/python -c "import ray" 2>/dev/null || $(BIN)/python -m pip install --quiet "ray>=2.50"
 
 check: install  ## lint, types, import contracts
 	$(BIN)/ruff check .

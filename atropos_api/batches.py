@@ -80,19 +80,17 @@ class Batches:
 
     def _next(self, after: str | None) -> Kept | None:
         """The batch behind the one named `after`, which is let go; the same again for who did not get it."""
-        if self._kept and not _all_in(self._kept.groups, self._state.queue):
+        state = self._state
+        if self._kept and not set(map(id, self._kept.groups)) <= set(map(id, state.queue)):
             self._kept = None  # /reset_data
         if self._kept and self._kept.name == after:
             self._let_go()
-        self._kept = self._kept or self._form()
+        if not self._kept and (groups := form_batch(state.queue, state.batchsize, getattr(state, "envs", []))):
+            self._kept = Kept(uuid4().hex, groups)
         found = self._kept
         if found and after is None:
             self._let_go()
         return found
-
-    def _form(self) -> Kept | None:
-        groups = form_batch(self._state.queue, self._state.batchsize, getattr(self._state, "envs", []))
-        return Kept(uuid4().hex, groups) if groups else None
 
     def _let_go(self) -> None:
         assert self._kept
@@ -121,10 +119,6 @@ def form_batch(queue: list[Group], size: int, envs: list[dict[str, Any]]) -> lis
     if groups is None and sum(len(group["tokens"]) for group in queue) >= size:
         groups = [queue[at] for at in find_groups_summing_to_target(queue, size)]
     return groups or None
-
-
-def _all_in(groups: list[Group], queue: list[Group]) -> bool:
-    return set(map(id, groups)) <= set(map(id, queue))
 
 
 def encoded(groups: list[Group]) -> bytes:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atropos_api import peer
 from atropos_common.body import BodyError, GoneError, read_body
 from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.http import allowed_hosts, host_refusal, hosts_in
+from atropos_common.http import allowed_hosts, door_keys, host_refusal, hosts_in, key_refusal, opens
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 ENV_UIDS = "ATROPOS_API_UIDS"
@@ -30,6 +30,8 @@ its mask another 7, its logprob 20."""
 ROOT = 0
 RESET = "/reset_data"
 """Forgets trainer, environments and queue, and is a GET."""
+HEALTH = "/info"
+"""What the supervisor asks, who sends no key to a port that nobody may have yet: sizes of a batch and a rollout."""
 BROWSER_HEADERS = ("origin", "sec-fetch-")
 """What begins like this comes from a browser, which has no business here."""
 
@@ -46,6 +48,8 @@ class Settings:
     """Bytes of a body, as sent and unpacked."""
     token: str = ""
     """The run's; empty: there is none."""
+    keys: frozenset[str] = frozenset()
+    """Who has one of them may call from another machine; empty: only this machine reaches us."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], bound: str) -> Settings:
@@ -55,7 +59,8 @@ class Settings:
             ValueError: a variable makes no sense; says which.
         """
         hosts = allowed_hosts(bound, hosts_in(env, ENV_ALLOWED_HOSTS))
-        return cls(_uids(env), hosts, _max_body(env), env.get(ENV_TOKEN, ""))
+        token = env.get(ENV_TOKEN, "")
+        return cls(_uids(env), hosts, _max_body(env), token, door_keys(bound, token))
 
 
 def _uids(env: Mapping[str, str]) -> frozenset[int] | None:
@@ -105,12 +110,16 @@ class Door:
 
     def _stranger(self, scope: Scope) -> tuple[int, str] | None:
         """Why the process at the other end may not call."""
-        allowed = self._settings.uids
-        if allowed is None:
+        allowed, keys = self._settings.uids, self._settings.keys
+        if allowed is None or opens(Headers(scope=scope).get("authorization"), keys):
+            return None
+        if keys and scope["path"] == HEALTH:
             return None
         try:
             uid = self._uid(scope["client"], scope["server"])
         except (peer.UnknownPeerError, TypeError):  # TypeError: no address
+            if keys:
+                return key_refusal("run-api")
             return 403, (
                 "run-api serves processes of its own user on this machine, and the system does not say whose this "
                 f"connection is; {ENV_UIDS}=any lets everyone in"

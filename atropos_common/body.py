@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import deque
 from collections.abc import Iterator
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -49,11 +48,24 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> tuple[Scope, 
         changed = MutableHeaders(scope=scope)
         changed["content-length"] = str(sum(map(len, pieces)))
         del changed["content-encoding"]
-    return scope, _replayed(pieces, receive)
+    last = max(0, len(pieces) - 1)
+    whole: list[Message] = [
+        {"type": "http.request", "body": piece, "more_body": at < last} for at, piece in enumerate(pieces or [b""])
+    ]
+    return scope, replayed(whole, receive)
 
 
-async def _collect(receive: Receive, limit: int, gunzip: Gunzip | None) -> deque[bytes]:
-    pieces: deque[bytes] = deque()
+def replayed(messages: list[Message], receive: Receive) -> Receive:
+    """`receive`, whose first messages were `messages`; takes them out of the list."""
+
+    async def next_message() -> Message:
+        return messages.pop(0) if messages else await receive()
+
+    return next_message
+
+
+async def _collect(receive: Receive, limit: int, gunzip: Gunzip | None) -> list[bytes]:
+    pieces: list[bytes] = []
     size, more = 0, True
     while more:
         message = await receive()
@@ -106,17 +118,6 @@ class Gunzip:
         """
         if not self._member.eof:
             raise _no_gzip()
-
-
-def _replayed(pieces: deque[bytes], receive: Receive) -> Receive:
-    pieces = pieces or deque([b""])
-
-    async def next_message() -> Message:
-        if pieces:
-            return {"type": "http.request", "body": pieces.popleft(), "more_body": bool(pieces)}
-        return await receive()
-
-    return next_message
 
 
 def _too_large(limit: int, how: str) -> BodyError:

@@ -43,6 +43,10 @@ GONE_STATUS = 503
 """How a server answers that cannot do what it is asked now, and perhaps never: wait for it, or for the next one."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for --max-lora-rank."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""What peft calls the two files of a saved adapter."""
+ADAPTER_PREFIX = "base_model.model."
+"""What it puts there before every name."""
 FEW_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 
 MOST_DIGESTS = 65536

@@ -11,8 +11,6 @@
 The trainer uses the same socket to ask for a new engine (`initiator="trainer"`).
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Literal
 
@@ -87,9 +85,11 @@ class StageStatus(Message):
 
 
 class GpuStatus(Message):
-    """One GPU of the machine as NVML sees it, whoever uses it; bytes, and percent of time in use."""
+    """One GPU as NVML sees it, whoever uses it; bytes, and percent of time in use."""
 
     index: int = Field(ge=0, le=2**16)
+    node: str = ""
+    """The node that it is in, if that is not the supervisor's."""
     name: str = ""
     used_bytes: int = Field(ge=0, le=2**60)
     total_bytes: int = Field(ge=0, le=2**60)
@@ -100,12 +100,19 @@ class GpuStatus(Message):
     held_bytes: dict[str, int] = Field(default_factory=dict)
     """By component, where the driver tells the processes apart; the rest of `used_bytes` is anybody's."""
 
+    @property
+    def label(self) -> str:
+        """Its index, behind its node where that is another."""
+        return f"{self.node}:{self.index}" if self.node else str(self.index)
+
 
 class ComponentStatus(Message):
     """One row of `ps`. Times are Unix seconds, memory is bytes, null where there is nothing to say."""
 
     name: str
     role: Role
+    node: str = ""
+    """Where it runs; empty where there is only one machine."""
     state: State
     attempt: int = 0
     restarts: int = 0
@@ -113,6 +120,7 @@ class ComponentStatus(Message):
     errors: int = 0
     """Times that this attempt has printed ERROR; in a flood as far as it is looked at."""
     pid: int | None = None
+    """On its node."""
     pids: list[int] = Field(default_factory=list)
     """Every live process of the component, descendants included."""
     port: int | None = None
@@ -142,6 +150,28 @@ class ComponentStatus(Message):
     diagnosis: str = ""
 
 
+SILENT_S = 7.0
+"""A far end speaks every two seconds: a node that has said nothing for so long is told of."""
+
+
+class NodeStatus(Message):
+    """A machine of a stack that runs on several; memory in bytes."""
+
+    name: str
+    host: str = ""
+    """As its launcher knows it."""
+    address: str = ""
+    """What other machines dial."""
+    gpus: int = 0
+    """How many it has for this stack."""
+    heard_at: float | None = None
+    """When something there last spoke, Unix seconds; null where nothing has yet."""
+    cpu_percent: float | None = None
+    """Of all its cores."""
+    memory_used: int | None = None
+    memory_total: int | None = None
+
+
 class RunStatus(Message):
     """Snapshot of a run; `seq` is the last record of supervisor.jsonl that it includes (-1: none yet)."""
 
@@ -158,6 +188,8 @@ class RunStatus(Message):
     components: list[ComponentStatus] = Field(default_factory=list)
     gpus: list[GpuStatus] = Field(default_factory=list)
     """Empty where there is no NVIDIA driver."""
+    nodes: list[NodeStatus] = Field(default_factory=list)
+    """The machines, the supervisor's own first; empty where there is only that."""
 
 
 class Snapshot(Message):

@@ -1,4 +1,5 @@
-"""How both ends of a broadcast meet: the trainer's store, in which only the group's own words count, and gloo over it.
+"""How both ends of a broadcast meet, wait and speak: the trainer's store, in which only the group's own words count,
+gloo over it, and NCCL.
 
 Whoever reaches the store's port may list, read, write and delete its keys. Every value therefore carries a MAC made
 with the group's secret; one without is as if it were not there. So a stranger can keep a group from forming, or break
@@ -6,7 +7,12 @@ it, and no more: none of his values is believed, or read as anything but bytes.
 
 NCCL is called by its C interface, the few calls that a broadcast takes. The ranks of a group find each other by an id
 of 128 bytes. It holds an address and a random number that NCCL asks of every connection, so it is a secret: it goes
-through the call that the token protects, and nowhere else. Needs torch, unlike the rest of this package; and no vLLM.
+through the call that the token protects, and nowhere else.
+
+A rank waits for as long as the trainer's rank 0 lives, and no longer than it may (`Lifeline`): every wait is a poll
+with a deadline, during which the store of rank 0 is looked at. That says when the group is given up, and breaks off
+when that process dies, so a peer that is gone is an error, never a hang. Needs torch, unlike the rest of this package;
+and no vLLM.
 """
 
 from __future__ import annotations
@@ -14,19 +20,25 @@ from __future__ import annotations
 import ctypes
 import hmac
 import os
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from atropos_common.transfer import Chunk
+from atropos_common.transfer import Chunk, TransferInit
 
 SECRET_BYTES = 32
-POLL_S = 0.001
+STORE_POLL_S = 0.001
+POLL_S = 0.0002
+BRISK_S = 0.05
+"""After this long without an end, polls become rare."""
+LOOK_S = 0.1
+"""How often the trainer's store is looked at during a wait."""
 MAC_BYTES = 32
 NCCL_ID_BYTES = 128
 ABORT_S = 5.0
@@ -79,7 +91,7 @@ class SealedStore(dist.Store):  # type: ignore[misc]
                 return found
             if time.monotonic() > deadline:
                 raise RuntimeError(f"nobody of the group said {', '.join(keys)} within {limit.total_seconds():.0f} s")
-            time.sleep(POLL_S)
+            time.sleep(STORE_POLL_S)
 
     def _own(self, key: str) -> bytes | None:
         if not self._store.check([key]):
@@ -87,6 +99,22 @@ class SealedStore(dist.Store):  # type: ignore[misc]
         sealed = bytes(self._store.get(key))
         mac, value = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
         return value if hmac.compare_digest(mac, self.mac(key, value)) else None
+
+
+def own_address(towards: str) -> str:
+    """The address of this machine by which those reach it who are at, or beside, `towards`: of the interface on the
+    way there.
+
+    Raises:
+        RuntimeError: there is no way there.
+    """
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as way:
+            way.connect(place)  # of a datagram socket: nothing is sent
+            return str(way.getsockname()[0])
+    except OSError as error:
+        raise RuntimeError(f"no way from here to {towards} ({error.strerror or error})") from None
 
 
 class Gloo:
@@ -100,7 +128,7 @@ class Gloo:
         """
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # one machine: loopback
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         self._parts: list[Any] = [store, dist.ProcessGroupGloo(store, rank, world_size, options)]
         try:
             prove(self._parts[1], store, rank, world_size)
@@ -148,6 +176,78 @@ def prove(group: Any, store: SealedStore, rank: int, size: int) -> None:
 def cut(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
     """`buffer`, uint8 of the chunk's bytes, by its pieces: each with the rank that sends it."""
     return [(buffer[piece.start - chunk.start : piece.end - chunk.start], piece.root) for piece in chunk.pieces]
+
+
+class LinkError(RuntimeError):
+    """The group did not form, or broke; the message says in which phase."""
+
+
+class Lifeline:
+    """Waits that end with the trainer."""
+
+    def __init__(self, init: TransferInit, rank: int, gpu: str = "") -> None:
+        """Find the trainer's store and report there.
+
+        Args:
+            gpu: the name of this rank's GPU, which no other rank may use; nothing on a CPU.
+
+        Raises:
+            LinkError: there is none.
+        """
+        self._where, self._timeout_s = f"{init.address}:{init.port}", init.timeout_s
+        timeout = timedelta(seconds=init.timeout_s)
+        try:
+            store: Any = dist.TCPStore(init.address, init.port, None, False, timeout, wait_for_workers=False)
+            self.store = SealedStore(dist.PrefixStore(init.key, store), init.secret, timeout)
+            self.store.set(f"here/{rank}", gpu.encode())
+        except RuntimeError as error:
+            raise LinkError(
+                f"no trainer at {self._where} (phase rendezvous: {first_line(error)}). Is it alive, and does "
+                "MASTER_ADDR name an address of its machine that this one reaches?"
+            ) from None
+        self.until(lambda: self.store.check(["go"]), "rendezvous", "the others did not come")
+        self._rank = rank
+
+    def connecting(self) -> None:
+        """Let the trainer know that this rank does its part now."""
+        self.store.set(f"connecting/{self._rank}", b"1")
+
+    def until(self, done: Callable[[], bool], phase: str, otherwise: str) -> None:
+        """Poll until `done`.
+
+        Raises:
+            LinkError: the trainer left or died, or `otherwise` for as long as the timeout.
+        """
+        began = looked = time.monotonic()
+        while not self._asked(done, phase):
+            now = time.monotonic()
+            if now - looked > LOOK_S:
+                looked = now
+                if self._asked(lambda: self.store.check(["off"]), phase):
+                    raise LinkError(f"the trainer gave this group up (phase {phase})")
+            if now - began > self._timeout_s:
+                raise LinkError(f"{otherwise} within {self._timeout_s:.0f} s (phase {phase})")
+            time.sleep(POLL_S if now - began < BRISK_S else 20 * POLL_S)
+
+    def _asked(self, question: Callable[[], bool], phase: str) -> bool:
+        try:
+            return question()
+        except RuntimeError as error:
+            raise self.died(phase, error) from None
+
+    def died(self, phase: str, error: Exception) -> LinkError:
+        """What a connection to the trainer that breaks off means."""
+        return LinkError(f"the trainer at {self._where} died (phase {phase}: {first_line(error)})")
+
+
+def gpu_of(device: torch.device) -> str:
+    """A name that no other GPU has; nothing for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def first_line(error: Exception) -> str:
+    """Of what torch says, without the C++ stack below it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 class NcclError(RuntimeError):

@@ -1,15 +1,22 @@
 """What every HTTP client of this project has in common, and by which names our servers let themselves be called.
 
 A web page whose name leads to this machine sends its own name in the Host header: that is refused.
+
+A server that other machines reach asks for a key, in the way in which each client can be told one: the API key of an
+OpenAI client (`Authorization: Bearer KEY`), or the password in an address (`http://atropos:KEY@HOST`, sent as Basic).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import base64
+import binascii
+import hmac
+from collections.abc import Collection, Iterable, Mapping
 
 import httpx
 
-from atropos_common.run_dir import ENV_ALLOWED_HOSTS
+from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_DOOR_KEY
+from atropos_common.transfer import is_loopback
 
 LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
 """uvicorn, as run-api and a stock vLLM have it, closes a connection that was idle for five seconds. httpx's limit is
@@ -24,6 +31,47 @@ BATCH_HEADER = "X-Atropos-Batch"
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
+
+
+DOOR_USER = "atropos"
+"""Stands before the key in an address; any other does as well."""
+
+
+def door_key(token: str) -> str:
+    """The key that goes with a run's token. Whoever has it cannot find the token, nor what that opens."""
+    return hmac.digest(token.encode(), b"door", "sha256").hex()
+
+
+def door_headers(env: Mapping[str, str]) -> dict[str, str]:
+    """What a component of a run sends to the run's servers, as `env` says: nothing where all is on one machine."""
+    return {"Authorization": f"Bearer {key}"} if (key := env.get(ENV_DOOR_KEY)) else {}
+
+
+def door_keys(bound: str, token: str) -> frozenset[str]:
+    """What opens a server bound to `bound`; empty where only this machine reaches it, or there is no token."""
+    return frozenset() if not token or is_loopback(bound) else frozenset({token, door_key(token)})
+
+
+def opens(authorization: str | None, keys: Collection[str]) -> bool:
+    """Whether an Authorization header carries one of `keys`."""
+    scheme, _, given = (authorization or "").partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            given = base64.b64decode(given, validate=True).decode("latin-1").partition(":")[2]
+        except (binascii.Error, ValueError):
+            return False
+    elif scheme.lower() != "bearer":
+        return False
+    said = given.strip().encode("latin-1", "replace")
+    return any(hmac.compare_digest(said, key.encode()) for key in keys)
+
+
+def key_refusal(what: str) -> tuple[int, str]:
+    """HTTP status and reason for a stranger at a server that other machines reach."""
+    return 401, (
+        f"{what} is reached by other machines, so it asks for the run's key: send it as `Authorization: Bearer KEY` "
+        "(components have it in ATROPOS_DOOR_KEY; the token that the run was started with does as well)"
+    )
 
 
 def host_name(header: str) -> str:

@@ -6,18 +6,21 @@ missing, cut or replaced; callers poll them from a thread (`asyncio.to_thread`) 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atropos_common.files import open_regular
+from atropos_common.files import cut_torn_line, open_regular
 from atropos_common.records import Record, RecordError, parse_line
 
 CHUNK_BYTES = 256 * 1024
 """Read per call: a few hundred records, some ten milliseconds of parsing."""
 MAX_LINE_BYTES = 4 * 1024 * 1024
 """A longer line is no record: it is counted and skipped up to its newline."""
+TAIL_BYTES = 1 << 20
+"""Of a file's end, in which the last whole record is looked for."""
 
 
 @dataclass
@@ -124,3 +127,20 @@ class RecordTail:
             except (RecordError, UnicodeDecodeError):
                 self.bad_lines += 1
         return records
+
+
+def next_seq(path: Path) -> int:
+    """The `seq` for who appends to a file of records: it follows the last one, once a torn line behind that is cut off.
+    The folder is made where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        cut_torn_line(file.fileno())
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        lines = file.read(min(size, TAIL_BYTES)).splitlines()  # a device such as /dev/full has no end to be read to
+    for line in reversed(lines):
+        with contextlib.suppress(RecordError):
+            return parse_line(line).seq + 1
+    return 0

@@ -5,8 +5,6 @@ Writers stamp every line with an `Envelope`; readers call `parse_line`, which ac
 `null`; a non-finite float travels as the string "NaN", "Infinity" or "-Infinity", so every line is strict JSON.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -60,6 +58,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
     KIND: ClassVar[str] = ""
+    """What `kind` always says in a record of this class; empty in a base of several."""
 
     v: int = SCHEMA_VERSION
     run_id: str = ""
@@ -68,6 +67,10 @@ class Record(BaseModel):
     seq: int = 0
     """Position in its file, from 0, without gaps."""
     kind: str = ""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.KIND = cls.model_fields["kind"].default
 
     def to_line(self) -> str:
         """The record as one line of strict JSON, newline included."""
@@ -85,7 +88,6 @@ class ComponentRecord(Record):
 class StateRecord(ComponentRecord):
     """One transition of a component."""
 
-    KIND: ClassVar[str] = "state"
     kind: Literal["state"] = "state"
     old: Name
     new: Name
@@ -100,7 +102,6 @@ class StateRecord(ComponentRecord):
 class ProbeRecord(ComponentRecord):
     """A probe whose verdict changed (not every probe that ran)."""
 
-    KIND: ClassVar[str] = "probe"
     kind: Literal["probe"] = "probe"
     probe: Literal["startup", "readiness", "liveness"]
     ok: bool
@@ -111,7 +112,6 @@ class ProbeRecord(ComponentRecord):
 class StageRecord(ComponentRecord):
     """A milestone that a component reached in this attempt."""
 
-    KIND: ClassVar[str] = "stage"
     kind: Literal["stage"] = "stage"
     stage: str
     attempt: int = 0
@@ -120,7 +120,6 @@ class StageRecord(ComponentRecord):
 class CommandRecord(ComponentRecord):
     """A command that was accepted, refused, done or failed."""
 
-    KIND: ClassVar[str] = "command"
     kind: Literal["command"] = "command"
     command_id: str
     action: Name
@@ -132,7 +131,6 @@ class CommandRecord(ComponentRecord):
 class DiagnosisRecord(ComponentRecord):
     """What went wrong, how we know, and the way out."""
 
-    KIND: ClassVar[str] = "diagnosis"
     kind: Literal["diagnosis"] = "diagnosis"
     rule: str = ""
     """Stable name of the rule that spoke, such as `alignment_mismatch`; empty when none did."""
@@ -153,7 +151,6 @@ class TrainerRecord(Record):
 class StepRecord(TrainerRecord):
     """One optimizer step."""
 
-    KIND: ClassVar[str] = "step"
     kind: Literal["step"] = "step"
     loss: Number
     reward_mean: Number
@@ -235,7 +232,6 @@ class AlignmentRecord(TrainerRecord):
     """Trainer logprobs against the engine's. `logprob_diff_*` over rollout tokens, policy lag included;
     `probe_*` at the same weights on both sides."""
 
-    KIND: ClassVar[str] = "alignment"
     kind: Literal["alignment"] = "alignment"
     logprob_diff_mean: Number | None = None
     logprob_diff_abs_mean: Number | None = None
@@ -256,7 +252,6 @@ class AlignmentRecord(TrainerRecord):
 class TimingRecord(TrainerRecord):
     """Where the seconds of a step went."""
 
-    KIND: ClassVar[str] = "timing"
     kind: Literal["timing"] = "timing"
     step_s: Number
     data_wait_s: Number
@@ -272,7 +267,6 @@ class TimingRecord(TrainerRecord):
 class MemoryRecord(TrainerRecord):
     """Memory of the trainer process, in bytes; GPU fields are null on a CPU machine."""
 
-    KIND: ClassVar[str] = "memory"
     kind: Literal["memory"] = "memory"
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
@@ -283,7 +277,7 @@ class MemoryRecord(TrainerRecord):
 class RankUse(BaseModel):
     """One rank's part in a step."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", defer_build=True)
 
     rank: int
     gpu: str | None = None
@@ -300,7 +294,6 @@ class RankUse(BaseModel):
 class RanksRecord(TrainerRecord):
     """The ranks of a trainer in one step, by rank; not written where there is one."""
 
-    KIND: ClassVar[str] = "ranks"
     kind: Literal["ranks"] = "ranks"
     ranks: list[RankUse]
 
@@ -308,7 +301,6 @@ class RanksRecord(TrainerRecord):
 class SyncRecord(TrainerRecord):
     """One publish of weights to the engine."""
 
-    KIND: ClassVar[str] = "sync"
     kind: Literal["sync"] = "sync"
     mode: str
     weight_version: int
@@ -323,7 +315,6 @@ class SyncRecord(TrainerRecord):
 class RolloutRecord(TrainerRecord):
     """One completion of a batch, a few per step. Text is data from a model: escape before showing it."""
 
-    KIND: ClassVar[str] = "rollout"
     kind: Literal["rollout"] = "rollout"
     env: str = ""
     prompt: str
@@ -340,7 +331,6 @@ class RolloutRecord(TrainerRecord):
 class CheckpointRecord(TrainerRecord):
     """A checkpoint that was written."""
 
-    KIND: ClassVar[str] = "checkpoint"
     kind: Literal["checkpoint"] = "checkpoint"
     path: str
     seconds: Number
@@ -350,7 +340,6 @@ class CheckpointRecord(TrainerRecord):
 class BenchmarkRecord(TrainerRecord):
     """The guides' BENCHMARK SUMMARY as data; seconds and bytes."""
 
-    KIND: ClassVar[str] = "benchmark"
     kind: Literal["benchmark"] = "benchmark"
     mode: str
     total_s: Number
@@ -372,7 +361,6 @@ class BenchmarkRecord(TrainerRecord):
 class EvalRecord(Record):
     """Held-out accuracy, written by an environment to its own `eval.NAME.jsonl`."""
 
-    KIND: ClassVar[str] = "eval"
     kind: Literal["eval"] = "eval"
     env: str
     split: str = "held_out"
@@ -388,7 +376,6 @@ class EvalRecord(Record):
 class EnvCountsRecord(Record):
     """What became of an environment's groups since it started; in its own `eval.NAME.jsonl`."""
 
-    KIND: ClassVar[str] = "env_counts"
     kind: Literal["env_counts"] = "env_counts"
     env: str
     policy_step: int | None = None
@@ -405,7 +392,6 @@ class EnvCountsRecord(Record):
 class EnvMetricsRecord(Record):
     """Every number that an environment logs, wandb or not; in its own `eval.NAME.jsonl`."""
 
-    KIND: ClassVar[str] = "env_metrics"
     kind: Literal["env_metrics"] = "env_metrics"
     env: str
     policy_step: int | None = None
@@ -478,12 +464,11 @@ class EnvFlow(Figures):
 class GaugesRecord(Record):
     """How busy machine, components, engines and run-api are; in `gauges.jsonl`, which is thinned as it grows."""
 
-    KIND: ClassVar[str] = "gauges"
     kind: Literal["gauges"] = "gauges"
     components: dict[Name, ComponentUse] = {}
     engines: dict[Name, EngineGauges] = {}
     gpus: list[GpuStatus] = []
-    host: HostUse = HostUse()
+    host: HostUse = Field(default_factory=HostUse)
     queue: Count | None = None
     """Groups that wait in run-api for the trainer; None where nobody answers."""
     disk_free_bytes: Count | None = None
@@ -519,6 +504,8 @@ METRIC_KINDS: dict[str, type[TrainerRecord]] = {
     if name not in TrainerRecord.model_fields and not name.startswith("optimizer") and _is_number(field.annotation)
 }
 """Every number of a step by its name, and the record that holds it; of two with one name the step's own."""
+HELD_OUT_METRIC = "eval/"
+"""Begins the name of a held-out accuracy: `eval/SPLIT`, or `eval/ENV/SPLIT` of one environment alone."""
 
 
 _KIND = re.compile(rb'"kind": ?"(\w+)"')

@@ -19,6 +19,9 @@ ENV_CONTROL_SOCKET = "ATROPOS_CONTROL_SOCKET"
 """The supervisor's Unix socket; absent when a component runs alone."""
 ENV_TOKEN = "ATROPOS_TOKEN"
 """The run's random token for control routes of the inference server."""
+ENV_DOOR_KEY = "ATROPOS_DOOR_KEY"
+"""What opens run-api, generation and metrics of this run where other machines reach them, and nothing else
+(`atropos_common/http.py`); environments get it, and not the token."""
 ENV_COMPONENT = "ATROPOS_COMPONENT"
 """The component's own name in the plan."""
 ENV_ATTEMPT = "ATROPOS_ATTEMPT"
@@ -37,10 +40,20 @@ ENV_HELD_PORT = "ATROPOS_HELD_PORT"
 ENV_ENGINE_URLS = "ATROPOS_ENGINE_URLS"
 """Set for environments: the OpenAI addresses (http://127.0.0.1:9001/v1) of all servers that they may ask, separated by
 spaces."""
+ENV_API_URL = "ATROPOS_API_URL"
+"""Set for a trainer that is not ours: the address of run-api."""
+ENV_MODEL = "ATROPOS_MODEL"
+"""Set for it: the stack's model, a folder or a hub id."""
+ENV_CHECKPOINTS = "ATROPOS_CHECKPOINTS"
+"""Set for it: the folder of the run in which checkpoints are looked for."""
 ENV_SEQUENCES = "ATROPOS_SEQUENCES_IN_FLIGHT"
 """Completions that an environment may have under way where neither it nor the profile limits its workers."""
 ENV_REFILL = "ATROPOS_REFILL"
 """`0`: an environment begins no more groups than there are places for, and the next ones in atroposlib's rounds."""
+ENV_RANKS_DIR = "ATROPOS_RANKS_DIR"
+"""A folder that all nodes of a trainer share, in which its ranks meet; needed where they are on several."""
+ENV_NODE_ADDRESS = "ATROPOS_NODE_ADDRESS"
+"""The address under which other nodes reach a component; without it, it is on one machine with all others."""
 ENV_ALLOWED_HOSTS = "ATROPOS_ALLOWED_HOSTS"
 """Names, divided by commas, that our servers take in the Host header besides the loopback's and the bound one."""
 
@@ -85,6 +98,11 @@ class RunDir:
     """Report of a fault of ours, to file as an issue."""
     supervisor_log = _Below("supervisor.log")
     """What the supervisor process itself prints when it runs in the background."""
+    slurm_job = _Below("slurm_job")
+    """Number of the job that a run was submitted as, or runs in."""
+    slurm_script = _Below("slurm.sh")
+    slurm_log = _Below("slurm.log")
+    """What the batch script prints."""
     logs = _Below("logs")
     bridge = _Below("bridge")
     checkpoints = _Below("checkpoints")

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from atropos_envs import EnvFault
+
 OPERANDS = 20
 """Both numbers run from 0 to one less."""
 EASY_SHARE = 0.3
@@ -19,10 +21,6 @@ HELD_OUT = 25
 """Questions that neither the warm start nor the rollouts ever see."""
 MAX_NEW_TOKENS = 4
 TASK_FILE = "task.json"
-
-
-class TaskError(ValueError):
-    """A task file that cannot be used."""
 
 
 @dataclass(frozen=True, order=True)
@@ -99,7 +97,7 @@ def load_task(folder: Path, *, seed: int) -> Task:
     """The split that the model in `folder` was warm-started with; a model without one gets the split of `seed`.
 
     Raises:
-        TaskError: the file is there and is not a split of this task.
+        EnvFault: the file is there and is not a split of this task.
     """
     path = folder / TASK_FILE
     if not path.is_file():
@@ -108,9 +106,13 @@ def load_task(folder: Path, *, seed: int) -> Task:
         content = json.loads(path.read_text())
         task = Task(int(content["seed"]), _questions(content["held_out"]), _questions(content["training"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise TaskError(f"{path}: not a task file ({error}); delete the folder and warm-start again") from None
+        raise EnvFault(
+            f"{path}: not a task file ({error}); delete the folder and warm-start again", exit_code=2
+        ) from None
     if not task.held_out or not task.training or set(task.held_out) & set(task.training):
-        raise TaskError(f"{path}: its two parts are empty or overlap; delete the folder and warm-start again")
+        raise EnvFault(
+            f"{path}: its two parts are empty or overlap; delete the folder and warm-start again", exit_code=2
+        )
     return task
 
 

@@ -19,8 +19,7 @@ from typing import Any, ClassVar
 from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 
-from atropos_envs import EnvFault
-from atropos_envs.arithmetic import MAX_NEW_TOKENS, Sum, Task, TaskError, load_task, reward
+from atropos_envs.arithmetic import MAX_NEW_TOKENS, Sum, Task, load_task, reward
 from atropos_envs.base import StackEnv, epochs, run
 from atropos_envs.evaluation import Graded
 
@@ -56,10 +55,7 @@ class ArithmeticEnv(StackEnv):
         Raises:
             EnvFault: the model's task file is damaged, or its tokenizer is not one token per character.
         """
-        try:
-            self.task: Task = load_task(Path(self.config.tokenizer_name), seed=self.config.seed)
-        except TaskError as error:
-            raise EnvFault(str(error), exit_code=2) from None
+        self.task: Task = load_task(Path(self.config.tokenizer_name), seed=self.config.seed)
         self.items = epochs(self.task.training, random.Random(self.config.seed))
         carries = self.task.carries
         self._carries = random.Random(self.config.seed).sample(carries, min(self.config.carry_questions, len(carries)))

@@ -12,7 +12,8 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, ClassVar, NoReturn
@@ -111,6 +112,13 @@ class StackEnv(Hosted):
     async def greedy(self, prompt_ids: list[int], *, wait: bool, **sampling: Any) -> Generation:
         """The likeliest completion."""
         return await self.server.servers[0].generate(prompt_ids, wait=wait, temperature=0.0, **sampling)
+
+    def require_chat_template(self) -> None:
+        """Raises EnvFault for a model that cannot chat."""
+        if not self.tokenizer.chat_template:
+            raise EnvFault(
+                f"{self.config.tokenizer_name} has no chat template; use an instruction-tuned model", exit_code=2
+            )
 
     def scored_group(self, nodes: Sequence[Any], scores: list[float], sampling: dict[str, Any]) -> dict[str, Any]:
         """What run-api takes, of the sequences that ManagedServer has noted."""
@@ -274,17 +282,27 @@ def run(env_class: type[StackEnv]) -> NoReturn:
     """atroposlib's command line around `env_class`. Exit 0, 1 (a part is gone), 2 (a mistake), 143 (SIGTERM)."""
     configure_logging()
     sys.argv[1:] = one_off_defaults(sys.argv[1:])
-    code = 0
+    leave(exit_code_of(env_class.cli))
+
+
+def exit_code_of(work: Callable[[], None], *, causes: bool = False) -> int:
+    """Call `work`; how it ended, for the system, and in words where that was a fault.
+
+    Args:
+        causes: show the traceback of what a fault came from, in code that nobody here wrote.
+    """
     try:
-        env_class.cli()
+        work()
     except EnvFault as fault:
         log.error("%s", fault)
-        code = fault.exit_code
+        if causes and fault.__cause__ is not None and not isinstance(fault.__cause__, ImportError):
+            log.info("where it happened:\n%s", "".join(traceback.format_exception(fault.__cause__)))
+        return fault.exit_code
     except Dismissed as told:
-        code = told.exit_code
+        return told.exit_code
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    leave(code)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
 
 
 def leave(code: int) -> NoReturn:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from atropos_common.files import cut_torn_line
+from atropos_common.record_tail import next_seq
 from atropos_common.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord, Record
 from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir
 from atropos_envs.tally import Tally
@@ -52,7 +52,7 @@ class EvalLog:
         self._path = path
         self._env = env
         self._run_id = os.environ.get(ENV_RUN_ID, "")
-        self._next = _count_lines(path) if path is not None else 0
+        self._next = next_seq(path) if path is not None else 0
 
     def append(self, split: str, graded: list[Graded], policy_step: int | None) -> EvalRecord:
         """Write the accuracy over `graded` and return the record.
@@ -102,13 +102,3 @@ class EvalLog:
                 file.write(stamped.to_line())
         self._next += 1
         return stamped
-
-
-def _count_lines(path: Path) -> int:
-    """Whole lines of `path`, 0 where there is none yet; a torn one is cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        return 0
-    with path.open("r+b") as file:
-        cut_torn_line(file.fileno())
-        return file.read().count(b"\n")

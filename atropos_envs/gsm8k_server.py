@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from atropos_envs import EnvFault
 from atropos_envs.base import run
 from atropos_envs.math_env import Completion, MathEnv
 from atropos_envs.problems import HubSplit, MathProblem, group_scores, parse_gold, read_split
@@ -40,10 +39,7 @@ class Gsm8kEnv(MathEnv):
 
     async def setup(self) -> None:
         """Load both splits; refuse a model that cannot chat."""
-        if not self.tokenizer.chat_template:
-            raise EnvFault(
-                f"{self.config.tokenizer_name} has no chat template; use an instruction-tuned model", exit_code=2
-            )
+        self.require_chat_template()
         await super().setup()
 
     def train_rows(self) -> list[MathProblem]:

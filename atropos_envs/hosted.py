@@ -26,7 +26,8 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum
 from atroposlib.envs.server_handling.server_baseline import ServerBaseline
 from tenacity import RetryError
 
-from atropos_common.run_dir import ENV_REFILL, ENV_SEQUENCES
+from atropos_common.http import DOOR_USER
+from atropos_common.run_dir import ENV_DOOR_KEY, ENV_ENGINE_URLS, ENV_REFILL, ENV_SEQUENCES
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused, addresses, begin_group
 from atropos_envs.evaluation import EvalLog, component_name, eval_path
@@ -49,10 +50,45 @@ _slot: ContextVar[Slot | None] = ContextVar("slot", default=None)
 """The group that the present task makes."""
 
 
+class DoorUrl(str):
+    """An address that carries the run's key where a request's URL is made of it (`f"{url}/info"`), which atroposlib's
+    clients send as a password, and nowhere else: what is written to W&B or a log is the address alone."""
+
+    key: str
+
+    @classmethod
+    def of(cls, url: str, key: str) -> DoorUrl:
+        """`url` with `key`."""
+        made = cls(url)
+        made.key = key
+        return made
+
+    def __format__(self, form: str) -> str:
+        scheme, mark, rest = self.partition("://")
+        return format(f"{scheme}{mark}{DOOR_USER}:{self.key}@{rest}", form)
+
+
+def with_door_key(config: Any, server_configs: Any, key: str) -> tuple[Any, Any]:
+    """The configurations with the run's key for run-api and for the servers that the plan names."""
+    if not key:
+        return config, server_configs
+    known = {base_url.rstrip("/") for base_url in os.environ.get(ENV_ENGINE_URLS, "").split()}
+
+    def keyed(each: Any) -> Any:
+        url = str(getattr(each, "base_url", None) or "").rstrip("/")
+        return each.model_copy(update={"api_key": key}) if url in known else each
+
+    several = isinstance(server_configs, list)
+    servers = [keyed(each) for each in server_configs] if several else keyed(server_configs)
+    url = DoorUrl.of(str(config.rollout_server_url), key)
+    return config.model_copy(update={"rollout_server_url": url}), servers
+
+
 class Hosted(BaseEnv):  # type: ignore[misc]
     """What the stack gives every environment; its own class comes behind this one in the order of resolution."""
 
     def __init__(self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+        config, server_configs = with_door_key(config, server_configs, os.environ.get(ENV_DOOR_KEY, ""))
         try:
             super().__init__(config, server_configs, slurm=slurm, testing=testing)
         except (OSError, ValueError) as error:

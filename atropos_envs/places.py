@@ -84,17 +84,14 @@ class Places:
     def sent(self, slot: Slot | None, groups: int) -> list[Slot]:
         """run-api took `groups`; returns as `begin`."""
         self.room -= groups
-        return self._leave(slot)
+        return self.end(slot)
 
     def came_out(self, *, flat: bool) -> None:
         """A group was made."""
         self._flat.append(flat)
 
-    def end(self, slot: Slot) -> list[Slot]:
+    def end(self, slot: Slot | None) -> list[Slot]:
         """A group is over, whatever became of it; returns as `begin`."""
-        return self._leave(slot)
-
-    def _leave(self, slot: Slot | None) -> list[Slot]:
         self._slots = [each for each in self._slots if each is not slot]
         return self._assign()
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from atropos_common.http import door_headers
 from atropos_common.run_dir import RunDir
 from atropos_envs import EnvFault
 
@@ -110,7 +112,8 @@ class Registration:
             self._memory.write_text(json.dumps({"env_ids": [self.env_id]}) + "\n")
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        async with self.http().request(method, self._url + path, json=body, timeout=ANSWER_S) as response:
+        key = door_headers(os.environ)
+        async with self.http().request(method, self._url + path, json=body, timeout=ANSWER_S, headers=key) as response:
             response.raise_for_status()
             answer: dict[str, Any] = await response.json()
             return answer

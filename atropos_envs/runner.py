@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 from atroposlib.envs import base
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 
-from atropos_envs import Dismissed, EnvFault
-from atropos_envs.base import configure_logging, leave, one_off_defaults
+from atropos_envs import EnvFault
+from atropos_envs.base import configure_logging, exit_code_of, leave, one_off_defaults
 from atropos_envs.hosted import hosted, missing_package
 from atropos_envs.tally import reason_of
 
@@ -32,18 +32,8 @@ log = logging.getLogger(__name__)
 def main() -> NoReturn:
     """Exit 0, 1 (a part of the stack is gone), 2 (a mistake), 143 (SIGTERM)."""
     configure_logging()
-    code = 0
     try:
-        run(sys.argv[1:])
-    except EnvFault as fault:
-        log.error("%s", fault)
-        if fault.__cause__ is not None and not isinstance(fault.__cause__, ImportError):
-            log.info("where it happened:\n%s", "".join(traceback.format_exception(fault.__cause__)))
-        code = fault.exit_code
-    except Dismissed as told:
-        code = told.exit_code
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        code = exit_code_of(lambda: run(sys.argv[1:]), causes=True)
     except Exception as error:
         log.info("where it happened:\n%s", traceback.format_exc())
         log.error("the environment ended with %s", reason_of(error))

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple
 from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 
-from atropos_envs import EnvFault
 from atropos_envs.base import StackEnv, epochs, run
 from atropos_envs.evaluation import Graded
 
@@ -90,10 +89,7 @@ class SumsEnv(StackEnv):
         Raises:
             EnvFault: the model cannot chat.
         """
-        if not self.tokenizer.chat_template:
-            raise EnvFault(
-                f"{self.config.tokenizer_name} has no chat template; use an instruction-tuned model", exit_code=2
-            )
+        self.require_chat_template()
         training, self._held_out = split(self.config.seed)
         self.items = epochs(training, random.Random(self.config.seed))
 

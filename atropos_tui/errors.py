@@ -5,6 +5,8 @@ A `UserError` is shown as its title and its problems, never as a traceback; each
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -48,3 +50,16 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return "\n".join([self.title, *(f"  {problem}" for problem in self.problems)])
+
+
+class Elsewhere(Exception):
+    """This command is to be given on another machine: `prefix` runs it there, or `words` in its place."""
+
+    def __init__(self, prefix: list[str], words: list[str] | None = None) -> None:
+        super().__init__(" ".join(prefix))
+        self.prefix = prefix
+        self.words = words
+
+    def run(self, argv: list[str]) -> int:
+        """Give the command there, with this terminal and folder; its exit code."""
+        return subprocess.call([*self.prefix, sys.executable, "-P", "-m", "atropos_tui", *(self.words or argv)])

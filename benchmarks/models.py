@@ -33,7 +33,7 @@ from atropos_common.model_math import Dimensions, carries_state, why_refused
 from atropos_common.run_dir import ENV_TOKEN
 from benchmarks.children import TOKEN, Child, ChildError, environment, free_ports
 from benchmarks.model_zoo import ZOO, save
-from benchmarks.server_nursery import Forked
+from benchmarks.nursery import VLLM, Forked
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import TrainerError
 from trainer_core.objective.registry import Objective
@@ -285,7 +285,7 @@ def measure_all(options: argparse.Namespace) -> None:
     until = time.monotonic() + options.limit
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
         env = environment(Path(folder), None, {})
-        nursery = Child(Path(folder) / "nursery", ["-m", "benchmarks.server_nursery"], env)
+        nursery = Child(Path(folder) / "nursery", ["-m", "benchmarks.nursery", VLLM], env)
         try:
             nursery.wait(300)
             for name in options.only:

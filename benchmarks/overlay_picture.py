@@ -1,7 +1,7 @@
 """A picture of runs on the same axes, for the documents: seeds of one setting as a band, settings side by side.
 
     python -m benchmarks.overlay_picture RUN RUN ... -o docs/overlay-modes.svg [--along steps|tokens|minutes]
-        [--charts reward useful entropy time]
+        [--charts reward useful entropy diff]
     python -m benchmarks.overlay_picture --seeds 0 1 2 3 4 --modes none shared_vllm broadcast lora_only lora_restart \
         --folder FOLDER -o docs/overlay-modes.svg
 
@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", default=[])
     parser.add_argument("--folder", type=Path, default=Path("runs/overlay"), help="where runs are kept")
     parser.add_argument("-o", "--output", type=Path, default=Path("docs/overlay-modes.svg"))
-    parser.add_argument("--charts", nargs="+", default=["reward", "useful", "entropy", "time"])
+    parser.add_argument("--charts", nargs="+", default=["reward", "useful", "entropy", "diff"])
     parser.add_argument("--along", type=Along, choices=list(Along), default=Along.STEPS)
     options = parser.parse_args()
     seeds = [run_demo(options.folder, f"seed{seed}", {"seed": seed}) for seed in options.seeds]

@@ -3,7 +3,7 @@
 Each completion is asked for twice, which keeps engine and trainer of the demo alike busy. slow: a rollout takes two
 seconds beside the engine; busy: each is asked for many times; once: each is asked for once; flat: every completion
 scores the same; top_p: requests ask for what the server refuses; hub: the next start wants a data set of a hub that
-cannot be reached. For `benchmarks/situations.py`.
+cannot be reached, and when it asks a file `PLANT`.asked appears. For `benchmarks/situations.py`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Planted(ArithmeticEnv):
         if planted() == "hub":
             from huggingface_hub import hf_hub_download
 
+            Path(f"{os.environ['PLANT']}.asked").touch()
             await asyncio.to_thread(hf_hub_download, "openai/gsm8k", "README.md", repo_type="dataset")
         await super().setup()
 

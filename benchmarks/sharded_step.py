@@ -41,8 +41,7 @@ from trainer_core.policy.sharding import load_for, shard, weights
 from trainer_core.policy.speed import compile_layers, use_checkpointing
 from trainer_core.ranks import World
 from trainer_core.rollouts.batch import Rollout
-from trainer_core.rollouts.dealing import deal, hand
-from trainer_core.rollouts.packing import PackedRow, pack
+from trainer_core.rollouts.packing import PackedRow, deal, hand, pack
 from trainer_core.step import StepOutcome, accumulate
 from trainer_core.world import join
 

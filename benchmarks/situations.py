@@ -5,9 +5,9 @@
 Eight are planted into one demo on real processes (vLLM, run-api, trainer, environment), one after the other, each into
 a run that trains: a slow environment, an engine with much to do, equal scores and a refused option come from
 `planted_env.py`, a slow trainer is stopped by SIGSTOP for most of the time, the disk is a tmpfs that is filled, the hub
-is asked for where there is none. The lag needs settings of its own, so a second demo. One of three engines dead: three
-small children stand in for engines. The sentence is read as `ps` and the screen read it: from the run's files and its
-supervisor.
+is asked for where there is none (its clock begins when it is asked: before that a program starts). The lag needs
+settings of its own, so a second demo. One of three engines dead: three small children stand in for engines. The
+sentence is read as `ps` and the screen read it: from the run's files and its supervisor.
 """
 
 from __future__ import annotations
@@ -163,6 +163,9 @@ class Stack:
         with self.switched("hub"):
             status = asyncio.run(ControlClient(self.root).status())
             psutil.Process(next(row.pid for row in status.components if row.role is Role.ENV) or 0).kill()
+            asked, give_up = self._switch.with_name(f"{self._switch.name}.asked"), time.monotonic() + START_S
+            while not asked.exists() and time.monotonic() < give_up:
+                time.sleep(0.1)
             yield
 
     @contextmanager

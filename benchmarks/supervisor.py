@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,7 @@ def supervised(
     """A supervisor in the background that runs `components`; ended and checked at exit."""
     root = folder / name
     stack = StackSpec(
-        run_id=f"bench-{name}", name=name, mode="none", run_dir=str(root), components=list(components),
+        run_id=f"bench-{name}-{os.getpid()}", name=name, mode="none", run_dir=str(root), components=list(components),
         logs=LogPolicy(max_bytes=max_log_bytes),
     )  # fmt: skip
     process = subprocess.Popen([sys.executable, "-m", "atropos_tui.supervisor"], stdin=subprocess.PIPE)

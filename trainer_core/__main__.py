@@ -26,7 +26,7 @@ from atropos_common.manifest import ManifestError
 from atropos_common.run_dir import RunDir
 from trainer_core.config import TrainingConfig, validate
 from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
-from trainer_core.ranks import GONE_CODE, on_every_rank, own_rank, rank_count, write_code
+from trainer_core.ranks import GONE_CODE, on_every_rank, own_rank, rank_count, restore_master, write_code
 
 if TYPE_CHECKING:
     from trainer_core.checkpoint import StartingPoint
@@ -78,7 +78,7 @@ def _run(config: TrainingConfig) -> int:
         elif not on_every_rank(error):
             print(f"error: rank {own_rank()}: {error}", file=sys.stderr, flush=True)
         return GONE_CODE if isinstance(error, RankGone) else 2 if isinstance(error, UsageError) else 1
-    return 0 if done or not received else 128 + received[0]
+    return 0 if done or not stop.is_set() else 128 + (received or [signal.SIGTERM])[0]
 
 
 def _beginning(config: TrainingConfig, stop: threading.Event) -> tuple[StartingPoint, RunApi | None]:
@@ -167,6 +167,7 @@ def _help(text: str, field: Any) -> str:
 
 def _rank() -> NoReturn:
     """One rank of several: it leaves without the interpreter's own end, which would wait for ranks that are gone."""
+    restore_master()
     try:
         code = main()
     except Exception as error:

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from atropos_common.bridge import ADAPTER_CONFIG
 from trainer_core.config import TrainingConfig
 from trainer_core.durable import damage, seal, sync, why_full
 from trainer_core.errors import UsageError
@@ -47,7 +48,6 @@ STATE_TENSORS = "trainer_state/tensors.safetensors"
 _OF_RANKS = re.compile(r"tensors-(\d+)-of-\d+\.safetensors")
 _TENSOR, _ITEMS = "$tensor", "$items"
 """Marks of a tensor and of a dict in `trainer_state.json`."""
-ADAPTER_JSON = "adapter_config.json"
 _STEP = re.compile(r"(adapter_)?step_(\d+)")
 _WRITING, _OLD = re.compile(r"\.(.+)\.writing"), re.compile(r"\.(.+)\.old")
 """Folders that a write left which ended in its middle."""
@@ -108,7 +108,7 @@ def _numbered(save_path: Path, adapters: bool) -> list[Path]:
 def _point(path: Path, config: TrainingConfig) -> StartingPoint:
     if reason := _why_damaged(path, deep=True):
         raise UsageError(f"--resume {path}: {reason}")
-    if (path / ADAPTER_JSON).is_file() != config.trains_adapters:
+    if (path / ADAPTER_CONFIG).is_file() != config.trains_adapters:
         theirs, ours = ("a whole model", "adapters") if config.trains_adapters else ("an adapter", "the whole model")
         raise UsageError(
             f"--resume {path}: a checkpoint of {theirs}, and --weight-bridge-mode {config.weight_bridge_mode} trains "
@@ -205,19 +205,16 @@ def _begin(aside: Path) -> None:
 
 
 def on_all(world: World, work: Callable[[], T]) -> T:
-    """Call `work` on each rank; what goes wrong on one is raised on all."""
+    """`World.together`, where an error of safetensors is one of the disk or of its content."""
     from safetensors import SafetensorError
 
-    failed: Exception | None = None
-    done: Any = None
-    try:
-        done = work()
-    except SafetensorError as error:
-        failed = OSError(str(error))
-    except Exception as error:
-        failed = error
-    world.agree(failed)
-    return cast(T, done)
+    def plain() -> T:
+        try:
+            return work()
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+
+    return world.together(plain)
 
 
 def _write(

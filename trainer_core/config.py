@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from atropos_common.bridge import ADAPTER_CONFIG
 from atropos_common.run_dir import RunDir
 
 
@@ -236,6 +237,8 @@ class TrainingConfig(BaseModel):
     # vLLM
     vllm_port: int = Field(9001, ge=1, le=65535)
     """Port of the inference server on this machine."""
+    vllm_host: str = "127.0.0.1"
+    """Where that server is; another machine's only where a supervisor starts it."""
     vllm_urls: Words | None = None
     """Inference servers that get the weights, where there are several (broadcast) or one is elsewhere; default: the one
     at vllm_port."""
@@ -420,7 +423,7 @@ class TrainingConfig(BaseModel):
     @property
     def engine_urls(self) -> list[str]:
         """Base URLs of the servers that get the weights."""
-        return [url.rstrip("/") for url in self.vllm_urls or [f"http://127.0.0.1:{self.vllm_port}"]]
+        return [url.rstrip("/") for url in self.vllm_urls or [f"http://{self.vllm_host}:{self.vllm_port}"]]
 
     @property
     def sequences_per_step(self) -> int:
@@ -572,7 +575,7 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     """
     said = f"--lora-adapter-path {folder}"
     try:
-        found = json.loads((folder / "adapter_config.json").read_text())
+        found = json.loads((folder / ADAPTER_CONFIG).read_text())
         kind, targets = found.get("peft_type"), found["target_modules"]
         odd = [what for key, what in _UNSERVED.items() if found.get(key)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -48,9 +48,9 @@ from trainer_core.minibatches import Minibatches, merged
 from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiffs, thresholds
 from trainer_core.objective.custom import own_loss
 from trainer_core.objective.loss import Formula
+from trainer_core.objective.penalties import balance_coefficient
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
-from trainer_core.policy.experts import balance_coefficient
 from trainer_core.policy.load import end_tokens, train_only
 from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.proof import prove
@@ -58,7 +58,7 @@ from trainer_core.policy.reference import Reference
 from trainer_core.policy.sharding import compute_dtype
 from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
 from trainer_core.probe import LogprobProbe, explain
-from trainer_core.ranks import ALONE, SEEN_S, World
+from trainer_core.ranks import ALONE, SEEN_S, World, speaks_for_node
 from trainer_core.report import (
     BenchmarkTotals,
     MfuMeter,
@@ -273,6 +273,8 @@ class Run:
         )  # fmt: skip
         self.bench = BenchmarkTotals(config.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
+        if speaks_for_node():  # whoever watches over that node's log waits for the same words
+            print(f"Ready to train beside rank 0, from rank {world.rank} on", file=sys.__stdout__, flush=True)
 
     def to_the_end(self) -> TrainResult:
         """All steps, or as many as there are before a stop condition or the stop; after a crash, save what is left."""
@@ -472,15 +474,10 @@ class Run:
         known = [lag for lag in lags if lag is not None]
         lag_max = max(known) if known else None
         verdict = self.gate.judge(outcome.diffs, probe, lag_max=lag_max, version=self.version)
-        explained = explain(
-            self.world.share(lambda: verdict),
-            self.model,
-            [r for r in batch.rollouts if r.complete],
-            self.probe.answers,
-            step=self.step + 1,
-            lag_max=lag_max,
-        )
-        alignment = self.world.share(lambda: explained)
+        alignment = explain(
+            self.world.share(lambda: verdict), self.model, [r for r in batch.rollouts if r.complete],
+            self.probe.answers, step=self.step + 1, lag_max=lag_max, world=self.world,
+        )  # fmt: skip
         if alignment.verdict != "ok":
             asked = self.probe.asked_at(self.step + 1) if probe is not None else ""
             alignment = Alignment(alignment.verdict, f"{alignment.cause}{asked}")

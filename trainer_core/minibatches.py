@@ -25,8 +25,7 @@ from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import in_threads
 from trainer_core.ranks import ALONE, World
 from trainer_core.rollouts.batch import Rollout
-from trainer_core.rollouts.dealing import deal, hand
-from trainer_core.rollouts.packing import PackedRow, pack, packing_order
+from trainer_core.rollouts.packing import PackedRow, deal, hand, pack, packing_order
 from trainer_core.step import StepOutcome
 
 

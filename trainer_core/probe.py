@@ -178,9 +178,10 @@ def _on_cached_prefix(engine: ServerClient, prompt: list[int], tokens: int) -> G
 @torch.no_grad()
 def explain(
     judged: Alignment, model: torch.nn.Module, rollouts: Sequence[Rollout], answers: Answers, *, step: int,
-    lag_max: float | None,
+    lag_max: float | None, world: World = ALONE,
 ) -> Alignment:  # fmt: skip
-    """`judged`, or a mismatch with the cause that accounts for it.
+    """`judged`, or a mismatch with the cause that accounts for it; by rank 0's figures, for another rank's may lie just
+    beyond a bound, and it would run the model once more than all others.
 
     Args:
         rollouts: of the step's batch.
@@ -192,26 +193,27 @@ def explain(
     cause = judged.cause.partition(":")[0]
     often = lag_max is None or lag_max <= 1 or step % LAG_INTERVAL == 1
     if cause == SAMPLING or (cause == POLICY_LAG and often):
-        return judged.explained(_of_rollouts(model, rollouts))
-    return judged.explained(_of_head(model, answers)) if cause == OTHER_WEIGHTS else judged
+        return judged.explained(_of_rollouts(model, rollouts, world))
+    return judged.explained(_of_head(model, answers, world)) if cause == OTHER_WEIGHTS else judged
 
 
-def _of_rollouts(model: torch.nn.Module, rollouts: Sequence[Rollout]) -> str | None:
+def _of_rollouts(model: torch.nn.Module, rollouts: Sequence[Rollout], world: World) -> str | None:
     chosen = [r for r in rollouts if r.trained.any()][:SEQUENCES]
     rows = pack(chosen, max((len(r.tokens) for r in chosen), default=0) * len(chosen))
     row = max(rows, key=lambda row: len(row.labels), default=None)  # those without advantages have one of their own
     if row is None or len(row.labels) < FEWEST_TOKENS:
         return None
     row = row.to(next(model.parameters()).device)
-    scored = _Scored(model, row)
-    return _shifted(scored) or _temperature(scored) or _filtered(scored)
+    scored = _Scored(model, row, world)
+    shifted = world.share(lambda: _shifted(scored))
+    return shifted or _temperature(scored) or world.share(lambda: _filtered(scored))
 
 
 class _Scored:
     """A packed row whose hidden states are kept, so that other temperatures cost a product with the head alone."""
 
-    def __init__(self, model: torch.nn.Module, row: PackedRow) -> None:
-        self.row, self.model = row, model
+    def __init__(self, model: torch.nn.Module, row: PackedRow, world: World) -> None:
+        self.row, self.model, self.world = row, model, world
         self.states = predicting_states(model, row)
         self.train = self.at(1.0)
 
@@ -221,8 +223,9 @@ class _Scored:
         return head_scores(self.model, self.states, self.row.labels, temperatures).logprobs
 
     def left(self, factor: float) -> float:
-        """Mean |trainer - rollout| then."""
-        return float((self.at(factor) - self.row.logprobs).abs().mean())
+        """Mean |trainer - rollout| then, as rank 0 has it."""
+        gaps = (self.at(factor) - self.row.logprobs).abs()
+        return self.world.share(lambda: float(gaps.mean()))
 
 
 def _shifted(scored: _Scored) -> str | None:
@@ -267,7 +270,7 @@ def _filtered(scored: _Scored) -> str | None:
     )
 
 
-def _of_head(model: torch.nn.Module, answers: Answers) -> str | None:
+def _of_head(model: torch.nn.Module, answers: Answers, world: World) -> str | None:
     """Does the server multiply with its head in another type?"""
     pairs = [(prompt, done.token_ids) for prompt, *both in answers for done in both]
     theirs = torch.tensor([value for _, *both in answers for done in both for value in done.logprobs])
@@ -276,7 +279,8 @@ def _of_head(model: torch.nn.Module, answers: Answers) -> str | None:
 
     def left(dtype: torch.dtype | None) -> float:
         mine = completions_logprobs(model, pairs, head_dtype=dtype)
-        return float((torch.tensor([value for one in mine for value in one]) - theirs).abs().mean())
+        gaps = (torch.tensor([value for one in mine for value in one]) - theirs).abs()
+        return world.share(lambda: float(gaps.mean()))
 
     own = head_type(model)
     before = left(None)

@@ -104,11 +104,7 @@ def write_records(telemetry: Telemetry, report: StepReport, config: TrainingConf
     if len(report.ranks) > 1:
         telemetry.write(RanksRecord, step, ranks=report.ranks)
     if report.sync is not None:
-        telemetry.write(
-            SyncRecord, step, mode=report.sync.mode, weight_version=report.sync.weight_version,
-            seconds=report.sync.seconds, phases=report.sync.phases, moved=report.sync.moved,
-            left_out=report.sync.left_out,
-        )  # fmt: skip
+        telemetry.write(SyncRecord, step, **vars(report.sync))
     for index, size in sampled(report.batch.rollouts, config.rollout_samples, step):
         fields = _rollout_fields(report.batch.rollouts[index], report.lags[index], reader)
         telemetry.write(RolloutRecord, step, **fields, group_size=size)

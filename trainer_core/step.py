@@ -21,10 +21,9 @@ import torch
 
 from trainer_core.objective.alignment import DiffSums
 from trainer_core.objective.loss import Correction, LossSums, Sequences
-from trainer_core.objective.penalties import reference_kl, teacher_kl
+from trainer_core.objective.penalties import balance_loss, reference_kl, teacher_kl
 from trainer_core.objective.registry import Counts, Objective, count
 from trainer_core.optim import Stepper
-from trainer_core.policy.experts import balance_loss
 from trainer_core.policy.logprobs import TokenScores, row_logprobs, row_scores
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.sharding import anywhere

@@ -13,17 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from atropos_common.files import cut_torn_line
-from atropos_common.record_tail import RecordTail
-from atropos_common.records import EnvMetricsRecord, EvalRecord, RecordError, RolloutRecord, TrainerRecord, parse_line
+from atropos_common.record_tail import RecordTail, next_seq
+from atropos_common.records import EnvMetricsRecord, EvalRecord, RolloutRecord, TrainerRecord
 from atropos_common.run_dir import ENV_ATTEMPT, ENV_RUN_ID, RunDir
 from trainer_core.config import TrainingConfig
 
 Metrics = dict[str, Any]
 TABLE_ROWS = 64
 """Completions that trackers gather before they show them as one table."""
-_TAIL = 1 << 20
-"""Bytes of the file's end in which the last whole record is looked for."""
 
 
 class Telemetry:
@@ -64,8 +61,7 @@ class Telemetry:
 
     def _open(self) -> TextIO:
         if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.seq = _next_seq(self.path)
+            self.seq = next_seq(self.path)
             self._file = self.path.open("a", encoding="utf-8")
         return self._file
 
@@ -77,21 +73,6 @@ def open_telemetry(save_path: str, rank: int) -> Telemetry:
     run_id = os.environ.get(ENV_RUN_ID) or (run_dir.root.name if run_dir else "")
     attempt = os.environ.get(ENV_ATTEMPT, "1")
     return Telemetry(path, run_id=run_id, attempt=int(attempt) if attempt.isdigit() else 1, rank=rank)
-
-
-def _next_seq(path: Path) -> int:
-    """The `seq` that follows the last record, once a torn line behind it is cut off."""
-    if not path.exists():
-        return 0
-    with path.open("r+b") as file:
-        cut_torn_line(file.fileno())
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL))
-        lines = file.read(min(size, _TAIL)).splitlines()  # a device such as /dev/full has no end to be read to
-    for line in reversed(lines):
-        with contextlib.suppress(RecordError):
-            return parse_line(line).seq + 1
-    return 0
 
 
 def numbers_of(record: TrainerRecord) -> Metrics:
@@ -212,25 +193,24 @@ class Trackers:
         known = {name: value for name, value in metrics.items() if value is not None}
         known = self._numbers | known | self._environments.news()
         self._numbers = {}
-        for name, backend in list(self._backends.items()):
-            with self._isolated(name):
-                backend.log(step, known)
+        self._tell("log", step, known)
         if len(self._rows) >= TABLE_ROWS:
             self._show_rows(step)
 
     def _show_rows(self, step: int) -> None:
         rows, self._rows = self._rows, []
-        for name, backend in list(self._backends.items()):
-            with self._isolated(name):
-                backend.table(step, rows)
+        self._tell("table", step, rows)
 
     def finish(self, summary: Metrics) -> None:
         """Hand over the benchmark and close every backend."""
         if self._rows:
             self._show_rows(self._rows[-1].step)
+        self._tell("finish", summary)
+
+    def _tell(self, method: str, *values: Any) -> None:
         for name, backend in list(self._backends.items()):
             with self._isolated(name):
-                backend.finish(summary)
+                getattr(backend, method)(*values)
 
     @contextlib.contextmanager
     def _isolated(self, name: str) -> Iterator[None]:

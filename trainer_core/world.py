@@ -1,9 +1,10 @@
 """Several ranks of one trainer: they meet, speak, add up, and see one another's end.
 
 They meet in a folder that is this user's alone, so nobody else can take part: torchrun's own store, which listens on a
-port, is not used. There they find a secret; values travel over the loopback with a MAC made with it, and are not
-unpickled without. Waiting for rank 0 has no limit, for a batch may take hours. That a rank has died is seen at its
-process: a rank that then stands in a collective which never ends is ended.
+port, is not used. There they find a secret; values travel over the loopback, or from node to node, with a MAC made with
+it, and are not unpickled without. Waiting for rank 0 has no limit, for a batch may take hours. That a rank has died is
+seen at its process, and of one on another node in that folder, where those beside it leave word: a rank that then
+stands in a collective which never ends is ended.
 """
 
 from __future__ import annotations
@@ -34,8 +35,13 @@ from trainer_core.ranks import (
     KNOWN,
     SEEN_S,
     World,
+    first_rank,
+    interface_of,
+    leave_word,
     meeting_place,
+    node_address,
     on_every_rank,
+    on_several_nodes,
     own_rank,
     rank_count,
 )
@@ -61,7 +67,8 @@ def join(device: torch.device, timeout_s: float, stop: threading.Event | None = 
         stop: ends the waiting for rank 0, which may take long to come.
 
     Raises:
-        UsageError: the ranks are spread over several machines, or the folder where they would meet is another's.
+        UsageError: the ranks are on several nodes, and were not started by `trainer_core.launch`, or the folder where
+            they would meet is another's.
         Stopped: while rank 0 was awaited.
         RankGone: one has ended, or did not come.
     """
@@ -74,17 +81,21 @@ class Ranks(World):
     def __init__(self, device: torch.device, timeout_s: float, stop: threading.Event) -> None:
         super().__init__()
         self.rank, self.size = own_rank(), rank_count()
-        if os.environ.get("LOCAL_WORLD_SIZE", str(self.size)) != str(self.size):
-            raise UsageError("the ranks of a trainer run on one machine: start torchrun with --nnodes 1")
+        if os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE")):
+            raise UsageError("ranks on several nodes: start trainer_core.launch on each, with --nnodes and --node-rank")
         if not die_with_parent(os.getppid()):
             raise RankGone("torchrun has ended")
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        interface = interface_of(node_address())
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if on_several_nodes():  # else NCCL looks itself: engines of a broadcast may be on other machines
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         self._folder = meeting_place(os.getppid())
         self._lost = ""
         self._leaving, self._closed = threading.Event(), threading.Event()
         self._said = 0
+        self._stop = stop
         secret = self._meet(stop)
         try:
             self._connect(device, timedelta(seconds=timeout_s), secret)
@@ -95,12 +106,13 @@ class Ranks(World):
         """Wait for all ranks, and watch over them from there on; the secret that rank 0 has thought of."""
         if self.rank == 0:
             write_private(self._folder / "secret", secrets.token_hex(SECRET_BYTES))
-        write_private(self._folder / f"pid.{self.rank}", str(os.getpid()))
+        write_private(self._folder / f"pid.{self.rank}", f"{first_rank()} {os.getpid()}")
         pids = {rank: self._folder / f"pid.{rank}" for rank in range(self.size) if rank != self.rank}
-        while not all(path.exists() for path in pids.values()):
+        while not set(pids.values()) <= set(self._folder.iterdir()):
             if stop.wait(0.02):
                 raise Stopped
-        found = {rank: int(path.read_text()) for rank, path in pids.items()}
+        said = {rank: path.read_text().split() for rank, path in pids.items()}
+        found = {rank: int(pid) if int(first) == first_rank() else None for rank, (first, pid) in said.items()}
         threading.Thread(target=self._watch, args=(found,), daemon=True).start()
         return bytes.fromhex((self._folder / "secret").read_text())
 
@@ -108,7 +120,7 @@ class Ranks(World):
         store = dist.FileStore(str(self._folder / "store"), self.size)
         store.set_timeout(limit)
         self._sealed = SealedStore(store, secret, limit)
-        self._control = Gloo(self._sealed, self.rank, self.size, "127.0.0.1", EVER_S)
+        self._control = Gloo(self._sealed, self.rank, self.size, node_address(), EVER_S)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("model", store), rank=self.rank, world_size=self.size, timeout=limit,
@@ -232,22 +244,28 @@ class Ranks(World):
         self.check(patience_s=SEEN_S)
         raise error
 
-    def _watch(self, pids: dict[int, int]) -> None:
-        """See the end of another rank, and end this one where it does not do so by itself."""
+    def _watch(self, pids: dict[int, int | None]) -> None:
+        """See the end of another rank, and end this one where it does not do so by itself.
+
+        Args:
+            pids: by rank; null for one on another node.
+        """
         running = {}
         for rank, pid in pids.items():
             try:
-                running[os.pidfd_open(pid)] = rank
+                running[rank] = None if pid is None else os.pidfd_open(pid)
             except ProcessLookupError:
                 self._lost = self._last_words(rank, ended=True)
         look = select.poll()
-        for descriptor in running:
+        here = {rank: descriptor for rank, descriptor in running.items() if descriptor is not None}
+        for descriptor in here.values():
             look.register(descriptor, select.POLLIN)
         while not self._lost and not self._leaving.is_set():
             ended = {descriptor for descriptor, _ in look.poll(LOOK_S * 1000)}
-            words = [self._last_words(rank, ended=fd in ended) for fd, rank in running.items()]
+            self._hand_on_stop()
+            words = [self._last_words(rank, ended=descriptor in ended) for rank, descriptor in running.items()]
             self._lost = next(filter(None, words), "")
-        for descriptor in running:
+        for descriptor in here.values():
             os.close(descriptor)
         if self._lost:
             if self._leaving.wait(GRACE_S) and self._closed.wait(LEAVING_S):
@@ -255,12 +273,27 @@ class Ranks(World):
             print(f"error: {self._lost}. Rank {self.rank} waits for it in vain and leaves", file=sys.stderr, flush=True)
             os._exit(GONE_CODE)
 
+    def _hand_on_stop(self) -> None:
+        """Rank 0 alone ends the steps; where another node was asked to end, it learns of it."""
+        asked = self._folder / "stop"
+        if self.rank and self._stop.is_set():
+            asked.touch()
+        elif not self.rank and asked.exists():
+            self._stop.set()
+
     def _last_words(self, rank: int, *, ended: bool) -> str:
         """What another rank has ended with, in words; nothing where it runs, or has left together with all others."""
+        path = self._folder / f"left.{rank}"
         try:
-            said = (self._folder / f"left.{rank}").read_text()
+            # A folder is read anew on a network file system, and that a name was missing may be remembered there.
+            said = path.read_text() if ended or path in set(self._folder.iterdir()) else None
         except FileNotFoundError:
-            return f"rank {rank} has ended" if ended and self._folder.exists() else ""
+            said = None
+        if said is None:
+            if not ended or not self._folder.exists():
+                return ""
+            leave_word(self._folder, rank, "its process is gone")
+            return f"rank {rank} has ended"
         return f"rank {rank} has ended: {said.splitlines()[0]}" if said else ""
 
 

@@ -20,7 +20,7 @@ from prometheus_client import REGISTRY
 from atropos_common import ports
 from atropos_common.bridge import ENV_SAMPLING
 from atropos_common.files import write_private
-from atropos_common.http import allowed_hosts
+from atropos_common.http import allowed_hosts, door_keys
 from atropos_common.manifest import Shard
 from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, plugin, refusals
@@ -360,14 +360,17 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     app.include_router(lora.make_router(adapters))
     app.include_router(reload.make_router(reload.Reloader(bridge, args)))
     if config.weight_updates:
-        bridge.workers = compat.worker_count(engine)
+        bridge.workers = ranks(args)
         bridge.receives = "gloo" if compat.is_cpu() else "nccl"
         app.include_router(broadcast.make_router(broadcast.Transfers(bridge)))
     app.state.atropos_sampling_policy = config.sampling
     app.state.atropos_sampling = refusals.served_defaults(engine.model_config)
+    # Whoever starts a server by hand and names no token has nobody to give a key to.
+    keys = door_keys(args.host or "", "" if config.token_generated else config.token)
     app.state.atropos_door = Access(
         config.token, allowed_hosts(args.host, config.allowed_hosts), gate, instance_id=config.instance_id,
         engine_died=lambda: bool(engine.errored), signals=(signal.SIGTERM, signal.SIGINT), load=bridge.load,
+        keys=keys,
     )  # fmt: skip
     slots = engine.vllm_config.scheduler_config.max_num_seqs
     REGISTRY.register(LoadMetrics(bridge.load, slots, lambda: bridge.state.weight_version))

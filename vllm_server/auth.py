@@ -22,9 +22,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atropos_common.body import BodyError, GoneError, read_body
+from atropos_common.body import BodyError, GoneError, read_body, replayed
 from atropos_common.bridge import GONE_STATUS, INSTANCE_HEADER, TOKEN_HEADER
-from atropos_common.http import host_refusal, origin_refusal
+from atropos_common.http import host_refusal, key_refusal, opens, origin_refusal
 from vllm_server.load import ServerLoad
 
 MAX_BODY = 32 * 1024 * 1024
@@ -40,6 +40,8 @@ _OPEN = frozenset(
         "/detokenize", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json",
     }
 )  # fmt: skip
+_HEALTH = frozenset({"/health", "/health_generate", "/ping", "/version"})
+"""Asked by the supervisor, who sends no key to a port that nobody may have yet."""
 _GENERATION = frozenset(
     {
         "/generate", "/invocations", "/inference/v1/generate", "/generative_scoring", "/pooling", "/classify", "/score",
@@ -106,6 +108,8 @@ class Access:
     signals: tuple[signal.Signals, ...] = ()
     """Those that tell this process to end, until they are watched."""
     load: ServerLoad = field(default_factory=ServerLoad)
+    keys: frozenset[str] = frozenset()
+    """Asked for by all but the health routes where other machines reach this server; empty where none does."""
 
     def gone(self) -> str | None:
         """Why no engine answers here any more; null while one does."""
@@ -144,7 +148,7 @@ class AuthMiddleware:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        path = _route_path(scope)
+        path = route_path(scope)
         kind = path_kind(path)
         misnamed = host_refusal(headers.get("host"), door.hosts) or origin_refusal(headers.get("origin"), door.hosts)
         refusal = error_response(*misnamed) if misnamed else None
@@ -153,6 +157,8 @@ class AuthMiddleware:
             refusal = error_response(
                 403, f"{path} is a control route (or unknown): send the run's token in the header {TOKEN_HEADER}"
             )
+        if refusal is None and door.keys and path not in _HEALTH and not trusted:
+            refusal = None if opens(headers.get("authorization"), door.keys) else error_response(*key_refusal("vLLM"))
         if refusal is None and kind != "open":
             refusal = _check_server(headers, door)
         if refusal is None and door.gate.refusal and (path == "/health" or (kind == "generation" and not trusted)):
@@ -258,16 +264,7 @@ def _size(messages: list[Message]) -> int:
     return sum(len(message.get("body", b"")) for message in messages)
 
 
-def replayed(messages: list[Message], receive: Receive) -> Receive:
-    """`receive`, whose first messages were `messages`; takes them out of the list."""
-
-    async def next_message() -> Message:
-        return messages.pop(0) if messages else await receive()
-
-    return next_message
-
-
-def _route_path(scope: Scope) -> str:
+def route_path(scope: Scope) -> str:
     """The path that routes see: without the root path of a proxy."""
     path, root = scope["path"], scope.get("root_path", "")
     return path[len(root):] or "/" if root and path.startswith(root + "/") else path  # fmt: skip

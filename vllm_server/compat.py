@@ -198,12 +198,6 @@ def forked_engine_client(
     return _find("build_async_engine_client_from_engine_args")(ForkingEngineArgs.from_cli_args(args))
 
 
-def worker_count(engine: Any) -> int:
-    """Processes that hold the model or a part of it."""
-    parallel = engine.vllm_config.parallel_config
-    return int(parallel.world_size) * int(parallel.data_parallel_size)
-
-
 def load_adapter_request(name: str, path: str) -> Any:
     """vLLM's request to load a LoRA adapter."""
     from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest

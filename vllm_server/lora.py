@@ -24,17 +24,12 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from atropos_common.bridge import AdapterInfo, LoadAdapterRequest
+from atropos_common.bridge import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS, AdapterInfo, LoadAdapterRequest
 from vllm_server import compat
 from vllm_server.auth import error_response
 from vllm_server.bridge import ASLEEP, WeightBridge
 
 logger = logging.getLogger(__name__)
-
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-"""What peft puts before every name in a saved adapter."""
 
 Shapes = dict[str, tuple[int, int]]
 """Linear module -> (out features, in features)."""
@@ -125,8 +120,8 @@ class Adapters:
         folder = Path(path).resolve()
         if self._root is not None and not folder.is_relative_to(self._root.resolve()):
             raise AdapterError(f"{path} lies outside {self._root}: adapters are loaded from the run's directory only")
-        if not (folder / CONFIG_NAME).is_file():
-            raise AdapterError(f"{path} holds no {CONFIG_NAME}: not an adapter of peft")
+        if not (folder / ADAPTER_CONFIG).is_file():
+            raise AdapterError(f"{path} holds no {ADAPTER_CONFIG}: not an adapter of peft")
         return folder
 
     async def _require_fit(self, folder: Path) -> None:
@@ -208,14 +203,14 @@ def misfit(folder: Path, model: Shapes) -> str | None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        rank = int(json.loads((folder / CONFIG_NAME).read_text())["r"])
-        with safe_open(str(folder / WEIGHTS_NAME), "pt") as file:
+        rank = int(json.loads((folder / ADAPTER_CONFIG).read_text())["r"])
+        with safe_open(str(folder / ADAPTER_WEIGHTS), "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError, SafetensorError) as error:
         return f"it cannot be read ({type(error).__name__}: {error})"
     matrices = 0
     for name, shape in shapes.items():
-        module, _, part = name.removeprefix(_PREFIX).rpartition(".lora_")
+        module, _, part = name.removeprefix(ADAPTER_PREFIX).rpartition(".lora_")
         if not module:
             return f"{name} is not the matrix of a LoRA layer"
         if module not in model:

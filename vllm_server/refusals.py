@@ -28,8 +28,9 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from atropos_common.body import replayed
 from atropos_common.bridge import SAMPLING_HEADER, SPLIT_HEADER
-from vllm_server.auth import error_response, path_kind, replayed
+from vllm_server.auth import error_response, path_kind, route_path
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +307,7 @@ def note_adjusted(scope: Scope, leaking: Iterable[str]) -> None:
     """For the log: these options were left out of a request."""
     log: RefusalLog | None = scope.get(ADJUSTED)
     if log is not None:
-        log.note(_path(scope), 0, f"{', '.join(leaking)} left out: {WHY}. {AS_ASKED}")
+        log.note(route_path(scope), 0, f"{', '.join(leaking)} left out: {WHY}. {AS_ASKED}")
 
 
 class Refusals:
@@ -322,7 +323,7 @@ class Refusals:
                 await self.app(scope, receive, send)
             finally:
                 self.log.close()
-        elif scope["type"] == "http" and scope["method"] == "POST" and path_kind(_path(scope)) == "generation":
+        elif scope["type"] == "http" and scope["method"] == "POST" and path_kind(route_path(scope)) == "generation":
             await self._watch(scope, receive, send)
         else:
             await self.app(scope, receive, send)
@@ -343,13 +344,8 @@ class Refusals:
             await self.app({**scope, ADJUSTED: self.log}, receive, listen)
         finally:
             if status:
-                self.log.note(_path(scope), status, reason_of(bytes(body)))
+                self.log.note(route_path(scope), status, reason_of(bytes(body)))
             self.log.ended += 1
-
-
-def _path(scope: Scope) -> str:
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
 
 
 def reason_of(body: bytes) -> str:

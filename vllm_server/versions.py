@@ -30,8 +30,6 @@ class SpanStore:
     """Completion digest -> span, bounded; the least recently used entry goes first."""
 
     def __init__(self, capacity: int = 200_000) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity {capacity} must be positive")
         self.capacity = capacity
         self._spans: OrderedDict[str, Span] = OrderedDict()
 
@@ -75,10 +73,6 @@ class VersionHistory:
         self._versions.append(version)
         if len(self._since) > self._keep:
             del self._since[0], self._versions[0]
-
-    def at(self, moment: float) -> int:
-        """The version in force at `moment` (the oldest one kept, for an earlier moment)."""
-        return self._versions[max(bisect_right(self._since, moment) - 1, 0)]
 
     @property
     def current(self) -> int:
@@ -129,13 +123,7 @@ class BridgeState:
         self.fault = None
 
     def resume(self, weight_version: int) -> None:
-        """The weights named by `weight_version` are complete: release pause, hold and fault.
-
-        Raises:
-            ValueError: a negative version.
-        """
-        if weight_version < 0:
-            raise ValueError(f"weight_version must not be negative, not {weight_version}")
+        """The weights named by `weight_version` are complete: release pause, hold and fault."""
         self.weight_version = weight_version
         self.held = False
         self._release()

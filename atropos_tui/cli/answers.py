@@ -15,7 +15,15 @@ from atropos_tui.cli.show import ascii_json
 from atropos_tui.errors import Problem
 from atropos_tui.monitor.bench import RunBenchmark
 from atropos_tui.profile.memory import Device
-from atropos_tui.profile.spec import AlertSpec, ComponentSpec, LogPolicy, MetricsPolicy, NotifyPolicy
+from atropos_tui.profile.spec import (
+    AlertSpec,
+    ComponentSpec,
+    LauncherName,
+    LogPolicy,
+    MetricsPolicy,
+    Node,
+    NotifyPolicy,
+)
 
 
 class Answer(BaseModel):
@@ -127,6 +135,9 @@ class Plan(Answer):
     metrics: MetricsPolicy
     alerts: list[AlertSpec]
     survive: bool
+    launcher: LauncherName
+    nodes: list[Node]
+    """The machines, the supervisor's own first; empty where there is only that."""
     notes: list[str]
     budget: Budget
     advice: list[str]

@@ -30,7 +30,8 @@ from atropos_tui.monitor.format import counted, one_line
 from atropos_tui.monitor.run_files import read_json
 from atropos_tui.supervisor import client, procfs, tracker
 from atropos_tui.supervisor.process import remove_files
-from atropos_tui.supervisor.store import ProcessTable
+from atropos_tui.supervisor.remote_launcher import sweep_nodes
+from atropos_tui.supervisor.store import FarEntry, ProcessTable
 from atropos_tui.supervisor.tracker import Leftover
 
 COMMAND_COLUMNS = 80
@@ -40,7 +41,8 @@ SETTLED_S = 10.0
 
 
 def clean(options: argparse.Namespace) -> int:
-    """0: nothing is left; 2: not confirmed, or the run lives; 4: a process outlived SIGKILL; 5: no such run."""
+    """0: nothing is left; 2: not confirmed, or the run lives; 4: a process outlived SIGKILL, or its node was not
+    reached; 5: no such run."""
     run = options.run or options.run_dir
     named = run is not None
     found = [_named(run)] if named else all_dead()
@@ -99,6 +101,7 @@ def _contents(run: DeadRun) -> list[str]:
         ("  process ", str(p.pid), p.component or "?", one_line(p.command)[:COMMAND_COLUMNS]) for p in run.processes
     ]
     lines = show.table(rows, right=(1,)).split("\n") if rows else []
+    lines += [f"  elsewhere  {far.name} on node {far.node} ({far.host})" for far in run.elsewhere]
     lines += [f"  file     {path}" for path in run.files]
     return [*lines, f"  cgroup   {run.group}"] if run.group else lines
 
@@ -112,7 +115,7 @@ def _confirmed(question: str) -> bool:
 
 def _clean_run(run: DeadRun) -> int:
     """End and remove what is left of one run; says what it does."""
-    if mine := ancestors() & {process.pid for process in run.processes}:
+    if mine := procfs.ancestors() & {process.pid for process in run.processes}:
         fix = "run it from another terminal"
         raise UserError(f"this shell is a process of {run.run_id}", [Problem(f"pid {min(mine)}", fix)])
     with holding(RunDir(run.root)) as free:
@@ -123,17 +126,24 @@ def _clean_run(run: DeadRun) -> int:
         shared |= {str(path) for path in run.files if path.parent == SHARED_MEMORY}
         if run.processes or run.group:
             tracker.reap_leftovers(run.run_id, run.table)
+        unreached = sweep_nodes(run.table)
+        if run.elsewhere and not unreached and run.table:  # there is nothing to be looked for any more
+            run.table.model_copy(update={"components": {}}).write(RunDir(run.root).journal_json)
         tracker.remove_unused(shared)
         remove_files([path for path in run.files if path.parent != SHARED_MEMORY])
     left = {process.pid: process for process in tracker.find_leftovers(run.run_id, run.table)}
     for process in run.processes:
         if process.pid not in left:
             print(f"ended    {process.pid} {process.component}".rstrip())
+    for far in run.elsewhere:
+        problem = unreached.get(far.name)
+        said = f"ended    {far.name} on node {far.node}" if problem is None else f"{problem.evidence}\n  {problem.fix}"
+        print(said)
     for name in sorted({*map(str, run.files), *shared, run.group} - {""}):
         print(f"{'kept, in use' if os.path.lexists(name) else 'removed '} {name}")
     for process in left.values():
         print(f"pid {process.pid} ({process.component or '?'}) outlived SIGKILL: only its driver or disk can let it go")
-    return Exit.TIMEOUT if left else Exit.DONE
+    return Exit.TIMEOUT if left or unreached else Exit.DONE
 
 
 @dataclass
@@ -151,7 +161,12 @@ class DeadRun:
 
     @property
     def is_clean(self) -> bool:
-        return not (self.processes or self.files or self.group)
+        return not (self.processes or self.files or self.group or self.elsewhere)
+
+    @property
+    def elsewhere(self) -> list[FarEntry]:
+        """Components that it had on other nodes when its supervisor died: they end by themselves, but nobody saw it."""
+        return [entry.far for entry in self.table.components.values() if entry.far] if self.table else []
 
     @property
     def count_text(self) -> str:
@@ -223,7 +238,7 @@ def stale_sockets() -> list[Path]:
 def holding(run: RunDir) -> Iterator[bool]:
     """Keep every supervisor out of this run directory meanwhile; False when one is there."""
     try:
-        descriptor = os.open(run.supervisor_jsonl, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(run.supervisor_jsonl, os.O_RDWR | os.O_CLOEXEC)  # NFS locks no other
     except OSError:
         yield True  # no journal, or no folder any more: nobody can hold it
         return
@@ -235,16 +250,6 @@ def holding(run: RunDir) -> Iterator[bool]:
         yield True
     finally:
         os.close(descriptor)
-
-
-def ancestors() -> set[int]:
-    """This process and those it comes from: a shell inside a component carries the marker, too."""
-    found, pid = set(), os.getpid()
-    while pid and pid not in found:
-        found.add(pid)
-        row = procfs.read(pid)
-        pid = row.ppid if row else 0
-    return found
 
 
 def _is_held(run: RunDir) -> bool:

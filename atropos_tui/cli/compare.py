@@ -47,9 +47,9 @@ REPEAT_S = 10.0
 WORST_FIRST = (Exit.FAULT, Exit.COMPONENT_FAILED, Exit.TIMEOUT, Exit.USAGE, Exit.INTERRUPTED)
 
 
-@dataclass
+@dataclass(eq=False)
 class ComparedStack:
-    """One stack of the comparison."""
+    """One stack of the comparison; equal to itself alone, for much of it is not known at first."""
 
     label: str
     """Names its run directory and its column; `LABEL:key=value` sets a key of this stack alone."""

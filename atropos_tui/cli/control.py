@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import os
 import shlex
 import sys
@@ -13,7 +14,7 @@ from typing import Any, TextIO
 
 from atropos_common.control import Action, CommandRequest
 from atropos_common.run_dir import RunDir
-from atropos_tui.cli import runs, show
+from atropos_tui.cli import runs, show, slurm
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
 from atropos_tui.profile.errors import did_you_mean
@@ -33,8 +34,9 @@ def not_live(run_dir: Path) -> UserError:
 async def act(options: argparse.Namespace) -> int:
     """`start`, `stop`, `restart`, `kill`: show the blast radius, ask where it is wide, and follow it to its end."""
     action: Action = options.action
-    entry = runs.of(options)
+    entry = runs.acted_on(options)
     run_dir = entry.dir.root
+    slurm.go_there(entry.dir)
     socket = ControlClient(run_dir)
     try:
         recipe = await socket.recipe(action, options.component)
@@ -84,7 +86,10 @@ async def bring_down(run_dir: Path, timeout_s: float | None) -> None:
 
 async def down(options: argparse.Namespace) -> int:
     """`down`: exit 0 once nothing is left."""
-    entry = runs.of(options)
+    entry = runs.acted_on(options)
+    if slurm.take_back(entry.dir):
+        return Exit.DONE
+    slurm.go_there(entry.dir)
     if not entry.is_live:
         raise not_live(entry.dir.root)
     await bring_down(entry.dir.root, options.timeout)
@@ -117,6 +122,7 @@ async def wait(options: argparse.Namespace) -> int:
     from atropos_tui.monitor.run_files import GONE, supervisor_gone
 
     entry = runs.of(options)
+    slurm.go_there(entry.dir)
     try:
         outcome = await ControlClient(entry.dir.root).wait(options.target, options.timeout)
     except Refused as refused:
@@ -152,13 +158,17 @@ async def _result_soon(entry: runs.RunEntry) -> dict[str, Any] | None:
 
 def attach(options: argparse.Namespace) -> int:
     """Open the screen on a live run, or on what an ended one left."""
-    return open_screen(runs.of(options).dir, read_only=options.read_only)
+    entry = runs.of(options)
+    slurm.go_there(entry.dir)
+    return open_screen(entry.dir, read_only=options.read_only)
 
 
 def open_screen(run: RunDir, *, read_only: bool = False) -> int:
     """Show the run; leaving either detaches (0) or stops the stack and ends with the run's code."""
     if not sys.stdout.isatty():
         raise UserError("no terminal", [Problem("the screen needs one", "use ps, logs and events instead")])
+    gc.disable()  # importing makes no garbage; the screen turns it on when it has read all
+    os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # they are looked for in the metadata of every package
     from atropos_tui.ui.app import run_cockpit
 
     choice = run_cockpit(run.root, read_only=read_only)

@@ -2,6 +2,7 @@
 
     atropos-tui doctor              # the machine
     atropos-tui doctor demo         # and what this profile needs
+    atropos-tui doctor --nodes mine.toml    # the machines on which it runs, and the network between them
     atropos-tui doctor --json
 
 What is installed is known from the packages' own metadata: torch and vLLM are never imported here, which takes seconds;
@@ -49,7 +50,8 @@ def doctor(options: argparse.Namespace) -> int:
     """0: nothing fails (warnings may be there); 2: a check failed."""
     began = time.monotonic()
     checks = []
-    for check in notified(options.profile) if options.notify else _examine(options.profile):
+    looks = notified if options.notify else nodes if options.nodes else _examine
+    for check in looks(options.profile):
         checks.append(check)
         if not options.json:
             print(_line(check), flush=True)
@@ -71,9 +73,7 @@ def notified(name: str | None) -> Iterator[Check]:
     from atropos_tui.supervisor.process import LaunchError
 
     if name is None:
-        raise UserError(
-            "no profile was given", [Problem("[notify] stands in one", "atropos-tui doctor PROFILE --notify")]
-        )
+        raise _no_profile("[notify]", "--notify")
     stack = stack_of(planned_site(load_profile(name, [])[0]))
     body, policy = payload(stack, "test", "atropos-tui doctor --notify", None, None), stack.notify
     if not (policy.bell or policy.webhook or policy.command):
@@ -94,6 +94,27 @@ def notified(name: str | None) -> Iterator[Check]:
             yield ok("notify.command", "ended with code 0")
     except DeliveryError as error:
         yield fail("notify.command", str(error), "it gets one JSON object on its standard input and 10 s")
+
+
+def nodes(name: str | None) -> Iterator[Check]:
+    """The machines that a profile names, each asked where it is, and what they do together."""
+    from atropos_tui.cli import doctor_nodes
+    from atropos_tui.cli.profiles import checked, planned_site
+    from atropos_tui.profile.sections import load_profile
+
+    if name is None:
+        raise _no_profile("[[node]]", "--nodes")
+    profile, file = load_profile(name, [])
+    targets = doctor_nodes.targets_of(checked(profile, file, planned_site(profile), machine=False).stack)
+    if not targets:
+        yield ok("nodes", "none: everything runs on this machine, at which atropos-tui doctor looks")
+        return
+    folder = next(place for place in (Path("runs").absolute(), Path.cwd()) if place.is_dir())
+    yield from asyncio.run(doctor_nodes.examine(targets, folder, collectives=True))
+
+
+def _no_profile(what: str, flag: str) -> UserError:
+    return UserError("no profile was given", [Problem(f"{what} stands in one", f"atropos-tui doctor PROFILE {flag}")])
 
 
 def report_json() -> str:

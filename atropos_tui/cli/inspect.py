@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from atropos_common.control import Phase, RunStatus
 from atropos_common.records import RECORD_TYPES, ComponentRecord, Record, RecordError, parse_line
 from atropos_common.run_dir import RunDir
-from atropos_tui.cli import runs, show
+from atropos_tui.cli import runs, show, slurm
 from atropos_tui.cli.logs import compiled
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import counted, duration, number, one_line
@@ -60,6 +60,7 @@ def read_events(run: RunDir) -> Iterator[Record]:
 
 async def ps(options: argparse.Namespace) -> int:
     entry = runs.of(options)
+    slurm.go_there(entry.dir)
     if options.json:
         print(show.ascii_json((await status_of(entry)).model_dump_json(indent=2)))
         return Exit.DONE
@@ -69,7 +70,7 @@ async def ps(options: argparse.Namespace) -> int:
         await follow(entry)
         return Exit.DONE
     status, said = await judged(entry)
-    print(show.ps_table(status, said.line))
+    print(show.painted(show.ps_table(status, show.inked(said.line, said.tone))))
     return Exit.DONE
 
 
@@ -95,15 +96,16 @@ async def _all_of(entry: runs.RunEntry) -> tuple[RunInfo, RunState, RunStatus]:
 async def why(options: argparse.Namespace) -> int:
     """The sentence about the run; what it or components wait for, since when, and the usual cause."""
     entry, names = runs.with_components(options.words, options.run_dir)
+    slurm.go_there(entry.dir)
     if options.json:
         print((await why_answer(entry, names)).as_json())
         return Exit.DONE
     picture, said = await _picture(entry, names)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     if not names:
-        print(said.line + "\n")
+        print(show.inked(said.line, said.tone) + "\n")
     chosen: list[str | None] = [*names] or [None]
-    print("\n".join(line for name in chosen for line in picture.lines(name, columns)))
+    print(show.painted("\n".join(line for name in chosen for line in picture.lines(name, columns))))
     return Exit.DONE
 
 

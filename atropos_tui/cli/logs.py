@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import json
 import math
-import os
 import re
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Literal
 
 from atropos_common.run_dir import RunDir, is_safe_name
 from atropos_tui.cli import runs
+from atropos_tui.cli.show import has_colour
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs
@@ -97,8 +97,7 @@ async def logs(options: argparse.Namespace) -> int:
         reader.skip(math.inf if options.grep else count, since)
     merged = MergedLogs(readers)
     alone = options.no_prefix or len(chosen) == 1
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    prefix = Prefix(names, colour, str(datetime.now().date()))
+    prefix = Prefix(names, has_colour(), str(datetime.now().date()))
     show: Show = as_json if options.json else (lambda line: line.text) if alone else prefix
     first = wanted.of(merged.ready() if options.follow else merged.rest())
     shown = _print(first if count == math.inf else deque(first, maxlen=int(count)), show)

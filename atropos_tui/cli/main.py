@@ -16,7 +16,7 @@ from pathlib import Path
 
 from atropos_tui import __version__
 from atropos_tui.cli.parser import build_parser, command_names
-from atropos_tui.errors import Exit, Problem, UserError
+from atropos_tui.errors import Elsewhere, Exit, Problem, UserError
 
 
 def run(argv: Sequence[str]) -> int:
@@ -34,12 +34,19 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     module, _, name = options.handler.partition(":")
     try:
+        if any("@" in word for word in argv):
+            from atropos_tui.cli import remote
+
+            if (far := remote.place_in(argv)) is not None:
+                return remote.over_ssh(*far)
         handler = getattr(importlib.import_module(f"atropos_tui.cli.{module}"), name)
         result = handler(options)
         return int(asyncio.run(result) if asyncio.iscoroutine(result) else result)
     except UserError as error:
         _say(error)
         return int(error.exit_code)
+    except Elsewhere as there:
+        return there.run([*argv])
     except KeyboardInterrupt:
         return int(Exit.INTERRUPTED)
     except BrokenPipeError:

@@ -85,7 +85,12 @@ def _profile_arguments(parser: argparse.ArgumentParser, *, or_resume: bool = Fal
     )
 
 
-RUN = "a run's directory, id or name, or the beginning of its id (default: the newest live run, else the newest)"
+ELSEWHERE = "user@host or user@host:RUN for one on another machine, over ssh"
+RUN = (
+    "a run's directory, id or name, or the beginning of its id (default: the newest live run, else the newest); "
+    + ELSEWHERE
+)
+ACTED_ON = f"a run's directory, id or name, or the beginning of its id (default: the only live run); {ELSEWHERE}"
 
 
 def _run_argument(parser: argparse.ArgumentParser, text: str = RUN, *, positional: bool = True) -> None:
@@ -104,6 +109,7 @@ def _up(commands) -> None:  # type: ignore[no-untyped-def]
         "--headless", action="store_true", help="stay in the foreground, one line per event, end with the trainer"
     )
     how.add_argument("--detach", action="store_true", help="start in the background and return")
+    how.add_argument("--dry-run", action="store_true", help="[cluster] slurm: print the batch script, and do nothing")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--run-dir", metavar="DIR", type=Path, help="where the run's files go (default: runs/NAME-TIME-ID)"
@@ -157,10 +163,10 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
         parser.add_argument("component", metavar="COMPONENT")
         parser.add_argument("--yes", action="store_true", help="do not ask")
         parser.add_argument("--dry-run", action="store_true", help="show what would be touched, and do nothing")
-        _run_argument(parser)
+        _run_argument(parser, ACTED_ON)
     down = _command(commands, "down", "control:down", "stop the whole stack")
     down.add_argument("--timeout", metavar="S", type=_seconds, help="kill what is left after S seconds")
-    _run_argument(down)
+    _run_argument(down, ACTED_ON)
     wait = _command(commands, "wait", "control:wait", "wait until the stack is ready, done, or a component is healthy")
     wait.add_argument("--for", dest="target", metavar="ready|done|COMPONENT", required=True)
     wait.add_argument("--timeout", metavar="S", type=_seconds, default=600.0)
@@ -250,7 +256,10 @@ def _sweep(commands) -> None:  # type: ignore[no-untyped-def]
 def _caring(commands) -> None:  # type: ignore[no-untyped-def]
     doctor = _command(commands, "doctor", "doctor:doctor", "check this machine: one line per check, with the way out")
     doctor.add_argument("profile", metavar="PROFILE", nargs="?", help="check what this profile needs, too")
-    doctor.add_argument("--notify", action="store_true", help="try one delivery by [notify] of the profile")
+    instead = doctor.add_mutually_exclusive_group()
+    instead.add_argument("--notify", action="store_true", help="try one delivery by [notify] of the profile")
+    text = "look at the machines that the profile runs on, and at the network between them"
+    instead.add_argument("--nodes", action="store_true", help=text)
     doctor.add_argument("--json", action="store_true", help="as JSON")
     clean = _command(commands, "clean", "cleanup:clean", "end and remove what runs without a supervisor left behind")
     clean.add_argument("--yes", action="store_true", help="do not ask")

@@ -21,8 +21,9 @@ from atropos_tui.profile.fit import advice, settle
 from atropos_tui.profile.gpu_split import split_gpus, split_text
 from atropos_tui.profile.hardware import EXAMPLES, Hardware, named_machine
 from atropos_tui.profile.memory import Inventory, as_data, as_lines, site_budget, take_inventory
+from atropos_tui.profile.places import lacking
 from atropos_tui.profile.plan import Site, make_site, redacted, stack_of
-from atropos_tui.profile.preflight import lacks, mismatches, preflight, unfit
+from atropos_tui.profile.preflight import lacks, machines_of, mismatches, preflight, unfit
 from atropos_tui.profile.sections import Profile, load_profile, profile_schema
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
@@ -53,6 +54,8 @@ def checked(
     """
     with in_words(printable(str(file))):
         site, divided = _divided(site, named)
+        if few := lacking(site.profile, site.hosts):
+            raise _refused(few, profile)
         problems = check_profile(site)
         try:
             stack = stack_of(site)
@@ -69,8 +72,8 @@ def checked(
         stack = stack_of(site)
         if machine and (wrong := mismatches(site, inventory)):
             raise _refused([*wrong, *lacks(site, stack, inventory.machine), *unfit(site, inventory)], profile)
-        if machine and (lacking := preflight(site, stack, inventory)):
-            problems = [placed(problem, profile) for problem in lacking]
+        if machine and (missing := preflight(site, stack, inventory)):
+            problems = [placed(problem, profile) for problem in missing]
             raise refused(problems, "the profile is sound, but this machine cannot start it")
         return Checked(site, stack, inventory, "; ".join(filter(None, [divided, chosen])))
 
@@ -96,7 +99,7 @@ def _refused(problems: list[Problem], profile: Profile) -> UserError:
 def planned_site(profile: Profile, dotenv: Mapping[str, str] | None = None) -> Site:
     """A site for showing: where a run would lie."""
     name = f"{profile.name}-TIME-ID"
-    return make_site(profile, Path("runs") / name, run_id=name, dotenv=dotenv)
+    return make_site(profile, Path("runs") / name, run_id=name, dotenv=dotenv, hosts=machines_of(profile))
 
 
 def validate(options: argparse.Namespace) -> int:
@@ -161,31 +164,49 @@ def plan(options: argparse.Namespace) -> int:
     site, inventory = ready.site, ready.inventory
     with in_words(printable(str(file))):
         budget = site_budget(site, inventory)
-        lacking = [placed(problem, profile) for problem in unfit(site, inventory)]
+        short = [placed(problem, profile) for problem in unfit(site, inventory)]
         ways = advice(site, inventory)
     notes = [*check_notes(site), *filter(None, [ready.chosen])]
     if options.json:
-        more = {"notes": notes, "budget": as_data(budget), "advice": ways, "problems": [asdict(p) for p in lacking]}
+        more = {"notes": notes, "budget": as_data(budget), "advice": ways, "problems": [asdict(p) for p in short]}
         print(json.dumps(redacted(ready.stack) | more, indent=2))
     else:
         _print_plan(ready.stack, [*notes, *as_lines(budget), *(f"  {line}" for line in ways)])
-    if lacking:
-        raise refused(lacking, f"{'this machine' if named is None else options.gpus} cannot run this profile")
+    if short:
+        raise refused(short, f"{'this machine' if named is None else options.gpus} cannot run this profile")
     return Exit.DONE
 
 
 def _print_plan(stack: StackSpec, more: list[str]) -> None:
     print(f"{stack.name}: mode {stack.mode}, {len(stack.components)} components in start order")
+    print("".join(f"\n{line}" for line in _node_lines(stack)), end="\n" if stack.nodes else "")
     for component, data in zip(stack.components, redacted(stack)["components"], strict=True):
         print(f"\n{component.name} ({component.role})")
         print("\n".join(f"  {line}" for line in _component_lines(component, data["command"], data["env"])))
     print("\n" + "\n".join(more))
 
 
+def _node_lines(stack: StackSpec) -> list[str]:
+    """A line for each machine: what the launcher calls it, what is dialled, who is on which of its GPUs."""
+    lines = [f"{len(stack.nodes)} machines, launcher {stack.launcher}"] if stack.nodes else []
+    width = max((len(node.name) for node in stack.nodes), default=0)
+    for node in stack.nodes:
+        on = [part for part in stack.components if part.place and part.place.node == node.name]
+        parts = ", ".join(f"{part.name} {part.gpus}" if part.gpus else part.name for part in on)
+        named = "" if node.host == node.name else f" = {node.host}"
+        at = "" if node.address in (node.host, node.name) else f" at {node.address}"
+        lines.append(f"  {node.name:<{width}}{named}{at}  {node.gpus} GPUs: {parts or 'nothing'}")
+    return lines
+
+
 def _component_lines(component: ComponentSpec, command: list[str], env: dict[str, str]) -> list[str]:
     lines = [f"command   {shlex.join(command)}"]
     if env:
         lines.append("env       " + " ".join(f"{key}={shlex.quote(value)}" for key, value in env.items()))
+    if component.place:
+        lines.append(f"node      {component.place.node}")
+    if component.place and component.place.prefix:
+        lines.append(f"through   {shlex.join(component.place.prefix)}")
     if component.port:
         lines.append(f"port      {component.port}")
     if component.gpus:

@@ -18,6 +18,7 @@ from typing import Any
 
 from atropos_common.files import is_own, read_regular
 from atropos_common.run_dir import LATEST_TIME, RunDir, is_safe_name, registry
+from atropos_tui.cli import slurm
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.ports import listens
 
@@ -53,9 +54,11 @@ class RunEntry:
 
     @property
     def is_live(self) -> bool:
-        """Whether its supervisor runs: somebody listens on its socket (a killed one leaves only the file)."""
+        """Whether its supervisor runs: somebody listens on its socket (a killed one leaves only the file), or its job
+        does on another node."""
         try:
-            return listens(os.readlink(self.dir.control_sock))  # noqa: PTH115  (its own path may be too long to connect to)
+            # Its own path may be too long to connect to.
+            return listens(os.readlink(self.dir.control_sock)) or slurm.runs_elsewhere(self.dir)  # noqa: PTH115
         except OSError:
             return False
 
@@ -141,6 +144,19 @@ def _newest() -> RunEntry | None:
 def of(options: argparse.Namespace) -> RunEntry:
     """The run of a command that takes `[RUN]` or `--run-dir`: see `pick`."""
     return pick(options.run or options.run_dir)
+
+
+def acted_on(options: argparse.Namespace) -> RunEntry:
+    """The run of a command that starts or stops something.
+
+    Raises:
+        UserError: exit code 5, no such run; 2, several are live and none is named.
+    """
+    live = [] if options.run or options.run_dir else [entry.run_id for entry in all_runs() if entry.is_live]
+    if len(live) > 1:
+        problem = Problem(", ".join(live[:MOST_NAMED]), "name the one that is meant, by its id or its name")
+        raise UserError(f"{len(live)} runs are live", [problem])
+    return of(options)
 
 
 def with_components(words: Sequence[str], run_dir: Path | None) -> tuple[RunEntry, list[str]]:

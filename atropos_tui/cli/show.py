@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import queue
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -27,7 +29,7 @@ from atropos_common.records import (
     TimingRecord,
 )
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.format import bytes_text, duration, glyph_and_word, number, one_line, seconds_text
+from atropos_tui.monitor.format import TONES, Tone, bytes_text, duration, glyph_and_word, number, one_line, seconds_text
 from atropos_tui.monitor.run_files import is_crashed
 from atropos_tui.monitor.why import next_stage
 
@@ -46,6 +48,26 @@ BACKLOG = 10_000
 def ascii_json(text: str) -> str:
     """JSON with everything beyond ASCII escaped: a terminal obeys some of it."""
     return _BEYOND_ASCII.sub(lambda found: json.dumps(found.group())[1:-1], text)
+
+
+INKS: dict[Tone, str] = {"good": "32", "busy": "36", "warn": "33", "bad": "31", "dim": "2"}
+"""Of a terminal: its own colours, so that they are legible on any ground; a glyph says the same without them."""
+_STATES = re.compile(f"(?<=  )(?:{'|'.join(re.escape(glyph_and_word(state)) for state in State)})")
+"""In a column; in a sentence they are its words."""
+
+
+def has_colour() -> bool:
+    """Whether standard output is a terminal that wants colours (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def inked(text: str, tone: Tone) -> str:
+    return f"\x1b[{INKS[tone]}m{text}\x1b[0m" if has_colour() else text
+
+
+def painted(text: str) -> str:
+    """`text` with each component's state in its colour."""
+    return _STATES.sub(lambda found: inked(found[0], TONES[found[0].split()[-1]]), text)
 
 
 def event_line(record: Record) -> str:

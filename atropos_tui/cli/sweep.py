@@ -82,7 +82,7 @@ def _product(axes: Sequence[tuple[str, list[str]]]) -> Iterator[tuple[str, ...]]
     return itertools.product(*(values for _, values in axes))
 
 
-@dataclass
+@dataclass(eq=False)
 class Cell(ComparedStack):
     """One combination of settings."""
 

@@ -26,17 +26,20 @@ from pydantic import ValidationError
 from atropos_common.files import write_private
 from atropos_common.run_dir import RunDir
 from atropos_tui import __version__
-from atropos_tui.cli import runs, show
+from atropos_tui.cli import runs, show, slurm
 from atropos_tui.cli.cleanup import left_text, with_processes
 from atropos_tui.cli.control import open_screen, tell_end
+from atropos_tui.cli.doctor_nodes import refuse_unfit
 from atropos_tui.cli.profiles import checked, read_env_files, tell_unused
 from atropos_tui.cli.show import Printer, StepLines
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
+from atropos_tui.monitor.last_figures import last_figures
 from atropos_tui.monitor.run_files import read_info
 from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.load import read_toml
 from atropos_tui.profile.plan import make_site, redacted
+from atropos_tui.profile.preflight import machines_of
 from atropos_tui.profile.redact import hide_command, hide_tree
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import Profile, load_profile
@@ -61,27 +64,94 @@ def up(options: argparse.Namespace) -> int:
     root, run_id = _choose_run(options, profile)
     if left := left_text(with_processes(but={run_id})):
         print(left, file=sys.stderr)
-    site = make_site(profile, root, run_id=run_id, dotenv=dotenv)
-    ready = checked(profile, file, site, machine=True, resumed=options.resume is not None)
+    if in_job := slurm.wanted(profile) and slurm.in_job():
+        slurm.enter(headless=options.headless)
+    queued = slurm.wanted(profile) and not in_job
+    site = make_site(profile, root, run_id=run_id, dotenv=dotenv, hosts=machines_of(profile))
+    ready = checked(profile, file, site, machine=not queued, resumed=options.resume is not None)
     if ready.site.profile != profile:
         print(ready.chosen)
     profile, stack = ready.site.profile, ready.stack
     tell_unused(dotenv, stack.variables)
     run = RunDir(root)
+    if options.dry_run:
+        print(slurm.script(profile, run, run_id) if queued else _nothing_to_submit())
+        return Exit.DONE
+    if queued:
+        slurm.check_sbatch()
+        _check_secrets(profile)
+    else:
+        _check_nodes(run, stack, in_job=in_job)
     if options.resume is not None:
         _tell_changes(run, profile)
     with _usable(root, options):
         run.create()
         write_run_files(run, stack, profile)
     runs.remember(run, run_id)
+    if queued:
+        return _submit(run, profile, run_id, options)
+    if in_job:
+        slurm.note_job(run)
     if options.detach:
         spawn_supervisor(run, stack)
         print(f"{run_id} runs in the background: {one_line(str(root))}\n  atropos-tui attach · ps · down")
         return Exit.DONE
     if options.headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return _headless(run, stack)
+        return _headless(run, stack, goes_on=profile.cluster is not None and profile.cluster.requeue)
     spawn_supervisor(run, stack)
     return open_screen(run)
+
+
+def _check_secrets(profile: Profile) -> None:
+    """Refuse secrets written out in a profile that a batch script will read again from a file, where they are not."""
+    data = _profile_data(profile)
+    if hide_tree(data) != data:
+        fix = 'write "${NAME}" in its place, and export NAME, or put it into .env beside the profile'
+        raise UserError(
+            "nothing was submitted", [Problem("a secret stands in the profile, and a job reads the copy", fix)]
+        )
+
+
+def _submit(run: RunDir, profile: Profile, run_id: str, options: argparse.Namespace) -> int:
+    """Hand the run to SLURM, then wait for it as `up` does without SLURM."""
+    run.result_json.unlink(missing_ok=True)
+    run.control_sock.unlink(missing_ok=True)  # of an attempt that was killed: the screen waits for the new one
+    job = slurm.submit(run, slurm.script(profile, run, run_id))
+    print(f"{run_id} is job {job.id}: {one_line(str(run.root))}", flush=True)
+    if options.detach:
+        print("  atropos-tui attach · ps · down")
+        return Exit.DONE
+    if options.headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        slurm.stay(run, job)
+    else:
+        slurm.attach(run, job)
+    result = runs.read_result(run)
+    return int(result["exit_code"]) if result else Exit.FAULT
+
+
+def _check_nodes(run: RunDir, stack: StackSpec, *, in_job: bool) -> None:
+    """Refuse nodes that cannot run the stack; what is only odd about them is said."""
+    if in_job:
+        _check_alone(run)
+    shared = next(folder for folder in run.root.parents if folder.is_dir())
+    for line in refuse_unfit(stack, shared):
+        print(line, file=sys.stderr)
+
+
+def _check_alone(run: RunDir) -> None:
+    """Refuse a second run in one allocation: both would take the same GPUs and ports."""
+    job_id = os.environ[slurm.JOB_ID]
+    for entry in runs.all_runs():
+        if entry.dir.root != run.root and slurm.number(entry.dir) == job_id and entry.is_live:
+            fix = f"atropos-tui down {entry.run_id} ends it; or submit this one: env -u {slurm.JOB_ID} atropos-tui up"
+            problem = Problem(f"{entry.run_id} runs on the nodes of job {job_id}", fix)
+            raise UserError("another run has this allocation", [problem])
+
+
+def _nothing_to_submit() -> str:
+    return (
+        'nothing is submitted: this profile has no [cluster] with launcher = "slurm", or this is a job of SLURM already'
+    )
 
 
 def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, str]:
@@ -90,6 +160,7 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
         entry = runs.pick_own(options.resume)
         if entry.is_live:
             raise UserError("that run is live", [Problem(str(entry.dir.root), "atropos-tui attach")])
+        slurm.check_not_queued(entry.dir)
         return entry.dir.root, str(entry.info["run_id"])
     run_id = runs.new_run_id(profile.name)
     named = options.run_dir or Path("runs") / run_id
@@ -122,7 +193,7 @@ def _is_plain(text: str) -> bool:
     return one_line(text) == text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _headless(run: RunDir, stack: StackSpec) -> int:
+def _headless(run: RunDir, stack: StackSpec, *, goes_on: bool) -> int:
     from atropos_tui.supervisor.client import SocketError
     from atropos_tui.supervisor.runner import run_stack
     from atropos_tui.supervisor.store import RunInUseError
@@ -131,12 +202,17 @@ def _headless(run: RunDir, stack: StackSpec) -> int:
     try:
         with Printer() as printer:
             lines = StepLines(run, read_info(run).training_steps, printer.say)
-            code = asyncio.run(
-                lines.beside(run_stack(stack, on_event=lambda record: printer.say(show.event_line(record))))
-            )
+            before = last_figures(run).step or 0
+            with slurm.TimeLimit() as limit:
+                code = asyncio.run(
+                    lines.beside(run_stack(stack, on_event=lambda record: printer.say(show.event_line(record))))
+                )
     except (StackError, RunInUseError, SocketError) as error:
         raise UserError("the stack cannot be run", [Problem(str(error))]) from None
-    return tell_end(run, code)
+    tell_end(run, code)
+    if limit.reached and goes_on and code == Exit.INTERRUPTED:
+        slurm.go_on_later(run, (last_figures(run).step or 0) - before)
+    return code
 
 
 def spawn_supervisor(run: RunDir, stack: StackSpec) -> None:

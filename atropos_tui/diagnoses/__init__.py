@@ -10,9 +10,19 @@ from atropos_tui.diagnoses.flow_rules import FLOW_RULES
 from atropos_tui.diagnoses.log_rules import LOG_RULES, port_taken
 from atropos_tui.diagnoses.metric_rules import METRIC_RULES
 from atropos_tui.diagnoses.model import OWN_RULES, Diagnosis, Names, Rule
+from atropos_tui.diagnoses.node_rules import NODE_LOST, node_lost
 from atropos_tui.diagnoses.stall_rules import STALL_RULES
 
-RULES: tuple[Rule, ...] = (*LOG_RULES, *METRIC_RULES, *STALL_RULES, *FLOW_RULES, *EXIT_RULES, *OWN_RULES, ALERT)
+RULES: tuple[Rule, ...] = (
+    *LOG_RULES,
+    *METRIC_RULES,
+    *STALL_RULES,
+    *FLOW_RULES,
+    *EXIT_RULES,
+    *OWN_RULES,
+    NODE_LOST,
+    ALERT,
+)
 """What `DiagnosisRecord.rule` may hold; `docs/troubleshooting.md` has an entry for each name."""
 
-__all__ = ["RULES", "Diagnosis", "Evidence", "Names", "describe_exit", "diagnose", "port_taken"]
+__all__ = ["RULES", "Diagnosis", "Evidence", "Names", "describe_exit", "diagnose", "node_lost", "port_taken"]

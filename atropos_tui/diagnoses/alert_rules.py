@@ -1,4 +1,5 @@
-"""Alerts that a profile asks for: `[[alert]]` as rules over a metric of the trainer's records.
+"""Alerts that a profile asks for: `[[alert]]` as rules over a metric of the trainer's records, or over a held-out
+accuracy, whose steps are the weight versions.
 
 An alert is a `MetricRule` like ours, under the name `alert`: it speaks once while its condition holds, on the screen,
 in `events`, `why` and the report, and by `[notify]`.
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from atropos_common.records import METRIC_KINDS
+from atropos_common.records import HELD_OUT_METRIC, METRIC_KINDS, EvalRecord
 from atropos_tui.diagnoses.metric_rules import Judge, MetricRule
 from atropos_tui.diagnoses.model import Rule
 from atropos_tui.profile.spec import AlertSpec
@@ -36,7 +37,7 @@ def _rule(alert: AlertSpec, words: str, judge: Judge) -> MetricRule:
         "report, at the events of that time, and at what the sentence on top says; or set other bounds"
     )
     window = max(alert.for_steps, SLOPE_STEPS) + BASE_STEPS
-    kinds = (METRIC_KINDS[alert.metric],)
+    kinds = (METRIC_KINDS.get(alert.metric, EvalRecord),)
     return MetricRule(ALERT.name, f"alert: {alert.metric} {words}", fix, kinds, judge, window)
 
 
@@ -59,8 +60,15 @@ def _conditions(alert: AlertSpec) -> list[tuple[str, Judge]]:
 
 def _values(records: Sequence[Any], metric: str) -> list[tuple[int, float]]:
     """Step and value of each record that has one."""
-    known = ((record.step, getattr(record, metric)) for record in records)
+    known = (_value(record, metric) for record in records)
     return [(step, float(value)) for step, value in known if value is not None and math.isfinite(value)]
+
+
+def _value(record: Any, metric: str) -> tuple[int, float | None]:
+    if not isinstance(record, EvalRecord):
+        return record.step, getattr(record, metric)
+    asked = metric in (f"{HELD_OUT_METRIC}{record.split}", f"{HELD_OUT_METRIC}{record.env}/{record.split}")
+    return record.weight_version or 0, record.accuracy if asked else None
 
 
 def _all(records: Sequence[Any], metric: str, count: int, holds: Any) -> str | None:

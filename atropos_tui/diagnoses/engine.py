@@ -24,6 +24,7 @@ from typing import Protocol
 import httpx
 
 from atropos_common.control import Role
+from atropos_common.http import door_headers
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     AlignmentRecord,
@@ -408,7 +409,7 @@ class Watcher:
         self.flows: Mapping[str, Flow] = {}
         """What was seen of each environment at the last look."""
         api = next((spec for spec in stack.components if spec.role is Role.API and spec.port), None)
-        self._api_url = f"http://127.0.0.1:{api.port}" if api else ""
+        self._api_url = api.url if api else ""
         self._api_attempt = 0
         self._api: ApiView | None = None
         self._asked_at = self._disk_at = self._listed_at = float("-inf")
@@ -561,7 +562,11 @@ class Watcher:
 def registrations(url: str) -> list[tuple[str, float]]:
     """Name and moment (Unix seconds) of each environment at the run-api at `url`; nothing where it does not tell."""
     try:
-        answer = httpx.get(f"{url}/envs", timeout=ANSWER_S, trust_env=False).raise_for_status().json()
+        answer = (
+            httpx.get(f"{url}/envs", timeout=ANSWER_S, trust_env=False, headers=door_headers(os.environ))
+            .raise_for_status()
+            .json()
+        )
         return [(str(env["name"]), float(env["registered_at"])) for env in answer["envs"] if env["connected"]]
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return []
@@ -570,7 +575,7 @@ def registrations(url: str) -> list[tuple[str, float]]:
 def ask_api(url: str) -> ApiView:
     """What the run-api at `url` says of itself; its newest group only when groups wait, since it may be large."""
     try:
-        with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False) as http:
+        with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False, headers=door_headers(os.environ)) as http:
             status, info = http.get("/status").json(), http.get("/info").json()
             queue = int(status.get("queue_size") or 0)
             group = len(http.get("/latest_example").json().get("tokens") or []) if queue else 0

@@ -8,6 +8,7 @@ the time without a request, `vllm_server/load.py`), and gives a `Flow` for each 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ import httpx
 
 from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
-from atropos_common.http import LIMITS
+from atropos_common.http import LIMITS, door_headers
 from atropos_common.records import EnvCountsRecord, TimingRecord
 from atropos_tui.diagnoses.stall_rules import FLAT, RUNS, Flow, Part, asked_engines
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
@@ -96,9 +97,7 @@ class FlowWatch:
     def __init__(self, stack: StackSpec) -> None:
         self._asks = asked_engines(stack.components)
         self._urls = {
-            spec.name: f"http://127.0.0.1:{spec.port}/metrics"
-            for spec in stack.components
-            if spec.role is Role.ENGINE and spec.port
+            spec.name: f"{spec.url}/metrics" for spec in stack.components if spec.role is Role.ENGINE and spec.port
         }
         self._envs: dict[str, _Env] = {}
         self._looks: dict[tuple[str, int], deque[EngineLook]] = {}
@@ -112,7 +111,9 @@ class FlowWatch:
         self._unhosted = self.environments[0] if alone else ""
         """The one environment, where it does not count its groups: what logs tell of groups is about it."""
         self._seen: Counter[str] = Counter()
-        self._http = httpx.Client(timeout=ANSWER_S, limits=LIMITS, trust_env=False, follow_redirects=True)
+        self._http = httpx.Client(
+            timeout=ANSWER_S, limits=LIMITS, trust_env=False, follow_redirects=True, headers=door_headers(os.environ)
+        )
         self._workers = {spec.name: _flag(spec.command, "--env.max_num_workers") for spec in stack.components}
 
     def count(self, record: EnvCountsRecord) -> None:

@@ -409,8 +409,7 @@ METRIC_RULES: tuple[MetricRule, ...] = (
         "rollout records of RUN/telemetry.jsonl); is the answer cut off (env.max_token_length), does the scoring "
         "find it, is the model too weak?",
         STEPS,
-        in_a_row(reward_constant, 5),
-        window=5,
+        in_a_row(reward_constant),
     ),
     MetricRule(
         "accuracy_collapse",

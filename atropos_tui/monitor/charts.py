@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from atropos_common.records import HEALTHY_CLIP_FRACTION, HEALTHY_LOGPROB_DIFF, HEALTHY_RATIO
-from atropos_tui.monitor.format import bytes_text, number, seconds_text
+from atropos_tui.monitor.format import bytes_text, number, real, seconds_text
 
 MOST_STEPS = 2**53
 LARGEST, SMALLEST = 1e300, 1e-300
@@ -51,17 +51,20 @@ class Series:
         return self.values[-1] if self.values else None
 
     def put(self, step: int, value: float, time: float = 0.0) -> None:
-        """Add the point of `step`, replacing one that is there."""
-        if not self.steps or step > self.steps[-1]:
-            self.steps.append(step)
+        """Add the point of `step`, replacing one that is there. A whole number beyond any float is infinite."""
+        steps = self.steps
+        if type(value) is not float:
+            value = real(value)
+        if not steps or step > steps[-1]:
+            steps.append(step)
             self.values.append(value)
             self.times.append(time)
             return
-        at = bisect_left(self.steps, step)
-        if self.steps[at] == step:
+        at = bisect_left(steps, step)
+        if steps[at] == step:
             self.values[at], self.times[at] = value, time
         else:
-            self.steps.insert(at, step)
+            steps.insert(at, step)
             self.values.insert(at, value)
             self.times.insert(at, time)
 
@@ -105,6 +108,10 @@ def thin(series: Series, most: int) -> Series:
         return series
     kept = {0, len(series) - 1}
     for start, end in _slices(len(series), max(1, most // 2)):
+        part = series.values[start:end]
+        if math.isfinite(sum(part)):  # nearly always, and then at the speed of C
+            kept |= {start + part.index(min(part)), start + part.index(max(part))}
+            continue
         finite = [at for at in range(start, end) if math.isfinite(series.values[at])]
         if finite:
             kept.add(min(finite, key=series.values.__getitem__))

@@ -77,9 +77,9 @@ class GaugeHistory:
         known = [(sample.time, float(sample.queue)) for sample in self.samples if sample.queue is not None]
         return [time for time, _ in known], [depth for _, depth in known]
 
-    def card(self, index: int) -> list[tuple[float | None, float] | None]:
+    def card(self, index: int, node: str = "") -> list[tuple[float | None, float] | None]:
         """Utilisation and share of memory in use of one GPU, both 0 to 1; None where a record does not have it."""
-        cards = ({gpu.index: gpu for gpu in sample.gpus}.get(index) for sample in self.samples)
+        cards = ({(gpu.node, gpu.index): gpu for gpu in sample.gpus}.get((node, index)) for sample in self.samples)
         return [
             (_share(card.utilization_percent), min(1.0, card.used_bytes / max(card.total_bytes, 1))) if card else None
             for card in cards

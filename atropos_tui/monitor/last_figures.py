@@ -16,6 +16,8 @@ from atropos_tui.monitor.charts import mean
 from atropos_tui.monitor.format import real
 
 R = TypeVar("R", bound=Record)
+SPLITS = 16
+"""Of an environment, at most: its newest records hold one of each."""
 
 
 @dataclass(frozen=True)
@@ -27,25 +29,37 @@ class LastFigures:
     reward: float | None
     """Mean of the newest `WINDOW` steps."""
     held_out: float | None
-    """Newest accuracy, of the first environment that reports one."""
+    """Newest accuracy of the first split of the first environment that reports one, as the sentence on top has it."""
 
 
 def last_figures(run: RunDir) -> LastFigures:
     """Read the last few records of `run`; a file that cannot be read has none."""
     steps = [step for step in _last(run.telemetry_jsonl, StepRecord, WINDOW) if step.rank == 0]
-    evals = [record for path in sorted(run.root.glob("eval.*.jsonl")) for record in _last(path, EvalRecord, 1)]
+    accuracies = (_held_out(path) for path in sorted(run.root.glob("eval.*.jsonl")))
     return LastFigures(
         step=steps[-1].step if steps else None,
         reward=mean([real(step.reward_mean) for step in steps]),
-        held_out=real(evals[0].accuracy) if evals else None,
+        held_out=next((found for found in accuracies if found is not None), None),
     )
+
+
+def _held_out(path: Path) -> float | None:
+    """The newest accuracy of the split that an environment wrote first."""
+    first = next(_records(path, EvalRecord, _words(EvalRecord), 0), None)
+    found = [one for one in _last(path, EvalRecord, SPLITS) if first is not None and one.split == first.split]
+    return real(found[-1].accuracy) if found else None
 
 
 def _last(path: Path, kind: type[R], count: int) -> list[R]:
     """The last `count` records of a kind, oldest first."""
-    words = f'"kind":"{kind.KIND}"'.encode()
+    words = _words(kind)
     found = list(_records(path, kind, words, nth_from_end(path, words, count + 1)))
     return found[-count:]
+
+
+def _words(kind: type[Record]) -> bytes:
+    """In every line of a kind."""
+    return f'"kind":"{kind.KIND}"'.encode()
 
 
 def _records(path: Path, kind: type[R], words: bytes, begin: int) -> Iterator[R]:

@@ -35,8 +35,7 @@ _SHOWN: dict[Level, tuple[Kind, ...]] = {
     "error": ("error", "note"),
 }
 """What is shown of each level; notes always are."""
-_ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
-_WARNING = re.compile(r"\b(WARN|WARNING)\b")
+_LEVEL = re.compile(r"\b(?:(WARN|WARNING)|ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
 _MAYBE = ("ERROR", "CRITICAL", "FATAL", "Traceback", "Error", "Exception", "WARN")
 
 
@@ -51,7 +50,10 @@ class LogEntry(NamedTuple):
 
 
 class Classifier:
-    """Tells the level of a component's lines; a traceback's indented lines belong to it."""
+    """Tells the level of a component's lines by their first word of one: a warning that names an error is a warning.
+
+    A traceback's indented lines belong to it.
+    """
 
     def __init__(self) -> None:
         self._in_traceback = False
@@ -62,10 +64,11 @@ class Classifier:
         self._in_traceback = False
         if not any(word in line for word in _MAYBE):
             return "plain"
-        if _ERROR.search(line):
-            self._in_traceback = "Traceback" in line
-            return "error"
-        return "warning" if _WARNING.search(line) else "plain"
+        found = _LEVEL.search(line)
+        self._in_traceback = found is not None and "Traceback" in line
+        if found is None or self._in_traceback:
+            return "error" if found else "plain"
+        return "warning" if found[1] else "error"
 
 
 class LogBuffer:

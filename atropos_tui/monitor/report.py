@@ -6,10 +6,11 @@ Everything in it comes from the run's files; what programs and models wrote is m
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from statistics import pstdev
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -25,6 +26,7 @@ from atropos_tui.monitor.format import counted, duration, glyph_and_word, masked
 from atropos_tui.monitor.log_errors import errors_of
 from atropos_tui.monitor.overlay import LAST, final, settings_of
 from atropos_tui.monitor.report_charts import PageChart, charts, draw, system_charts
+from atropos_tui.monitor.rollout_groups import Group, groups, question, shared_beginning
 from atropos_tui.monitor.run_files import RunInfo, is_crashed, load_run, read_json
 from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
 from atropos_tui.monitor.timeline import timeline
@@ -35,7 +37,9 @@ from trainer_core.config import TrainingConfig
 INTERRUPTED = 130
 """Exit code of a run that its user ended, as `errors.Exit` has it."""
 SAMPLES = 24
-"""Rollouts on the page, the newest."""
+"""Rollouts on the page: the newest groups, whole, until there are so many."""
+QUESTION_CHARS = 300
+"""Of a group's question beside its step; the whole prompt stands below."""
 TEXT_CHARS, PROFILE_CHARS = 2_000, 100_000
 """A longer prompt, completion or profile is cut; the run's files have the rest."""
 
@@ -126,15 +130,11 @@ def _sentence(status: RunStatus, info: RunInfo, state: RunState, now: float) -> 
 
 
 def _learned(state: RunState) -> str:
-    """Whether it learned, in figures; empty where there are too few steps to tell."""
-    reward = state.metric("reward_mean")
-    if len(reward) < 2 * LAST:
-        return ""
-    words = [f"reward {number(mean(reward.values[:LAST]))} → {number(final(reward))} (means of {LAST} steps)"]
-    for name, series in state.evals.items():
-        if len(series) > 1:
-            words.append(f"{masked_line(name)} {number(series.values[0])} → {number(series.last)}")
-    return "; ".join(words)
+    """Held-out accuracy of every environment and split, from the first evaluation to the newest."""
+    found = {name: series for name, series in state.evals.items() if len(series) > 1}
+    return "; ".join(
+        f"{masked_line(name)} {number(series.values[0])} → {number(series.last)}" for name, series in found.items()
+    )
 
 
 def _headline(state: RunState, info: RunInfo, status: RunStatus, end: float) -> list[tuple[str, str]]:
@@ -265,20 +265,58 @@ def _settings(run: RunDir) -> list[tuple[str, str, str]]:
     return [row for row in rows if row[1] != row[2]]
 
 
-def _rollouts(state: RunState) -> list[tuple[int, list[dict[str, str]]]]:
-    """The newest samples by step, newest step first."""
-    newest = list(state.rollouts)[-SAMPLES:][::-1]
-    return [(step, [_sample(one) for one in group]) for step, group in groupby(newest, key=lambda one: one.step)]
+def _rollouts(state: RunState) -> list[dict[str, Any]]:
+    """The newest groups, newest step first: the question without what all begin with, and every completion."""
+    newest: list[Group] = []
+    for group in groups(state.rollouts):
+        if sum(len(one.rollouts) for one in newest) >= SAMPLES:
+            break
+        newest.append(group)
+    shared = shared_beginning({question(group.prompt) for group in newest})
+    return [_group(group, shared) for group in newest]
+
+
+def _group(group: Group, shared: int) -> dict[str, Any]:
+    asked = masked_line(question(group.prompt)[shared:])
+    cut = "…" if len(asked) > QUESTION_CHARS else ""
+    best_first = sorted(group.rollouts, key=lambda one: one.reward, reverse=True)
+    return {
+        "step": group.step,
+        "env": masked_line(group.env),
+        "question": f"{'…' if shared else ''}{asked[:QUESTION_CHARS]}{cut}",
+        "rewards": _spread(group),
+        "dots": _dots([one.reward for one in group.rollouts]),
+        "prompt": _block(group.prompt, TEXT_CHARS),
+        "samples": [_sample(one) for one in best_first],
+    }
+
+
+def _spread(group: Group) -> str:
+    """How the rewards of a group differ, in words: what it teaches."""
+    rewards = [one.reward for one in group.rollouts]
+    whole = group.rollouts[0].group_size
+    size = counted(len(rewards), "completion") + (f" of {whole}" if whole and whole > len(rewards) else "")
+    low, high = number(min(rewards)), number(max(rewards))
+    if len(set(rewards)) == 1:
+        return f"{size}, {'reward' if len(rewards) == 1 else 'all with the reward'} {low}"
+    return f"{size}, rewards from {low} to {high}, mean {number(mean(rewards))} ± {number(pstdev(rewards))}"
+
+
+def _dots(rewards: Sequence[float]) -> list[float]:
+    """Where each reward lies between the lowest and the highest, in percent; nothing where all are one."""
+    low, high = min(rewards), max(rewards)
+    return (
+        [100 * (reward - low) / (high - low) for reward in rewards] if math.isfinite(high - low) and high > low else []
+    )
 
 
 def _sample(record: RolloutRecord) -> dict[str, str]:
     return {
-        "env": masked_line(record.env),
+        "completion": _block(record.completion, TEXT_CHARS),
         "reward": number(record.reward),
         "advantage": number(record.advantage),
         "lag": number(record.policy_lag, 0),
-        "prompt": _block(record.prompt, TEXT_CHARS),
-        "completion": _block(record.completion, TEXT_CHARS),
+        "tokens": number(record.tokens, 0),
     }
 
 

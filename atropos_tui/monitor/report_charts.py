@@ -210,7 +210,7 @@ def system_charts(state: RunState) -> list[PageChart]:
         return []
     start = samples[0].time
     gpus, engines = (
-        sorted({gpu.index for s in samples for gpu in s.gpus}),
+        sorted({gpu.label for s in samples for gpu in s.gpus}),
         sorted({e for s in samples for e in s.engines}),
     )
     parts = sorted({name for sample in samples for name in sample.components})
@@ -221,8 +221,8 @@ def system_charts(state: RunState) -> list[PageChart]:
         line = _line(masked_line(label), colour, Series(range(len(found)), values, times), WRITERS[unit])
         return line and replace(line, places=[(time - start) / 60 for time in line.points.times])
 
-    def card(index: int, name: str) -> Callable[[GaugesRecord], float | None]:
-        return lambda sample: next((getattr(gpu, name) for gpu in sample.gpus if gpu.index == index), None)
+    def card(label: str, name: str) -> Callable[[GaugesRecord], float | None]:
+        return lambda sample: next((getattr(gpu, name) for gpu in sample.gpus if gpu.label == label), None)
 
     def engine(which: str, name: str) -> Callable[[GaugesRecord], float | None]:
         return lambda sample: getattr(sample.engines.get(which), name, None)
@@ -232,9 +232,9 @@ def system_charts(state: RunState) -> list[PageChart]:
 
     drawn: list[tuple[ChartSpec, list[tuple[str, Callable[[GaugesRecord], float | None]]]]] = [
         (ChartSpec("GPU in use", (), "Percent of time", low=0.0, high=100.0),
-         [(f"GPU {index}", card(index, "utilization_percent")) for index in gpus]),
+         [(f"GPU {label}", card(label, "utilization_percent")) for label in gpus]),
         (ChartSpec("GPU memory", (), "In use, whoever uses it", unit="bytes", low=0.0),
-         [(f"GPU {index}", card(index, "used_bytes")) for index in gpus]),
+         [(f"GPU {label}", card(label, "used_bytes")) for label in gpus]),
         (ChartSpec("Requests at the engines", (), "Being answered", low=0.0),
          [(name, engine(name, "running")) for name in engines]),
         (ChartSpec("KV cache", (), "Share in use", low=0.0, high=1.0),

@@ -66,6 +66,8 @@ class RunInfo:
     training_steps: int | None = None
     """Optimizer steps the trainer was asked for."""
     components: list[PlannedComponent] = field(default_factory=list)
+    other_trainer: str = ""
+    """What trains, if it is not ours: the program's name, and its first word."""
     last_start_s: dict[str, float] = field(default_factory=dict)
     """How long each component's start took in the newest run of the same name beside this one; see `last_starts`."""
 
@@ -81,13 +83,15 @@ def read_info(run: RunDir) -> RunInfo:
     trainer = next((c for c in _dicts(plan.get("components")) if c.get("role") == Role.TRAINER), {})
     words = trainer.get("command")
     command = words if isinstance(words, list) else []
-    steps = flag(command, "--training-steps") or str(_dict(profile.get("trainer")).get("training_steps") or "")
+    own = _dict(profile.get("trainer"))
+    steps = flag(command, "--training-steps") or str(own.get("training_steps") or "")
     return RunInfo(
         run_id=_text(plan.get("run_id")) or _text(meta.get("run_id")),
         name=_text(plan.get("name")) or _text(profile.get("name")) or run.root.name,
         mode=_text(plan.get("mode")) or _text(profile.get("mode")),
         model=flag(command, "--model-name") or _text(profile.get("model")),
         training_steps=_step_count(steps),
+        other_trainer=" ".join(PurePath(_text(word)).name for word in _list(own.get("command"))[:2]),
         components=[_planned(item) for item in _dicts(plan.get("components")) if _text(item.get("name"))],
     )
 

@@ -22,6 +22,7 @@ from atropos_common.records import (
     EvalRecord,
     GaugesRecord,
     MemoryRecord,
+    Number,
     RanksRecord,
     Record,
     RolloutRecord,
@@ -33,13 +34,12 @@ from atropos_common.records import (
     TrainerRecord,
 )
 from atropos_tui.monitor.charts import MOST_STEPS, Series
-from atropos_tui.monitor.format import real
 from atropos_tui.monitor.gauges import GaugeHistory
 
 
 def _numbers(kind: type[Record], *without: str) -> tuple[str, ...]:
     """The fields of `kind` itself that hold one number."""
-    ends = ("Number", "Number | None", "int", "int | None")
+    ends = (Number, Number | None, int, int | None)
     return tuple(name for name, written in kind.__annotations__.items() if written in ends and name not in without)
 
 
@@ -180,7 +180,11 @@ class RunState:
             values, step, time = record.__dict__, record.step, record.time
             for name in names:
                 if (value := values[name]) is not None:
-                    self._put(self.series, name, step, value, time)
+                    series = self.series.get(name)
+                    if series is None:  # once a name: `_put` for each number would be a tenth of attaching
+                        self._put(self.series, name, step, value, time)
+                    else:
+                        series.put(step, value, time)
             if record.model_extra:
                 self._put_unnamed(record, record.model_extra)
         for field_, prefix in TABLES.get(type(record), {}).items():
@@ -201,7 +205,7 @@ class RunState:
             if len(where) >= MOST_CURVES:
                 return
             series = where[name] = Series()
-        series.put(step, real(value), time)
+        series.put(step, value, time)
 
     def _begin_attempt(self, record: TrainerRecord) -> None:
         """Note a new attempt's first step and forget what earlier ones did from there on."""

@@ -33,6 +33,8 @@ FEW_IN_FLIGHT = 0.1
 """Of the sequences that the engine computes at a time."""
 LEFT_OUT = 0.05
 """Share of sequences that are too old, from which on it is worth a word."""
+LEFT_BEHIND = 2
+"""Steps that the trainer makes of what an environment sent before its end."""
 FRESH_S = 20.0
 """Older rates say nothing of now."""
 STEPS = 5
@@ -41,7 +43,7 @@ MOST_WORDS = 160
 """Of a fix: the whole of it stands in the diagnosis."""
 
 FIRST = (
-    "disk_full", "disk_low", "engine_dead", "dataset_unreachable", "rollouts_refused", "api_unreachable",
+    "disk_full", "disk_low", "node_lost", "engine_dead", "dataset_unreachable", "rollouts_refused", "api_unreachable",
     "engine_unreachable", "non_finite", "alignment_mismatch", "rollouts_fail", "groups_left_out", "groups_all_flat",
 )  # fmt: skip
 """Rules whose diagnoses come before others, the gravest first; of the rest the newest."""
@@ -145,7 +147,9 @@ def _achieved(known: Known) -> str:
     state = known.state
     words = [counted(state.step, "step")]
     if (rewards := state.metric("reward_mean").values) and state.step > 1:
-        words.append(f"reward {number(mean(rewards[:5]), 2)} → {number(mean(rewards[-5:]), 2)}")
+        words.append(
+            f"reward {number(mean(rewards[:STEPS]), 2)} → {number(mean(rewards[-STEPS:]), 2)} (means of {STEPS} steps)"
+        )
     held_out = next((series.values for series in state.evals.values() if len(series) > 1), None)
     if held_out:
         words.append(f"held-out {held_out[0]:.0%} → {held_out[-1]:.0%}")
@@ -227,6 +231,17 @@ def _stopped(known: Known) -> Verdict | None:
     return Verdict("warning", what, f"atropos-tui start {rows[0].name}")
 
 
+def _starts_again(known: Known) -> Verdict | None:
+    """Every environment has been started anew and is not known to run-api yet, so nothing comes for now."""
+    rows = [row for row in known.of(Role.ENV) if next_stage(row) is not None and row.started_at is not None]
+    since = max((row.started_at or 0.0 for row in rows), default=0.0)
+    if not rows or len(rows) < len(known.of(Role.ENV)) or not known.state.step:
+        return None
+    if sum(step.time > since for step in known.state.newest_steps) > LEFT_BEHIND:
+        return None  # it sends all the same
+    return Verdict("coming", f"{rows[0].name} has started again: it {doing(rows[0])} · {duration(known.now - since)}")
+
+
 def _late(known: Known) -> Verdict | None:
     late = overdue(known.state, known.status, known.now)
     return Verdict("warning", late, "atropos-tui why") if late else None
@@ -247,6 +262,15 @@ def _coming(known: Known) -> Verdict | None:
         return Verdict("coming", f"{pending[0].name} waits for {one_line(pending[0].waiting_for) or 'its turn'}")
     if state.step:
         return None
+    if known.info.other_trainer:
+        made = known.state.gauges.last
+        groups = sum(flow.made or 0 for flow in made.flows.values()) if made else 0
+        what = (
+            f"the trainer is {known.info.other_trainer}, which tells no figures: steps, reward, loss and alignment are"
+        )
+        return Verdict(
+            "healthy", f"{what} missing; {counted(groups, 'group')} of rollouts", "docs/trainers.md says how"
+        )
     trainer = next(iter(known.of(Role.TRAINER)), None)
     since = max((row.since or 0.0 for row in status.components), default=0.0)
     stage = next_stage(trainer) if trainer else None
@@ -401,6 +425,6 @@ def _healthy(known: Known) -> Verdict:
 
 
 LOOKS: tuple[Callable[[Known], Verdict | None], ...] = (
-    _over, _ill, _diagnosed, _stopped, _late, _coming, _too_old, _limited, _healthy,
+    _over, _ill, _diagnosed, _stopped, _starts_again, _late, _coming, _too_old, _limited, _healthy,
 )  # fmt: skip
 """The first that has something to say."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from atropos_common.bridge import LORA_RANKS, server_rank
 from atropos_common.transfer import is_loopback, is_wildcard
 from atropos_tui.errors import Problem
+from atropos_tui.profile.checks_nodes import check_nodes, unused_gpus
 from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.memory import VLLM_FRACTION
 from atropos_tui.profile.plan import (
@@ -22,13 +24,15 @@ from atropos_tui.profile.plan import (
     meeting_address,
     trainer_gpus,
     trainer_ranks,
+    trainer_seats,
     training_config,
     traits_of,
 )
 from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
+from atropos_tui.profile.seats import host_names
 from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
-from atropos_tui.profile.spec import StackSpec, dependency_faults, references
+from atropos_tui.profile.spec import ComponentSpec, StackSpec, dependency_faults, references
 from trainer_core.config import TrainingConfig, sharding_contradictions
 
 MAX_REASON = 1000
@@ -44,19 +48,28 @@ LEAST_ADAPTER_LR = 5e-5
 def check_profile(site: Site) -> list[Problem]:
     """What contradicts itself, whatever the machine."""
     profile = site.profile
+    if other := list(_other_trainer(profile)):
+        return other
+    if nodes := check_nodes(profile):
+        return nodes  # who is where decides what else fits together
     problems = [*_trainer_gpus(profile), *_fed(profile), *_names(profile), *_ports(profile), *_urls(site)]
-    problems += [*_derived(profile), *_server_types(profile), *_several(profile), *_gpu_lists(profile)]
-    problems += [*_shares(profile), *_logprobs(profile)]
+    problems += [*_derived(profile), *_server_types(profile), *_several(profile)]
+    problems += [*_gpu_lists(profile), *_shares(profile)] if not profile.is_spread else []
+    problems += [*_logprobs(profile), *_fed_urls(site)]
     if site.traits.shares_memory:
         problems += [*_single_copy_place(profile), *_single_copy_flags(profile.vllm[0], adapters=site.traits.lora)]
-    if site.traits.other_gpus:
+    if site.traits.other_gpus and not profile.is_spread:
         problems += _other_gpus(profile)
     try:
         settings = training_config(site, grouped=False)
     except ValueError as error:
         fix = "change one of the two settings under [trainer]"
         return problems + [Problem(line, fix, key="trainer") for line in str(error).splitlines()]
-    problems += [*_groups(profile, settings), *_meeting_place(site, settings), *_lengths(profile, settings)]
+    problems += [
+        *(_groups(profile, settings) if profile.trainer.command is None else []),
+        *_meeting_place(site, settings),
+        *_lengths(profile, settings),
+    ]
     problems += _recorded(settings)
     fix = "change trainer.optimizer, or give the trainer one GPU"
     problems += [
@@ -104,12 +117,19 @@ def check_notes(site: Site) -> list[str]:
         if "VLLM_USE_V1" in part.env
     ]
     settings = training_config(site, grouped=False)
-    if site.traits.other_gpus and not is_loopback(place := meeting_address(site, settings)):
+    if beyond := sorted({part.address for part in site.hosts.nodes if not is_loopback(part.address)}):
+        notes.append(
+            f"WARNING run-api, engines and trainer are dialled at {', '.join(beyond[:4])}"
+            f"{', ...' if beyond[4:] else ''}: what they say there is not encrypted, so keep it to your own network"
+        )
+    elif site.traits.other_gpus and not is_loopback(place := meeting_address(site, settings)):
         notes.append(
             f"WARNING {_meeting_key(settings)}: the broadcast's group meets at {place}, beyond the loopback. Its "
             "weights travel unencrypted, and whoever reaches that network can read them or break the group: keep it to "
             "machines that you trust"
         )
+    for node, gpus in unused_gpus(profile).items():
+        notes.append(f"{gpus} {'GPU' if gpus == 1 else 'GPUs'} of {node} {'is' if gpus == 1 else 'are'} nobody's")
     asked = {engine.name for env in profile.env for engine in env_engines(profile, env)}
     if idle := [engine.name for engine in fed_engines(profile) if engine.name not in asked]:
         notes.append(f"WARNING no environment asks {', '.join(idle)}: leave `engine` out of one, and it asks all")
@@ -123,12 +143,13 @@ def check_notes(site: Site) -> list[str]:
 
 def check_commands(stack: StackSpec) -> list[str]:
     """What command lines open to others: warnings, since a profile is its author's."""
-    return [f"WARNING {part.name}: {note}" for part in stack.components for note in _exposed(part.command)]
+    return [f"WARNING {part.name}: {note}" for part in stack.components for note in _exposed(part)]
 
 
-def _exposed(command: Sequence[str]) -> Iterator[str]:
+def _exposed(part: ComponentSpec) -> Iterator[str]:
+    command, own = part.command, part.place.address if part.place else ""
     for flag, value in _flags(command):
-        if flag == "--host" and not is_loopback(value.strip("[]")):
+        if flag == "--host" and value != own and not is_loopback(value.strip("[]")):
             yield (
                 f"--host {printable(value)} lets everybody on that network reach it: leave it out for the loopback, "
                 "and reach it from elsewhere through ssh -L"
@@ -165,7 +186,41 @@ def _meeting_place(site: Site, settings: TrainingConfig) -> Iterator[Problem]:
         )
 
 
+def _fed_urls(site: Site) -> Iterator[Problem]:
+    """The trainer feeds what the profile starts: an engine that it does not feed would hold its answers for ever."""
+    named = site.profile.trainer.settings.get("vllm_urls")
+    fed = [site.engine_url(engine) for engine in fed_engines(site.profile)]
+    if named and sorted(url.rstrip("/") for url in _words(named)) != sorted(fed):
+        yield Problem(
+            f"the trainer would feed other servers than {', '.join(fed)}, which this profile starts and which answer "
+            "nobody before they have their weights",
+            "leave it out: the plan derives it. A server on another machine is a [[vllm]] with `node`, see "
+            "docs/cluster.md; for servers that somebody else starts, run the trainer by hand: python -m trainer_core",
+            key="trainer.vllm_urls",
+        )
+
+
+def _words(value: Any) -> list[str]:
+    return value.replace(",", " ").split() if isinstance(value, str) else [str(each) for each in value]
+
+
+def _other_trainer(profile: Profile) -> Iterator[Problem]:
+    """A trainer that is not ours takes none of our settings, and the engine none of our ways to new weights."""
+    if profile.trainer.command is None:
+        return
+    for key in profile.trainer.settings:
+        reason = "is a setting of our trainer, which trainer.command replaces"
+        yield Problem(reason, "leave it out, and say it in the command", key=f"trainer.{key}")
+    if profile.mode != "none":
+        reason = (
+            f'mode = "{profile.mode}" is how our trainer gives its weights away, and trainer.command is another one'
+        )
+        yield Problem(reason, 'mode = "none": docs/trainers.md says how it gives the engine new weights', key="mode")
+
+
 def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
+    if profile.is_spread and not traits_of(profile).shares_memory:
+        return  # `checks_nodes` sees to them
     gpus, ranks = trainer_gpus(profile), trainer_ranks(profile)
     if len(set(gpus)) < len(gpus):
         if profile.trainer.gpus:  # else they are the engine's, which says it
@@ -191,9 +246,10 @@ def _fed(profile: Profile) -> Iterator[Problem]:
 
 
 def _names(profile: Profile) -> list[Problem]:
-    named = [("api", "api"), ("trainer", "trainer"), *((name, f"component.{name}") for name in profile.component)]
+    named = [("api", "api"), *((name, "trainer") for name in host_names("trainer", len(trainer_seats(profile)) or 1))]
+    named += [(name, f"component.{name}") for name in profile.component]
     named += [(part.name, f"env.{index}.name") for index, part in enumerate(profile.env)]
-    named += [(part.name, f"vllm.{index}.name") for index, each in enumerate(profile.vllm) for part in each.engines]
+    named += [(part.name, f"vllm.{index}.name") for index, made in enumerate(profile.seated) for part, _ in made]
     named += [(part.name, f"prepare.{index}.name") for index, part in enumerate(profile.prepare)]
     last = dict(named)
     return [
@@ -209,9 +265,9 @@ def _ports(profile: Profile) -> Iterator[Problem]:
         if port in seen:
             yield Problem(f"port {port} is also {seen[port]}", "choose distinct ports", key=key)
         seen.setdefault(port, key)
-    if profile.api.host not in ("127.0.0.1", "localhost"):
-        reason = "run-api has no authentication and would be open to the network"
-        yield Problem(reason, 'use "127.0.0.1"', key="api.host")
+    if profile.api.host not in ("127.0.0.1", "localhost") and not profile.is_spread:
+        reason = "run-api would be open to the network, and all who ask it are on this machine"
+        yield Problem(reason, 'use "127.0.0.1"; several machines have [cluster]', key="api.host")
 
 
 _API_URL = re.compile(r"(rollout_server|atropos|run_api|api_server)_url$")

@@ -107,6 +107,8 @@ def nearest(site: Site, inventory: Inventory, *, fixed: Iterable[str] = (), most
 
 def on_gpus(profile: Profile, settings: TrainingConfig, inventory: Inventory) -> bool:
     """Whether the trainer runs on a GPU whose memory is known."""
+    if profile.is_spread:
+        return False  # its machines may differ
     names = memory.trainer_devices(profile, settings, inventory.machine)
     return names != [memory.HOST] and all(int(name.split()[1]) < len(inventory.machine.gpus) for name in names)
 
@@ -315,7 +317,12 @@ def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[
     except ValueError:  # the settings contradict each other, which the checks say
         return site, ""
     wanted, model = profile.trainer.memory, inventory.models[profile.vllm[0].name]
-    if wanted == "speed" or not isinstance(model, Model) or not on_gpus(profile, settings, inventory):
+    if (
+        wanted == "speed"
+        or profile.trainer.command
+        or not isinstance(model, Model)
+        or not on_gpus(profile, settings, inventory)
+    ):
         return site, ""
     fixed = {f"trainer.{key}" for key in profile.trainer.settings} | {"mode", "trainer.gpus", "vllm.gpus"}
     fixed |= KEPT_BY_A_RESUME if resumed else set()

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -31,9 +32,11 @@ from atropos_tui.profile.plan import (
     engine_model,
     fed_engines,
     resolve_path,
+    trainer_seats,
     training_config,
     traits_of,
 )
+from atropos_tui.profile.seats import Seat
 from atropos_tui.profile.sections import EngineSection, Profile
 from trainer_core.config import TrainingConfig
 
@@ -75,7 +78,9 @@ def take_inventory(site: Site, machine: Hardware | None = None) -> Inventory:
         if isinstance(known.get(made), str) and not resolve_path(made).exists():
             known[made] = f"{step.name} makes the model when the run starts"
     eight_bit = machine is not None or importlib.util.find_spec("bitsandbytes") is not None
-    return Inventory(machine or read_machine(), {section: known[name] for section, name in names.items()}, eight_bit)
+    if machine is None:
+        machine = Hardware((), None) if site.profile.is_spread else read_machine()  # nobody has looked at the others
+    return Inventory(machine, {section: known[name] for section, name in names.items()}, eight_bit)
 
 
 @dataclass(frozen=True)
@@ -137,29 +142,67 @@ def make_budget(
         machine: this machine, or any other.
     """
     builder = _Builder(profile, settings, machine)
-    for section in profile.vllm:
+    for section, made in zip(profile.vllm, profile.seated, strict=True):
         if isinstance(model := models[section.name], Model):
-            for engine in section.engines:
-                builder.engine(engine, model)
+            for engine, seats in made:
+                builder.engine(engine, model, seats)
     notes = [f"{section.name}: unknown: {m}" for section in profile.vllm if isinstance(m := models[section.name], str)]
     if isinstance(first := models[profile.vllm[0].name], Model):
         notes.insert(0, f"{first.parameters:,} parameters, from {first.source}")
-        builder.trainer(first)
-    if HOST in builder.devices:
+        if profile.trainer.command is None:  # what another one takes, nobody knows
+            builder.trainer(first)
+    if any(map(is_host, builder.devices)):
         notes.append("the programs themselves are not counted on the host")
-    devices = [builder.devices[name] for name in sorted(builder.devices, key=lambda n: (n == HOST, len(n), n))]
+    order = list(profile.machines)
+
+    def position(name: str) -> tuple[bool, int, int, str]:
+        return is_host(name), order.index(name.split()[0]) if order else 0, len(name), name
+
+    devices = [builder.devices[name] for name in sorted(builder.devices, key=position)]
     overflows = [warning for device in alike(devices) if (warning := overflow(device, profile, settings))]
     return Budget(devices, notes, [*builder.warnings, *overflows], builder.warnings)
 
 
 def alike(devices: list[Device]) -> list[Device]:
-    """Devices that hold the same, each as one with the names of all."""
+    """Devices that hold the same, each as one with the names of all; of several machines also those of engines that are
+    alike."""
     found = []
-    for _, group in groupby(devices, lambda device: (device.total, device.items)):
+    for _, group in groupby(devices, _contents):
         first, *others = group
-        name = f"GPUs {first.name.removeprefix('GPU ')}-{others[-1].name.removeprefix('GPU ')}" if others else ""
-        found.append(replace(first, name=f"{name} each" if others else first.name))
+        if not others:
+            found.append(first)
+        elif first.name.startswith("GPU "):
+            last = others[-1].name.removeprefix("GPU ")
+            found.append(replace(first, name=f"GPUs {first.name.removeprefix('GPU ')}-{last} each"))
+        else:
+            found.append(replace(first, name=f"{first.name} to {others[-1].name} each"))
     return found
+
+
+def _contents(device: Device) -> tuple[int | None, list[Item]]:
+    """What a device has and holds; on one of several machines without the numbers of engines."""
+    if device.name == HOST or device.name.startswith("GPU "):
+        return device.total, device.items
+    return device.total, [replace(item, component=_NUMBER.sub("", item.component)) for item in device.items]
+
+
+_NUMBER = re.compile(r"-\d+$")
+
+
+def is_host(name: str) -> bool:
+    """Whether the device of that name is a host's memory."""
+    return name == HOST or name.endswith(f" {HOST}")
+
+
+def host_of(name: str) -> str:
+    """The host of a device."""
+    return name if is_host(name) else name.rpartition("GPU")[0] + HOST
+
+
+def seat_devices(seats: Sequence[Seat]) -> list[str]:
+    """GPUs of several machines, or the machines themselves where nobody takes any."""
+    gpus = [f"{seat.node} GPU {gpu}" for seat in seats for gpu in seat.gpus]
+    return gpus or [f"{seat.node} {HOST}" for seat in seats]
 
 
 def site_budget(site: Site, inventory: Inventory) -> Budget:
@@ -175,6 +218,9 @@ def engine_devices(section: EngineSection, machine: Hardware) -> list[str]:
 
 def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Hardware) -> list[str]:
     """Where the trainer's own memory lies; in single copy on the engine's devices."""
+    if profile.is_spread:
+        seats = trainer_seats(profile)
+        return seat_devices([seat._replace(gpus=[]) for seat in seats] if settings.device == "cpu" else seats)
     if settings.device == "cpu":
         return [HOST]
     if profile.trainer.gpus:
@@ -196,9 +242,9 @@ class _Builder:
 
     def device(self, name: str) -> Device:
         if name not in self.devices:
-            index = int(name.split()[1]) if name != HOST else -1
+            index = -1 if is_host(name) else int(name.split()[-1])
             gpu = self.machine.gpus[index] if 0 <= index < len(self.machine.gpus) else None
-            total = self.machine.host if name == HOST else gpu.total if gpu else None
+            total = self.machine.host if is_host(name) else gpu.total if gpu else None
             self.devices[name] = Device(name, gpu.name if gpu else "", total)
         return self.devices[name]
 
@@ -206,9 +252,9 @@ class _Builder:
         for name in names:
             self.device(name).items.append(Item(component, what, size, note, **more))
 
-    def engine(self, section: EngineSection, model: Model) -> None:
+    def engine(self, section: EngineSection, model: Model, seats: Sequence[Seat] = ()) -> None:
         """Weights, what vLLM needs to compute, and the KV cache that its share of the device leaves."""
-        names = engine_devices(section, self.machine)
+        names = seat_devices(seats) if seats else engine_devices(section, self.machine)
         fed = section.name in self.fed
         width = dtype_bytes(section.dtype or self.settings.dtype, model)
         held = 0
@@ -222,7 +268,7 @@ class _Builder:
         add("weights", math.ceil(model.parameters * width / section.gpus_per_copy), only)
         if self.traits.lora and fed:
             add("adapters", math.ceil(slot_elements(model, section, self.settings) * width / section.gpus_per_copy))
-        if names != [HOST]:
+        if not is_host(names[0]):
             total = self.device(names[0]).total
             working = working_memory(section, model, width, total)
             add("working memory", working, "activations, sampler, CUDA", estimate=True)
@@ -254,14 +300,14 @@ class _Builder:
         """The size that the profile names; it wins over the share of the device."""
         if (given := section.flag_number("kv-cache-memory-bytes", 0)) > 0:
             return given
-        gib = section.env.get("VLLM_CPU_KVCACHE_SPACE", "") if names == [HOST] else ""
+        gib = section.env.get("VLLM_CPU_KVCACHE_SPACE", "") if is_host(names[0]) else ""
         return int(gib) * 1024**3 if gib.isdecimal() else None
 
     def trainer(self, model: Model) -> None:
         """Everything that the trainer allocates itself."""
         settings = self.settings
         names = trainer_devices(self.profile, settings, self.machine)
-        on_gpu = names != [HOST]
+        on_gpu = not is_host(names[0])
         width = dtype_bytes(settings.dtype, model)
         # Spread over ranks, unless they live on the parts of a tensor-parallel engine.
         sharded = len(names) > 1 and not self.traits.shares_memory
@@ -291,7 +337,7 @@ class _Builder:
             (2 if narrow else model_math.GRADIENT_BYTES) * parameters,
             f"{'bfloat16' if narrow else 'float32'}{said}",
         )
-        away = settings.optimizer_offload and on_gpu
+        away, hosts = settings.optimizer_offload and on_gpu, list(dict.fromkeys(map(host_of, names)))
         optimizer = effective_optimizer(settings, on_gpu=on_gpu)
         # In a step the others fill float32 copies a part at a time, when the activations' memory is free.
         masters = model_math.MASTER_BYTES[settings.master_weights] if half else 0
@@ -300,7 +346,7 @@ class _Builder:
         if away:
             widths = [masters] * bool(masters) + [model_math.STATE_BYTES[optimizer] // 2] * 2
             size = model_math.pinned_bytes(trained.values(), [width for width in widths if width])
-            add("masters, states", size, f"{settings.master_weights}, {optimizer}: optimizer_offload", at=[HOST])
+            add("masters, states", size, f"{settings.master_weights}, {optimizer}: optimizer_offload", at=hosts)
         else:
             if masters:
                 add("master weights", masters * parameters, MASTERS[settings.master_weights])
@@ -318,7 +364,7 @@ class _Builder:
 
     def _activations(self, names: list[str], model: Model, trained: Shapes, step: int) -> None:
         """The larger of what a pass keeps and what the optimizer's step takes, which are never there together."""
-        settings, on_gpu = self.settings, names != [HOST]
+        settings, on_gpu = self.settings, not is_host(names[0])
         longest, ranks, dimensions = self.profile.vllm[0].max_model_len, len(names), model.dimensions
         largest = largest_of(trained)
         if ranks > 1 and self.traits.shares_memory:
@@ -343,8 +389,10 @@ class _Builder:
             note = "less than the optimizer's step takes, a part of the parameters at a time"
         self.add(names, "trainer", "activations", max(kept.total + logits, step), note, estimate=True)
         if kept.offloaded:
-            away = kept.offloaded * len(names)
-            self.add([HOST], "trainer", "activations", away, "a hidden state for each layer", estimate=True)
+            hosts = Counter(map(host_of, names))
+            for host, ranks_there in hosts.items():
+                away = kept.offloaded * ranks_there
+                self.add([host], "trainer", "activations", away, "a hidden state for each layer", estimate=True)
 
 
 def _rows_are_masters(settings: TrainingConfig) -> bool:
@@ -450,7 +498,7 @@ def given_cache(device: Device, profile: Profile) -> str | None:
             continue
         if key := cache_flag(section):
             return f"vllm.{index}.args.{key}"
-        if device.name == HOST and section.env.get("VLLM_CPU_KVCACHE_SPACE"):
+        if is_host(device.name) and section.env.get("VLLM_CPU_KVCACHE_SPACE"):
             return f"vllm.{index}.env.VLLM_CPU_KVCACHE_SPACE"
     return None
 
@@ -501,7 +549,9 @@ def as_lines(budget: Budget) -> list[str]:
     """For `plan`."""
     lines = [f"memory ({'; '.join(budget.notes)})"]
     for device in alike(budget.devices):
-        missing = "(how much it has is not known)" if device.name == HOST else "(this machine has no such GPU)"
+        missing = "(how much it has is not known)" if is_host(device.name) else "(this machine has no such GPU)"
+        if device.name[-1].isdigit() and not device.name.startswith("GPU"):
+            missing = "(how much it has is not known here: plan --gpus 8xH100 tells it of each machine)"
         known = f"of {size_text(device.total)}" if device.total is not None else missing
         more = " and more" if any(item.bytes is None for item in device.items) else ""
         model = f" ({device.model})" if device.model else ""

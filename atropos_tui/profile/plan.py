@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ from pydantic import ValidationError
 from atropos_common.bridge import ENV_SAMPLING, few_graph_sizes, server_rank
 from atropos_common.control import Role
 from atropos_common.run_dir import (
+    ENV_API_URL,
+    ENV_CHECKPOINTS,
     ENV_ENGINE_URLS,
     ENV_HOLD_GENERATION,
+    ENV_MODEL,
+    ENV_NODE_ADDRESS,
+    ENV_RANKS_DIR,
     ENV_REFILL,
     ENV_SEQUENCES,
     ENV_TRAINER_HOSTS,
@@ -27,7 +33,9 @@ from atropos_common.run_dir import (
 )
 from atropos_common.transfer import is_loopback, meeting_place
 from atropos_tui.profile.load import CACHE, cache_dir, shipped_profiles
+from atropos_tui.profile.places import Hosts, foreseen, place_of
 from atropos_tui.profile.redact import hide_tree
+from atropos_tui.profile.seats import Seat, host_names, left_over
 from atropos_tui.profile.sections import (
     MODE_SETTINGS,
     ApiSection,
@@ -46,6 +54,7 @@ from atropos_tui.profile.spec import (
     FileCheck,
     HttpCheck,
     LogCheck,
+    Place,
     Probe,
     Probes,
     RestartPolicy,
@@ -184,6 +193,8 @@ def traits_of(profile: Profile) -> ModeTraits:
     """What a profile's mode asks of its stack. Adapters over the one copy live on the engine's memory; that of a GPU
     must not go while the trainer computes with it, so there a restart takes the trainer along."""
     traits = TRAITS[profile.mode]
+    if profile.trainer.command:  # nobody names weights to the engine, so it must not wait for that
+        return replace(traits, holds_generation=False)
     if not (traits.lora and profile.trainer.settings.get("single_copy")):
         return traits
     return replace(traits, shares_memory=True, feeds_all=False, trainer_follows_engine=bool(profile.vllm[0].gpus))
@@ -200,6 +211,8 @@ class Site:
     """What is put in while planning."""
     dotenv: Mapping[str, str]
     """From `.env` files, for the references that stay until a process starts."""
+    hosts: Hosts = field(default_factory=Hosts)
+    """The machines, where the profile is for several."""
 
     @property
     def traits(self) -> ModeTraits:
@@ -219,16 +232,106 @@ class Site:
         """The same for each of several."""
         return [self.text(value) for value in values]
 
-    def url(self, port: int) -> str:
-        """The address of a server of this stack."""
-        return f"http://127.0.0.1:{port}"
+    def address(self, node: str | None, dialled_from: Iterable[str | None]) -> str:
+        """What a server on `node` binds to and is dialled at: the loopback where all who dial are on the same machine,
+        and the supervisor, which probes it, as well."""
+        if node is None:
+            return LOOPBACK
+        own = self.hosts.node(node)
+        at = {self.hosts.node(name).host for name in dialled_from if name is not None} | {self.hosts.here}
+        return LOOPBACK if at == {own.host} else own.address
+
+    @property
+    def api_address(self) -> str:
+        """Where run-api is."""
+        profile = self.profile
+        if not profile.is_spread or "host" in profile.api.model_fields_set:
+            return profile.api.host
+        dialling = [*(env_node(profile, env) for env in profile.env), *trainer_nodes(profile)]
+        return self.address(node_of(profile, profile.api.node), dialling)
+
+    @property
+    def api_url(self) -> str:
+        """run-api, for whoever speaks to it."""
+        return f"http://{in_url(self.api_address)}:{self.profile.api.port}"
+
+    def engine_address(self, engine: EngineSection) -> str:
+        """Where an engine of `profile.engines` is."""
+        return self._engine_addresses.get(engine.name, LOOPBACK)
+
+    @cached_property
+    def _engine_addresses(self) -> dict[str, str]:
+        profile = self.profile
+        dialling: dict[str, set[str | None]] = {}
+        trainer = set(trainer_nodes(profile))
+        for env in profile.env:
+            for engine in env_engines(profile, env):
+                dialling.setdefault(engine.name, set(trainer)).add(env_node(profile, env))
+        return {
+            engine.name: self.address(engine.node, dialling.get(engine.name, trainer))
+            for engine in profile.engines
+            if profile.is_spread
+        }
+
+    @cached_property
+    def met_at(self) -> dict[str, str]:
+        """Where the trainer of a broadcast is met, for engines on other machines than its first."""
+        node, *others = trainer_nodes(self.profile)
+        if node is None or not self.traits.other_gpus:
+            return {}
+        seats = {seat.node for each in self.profile.seated for _, seats in each for seat in seats}
+        own = self.hosts.node(node)
+        beyond = any(self.hosts.node(name).host != own.host for name in seats.union(others) if name)
+        return {"MASTER_ADDR": own.address} if beyond else {}
+
+    def engine_url(self, engine: EngineSection) -> str:
+        """An engine, for whoever speaks to it."""
+        return f"http://{in_url(self.engine_address(engine))}:{engine.port}"
+
+    def place(self, node: str | None) -> Place | None:
+        """Where what runs on `node` runs; None where there is only one machine."""
+        return place_of(self.profile, self.hosts, node) if node is not None else None
 
 
-def make_site(profile: Profile, run_dir: Path, *, run_id: str, dotenv: Mapping[str, str] | None = None) -> Site:
-    """What is known about the run while planning."""
+LOOPBACK = "127.0.0.1"
+
+
+def in_url(address: str) -> str:
+    """An address as URLs have it."""
+    return f"[{address}]" if ":" in address else address
+
+
+def make_site(
+    profile: Profile, run_dir: Path, *, run_id: str, dotenv: Mapping[str, str] | None = None, hosts: Hosts | None = None
+) -> Site:
+    """What is known about the run while planning.
+
+    Args:
+        hosts: the machines of a profile for several; what they are called where that is not known yet.
+    """
     variables = {CACHE: str(cache_dir()), "ATROPOS_SEED": str(profile.seed), "ATROPOS_RUN_DIR": str(run_dir)}
-    site = Site(profile, RunDir(run_dir), run_id, variables, dotenv or {})
-    return replace(site, variables=variables | {"ATROPOS_MODEL": site.model})
+    site = Site(profile, RunDir(run_dir), run_id, variables, dotenv or {}, hosts or foreseen(profile))
+    told = {ENV_MODEL: site.model}
+    if profile.trainer.command:
+        told |= {ENV_API_URL: site.api_url, ENV_ENGINE_URLS: engine_urls(site)}
+    return replace(site, variables=variables | told)
+
+
+def node_of(profile: Profile, node: str | None) -> str | None:
+    """The machine of something that runs once, from its `node` key; None where there is only one machine."""
+    return next(iter(profile.hosts_named(node)), None)
+
+
+def env_node(profile: Profile, env: EnvSection) -> str | None:
+    """The machine of an environment: those of one [[node]] are spread over it."""
+    beside = [each.name for each in profile.env if each.node == env.node]
+    hosts = profile.hosts_named(env.node)
+    return hosts[beside.index(env.name) % len(hosts)] if hosts else None
+
+
+def trainer_nodes(profile: Profile) -> list[str | None]:
+    """The trainer's machines, the first rank's first."""
+    return [seat.node for seat in trainer_seats(profile)] or [None]
 
 
 def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
@@ -244,7 +347,7 @@ def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
     derived: dict[str, Any] = {
         "model_name": site.model,
         "seed": profile.seed,
-        "atropos_url": site.url(profile.api.port),
+        "atropos_url": site.api_url,
         "vllm_port": engine.port,
         "save_path": str(site.run.checkpoints),
         "resume": "auto",
@@ -252,15 +355,17 @@ def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
         **MODE_SETTINGS[profile.mode],
     }
     fed = fed_engines(profile)
+    if (address := site.engine_address(engine)) != LOOPBACK:
+        derived["vllm_host"] = in_url(address)
     if site.traits.other_gpus or len(fed) > 1:
-        derived["vllm_urls"] = [site.url(each.port) for each in fed]
+        derived["vllm_urls"] = [site.engine_url(each) for each in fed]
     if site.traits.shares_memory:
         derived["vllm_config_path"] = str(site.run.manifest(engine.name))
     if engine.max_model_len is not None:
         derived["max_model_len"] = engine.max_model_len
     if profile.trainer.settings.get("use_wandb"):
         derived["wandb_group"] = site.run_id
-    if grouped and (group := group_size(profile)) is not None:
+    if grouped and profile.trainer.command is None and (group := group_size(profile)) is not None:
         derived["group_size"] = group
     try:
         return TrainingConfig.model_validate(derived | profile.trainer.settings)
@@ -291,10 +396,10 @@ def stack_of(site: Site) -> StackSpec:
     stack = [
         *prepared,
         _api(site, profile.api, after),
-        *(_engine(site, section, after, settings) for section in profile.engines),
+        *(_engine(site, engine, after, settings) for engine in profile.engines),
         *(_environment(site, section, after, settings) for section in profile.env),
         *(_extra(site, name, section) for name, section in profile.component.items()),
-        _trainer(site, settings, after),
+        *_trainer(site, settings, after),
     ]
     spec = StackSpec(
         run_id=site.run_id,
@@ -307,9 +412,19 @@ def stack_of(site: Site) -> StackSpec:
         metrics=profile.metrics,
         alerts=list(profile.alert),
         survive=profile.survive,
+        launcher=profile.cluster.launcher if profile.cluster else "local",
+        nodes=list(site.hosts.nodes),
     )
+    spec = spec.model_copy(update={"components": [_with_python(part) for part in spec.components]})
     named = {name: site.dotenv[name] for name in references(spec.model_dump_json()) if name in site.dotenv}
     return spec.model_copy(update={"variables": named})
+
+
+def _with_python(spec: ComponentSpec) -> ComponentSpec:
+    """With the interpreter of the machine where it runs."""
+    if spec.place is None or spec.command[0] != PYTHON or spec.place.python == PYTHON:
+        return spec
+    return spec.model_copy(update={"command": [spec.place.python, *spec.command[1:]]})
 
 
 def redacted(stack: StackSpec) -> dict[str, Any]:
@@ -346,12 +461,14 @@ def _prepare(site: Site, section: PrepareSection, before: list[str]) -> Componen
         creates=site.text(section.creates) if section.creates else None,
         restart=RestartPolicy(policy="never"),
         start_timeout_s=24 * 3600,
+        place=site.place(node_of(site.profile, None)),
     )
 
 
 def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
-    command = [*_module("atropos_api"), "--host", section.host, "--port", str(section.port)]
+    command = [*_module("atropos_api"), "--host", site.api_address, "--port", str(section.port)]
     names = [env.name for env in site.profile.env]
+    place = site.place(node_of(site.profile, section.node))
     return _spec(
         site,
         section,
@@ -360,16 +477,17 @@ def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
         command=site.texts(section.command) if section.command else command,
         depends_on=dict.fromkeys(after, "completed"),
         probes=Probes(
-            readiness=Probe(checks=[HttpCheck(url=f"{site.url(section.port)}/info")], interval_s=0.25),
+            readiness=Probe(checks=[HttpCheck(url=f"{site.api_url}/info")], interval_s=0.25),
             liveness=Probe(
-                checks=[HttpCheck(url=f"{site.url(section.port)}/info")],
+                checks=[HttpCheck(url=f"{site.api_url}/info")],
                 interval_s=5,
                 timeout_s=10,
                 failure_threshold=6,
             ),
         ),
         port=section.port,
-        port_held=section.command is None,
+        port_held=section.command is None and _is_held(place, site.api_address),
+        place=place,
         # Its state is in memory only: environments must register anew, and the trainer does so by itself.
         restart_with=names,
         scratch=True,  # wandb, which atroposlib imports, leaves folders there when its process is killed
@@ -389,17 +507,23 @@ def fed_engines(profile: Profile) -> list[EngineSection]:
     return [first, *(each for each in others if traits_of(profile).feeds_all and each.model is None)]
 
 
+def engine_urls(site: Site) -> str:
+    """The OpenAI addresses of the engines that the trainer feeds, with spaces between them."""
+    return " ".join(f"{site.engine_url(engine)}/v1" for engine in fed_engines(site.profile))
+
+
 def engine_model(site: Site, section: EngineSection) -> str:
     """The model that an engine serves."""
     return site.text(section.model) if section.model else site.model
 
 
 def _engine(site: Site, section: EngineSection, after: list[str], settings: TrainingConfig) -> ComponentSpec:
-    fed = is_fed(site, section)
+    fed, url = is_fed(site, section), site.engine_url(section)
+    place = site.place(section.node if site.profile.is_spread else None)
     environment = {"LOGDIR": str(site.run.engine_bridge(section.name))} | _gpus(section.gpus)
     if section.sampling != "plain":
         environment[ENV_SAMPLING] = section.sampling
-    checks: list[Any] = [HttpCheck(url=f"{site.url(section.port)}/health_generate")]
+    checks: list[Any] = [HttpCheck(url=f"{url}/health_generate")]
     clears: list[str] = []
     if fed:
         environment |= _fed_environment(site, section, settings)
@@ -418,14 +542,15 @@ def _engine(site: Site, section: EngineSection, after: list[str], settings: Trai
         probes=Probes(
             readiness=Probe(checks=checks, interval_s=0.25, timeout_s=15),
             liveness=Probe(
-                checks=[HttpCheck(url=f"{site.url(section.port)}/health")],
+                checks=[HttpCheck(url=f"{url}/health")],
                 interval_s=2,
                 timeout_s=10,
                 failure_threshold=5,
             ),
         ),
         port=section.port,
-        port_held=True,
+        port_held=_is_held(place, site.engine_address(section)),
+        place=place,
         gpus=section.gpus,
         clears=clears,
         scratch=True,  # vLLM leaves sockets and files of its groups there
@@ -441,7 +566,12 @@ def _engine(site: Site, section: EngineSection, after: list[str], settings: Trai
 def meeting_address(site: Site, settings: TrainingConfig) -> str:
     """Where the trainer of a broadcast is met; a reference where only the environment knows it."""
     environment = {name: site.text(value) for name, value in site.profile.trainer.env.items()}
-    return meeting_place(settings.init_method, environment)[0]
+    return meeting_place(settings.init_method, site.met_at | environment)[0]
+
+
+def _is_held(place: Place | None, address: str) -> bool:
+    """Whether the supervisor can hold the port: one of the loopback of its own machine."""
+    return is_loopback(address) and (place is None or not place.prefix)
 
 
 def _fed_environment(site: Site, section: EngineSection, settings: TrainingConfig) -> dict[str, str]:
@@ -471,7 +601,7 @@ def _shm_name(site: Site, section: EngineSection) -> str:
 def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig) -> list[str]:
     flags: dict[str, Any] = {
         "model": engine_model(site, section),
-        "host": "127.0.0.1",
+        "host": site.engine_address(section),
         "port": section.port,
         "dtype": section.dtype or settings.dtype,
         "seed": site.profile.seed,
@@ -493,10 +623,10 @@ def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig
 
 def _environment(site: Site, section: EnvSection, after: list[str], settings: TrainingConfig) -> ComponentSpec:
     engines = env_engines(site.profile, section)
-    urls = [f"{site.url(engine.port)}/v1" for engine in engines]
+    urls = [f"{site.engine_url(engine)}/v1" for engine in engines]
     flags: dict[str, Any] = {
         "slurm": False,
-        "env.rollout_server_url": site.url(site.profile.api.port),
+        "env.rollout_server_url": site.api_url,
         "env.tokenizer_name": site.model,
         "env.use_wandb": settings.use_wandb,
         "env.wandb_name": f"{site.profile.name}-{section.name}",
@@ -530,6 +660,7 @@ def _environment(site: Site, section: EnvSection, after: list[str], settings: Tr
         | ({} if section.refill else {ENV_REFILL: "0"}),
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stages=ENV_STAGES,
+        place=site.place(env_node(site.profile, section)),
         scratch=True,  # importing wandb, as atroposlib does, leaves two folders there
         stop=StopPolicy(signal="TERM", grace_s=5),
     )
@@ -561,7 +692,8 @@ def _environment_program(section: EnvSection, site: Site) -> list[str]:
 
 def env_engines(profile: Profile, section: EnvSection) -> list[EngineSection]:
     """The engines that generate an environment's rollouts: those that it names, else all that the trainer feeds."""
-    named = [e for each in profile.vllm for e in each.engines if section.engine in (each.name, e.name)]
+    each = zip(profile.vllm, profile.seated, strict=True)
+    named = [engine for kind, made in each for engine, _ in made if section.engine in (kind.name, engine.name)]
     return named or fed_engines(profile)
 
 
@@ -572,15 +704,48 @@ def config_file(text: str) -> Path:
     return next((place for place in [path, *beside] if place.is_file()), path)
 
 
-def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> ComponentSpec:
-    section = site.profile.trainer
+def _other_trainer(site: Site, command: list[str], after: list[str]) -> ComponentSpec:
+    """A trainer that is not ours: what it must know stands in its environment, and it is well while it runs."""
+    section, seats = site.profile.trainer, trainer_seats(site.profile)
+    first = seats[0] if seats else None
     return _spec(
         site,
         section,
         name="trainer",
         role=Role.TRAINER,
-        command=[*ranked(trainer_ranks(site.profile)), *settings.to_args()],
-        env=_gpus(trainer_gpus(site.profile)) | _tracked(site, settings),
+        command=_program(site.texts(command)),
+        env=_gpus(section.gpus)
+        | {
+            ENV_API_URL: site.api_url,
+            ENV_ENGINE_URLS: engine_urls(site),
+            ENV_MODEL: site.model,
+            ENV_CHECKPOINTS: str(site.run.checkpoints),
+        },
+        depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
+        gpus=section.gpus,
+        place=site.place(first.node if first else None),
+        scratch=True,
+        stop=StopPolicy(grace_s=120),
+        ends_run=True,
+    )
+
+
+def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[ComponentSpec]:
+    """The trainer; on several machines a launcher of its ranks on each, the first of which speaks for all."""
+    section, seats = site.profile.trainer, trainer_seats(site.profile)
+    if section.command:
+        return [_other_trainer(site, section.command, after)]
+    names = host_names("trainer", len(seats) or 1)
+    first = seats[0] if seats else None
+    gpus = first.gpus if first else trainer_gpus(site.profile)
+    command = [*_ranks_of(site, 0), *settings.to_args()]
+    spec = _spec(
+        site,
+        section,
+        name="trainer",
+        role=Role.TRAINER,
+        command=command,
+        env=_gpus(gpus) | site.met_at | _ranks_meet(site, 0) | _tracked(site, settings),
         # It imports and registers while vLLM loads, and waits for the manifest by itself.
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         probes=Probes(
@@ -589,14 +754,49 @@ def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> Componen
                 failure_threshold=1_000_000,
             )
         ),
-        gpus=trainer_gpus(site.profile),
+        gpus=gpus,
+        place=site.place(first.node if first else None),
         stages=TRAINER_STAGES,
         scratch=True,
+        restart_with=names[1:],
         # On its stop signal the trainer finishes the step and writes a checkpoint.
         stop=StopPolicy(grace_s=120),
         start_timeout_s=1800,
         ends_run=True,
     )
+    return [
+        spec,
+        *(
+            spec.model_copy(
+                update={
+                    "name": name,
+                    "command": [*_ranks_of(site, rank), *settings.to_args()],
+                    "env": spec.env | _gpus(seats[rank].gpus) | _ranks_meet(site, rank),
+                    "gpus": seats[rank].gpus,
+                    "place": site.place(seats[rank].node),
+                    "stages": [],
+                    "restart_with": ["trainer"],
+                    "ends_run": False,
+                }
+            )
+            for rank, name in enumerate(names[1:], 1)
+        ),
+    ]
+
+
+def _ranks_of(site: Site, number: int) -> list[str]:
+    """The trainer's ranks on the machine with that number of several."""
+    seats, ranks = trainer_seats(site.profile), trainer_ranks(site.profile)
+    return ranked(ranks) if len(seats) < 2 else [*ranked(ranks // len(seats), nodes=len(seats), node=number)]
+
+
+def _ranks_meet(site: Site, number: int) -> dict[str, str]:
+    """Where the ranks of several machines meet, and the address of the one with that number."""
+    seats = trainer_seats(site.profile)
+    if len(seats) < 2:
+        return {}
+    address = site.hosts.node(seats[number].node).address
+    return {ENV_RANKS_DIR: str(site.run.root / "ranks"), ENV_NODE_ADDRESS: address}
 
 
 def _tracked(site: Site, settings: TrainingConfig, environment: str = "") -> dict[str, str]:
@@ -611,25 +811,47 @@ def _tracked(site: Site, settings: TrainingConfig, environment: str = "") -> dic
     }
 
 
+def trainer_seats(profile: Profile) -> list[Seat]:
+    """The trainer's machines and its GPUs there: those of the engine in single copy, else those that it names, else
+    all of its machines' that no engine has; empty where there is only one machine."""
+    hosts = profile.hosts_named(profile.trainer.node)
+    if not profile.is_spread:
+        return []
+    if traits_of(profile).shares_memory:
+        return next((seats for each in profile.seated for _, seats in each), [])
+    taken: dict[str, list[int]] = {}
+    for _, seats in (pair for each in profile.seated for pair in each):
+        for seat in seats:
+            taken.setdefault(seat.node, []).extend(seat.gpus)
+    own, machines = profile.trainer.gpus, profile.machines
+    return [Seat(host, own or left_over(machines, host, taken)) for host in hosts]
+
+
 def trainer_gpus(profile: Profile) -> list[int]:
-    """The trainer's GPUs; single copy lives on the engine's own."""
+    """The trainer's GPUs, on several machines one after the other; single copy lives on the engine's own."""
+    if profile.is_spread:
+        return [gpu for seat in trainer_seats(profile) for gpu in seat.gpus]
     return profile.trainer.gpus or (profile.vllm[0].gpus if traits_of(profile).shares_memory else [])
 
 
 def trainer_ranks(profile: Profile) -> int:
-    """Processes that train together, each on a GPU of its own where there are any."""
-    return profile.trainer.processes or max(1, len(trainer_gpus(profile)))
+    """Processes that train together, each on a GPU of its own where there are any; on several machines at least one
+    on each."""
+    return profile.trainer.processes or len(trainer_gpus(profile)) or len(trainer_seats(profile)) or 1
 
 
-def ranked(ranks: int) -> list[str]:
-    """The trainer, or torchrun over that many of it."""
-    return _module("trainer_core") if ranks == 1 else [*_module("trainer_core.launch"), str(ranks)]
+def ranked(ranks: int, nodes: int = 1, node: int = 0) -> list[str]:
+    """The trainer, or torchrun over that many of it; on several nodes on each of them."""
+    if nodes == 1:
+        return _module("trainer_core") if ranks == 1 else [*_module("trainer_core.launch"), str(ranks)]
+    return [*_module("trainer_core.launch"), "--nnodes", str(nodes), "--node-rank", str(node), str(ranks)]
 
 
 def _extra(site: Site, name: str, section: ExtraSection) -> ComponentSpec:
     return _spec(
-        site, section, name=name, role=section.role, command=_program(site.texts(section.command)), port=section.port
-    )
+        site, section, name=name, role=section.role, command=_program(site.texts(section.command)), port=section.port,
+        place=site.place(node_of(site.profile, section.node)),
+    )  # fmt: skip
 
 
 def _gpus(gpus: list[int]) -> dict[str, str]:

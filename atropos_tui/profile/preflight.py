@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import socket
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
@@ -31,11 +33,13 @@ from atropos_tui.profile.hardware import Hardware
 from atropos_tui.profile.memory import Inventory, take_inventory
 from atropos_tui.profile.model_files import is_hub_id
 from atropos_tui.profile.models import Model
+from atropos_tui.profile.places import Hosts, allocated, hosts_of
 from atropos_tui.profile.plan import (
     Site,
     config_file,
     engine_model,
     is_ours,
+    node_of,
     resolve_path,
     trainer_gpus,
     trainer_ranks,
@@ -47,6 +51,15 @@ from atropos_tui.profile.source import class_names, function_names
 from atropos_tui.profile.spec import StackSpec, expand, references
 from trainer_core.config import TrainingConfig
 
+LAUNCHED_BY = {
+    "slurm": ("srun", "SLURM's commands (Debian: slurm-client)"),
+    "ssh": ("ssh", "an ssh client (Debian: openssh-client)"),
+    "kubernetes": ("kubectl", "kubectl"),
+    "ray": ("ray", "Ray (pip install ray)"),
+}
+"""By launcher the program that it needs here, and where that comes from."""
+SCONTROL_S = 10.0
+"""SLURM's controller answers at once, or is down."""
 UNSEEN = "a process that this user may not see"
 ON_THE_CPU = (
     'on the CPU, set vllm.gpus = [], trainer.gpus = [], trainer.device = "cpu", trainer.dtype = "float32", as the '
@@ -76,6 +89,7 @@ def lacks(site: Site, stack: StackSpec, machine: Hardware) -> list[Problem]:
         machine: where the stack shall run.
     """
     return [
+        *_nodes(site),
         *_taken_ports(site),
         *_packages(site, training_config(site), machine),
         *_programs(site),
@@ -117,9 +131,62 @@ def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
             yield Problem(f"working directory {cwd} does not exist", "create it, or change cwd", key=f"{section}.cwd")
 
 
+def machines_of(profile: Profile) -> Hosts:
+    """The machines of a profile, as this machine knows them: of a SLURM job with the addresses that SLURM dials."""
+    hosts = [host for group in allocated(os.environ) for host in group]
+    if not hosts or profile.cluster is None or profile.cluster.launcher != "slurm":
+        return hosts_of(profile, os.environ)
+    return hosts_of(profile, os.environ, _slurm_addresses(hosts))
+
+
+def _slurm_addresses(hosts: list[str]) -> dict[str, str]:
+    try:
+        said = subprocess.run(
+            ["scontrol", "--oneliner", "show", "node", ",".join(hosts)],
+            capture_output=True, text=True, timeout=SCONTROL_S, check=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = [dict(word.partition("=")[::2] for word in line.split()) for line in said.splitlines()]
+    return {row["NodeName"]: row["NodeAddr"] for row in rows if row.get("NodeName") and row.get("NodeAddr")}
+
+
+def _nodes(site: Site) -> Iterator[Problem]:
+    """What the launcher lacks here, and whether this is the machine from which the profile starts."""
+    cluster = site.profile.cluster
+    if cluster is None or not site.profile.is_spread:
+        return
+    program, package = LAUNCHED_BY[cluster.launcher]
+    if (importlib.util.find_spec("ray") if cluster.launcher == "ray" else shutil.which(program)) is None:
+        fix = f"install {package}, go to a machine that has it, or use another launcher"
+        yield Problem(f"launcher {cluster.launcher!r} needs {program}, which is not on this machine", fix,
+                      key="cluster.launcher")  # fmt: skip
+    first = site.hosts.nodes[0]
+    if cluster.launcher != "slurm" and not is_this_machine(first.address):
+        where = first.host if cluster.launcher != "kubernetes" else f"the pod {first.host}"
+        yield Problem(
+            f"{first.address}, the first machine of the profile, is another than this one, and what runs there is "
+            "started by the supervisor itself",
+            f"start it there: log in to {where} and run atropos-tui up; or put this machine first, as a [[node]]",
+            key="node.0.hosts",
+        )
+
+
+def is_this_machine(address: str) -> bool:
+    """Whether a server on this machine could listen at `address`."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(where)
+    except OSError:
+        return False
+    return True
+
+
 def _taken_ports(site: Site) -> Iterator[Problem]:
+    elsewhere = _ports_elsewhere(site)
     for key, port in site.profile.used_ports():
-        if ports.is_free(port):
+        if port in elsewhere or ports.is_free(port):
             continue
         holder = ports.holder(port)
         if holder is None or holder.run_id != site.run_id:  # else who resumes the run adopts it or ends it
@@ -131,13 +198,27 @@ def _taken_ports(site: Site) -> Iterator[Problem]:
             )
 
 
+def _ports_elsewhere(site: Site) -> set[int]:
+    """Ports of what runs on other machines than the supervisor's."""
+    profile = site.profile
+    if profile.cluster and profile.cluster.launcher == "slurm" and not allocated(os.environ):
+        return {port for _, port in profile.used_ports()}  # nobody knows yet where that will be
+    places = {engine.port: engine.node for engine in profile.engines} | {profile.api.port: profile.api.node}
+    places |= {part.port: part.node for part in profile.component.values() if part.port}
+    return {
+        port
+        for port, node in places.items()
+        if profile.is_spread and site.hosts.node(str(node_of(profile, node))).host != site.hosts.here
+    }
+
+
 def _packages(site: Site, settings: TrainingConfig, machine: Hardware) -> Iterator[Problem]:
     needed = {"vllm": "vllm", "atroposlib": "api", "torch": "trainer", "transformers": "trainer"}
     for package, key in needed.items():
         if importlib.util.find_spec(package) is None:
             fix = "run `make install` (CPU) or `make install EXTRA=gpu`, and start atropos-tui from that environment"
             yield Problem(f"Python package {package!r} is not installed", fix, key=key)
-    on_gpu = memory.trainer_devices(site.profile, settings, machine) != [memory.HOST]
+    on_gpu = not memory.is_host(memory.trainer_devices(site.profile, settings, machine)[0])
     eight_bit = memory.effective_optimizer(settings, on_gpu=on_gpu) == "adamw_8bit"
     if eight_bit and importlib.util.find_spec("bitsandbytes") is None:
         yield Problem(
@@ -207,7 +288,8 @@ def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> It
         )
     size = (data.get("env") or {}).get("group_size")
     total = training_config(site).sequences_per_step
-    if isinstance(size, int) and size > 0 and "env.group_size" not in env.args and total % size:
+    ours = site.profile.trainer.command is None
+    if ours and isinstance(size, int) and size > 0 and "env.group_size" not in env.args and total % size:
         yield Problem(
             f"{path} sets group_size {size}, and {total} sequences of one step are no multiple of it",
             "set trainer.batch_size x trainer.gradient_accumulation_steps to a multiple, or env.group_size under args",
@@ -309,6 +391,9 @@ def _engine_fits(engine: EngineSection, model: Model, index: int) -> Iterator[Pr
 
 
 def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
+    if site.profile.is_spread:
+        yield from _gpus_of_nodes(site.profile, machine)
+        return
     wanted = {f"vllm.{index}.gpus": engine.gpus for index, engine in enumerate(site.profile.vllm)}
     wanted["trainer.gpus"] = site.profile.trainer.gpus
     present = len(machine.gpus)
@@ -335,6 +420,15 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
         elif missing:
             there = "GPU 0" if present == 1 else f"GPUs 0-{present - 1}"
             yield Problem(f"GPU {missing} does not exist: {where} has {there}", f"use {there}", key=key)
+
+
+def _gpus_of_nodes(profile: Profile, machine: Hardware) -> Iterator[Problem]:
+    """GPUs that machines of the kind that is named do not have."""
+    present = len(machine.gpus)
+    for index, group in enumerate(profile.node):
+        if not machine.is_here and group.gpus > present:
+            reason = f"{group.gpus} GPUs of each, and the machine that is named has {present}"
+            yield Problem(reason, f"lower it, or name machines with {group.gpus}", key=f"node.{index}.gpus")
 
 
 def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ KeyPath = tuple[str | int, ...]
 """A key as a path through the data: table keys and list indices."""
 Schema = dict[str, Any]
 """A JSON Schema, or the part of one that describes a key."""
-SECTION_LISTS = ("env", "vllm", "prepare")
+SECTION_LISTS = ("env", "vllm", "prepare", "node")
 """Sections that may be written once as `[env]` or several times as `[[env]]`."""
 
 DIALECT = "http://json-schema.org/draft-07/schema#"

@@ -28,17 +28,19 @@ from pydantic_core import PydanticCustomError
 
 from atropos_common.bridge import SamplingPolicy
 from atropos_common.control import Role
-from atropos_common.records import METRIC_KINDS
+from atropos_common.records import HELD_OUT_METRIC, METRIC_KINDS
 from atropos_common.run_dir import is_safe_name
 from atropos_tui.errors import Problem
 from atropos_tui.profile.errors import did_you_mean, in_words, key_text, problems_of, refused, value_text
 from atropos_tui.profile.load import SET, Origins, apply_sets, file_text, find_profile, read_merged, shipped_profiles
 from atropos_tui.profile.redact import REDACTED
-from atropos_tui.profile.schema import SECTION_LISTS, KeyPath, Schema, build_schema
+from atropos_tui.profile.schema import KeyPath, Schema, build_schema
+from atropos_tui.profile.seats import Seat, Want, host_names, seat_engines
 from atropos_tui.profile.spec import (
     AlertSpec,
     ExecCheck,
     HttpCheck,
+    LauncherName,
     LogCheck,
     LogPolicy,
     MetricsPolicy,
@@ -59,6 +61,7 @@ DERIVED_TRAINER_KEYS = {
     "weight_bridge_mode": "mode",
     "use_shared_memory": "mode",
     "vllm_port": "vllm.port",
+    "vllm_host": "vllm.node",
     "gpu_memory_utilization": "vllm.gpu_memory_utilization",
     "vllm_gpu": "vllm.gpus",
     "max_model_len": "vllm.max_model_len",
@@ -117,6 +120,12 @@ def _argv(value: list[str]) -> list[str]:
     return value
 
 
+def _host(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.@:%-]*", value):
+        raise mistake(f"no host (got {value_text(value)})", "give a name or an address, such as 10.0.0.2 or me@box2")
+    return value
+
+
 Port = Annotated[int, Field(ge=1, le=65535)]
 GpuIndex = Annotated[int, Field(ge=0)]
 Condition = Literal["started", "healthy", "completed"]
@@ -125,11 +134,14 @@ Name = Annotated[str, AfterValidator(_name), Field(json_schema_extra={"pattern":
 EnvName = Annotated[str, AfterValidator(_variable)]
 Module = Annotated[str, AfterValidator(_module)]
 Argv = Annotated[list[str], Field(min_length=1), AfterValidator(_argv)]
+HostName = Annotated[str, AfterValidator(_host)]
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 MOST_RANKS = 64
 """Of a trainer, parts of an engine, and GPUs of engines: more are no single machine's."""
+MOST_NODES = 1024
+"""Machines of a stack; its engines, and its trainer's ranks."""
 
 
 class Section(BaseModel):
@@ -159,8 +171,56 @@ def _check_probe(probe: Probe) -> Probe:
     return probe
 
 
+class ClusterSection(Section):
+    """Several machines: what brings the components there. Without this table all run on this one."""
+
+    launcher: LauncherName = "local"
+    """slurm: srun inside an allocation, which `up` asks for itself. ssh: hosts that let this user in without a
+    question. kubernetes: pods, by kubectl exec. ray: the nodes of a Ray cluster. local: all here."""
+    python: str | None = Field(None, min_length=1)
+    """The interpreter on every node; default: the path of the one that runs atropos-tui."""
+    time: str | None = Field(None, min_length=1)
+    """slurm: the time limit, such as 04:00:00; default: the partition's."""
+    partition: str | None = Field(None, min_length=1)
+    """slurm: of the nodes that name none of their own."""
+    account: str | None = Field(None, min_length=1)
+    """slurm: who pays."""
+    sbatch: list[str] = Field(default_factory=list)
+    """slurm: further options, such as "--qos=high", one each."""
+    requeue: bool = True
+    """slurm: at the time limit or after a preemption the run saves, waits for its turn again and goes on."""
+    ssh: list[str] = Field(default_factory=list)
+    """ssh: further options, one word each, such as ["-p", "2222"]."""
+    kubectl: list[str] = Field(default_factory=list)
+    """kubernetes: further options, one word each, such as ["-n", "training"]."""
+    address: str | None = Field(None, min_length=1)
+    """ray: where the cluster is, as in RAY_ADDRESS; default: what Ray finds."""
+
+
+class NodeSection(Section):
+    """A machine, or several that are alike."""
+
+    name: Name
+    """What `node` of a component says; of several the second is NAME-2."""
+    count: int = Field(1, ge=1, le=MOST_NODES)
+    """How many."""
+    gpus: int = Field(0, ge=0, le=MOST_RANKS)
+    """GPUs of each that the stack takes."""
+    hosts: list[HostName] = Field(default_factory=list)
+    """ssh, ray, kubernetes: `count` names, as the launcher knows them, such as "user@10.0.0.2"; slurm chooses them."""
+    addresses: list[HostName] = Field(default_factory=list)
+    """What the other nodes dial, one for each of `hosts`; default: the host's name."""
+    partition: str | None = Field(None, min_length=1)
+    """slurm: where these nodes come from."""
+    constraint: str | None = Field(None, min_length=1)
+    """slurm: what they must have, such as "h100"."""
+
+
 class ComponentOptions(Section):
     """What every component takes; whatever is left out keeps the default of its role."""
+
+    node: Name | None = None
+    """Name of the [[node]] where it runs; default: the first, which is the supervisor's own."""
 
     env: dict[EnvName, str] = Field(default_factory=dict)
     """Environment variables; `${VAR}` is looked up when the process starts and never written to a file."""
@@ -256,10 +316,11 @@ class EngineSection(ComponentOptions):
     port: Port = 9001
     """Port on this machine; of several the first one's, and the next ones' follow."""
     gpus: list[GpuIndex] = Field(default_factory=list)
-    """GPUs by index; empty: what the process sees by itself. More than one engine takes make several engines."""
+    """GPUs by index; empty: what the process sees by itself. More than one engine takes make several engines. With
+    `node`, of each of its machines; empty: those that nobody names."""
     tensor_parallel: int = Field(1, ge=1, le=MOST_RANKS)
     """GPUs that share one model."""
-    replicas: int | None = Field(None, ge=1, le=64)
+    replicas: int | None = Field(None, ge=1, le=MOST_NODES)
     """Servers of this kind, each with GPUs of its own; default: as many as `gpus` are enough for."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Share of the GPU's memory for weights and KV cache; default: vLLM's."""
@@ -306,27 +367,32 @@ class EngineSection(ComponentOptions):
     def engines(self) -> list[EngineSection]:
         """The servers that this section stands for, each as a section of its own."""
         count = self.replicas or max(1, len(self.gpus) // self.gpus_needed)
-        if count == 1:
-            return [self]
         each = len(self.gpus) // count
+        return [self._one(index, count, {"gpus": self.gpus[index * each :][:each]}) for index in range(count)]
+
+    def seated(self, engines: list[list[Seat]]) -> list[tuple[EngineSection, list[Seat]]]:
+        """As `engines`, on several machines: `node` and `gpus` of each are those of its first seat."""
         return [
-            self.model_copy(
-                update={
-                    "name": f"{self.name}-{index}", "port": self.port + index, "replicas": None,
-                    "gpus": self.gpus[index * each :][:each],
-                }
-            )
-            for index in range(count)
-        ]  # fmt: skip
+            (self._one(index, len(engines), {"node": seats[0].node, "gpus": seats[0].gpus} if seats else {}), seats)
+            for index, seats in enumerate(engines)
+        ]
+
+    def _one(self, index: int, count: int, where: dict[str, Any]) -> EngineSection:
+        alone = {"name": f"{self.name}-{index}", "port": self.port + index, "replicas": None} if count > 1 else {}
+        return self.model_copy(update=where | alone)
 
 
 class TrainerSection(ComponentOptions):
     """The trainer: options of a component, and every field of `TrainingConfig` that is not derived."""
 
     model_config = ConfigDict(extra="allow")
+    command: Argv | None = None
+    """Another trainer in the place of ours: its whole command line. It takes none of our settings, and finds run-api
+    and engines in its environment (docs/trainers.md)."""
     gpus: list[GpuIndex] = Field(default_factory=list)
-    """GPUs by index, one for each rank; in single copy the engine's own, which is the default."""
-    processes: int | None = Field(None, ge=1, le=MOST_RANKS)
+    """GPUs by index, one for each rank; in single copy the engine's own, which is the default. With `node`, of each of
+    its machines; empty: all that no engine has."""
+    processes: int | None = Field(None, ge=1, le=MOST_NODES)
     """Ranks that train together; default: as many as `gpus`, else one."""
     memory: Literal["auto", "speed", "fit"] = "auto"
     """What the plan may set, of what this table leaves open, to fit the GPU's memory: `plan` says what and why. auto:
@@ -384,14 +450,17 @@ class NotifySection(NotifyPolicy):
 
 
 class AlertSection(AlertSpec):
-    """Tell when a metric of the trainer's records leaves its bounds."""
+    """Tell when a metric of the records leaves its bounds."""
 
     @field_validator("metric")
     @classmethod
     def _known(cls, metric: str) -> str:
-        if metric not in METRIC_KINDS:
+        if metric not in METRIC_KINDS and not metric.partition(HELD_OUT_METRIC)[2]:
             meant = did_you_mean(metric, METRIC_KINDS)
-            raise mistake(f"no such metric (got {value_text(metric)})", f"{meant}docs/telemetry.md has every metric")
+            raise mistake(
+                f"no such metric (got {value_text(metric)})",
+                f"{meant}docs/telemetry.md has every metric; a held-out accuracy is eval/SPLIT, such as eval/held_out",
+            )
         return metric
 
     @model_validator(mode="after")
@@ -427,6 +496,10 @@ class Profile(Section):
     """Seed of every random generator."""
     inference_gpus: int | None = Field(None, ge=1, le=MOST_RANKS)
     """The machine's first so many GPUs are the engines', and all others the trainer's, in the place of `gpus` there."""
+    cluster: ClusterSection | None = None
+    """Several machines: what brings the components there."""
+    node: Annotated[list[NodeSection], BeforeValidator(_as_list)] = Field(default_factory=list)
+    """The machines, as [[node]], the supervisor's own first."""
     api: ApiSection = ApiSection()
     """run-api, which hands rollouts from the environments to the trainer."""
     env: Annotated[list[EnvSection], BeforeValidator(_as_list)] = Field(min_length=1)
@@ -457,15 +530,54 @@ class Profile(Section):
         return self._origins
 
     @property
+    def is_spread(self) -> bool:
+        """Whether it is for several machines."""
+        return self.cluster is not None and self.cluster.launcher != "local"
+
+    @property
+    def machines(self) -> dict[str, int]:
+        """GPUs of each machine, by its name, the supervisor's own first; empty where there is only that."""
+        if not self.is_spread:
+            return {}
+        return {host: group.gpus for group in self.node for host in host_names(group.name, group.count)}
+
+    def hosts_named(self, node: str | None) -> list[str]:
+        """The machines that a `node` key means: all of a [[node]], or one by its own name; without it the first. None
+        where there is no such name."""
+        if node is None:
+            return list(self.machines)[:1]
+        group = next((group for group in self.node if group.name == node), None)
+        return host_names(node, group.count) if group else [host for host in self.machines if host == node]
+
+    @property
+    def seated(self) -> list[list[tuple[EngineSection, list[Seat]]]]:
+        """The servers of each [[vllm]], each as a section of its own, with its machine, if there are several."""
+        read = (self.vllm, self.node, self.trainer, self.cluster)
+        # Found once: hundreds of machines are asked for hundreds of times. No private attribute, which would count
+        # when profiles are compared.
+        known: tuple[Any, list[list[tuple[EngineSection, list[Seat]]]]] | None = self.__dict__.get("_seats")
+        if known is None or any(old is not new for old, new in zip(known[0], read, strict=True)):
+            known = self.__dict__["_seats"] = read, self._seated()
+        return known[1]
+
+    def _seated(self) -> list[list[tuple[EngineSection, list[Seat]]]]:
+        if not self.is_spread:
+            return [[(engine, []) for engine in section.engines] for section in self.vllm]
+        wants = [Want(self.hosts_named(each.node), each.gpus_needed, each.replicas, each.gpus) for each in self.vllm]
+        named = dict.fromkeys(self.hosts_named(self.trainer.node), self.trainer.gpus)
+        found = seat_engines(wants, self.machines, named)
+        return [section.seated(engines) for section, engines in zip(self.vllm, found, strict=True)]
+
+    @property
     def engines(self) -> list[EngineSection]:
         """Every server, each as a section of its own."""
-        return [engine for section in self.vllm for engine in section.engines]
+        return [engine for section in self.seated for engine, _ in section]
 
     def used_ports(self) -> list[tuple[str, int]]:
         """Every port of the profile with its key."""
         return [
             ("api.port", self.api.port),
-            *((f"vllm.{i}.port", engine.port) for i, section in enumerate(self.vllm) for engine in section.engines),
+            *((f"vllm.{i}.port", engine.port) for i, section in enumerate(self.seated) for engine, _ in section),
             *((f"component.{name}.port", part.port) for name, part in self.component.items() if part.port),
             *([("metrics.port", self.metrics.port)] if self.metrics.port else []),
         ]
@@ -476,12 +588,16 @@ class Profile(Section):
 
     def section_of(self, component: str) -> str:
         """The key of the section that describes a component: `env.0`, `component.x`, `trainer`."""
-        for key in SECTION_LISTS:
+        for index, seated in enumerate(self.seated):
+            if component in [engine.name for engine, _ in seated]:
+                return f"vllm.{index}"
+        for key in ("env", "prepare"):
             for index, part in enumerate(getattr(self, key)):
-                names = [engine.name for engine in part.engines] if key == "vllm" else [part.name]
-                if component in names:
+                if component == part.name:
                     return f"{key}.{index}"
-        return f"component.{component}" if component in self.component else component
+        if component in self.component:
+            return f"component.{component}"
+        return "trainer" if component.startswith("trainer-") else component
 
 
 @cache

@@ -7,6 +7,8 @@ A `StackSpec` is complete and explicit. The supervisor needs nothing else: no pr
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
 
@@ -31,12 +33,16 @@ def references(text: str) -> list[str]:
 class StackPart(BaseModel):
     """The base of every part of a stack: strict, frozen, and built when it is first used."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, defer_build=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
-class HttpCheck(StackPart):
+class ProfilePart(StackPart):
+    """One that profiles have, too: their schema explains its keys by the texts here."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class HttpCheck(ProfilePart):
     """Passes when `GET url` answers with `status`."""
 
     kind: Literal["http"] = "http"
@@ -47,7 +53,7 @@ class HttpCheck(StackPart):
     """HTTP status that counts as well."""
 
 
-class TcpCheck(StackPart):
+class TcpCheck(ProfilePart):
     """Passes when a connection opens."""
 
     kind: Literal["tcp"] = "tcp"
@@ -58,7 +64,7 @@ class TcpCheck(StackPart):
     """Port to connect to."""
 
 
-class ExecCheck(StackPart):
+class ExecCheck(ProfilePart):
     """Passes when the command exits with 0."""
 
     kind: Literal["exec"] = "exec"
@@ -67,7 +73,7 @@ class ExecCheck(StackPart):
     """Program and arguments."""
 
 
-class LogCheck(StackPart):
+class LogCheck(ProfilePart):
     """Passes once a line of the component's present log matches the regular expression."""
 
     kind: Literal["log"] = "log"
@@ -78,7 +84,7 @@ class LogCheck(StackPart):
     """What the line means, for people."""
 
 
-class FileCheck(StackPart):
+class FileCheck(ProfilePart):
     """Passes when the file exists."""
 
     kind: Literal["file"] = "file"
@@ -90,7 +96,7 @@ class FileCheck(StackPart):
 Check = Annotated[HttpCheck | TcpCheck | ExecCheck | LogCheck | FileCheck, Field(discriminator="kind")]
 
 
-class Probe(StackPart):
+class Probe(ProfilePart):
     """All checks must pass, `success_threshold` times running; `failure_threshold` failures running make it fail."""
 
     checks: list[Check] = Field(min_length=1)
@@ -107,7 +113,7 @@ class Probe(StackPart):
     """Failures in the first seconds of the process do not count."""
 
 
-class Probes(StackPart):
+class Probes(ProfilePart):
     """The probes of one component."""
 
     startup: Probe | None = None
@@ -117,7 +123,7 @@ class Probes(StackPart):
     """Fails: unhealthy, then a restart by the policy."""
 
 
-class RestartPolicy(StackPart):
+class RestartPolicy(ProfilePart):
     """When a process that ended by itself is started again."""
 
     policy: Literal["never", "on-failure", "always"] = "on-failure"
@@ -132,7 +138,7 @@ class RestartPolicy(StackPart):
     """Seconds in which restarts are counted."""
 
 
-class StopPolicy(StackPart):
+class StopPolicy(ProfilePart):
     """Signal the main process group, wait `grace_s`, then KILL every process of the set."""
 
     signal: Literal["TERM", "INT", "HUP", "QUIT", "KILL"] = "TERM"
@@ -154,6 +160,44 @@ class Stage(StackPart):
     """What usually keeps it from being reached, and the way out."""
 
 
+LauncherName = Literal["local", "slurm", "ssh", "ray", "kubernetes"]
+"""What brings a program to another node."""
+
+
+class Node(StackPart):
+    """A machine of the stack."""
+
+    name: str
+    """What people call it: the [[node]]'s name, with -2, -3 and so on from its second host on."""
+    host: str
+    """What the launcher calls it."""
+    address: str
+    """What components on other nodes dial."""
+    gpus: int = Field(0, ge=0)
+    """How many it has for this stack, counted from 0."""
+
+
+class Place(StackPart):
+    """Where a component runs, and how it comes there."""
+
+    node: str
+    """The `Node`'s name."""
+    host: str
+    """What the launcher calls the node."""
+    address: str
+    """What components on other nodes dial, and what this one binds to where one of them does."""
+    prefix: list[str] = Field(default_factory=list)
+    """The command that runs what follows it on `host`, with its stdin, stdout and stderr connected; empty: the
+    supervisor is there itself."""
+    python: str = Field(default_factory=lambda: sys.executable)
+    """The interpreter there."""
+
+    def command(self, *argv: str) -> list[str]:
+        """What runs `argv` there. ssh hands its words to a shell at the far end, as one line."""
+        behind_ssh = bool(self.prefix) and self.prefix[0].rpartition("/")[2] == "ssh"
+        return [*self.prefix, *(map(shlex.quote, argv) if behind_ssh else argv)]
+
+
 class ComponentSpec(StackPart):
     """One program of the stack."""
 
@@ -164,9 +208,9 @@ class ComponentSpec(StackPart):
     env: dict[str, str] = Field(default_factory=dict)
     """Added to the supervisor's environment."""
     depends_on: dict[str, Literal["started", "healthy", "completed"]] = Field(default_factory=dict)
-    probes: Probes = Probes()
-    restart: RestartPolicy = RestartPolicy()
-    stop: StopPolicy = StopPolicy()
+    probes: Probes = Field(default_factory=Probes)
+    restart: RestartPolicy = Field(default_factory=RestartPolicy)
+    stop: StopPolicy = Field(default_factory=StopPolicy)
     start_timeout_s: float = Field(600.0, gt=0)
     """Not healthy by then: the gate timed out (exit code 4)."""
     port: int | None = None
@@ -175,6 +219,9 @@ class ComponentSpec(StackPart):
     """The supervisor holds that port for the whole run, so that no other user takes it between two starts; the program
     binds beside it, told by ATROPOS_HELD_PORT."""
     gpus: list[int] = Field(default_factory=list)
+    """Indices on the node where it runs."""
+    place: Place | None = None
+    """Where it runs; None: on the supervisor's machine, which is the only one."""
     creates: str | None = None
     """A one-shot step that is skipped when this path exists."""
     clears: list[str] = Field(default_factory=list)
@@ -190,15 +237,28 @@ class ComponentSpec(StackPart):
     ends_run: bool = False
     """Its success ends the run: the rest is stopped and the run's exit code is 0."""
 
+    @property
+    def url(self) -> str:
+        """Where its port is asked, from its own probes; on the loopback where none says otherwise."""
+        every = (probe for probe in (self.probes.readiness, self.probes.startup, self.probes.liveness) if probe)
+        asked = (check.url for probe in every for check in probe.checks if isinstance(check, HttpCheck))
+        found = (re.match(rf"https?://[^/]+:{self.port}(?=/|$)", url) for url in asked)
+        return next((match[0] for match in found if match), f"http://127.0.0.1:{self.port}")
 
-class LogPolicy(StackPart):
+    @property
+    def is_far(self) -> bool:
+        """Whether a launcher brings it to another node."""
+        return self.place is not None and bool(self.place.prefix)
+
+
+class LogPolicy(ProfilePart):
     """How much of the components' output is kept."""
 
     max_bytes: int = Field(64 * 1024 * 1024, gt=0)
     """Kept per attempt; what rotation dropped is counted."""
 
 
-class NotifyPolicy(StackPart):
+class NotifyPolicy(ProfilePart):
     """Tell someone who is not looking."""
 
     bell: bool = False
@@ -210,11 +270,12 @@ class NotifyPolicy(StackPart):
     on: tuple[Literal["failed", "mismatch", "alert", "done"], ...] = ("failed", "mismatch", "alert", "done")
 
 
-class AlertSpec(StackPart):
-    """Tell when a metric of the trainer's records leaves its bounds."""
+class AlertSpec(ProfilePart):
+    """Tell when a metric of the records leaves its bounds."""
 
     metric: str
-    """Name of a number in the records, such as `entropy_mean`; docs/telemetry.md has them all."""
+    """Name of a number in the trainer's records, such as `entropy_mean`; docs/telemetry.md has them all. Or a held-out
+    accuracy: `eval/SPLIT` of each environment, `eval/ENV/SPLIT` of one; its steps are the weight versions."""
     below: float | None = None
     """The value is smaller."""
     above: float | None = None
@@ -227,7 +288,7 @@ class AlertSpec(StackPart):
     """In so many steps in a row."""
 
 
-class MetricsPolicy(StackPart):
+class MetricsPolicy(ProfilePart):
     """Figures for Prometheus, at `/metrics` of the supervisor."""
 
     port: int | None = Field(None, ge=1, le=65535)
@@ -244,13 +305,17 @@ class StackSpec(StackPart):
     mode: str
     run_dir: str
     components: list[ComponentSpec]
-    logs: LogPolicy = LogPolicy()
-    notify: NotifyPolicy = NotifyPolicy()
-    metrics: MetricsPolicy = MetricsPolicy()
+    logs: LogPolicy = Field(default_factory=LogPolicy)
+    notify: NotifyPolicy = Field(default_factory=NotifyPolicy)
+    metrics: MetricsPolicy = Field(default_factory=MetricsPolicy)
     alerts: list[AlertSpec] = Field(default_factory=list)
     variables: dict[str, str] = Field(default_factory=dict, repr=False)
     """What `${VAR}` of this stack refers to beside the environment, which wins: from `.env` files, and never written to
     a file."""
+    launcher: LauncherName = "local"
+    """What brings components to the nodes that the supervisor is not on."""
+    nodes: list[Node] = Field(default_factory=list)
+    """The machines, the supervisor's own first; empty where there is only that."""
     survive: bool = False
     """Whether the components outlive a supervisor that is killed, for the next one to adopt."""
 
@@ -275,7 +340,8 @@ def check_stack(stack: StackSpec) -> None:
     """Let a runnable stack pass.
 
     Raises:
-        StackError: a name twice or not usable in a path, an unknown dependency, a circle; all of them.
+        StackError: a name twice or not usable in a path, an unknown dependency, a circle, `survive` with other nodes;
+            all of them.
     """
     names = [spec.name for spec in stack.components]
     faults = [
@@ -289,6 +355,8 @@ def check_stack(stack: StackSpec) -> None:
         if not is_safe_name(name)
     ]
     faults += [f"{fault.reason}: {fault.fix}" for fault in dependency_faults(stack)]
+    if stack.survive and any(spec.is_far for spec in stack.components):
+        faults.append("survive = true keeps components on this machine only, and some are on other nodes: leave it out")
     if faults:
         raise StackError("; ".join(faults))
 

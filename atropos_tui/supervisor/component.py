@@ -21,18 +21,18 @@ from typing import Any, Literal, Protocol
 
 from atropos_common.control import ComponentStatus, Role, StageStatus, State
 from atropos_common.records import DiagnosisRecord, ProbeRecord, StageRecord, StateRecord
-from atropos_tui.diagnoses import Diagnosis, Evidence, describe_exit, diagnose, model, port_taken
+from atropos_tui.diagnoses import Diagnosis, Evidence, describe_exit, diagnose, model, node_lost, port_taken
 from atropos_tui.diagnoses.engine import LogScanner, Printed
 from atropos_tui.diagnoses.exit_rules import lasting_error
 from atropos_tui.diagnoses.model import shortened
 from atropos_tui.diagnoses.roots import same_words
 from atropos_tui.diagnoses.stall_rules import Part
 from atropos_tui.profile.spec import ComponentSpec, LogCheck, RestartPolicy
-from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.launch import Launch
 from atropos_tui.supervisor.launcher import Host, Living, Usage
 from atropos_tui.supervisor.logs import LogDrain
 from atropos_tui.supervisor.probe import Prober, ProbeResult, StageWatch
-from atropos_tui.supervisor.process import Launch, LaunchError, Leader, end_set
+from atropos_tui.supervisor.process import LaunchError, Leader
 from atropos_tui.supervisor.store import Store
 
 ENDS = frozenset({State.STOPPED, State.BACKOFF, State.FAILED, State.COMPLETED})
@@ -161,6 +161,8 @@ class Ended:
     diagnosis: Diagnosis | None = None
     error: str = ""
     """The error line of its log, where another start would fail in the same way."""
+    lost: str = ""
+    """How its node was lost, if that is why it ended."""
 
 
 class Owner(Protocol):
@@ -257,7 +259,7 @@ class Component:
                 attempt=self.attempt,
                 reason=reason,
                 command_id=self._command_id,
-                pid=self.child.pid if self.child else None,
+                pid=(self.child.pid or None) if self.child else None,
                 exit_code=exit_code,
             )
         )
@@ -314,16 +316,17 @@ class Component:
         """One row of `ps`."""
         probe = self.newest_probe()
         child = self.child
-        current = usage if child and usage.at >= child.started_at else Usage([child.pid] if child else [])
+        current = usage if child and usage.at >= child.started_at else Usage([child.pid] if child and child.pid else [])
         running = child is not None and child.exit_code is None
         return ComponentStatus(
             name=self.name,
             role=self.spec.role,
+            node=self.spec.place.node if self.spec.place else "",
             state=self.state,
             attempt=self.attempt,
             restarts=self._restarts.count,
             errors=self._scanner.errors if self._scanner else 0,
-            pid=child.pid if child and running else None,
+            pid=(child.pid or None) if child and running else None,
             pids=current.pids if running or self._ending else [],
             port=self.spec.port,
             started_at=self.started_at,
@@ -480,7 +483,7 @@ class Component:
 
     def _gpus_are_free(self) -> bool:
         gpus, name = self._host.gpus, self.name
-        if gpus.admitted(name, self.spec.gpus):
+        if self.spec.is_far or gpus.admitted(name, self.spec.gpus):
             return True
         if name not in gpus.asking:
             shared, again = self._host.shares_with(name), lambda: self._owner.post(look_again)
@@ -629,15 +632,14 @@ class Component:
 
     async def _end(self, child: Leader, attempt: int, number: int, grace_s: float) -> None:
         host, post = self._host, self._owner.post
-        look = self._owner.task(host.look_at_gpus(self.name)) if self.spec.gpus else None
-        killed = await end_set(
-            child,
+        look = self._owner.task(host.look_at_gpus(self.name)) if self.spec.gpus and not self.spec.is_far else None
+        killed = await child.end_set(
             lambda: host.tracker.members(self.name),
             number,
             grace_s,
             self._hurry,
             lambda count: post(self._left_over, attempt, count),
-            lambda rows: post(self.diagnose, stuck(rows)),
+            lambda who: post(self.diagnose, stuck(who)),
             host.table.components[self.name].group,
         )
         await child.settle()
@@ -666,6 +668,8 @@ class Component:
 
     async def _explain(self, child: Leader, log: LogDrain) -> tuple[Diagnosis | None, str]:
         """Why it ended by itself, and its error line, where another start would fail in the same way."""
+        if child.lost:
+            return node_lost(child.lost), ""
         if not child.exit_code or self.outcome:
             return None, ""
         lines = log.tail(LOOKED_BACK)
@@ -711,7 +715,7 @@ class Component:
             lived_s = (self.exited_at or time.time()) - (self.started_at or 0.0)
             self._restarts.proven |= lived_s > PROVEN_S
             self._restarts.came_up |= lived_s > (SILENT_START_S if self.spec.stages else PROVEN_S)
-        self._owner.on_gone(self, Ended(self.outcome, child.exit_code, killed, diagnosis, error))
+        self._owner.on_gone(self, Ended(self.outcome, child.exit_code, killed, diagnosis, error, child.lost))
 
     # What follows from an end, as the supervisor decides.
 
@@ -730,9 +734,8 @@ class Component:
         self._move(State.BACKOFF, f"{reason}; again in {delay:.1f} s", self.exit_code)
 
 
-def stuck(rows: list[procfs.Proc]) -> Diagnosis:
-    """The diagnosis for processes that outlive SIGKILL, by pid and state."""
-    who = ", ".join(f"pid {row.pid} (state {row.state})" for row in rows)
+def stuck(who: str) -> Diagnosis:
+    """The diagnosis for processes (by pid and state) that outlive SIGKILL."""
     fix = "state D is a wait inside the kernel, for a disk or a driver (GPU: see dmesg); only that can end it"
     return model.UNKILLABLE.diagnosis(who, fix)
 

@@ -20,7 +20,7 @@ import psutil
 from atropos_common.bridge import METRIC_VERSION
 from atropos_common.control import ComponentStatus, Role, RunStatus, State
 from atropos_common.files import cut_torn_line, write_private
-from atropos_common.http import LIMITS
+from atropos_common.http import LIMITS, door_headers
 from atropos_common.records import ComponentUse, EngineGauges, EnvFlow, GaugesRecord, HostUse
 from atropos_tui.diagnoses.flow import read_figures
 from atropos_tui.diagnoses.stall_rules import Flow
@@ -67,8 +67,10 @@ def parse_queue(text: str) -> int | None:
 class GaugeReader:
     """Keeps connections and what is needed to turn CPU seconds into percent."""
 
-    def __init__(self) -> None:
-        self._http = httpx.Client(timeout=ANSWER_S, limits=LIMITS, trust_env=False)
+    def __init__(self, urls: Mapping[str, str]) -> None:
+        """`urls`: where each component's port is asked."""
+        self._urls = urls
+        self._http = httpx.Client(timeout=ANSWER_S, limits=LIMITS, trust_env=False, headers=door_headers(os.environ))
         self._cpu = _cpu_seconds()
 
     def read(self, status: RunStatus, flows: Mapping[str, Flow], folder: Path) -> GaugesRecord:
@@ -108,11 +110,11 @@ class GaugeReader:
         if not routes:
             return []
         with ThreadPoolExecutor(len(routes), thread_name_prefix="gauges") as pool:
-            return list(pool.map(lambda route: self._get(route[0].port, route[1]), routes))
+            return list(pool.map(lambda route: self._get(self._urls[route[0].name] + route[1]), routes))
 
-    def _get(self, port: int | None, path: str) -> str | None:
+    def _get(self, url: str) -> str | None:
         try:
-            with self._http.stream("GET", f"http://127.0.0.1:{port}{path}") as answer:
+            with self._http.stream("GET", url) as answer:
                 if answer.status_code != 200:
                     return None
                 body = b""
@@ -215,10 +217,13 @@ class GaugesFile:
 
 
 async def record_gauges(
-    path: Path, status: Callable[[], Awaitable[RunStatus]], flows: Callable[[], Mapping[str, Flow]]
+    path: Path,
+    status: Callable[[], Awaitable[RunStatus]],
+    flows: Callable[[], Mapping[str, Flow]],
+    urls: Mapping[str, str],
 ) -> None:
     """Write a line every `EVERY_S` seconds, until cancelled."""
-    reader, file = GaugeReader(), GaugesFile(path)
+    reader, file = GaugeReader(urls), GaugesFile(path)
     try:
         while True:
             await asyncio.sleep(EVERY_S)

@@ -49,10 +49,11 @@ class KeeperLine:
 
     Args:
         patience_s: so long a reader may be busy, where the descriptors do not block; None: for ever.
+        after: what comes before these bytes is not ours; they are told as a frame `began`.
     """
 
-    def __init__(self, reading: int, writing: int, patience_s: float | None = None) -> None:
-        self.reading, self.writing, self._patience_s = reading, writing, patience_s
+    def __init__(self, reading: int, writing: int, patience_s: float | None = None, after: bytes = b"") -> None:
+        self.reading, self.writing, self._patience_s, self._after = reading, writing, patience_s, after
         self._data = bytearray()
         self._frames: list[Frame] = []
 
@@ -120,6 +121,14 @@ class KeeperLine:
 
     def _complete(self) -> list[Frame]:
         frames = []
+        if self._after:
+            begin = self._data.find(self._after)
+            if begin < 0:
+                del self._data[: -len(self._after)]
+                return []
+            del self._data[: begin + len(self._after)]
+            self._after = b""
+            frames.append(("began", b""))
         while (end := self._data.find(b"\n")) >= 0:
             kind, _, length = bytes(self._data[:end]).partition(b" ")
             stop = end + 1 + int(length)

@@ -32,9 +32,10 @@ from atropos_common.run_dir import ENV_RUN_ID, RunDir
 from atropos_tui.profile.spec import ComponentSpec, StackError, StackSpec
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.keeper import Frame, KeeperLine
+from atropos_tui.supervisor.launch import Launch, prepare
 from atropos_tui.supervisor.launcher import Inherited, Launcher, Living, OnExit, OnProblem, entry_of
 from atropos_tui.supervisor.logs import FULL, TAIL_BYTES, LogDrain
-from atropos_tui.supervisor.process import Launch, LaunchError, prepare, remove_files
+from atropos_tui.supervisor.process import LaunchError, Local, remove_files
 from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
 from atropos_tui.supervisor.tracker import Tracker, reap_leftovers
 
@@ -88,7 +89,7 @@ class Job:
     """Given back to whoever takes over; not part of any file."""
 
 
-class Kept:
+class Kept(Local):
     """A component whose parent is a keeper; has the interface of `process.Leader`."""
 
     def __init__(

@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from atropos_common.control import GpuStatus
+from atropos_common.control import GpuStatus, NodeStatus
 from atropos_common.http import LIMITS
 from atropos_common.ports import hold
 from atropos_common.run_dir import ENV_WAIT_FOR_GO, GO_LINE, RunDir
@@ -32,18 +32,17 @@ from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.gpu_memory import GpuMemory, Reader
 from atropos_tui.supervisor.guard import Guard
+from atropos_tui.supervisor.launch import Launch, prepare
 from atropos_tui.supervisor.logs import LogDrain, LogFile
 from atropos_tui.supervisor.process import (
     Child,
-    Launch,
     LaunchError,
     Leader,
     make_scratch,
-    prepare,
     remove_files,
     spawn,
 )
-from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
+from atropos_tui.supervisor.store import FarEntry, ProcessEntry, ProcessTable
 from atropos_tui.supervisor.tracker import Tracker, remove_unused
 
 GROUP_PATIENCE_S = 0.05
@@ -54,7 +53,6 @@ OLDEST_S = 10.0
 """A sample that is not that old is shown when a new one takes longer than `PATIENCE_S`."""
 GPU_PATIENCE_S = 0.3
 """`ps` answers without GPU figures rather than wait for a slow driver, or for the first reading."""
-PAGE = os.sysconf("SC_PAGE_SIZE")
 SCARCE = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT}
 """What a start fails with when the machine is out of descriptors, processes, memory or disk: that may pass."""
 
@@ -91,6 +89,8 @@ class Launcher:
     """Whether what it starts lives on without this supervisor, for the next one to adopt."""
     inherited: Mapping[str, Inherited] = {}
     """What an earlier supervisor left, by component."""
+    on_far: Callable[[str, FarEntry], None]
+    """Told when a component is up on another node, and by which pid."""
 
     def start(
         self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
@@ -123,6 +123,18 @@ class Launcher:
 
     def drop_next(self, name: str | None = None) -> None:
         """Nobody waits any more to be the next of `name`, or of anyone."""
+
+    async def usage(self) -> dict[str, Usage]:
+        """What components on other nodes use, by component."""
+        return {}
+
+    def cards(self) -> list[GpuStatus]:
+        """The GPUs of other nodes, as of the last `usage`."""
+        return []
+
+    def machines(self) -> dict[str, dict[str, Any]]:
+        """Fields of `NodeStatus` that were measured, by node; of other nodes alone."""
+        return {}
 
     def close(self) -> None:
         """Nothing more will be started."""
@@ -238,15 +250,15 @@ class HeldPorts:
 
     def hold(self, spec: ComponentSpec) -> bool:
         """See that the component's port is held, where it shall be; False if somebody else has it."""
-        if spec.port is not None and spec.port_held and spec.port not in self._held:
+        if spec.port is not None and spec.port_held and not spec.is_far and spec.port not in self._held:
             with contextlib.suppress(OSError):
                 self._held[spec.port] = hold(spec.port)
             return spec.port in self._held
         return True
 
     def is_free(self, spec: ComponentSpec) -> bool:
-        """Whether the component could listen on its port now."""
-        return spec.port is None or (self.hold(spec) and ports.is_free(spec.port, held=spec.port_held))
+        """Whether the component could listen on its port now; on another node that is found out there."""
+        return spec.port is None or spec.is_far or (self.hold(spec) and ports.is_free(spec.port, held=spec.port_held))
 
     def close(self) -> None:
         """The run is over: they are free for everyone."""
@@ -269,15 +281,28 @@ class Usage:
 class UsageSampler:
     """CPU and memory of every component, measured only when someone asks, at most every `MAX_AGE_S`, in a thread."""
 
-    def __init__(self, tracker: Tracker, gpus: GpuMemory) -> None:
+    def __init__(self, tracker: Tracker, gpus: GpuMemory, launcher: Launcher) -> None:
         self._tracker = tracker
         self._gpu_memory = gpus
+        self._launcher = launcher
         self.gpus: list[GpuStatus] = []
-        """Every card of the machine, as of the newest sample."""
+        """Every card of the machine and of other nodes, as of the newest sample."""
         self._measuring: asyncio.Task[None] | None = None
         self._taken = 0.0
         self._cpu: dict[tuple[int, int], int] = {}
         self._usage: dict[str, Usage] = {}
+        self._machine = procfs.MachineMeter()
+        self._own: dict[str, Any] = {}
+
+    def nodes(self, stack: StackSpec) -> list[NodeStatus]:
+        """The machines of a stack, as of the newest sample and the last word of each."""
+        here = {spec.place.node for spec in stack.components if spec.place and not spec.is_far}
+        far = self._launcher.machines()
+        own = {**self._own, "heard_at": time.time()}
+        return [
+            NodeStatus(**{**node.model_dump(), **(own if node.name in here else far.get(node.name, {}))})
+            for node in stack.nodes
+        ]
 
     async def fresh(self) -> dict[str, Usage]:
         """Usage by component, at most `MAX_AGE_S` old; on a machine so busy that measuring takes long, `OLDEST_S`."""
@@ -291,7 +316,9 @@ class UsageSampler:
 
     async def _measure_all(self) -> None:
         try:
-            self._usage = await self._with_gpus(await asyncio.to_thread(self._sample))
+            here, elsewhere = await asyncio.gather(asyncio.to_thread(self._sample), self._launcher.usage())
+            self._usage = await self._with_gpus(here) | elsewhere
+            self.gpus += self._launcher.cards()
         finally:
             self._measuring = None
 
@@ -322,27 +349,14 @@ class UsageSampler:
         usage = {name: self._measure(members, elapsed, at) for name, members in rows.items()}
         self._cpu = {row.key: row.cpu_ticks for members in rows.values() for row in members}
         self._taken = now
+        self._own = self._machine.read()
         return usage
 
     def _measure(self, members: list[procfs.Proc], elapsed: float | None, at: float) -> Usage:
-        memory = [size for size in (resident(row.pid) for row in members) if size is not None]
+        memory = [size for size in (procfs.resident(row.pid) for row in members) if size is not None]
         known = [row.cpu_ticks - self._cpu[row.key] for row in members if row.key in self._cpu]
         cpu = 100 * sum(known) / procfs.TICKS_PER_SECOND / elapsed if elapsed and known else None
         return Usage(sorted(row.pid for row in members), cpu, sum(memory) if memory else None, at=at)
-
-
-def resident(pid: int) -> int | None:
-    """Proportional set size of `pid` in bytes, or its resident size where the kernel does not say."""
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 class Host:
@@ -367,8 +381,9 @@ class Host:
         self.table = table or ProcessTable(run_id=stack.run_id)
         self.table.supervisor, self.table.group = entry_of(os.getpid()), guard.group
         self._journal = RunDir(Path(stack.run_dir)).journal_json
-        self._gpus_of = {spec.name: spec.gpus for spec in stack.components}
-        self._ending = False
+        self._gpus_of = {spec.name: spec.gpus for spec in stack.components if not spec.is_far}
+        launcher.on_far = self._note_far
+        self._ending = self._unwritten = False
         self.table.write(self._journal)
 
     async def close(self) -> None:
@@ -400,9 +415,10 @@ class Host:
             OSError: the machine has no room for it now (`SCARCE`).
         """
         try:
-            remove_files(launch.clears)
-            make_scratch(launch)
-            self.guard.clear(launch.leaves)
+            if not spec.is_far:
+                remove_files(launch.clears)
+                make_scratch(launch.scratch)
+                self.guard.clear(launch.leaves)
             living = self.launcher.start(spec, attempt, launch, on_exit, on_problem)
         except OSError as error:
             if error.errno in SCARCE:
@@ -420,22 +436,38 @@ class Host:
 
     def prepare_next(self, spec: ComponentSpec, attempt: int) -> None:
         """Where the next start shall be quick, let its process wait. If that fails, the start itself will say why."""
-        if spec.standby and not self._ending:
+        if spec.standby and not self._ending and not spec.is_far:
             with contextlib.suppress(LaunchError, OSError):
                 launch = self.launch(spec, attempt)
-                make_scratch(launch)
+                make_scratch(launch.scratch)
                 self.guard.clear(launch.leaves)
                 if pid := self.launcher.prepare(spec, attempt, launch):
                     self.tracker.set_aside(spec.name, pid)
 
     def _enter(self, name: str, living: Living) -> None:
-        child, entry = living.child, living.entry
-        self.tracker.add(name, child.pid, entry.group, entry.sessions)
-        for session, ticks in {**entry.sessions, child.pid: child.ticks}.items():
+        entry = living.entry
+        for session, ticks in {**entry.sessions, entry.pid: entry.ticks}.items():
             self.guard.remember(session, ticks)
-        self.guard.clear(living.launch.leaves)  # of an adopted one, too
+        if entry.far is None:
+            self.tracker.add(name, entry.pid, entry.group, entry.sessions)
+            self.guard.clear(living.launch.leaves)  # of an adopted one, too
         self.table.components[name] = entry
+        self._write_soon()
+
+    def _write_soon(self) -> None:
+        """Write the table when this turn of the event loop is over: many components start in one."""
+        if not self._unwritten:
+            self._unwritten = True
+            asyncio.get_running_loop().call_soon(self._write)
+
+    def _write(self) -> None:
+        self._unwritten = False
         self.table.write(self._journal)
+
+    def _note_far(self, name: str, far: FarEntry) -> None:
+        if name in self.table.components:
+            self.table.components[name] = self.table.components[name].model_copy(update={"far": far})
+            self._write_soon()
 
     def leave(self, spec: ComponentSpec, child: Leader, launch: Launch, *, done: bool) -> None:
         """Nothing of the component is left: reap it, forget it, remove its files, hold its port again.
@@ -447,15 +479,17 @@ class Host:
             OSError: a file that must not outlive it cannot be removed; all else is done.
         """
         child.reap()
+        entry = self.table.components.pop(spec.name)
         self.tracker.remove(spec.name)
-        self.guard.forget(child.pid)
+        self.guard.forget(entry.pid)
         self.guard.cleared(launch.leaves)
-        procfs.remove_group(self.table.components.pop(spec.name).group, GROUP_PATIENCE_S)
+        procfs.remove_group(entry.group, GROUP_PATIENCE_S)
         if done:
             self.table.done = [*self.table.done, spec.name]
         self.table.write(self._journal)
         try:
-            remove_files(launch.leaves)
+            if entry.far is None:
+                remove_files(launch.leaves)
         finally:
             self.ports.hold(spec)
 
@@ -473,7 +507,7 @@ class Host:
 
         def shared(gpu: int) -> bool:
             others = (other for other in self.table.components if other != name)
-            return any(gpu in self._gpus_of[other] and not self.gpus.is_leaving(other) for other in others)
+            return any(gpu in self._gpus_of.get(other, ()) and not self.gpus.is_leaving(other) for other in others)
 
         return shared
 
@@ -495,7 +529,8 @@ class Host:
 
     async def remove_shared_memory(self, name: str) -> None:
         """Remove the files in /dev/shm that only `name`, which is gone, had mapped."""
-        await asyncio.to_thread(remove_unused, self.tracker.shared_files(name))
+        if name in self._gpus_of:  # it runs here
+            await asyncio.to_thread(remove_unused, self.tracker.shared_files(name))
 
 
 def entry_of(

@@ -102,6 +102,14 @@ class LogDrain:
 
     def take(self, data: bytes) -> None:
         """What the component printed next."""
+        self.note(data)
+        waiting = [entry for entry in self._watches.values() if not entry[1][0]]
+        if waiting:
+            self._look(waiting, data)
+
+    def note(self, data: bytes) -> None:
+        """What stands in the log besides: it is explained like all else, but no pattern of the component's own waits
+        for it."""
         if self.file:
             problem = self.file.write(data)
             if problem and time.monotonic() - self._said[0] >= SAY_AGAIN_S:
@@ -111,9 +119,6 @@ class LogDrain:
             del self._tail[:-TAIL_BYTES]
         if self.scanner:
             self.scanner(data)
-        waiting = [entry for entry in self._watches.values() if not entry[1][0]]
-        if waiting:
-            self._look(waiting, data)
 
     def _tell(self, problem: str) -> None:
         if self._on_problem and self.file:

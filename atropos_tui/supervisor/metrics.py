@@ -23,7 +23,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from atropos_common.control import Phase, RunStatus, State
-from atropos_common.http import allowed_hosts, host_refusal, hosts_in
+from atropos_common.http import allowed_hosts, door_keys, host_refusal, hosts_in, key_refusal, opens
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     AlignmentRecord,
@@ -188,7 +188,7 @@ def _used(gauges: GaugesRecord) -> Iterator[Metric]:
         if rows := list(_rows(gauges.engines, "engine", field)):
             yield _total(name, text, rows)
     yield from _gauges(gauges.flows, "env", ENV)
-    yield from _gauges({str(card.index): card for card in gauges.gpus}, "gpu", GPU)
+    yield from _gauges({card.label: card for card in gauges.gpus}, "gpu", GPU)
     yield from _gauges({"": gauges.host}, "", HOST)
     if gauges.queue is not None:
         yield _family("api_queue_groups", "Groups that wait in run-api for the trainer.", [({}, gauges.queue)])
@@ -240,13 +240,19 @@ def page(status: RunStatus, newest: Newest) -> bytes:
     return generate_latest(registry)
 
 
-def metrics_app(run: RunDir, policy: MetricsPolicy, status: Callable[[], Awaitable[RunStatus]]) -> Starlette:
-    """`GET /metrics`, for who calls us by a name of ours."""
+def metrics_app(
+    run: RunDir, policy: MetricsPolicy, token: str, status: Callable[[], Awaitable[RunStatus]]
+) -> Starlette:
+    """`GET /metrics`, for who calls us by a name of ours and, where other machines reach us, has the run's key."""
+    keys = door_keys(policy.host, token)
     hosts = allowed_hosts(policy.host, hosts_in(os.environ, ENV_ALLOWED_HOSTS))
     newest, reading = Newest(run), asyncio.Lock()
 
     async def scrape(request: Request) -> Response:
-        if refusal := host_refusal(request.headers.get("host"), hosts):
+        refusal = host_refusal(request.headers.get("host"), hosts)
+        if refusal is None and keys and not opens(request.headers.get("authorization"), keys):
+            refusal = key_refusal("[metrics]")
+        if refusal:
             return PlainTextResponse(f"{refusal[1]}\n", refusal[0])
         now = await status()
         async with reading:

@@ -27,7 +27,8 @@ from atropos_common.run_dir import ENV_TOKEN
 from atropos_tui.diagnoses.alert_rules import ALERT
 from atropos_tui.profile.redact import REDACTED, mask
 from atropos_tui.profile.spec import NotifyPolicy, StackSpec
-from atropos_tui.supervisor.process import LaunchError, resolve
+from atropos_tui.supervisor.launch import resolve
+from atropos_tui.supervisor.process import LaunchError
 from atropos_tui.supervisor.store import RunResult, Store, SubscriberDroppedError
 
 Event = Literal["failed", "mismatch", "alert", "done", "test"]

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import httpx
 
 from atropos_tui.profile.spec import Check, ExecCheck, FileCheck, HttpCheck, LogCheck, Probe, Probes, Stage, TcpCheck
+from atropos_tui.supervisor.launch import Launch
 from atropos_tui.supervisor.logs import LogDrain
-from atropos_tui.supervisor.process import Launch, spawn
+from atropos_tui.supervisor.process import spawn
 
 Which = Literal["startup", "readiness", "liveness"]
 

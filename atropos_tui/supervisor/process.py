@@ -1,8 +1,8 @@
 """One command: what it is started with, its child in a session of its own, and the end of its whole set.
 
-A component's `${VAR}` are resolved at the last moment (`prepare`). The exit of a child is seen through a pidfd within a
-millisecond. The leader stays a zombie until its whole set is gone (`reap`): as long as it is not reaped the kernel
-gives neither its pid nor its process group to anyone else, so signalling the group is safe.
+The exit of a child is seen through a pidfd within a millisecond. The leader stays a zombie until its whole set is gone
+(`reap`): as long as it is not reaped the kernel gives neither its pid nor its process group to anyone else, so
+signalling the group is safe. Imports only the standard library, because the far end of a launcher uses it, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import hashlib
 import os
 import shutil
 import signal
@@ -19,14 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from atropos_common import parent_death, run_dir
+from atropos_common import parent_death
 from atropos_common.files import is_private
-from atropos_tui.profile import redact
-from atropos_tui.profile.spec import ComponentSpec, StackSpec, expand, references
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.logs import widen
 
@@ -49,109 +45,35 @@ class LaunchError(ValueError):
         self.fix = fix
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A component with every reference resolved."""
-
-    command: list[str]
-    env: dict[str, str]
-    cwd: str | None
-    clears: list[Path]
-    creates: Path | None
-    scratch: Path | None = None
-    """A folder for its temporary files, which goes when the component has gone."""
-
-    @property
-    def leaves(self) -> list[Path]:
-        """What must not outlive it."""
-        return [*self.clears, *([self.scratch] if self.scratch else [])]
+def gpus_within(env: Mapping[str, str], given: str | None) -> dict[str, str]:
+    """`env` with the GPUs that it names counted among those that a batch system has given here: the others of this
+    node are somebody else's."""
+    name, there = "CUDA_VISIBLE_DEVICES", (given or "").split(",")
+    wanted = env.get(name, "").split(",")
+    if not given or not all(each.isdecimal() and int(each) < len(there) for each in wanted):
+        return dict(env)
+    return {**env, name: ",".join(there[int(each)] for each in wanted)}
 
 
-def resolve(text: str, variables: dict[str, str], where: str) -> str:
-    """Replace each `${VAR}`.
-
-    Raises:
-        LaunchError: a variable is not set.
-    """
-    for name in references(text):
-        if name not in variables:
-            raise LaunchError(
-                f"environment variable {name} is not set (used in {where})",
-                f"export {name}=..., or put it into the .env file beside the profile",
-            )
-    return expand(text, variables)
+def scratch_below(env: Mapping[str, str], name: str) -> tuple[Path, dict[str, str]]:
+    """A folder for temporary files called `name` on this machine, and `env` with it. What torch has compiled is worth
+    keeping, and would lie in the temporary folder, too."""
+    around = Path(env.get("TMPDIR") or tempfile.gettempdir())
+    compiled = str(around / f"torchinductor_{env.get('USER') or os.getuid()}")
+    return around / name, {"TORCHINDUCTOR_CACHE_DIR": compiled, **env, "TMPDIR": str(around / name)}
 
 
-def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, token: str) -> Launch:
-    """Resolve `spec` against this process's environment, and the stack's variables, which nobody inherits.
-
-    `SPT_NOENV` keeps programs that set their process title (vLLM) from overwriting the environment block, and with it
-    the marker by which the run's processes are found.
-
-    Args:
-        token: the run's token for control routes, unless the spec or the environment names one.
-
-    Raises:
-        LaunchError: a variable, the working directory or the program is missing.
-    """
-    own = {
-        run_dir.ENV_RUN_DIR: stack.run_dir,
-        run_dir.ENV_RUN_ID: stack.run_id,
-        run_dir.ENV_CONTROL_SOCKET: socket,
-        run_dir.ENV_COMPONENT: spec.name,
-        run_dir.ENV_ATTEMPT: str(attempt),
-    } | ({run_dir.ENV_HELD_PORT: str(spec.port)} if spec.port_held else {})
-    variables = {**stack.variables, run_dir.ENV_TOKEN: token, **os.environ, **own}
-    inherited = {run_dir.ENV_TOKEN: token, **os.environ}
-    env = {name: value for name, value in inherited.items() if redact.goes_to(name, spec.role)}
-    env |= {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
-    env |= {key: resolve(value, variables, f"{spec.name}: env.{key}") for key, value in spec.env.items()}
-    env |= own
-    command = [resolve(part, variables, f"{spec.name}: command") for part in spec.command]
-    cwd = resolve(spec.cwd, variables, f"{spec.name}: cwd") if spec.cwd else None
-    if cwd and not Path(cwd).is_dir():
-        raise LaunchError(f"working directory {cwd} does not exist", f"create it, or change cwd of {spec.name}")
-    _check_program(command[0], cwd, env.get("PATH"), spec.name)
-    base = Path(cwd or ".")
-    paths = [base / resolve(path, variables, f"{spec.name}: clears") for path in spec.clears]
-    creates = base / resolve(spec.creates, variables, f"{spec.name}: creates") if spec.creates else None
-    scratch = None
-    if spec.scratch:
-        around = Path(env.get("TMPDIR") or tempfile.gettempdir())
-        scratch = around / scratch_name(token, spec.name, attempt)
-        # What torch has compiled is worth keeping: it would lie in the temporary folder, too.
-        compiled = str(around / f"torchinductor_{env.get('USER') or os.getuid()}")
-        env = {"TORCHINDUCTOR_CACHE_DIR": compiled, **env, "TMPDIR": str(scratch)}
-    return Launch(command, env, cwd, paths, creates, scratch)
-
-
-def _check_program(program: str, cwd: str | None, path: str | None, name: str) -> None:
-    if "/" in program:
-        target = Path(cwd or ".") / program
-        if not target.is_file():
-            raise LaunchError(f"program {program} does not exist", f"correct the command of {name}")
-        if not os.access(target, os.X_OK):
-            raise LaunchError(f"program {program} is not executable", f"chmod +x {target}")
-    elif shutil.which(program, path=path) is None:
-        raise LaunchError(f"program {program} was not found on PATH", f"install it, or correct the command of {name}")
-
-
-def scratch_name(token: str, name: str, attempt: int) -> str:
-    """The folder in which that attempt keeps its temporary files: short, for sockets in it, and not to be guessed."""
-    return procfs.SCRATCH + hashlib.blake2b(f"{token} {name} {attempt}".encode(), digest_size=8).hexdigest()
-
-
-def make_scratch(launch: Launch) -> None:
-    """Make the folder that `launch` has for its temporary files, if it has one.
+def make_scratch(folder: Path | None) -> None:
+    """Make a folder for temporary files, if there shall be one.
 
     Raises:
         LaunchError: somebody else has made it.
     """
-    if launch.scratch is None:
+    if folder is None:
         return
-    launch.scratch.mkdir(mode=0o700, exist_ok=True)
-    if not is_private(launch.scratch):
-        raise LaunchError(f"{launch.scratch} is not a folder of this user with mode 0700", "remove it, or set TMPDIR")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(folder):
+        raise LaunchError(f"{folder} is not a folder of this user with mode 0700", "remove it, or set TMPDIR")
 
 
 def remove_files(paths: list[Path]) -> None:
@@ -177,9 +99,23 @@ class Leader(Protocol):
     exit_code: int | None
     """Negative for a signal; None while it runs."""
     exited: asyncio.Event
+    lost: str
+    """In words, how whoever held it was lost, if that is why it counts as ended."""
 
     def signal_group(self, number: int) -> None:
         """Signal its process group."""
+
+    async def end_set(
+        self,
+        members: Callable[[], list[procfs.Proc]],
+        number: int,
+        grace_s: float,
+        hurry: asyncio.Event,
+        on_leftover: Callable[[int], None],
+        on_stuck: Callable[[str], None],
+        group: str = "",
+    ) -> int:
+        """End its whole set, as the function `end_set` does."""
 
     async def settle(self) -> None:
         """Nothing of its set is left: its last output is on its way to the log."""
@@ -188,7 +124,16 @@ class Leader(Protocol):
         """Let its pid and group go."""
 
 
-class Child:
+class Local:
+    """What leaders on this machine have in common."""
+
+    lost = ""
+
+    async def end_set(self: Leader, *about: Any, **more: Any) -> int:
+        return await end_set(self, *about, **more)
+
+
+class Child(Local):
     """One spawned process, leader of its own session and process group; `exit_code` is negative for a signal."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
@@ -260,11 +205,12 @@ def spawn(
     *,
     group: str = "",
     stdin: int = subprocess.DEVNULL,
+    stdout: int | None = None,
 ) -> tuple[Child, int]:
     """Start `command` through the shim; the child and the read end of the pipe with its stdout and stderr.
 
-    `group` is the control group that it joins, if any. Must run in the main thread: the parent-death signal of the
-    child follows the thread that forks.
+    `group` is the control group that it joins, if any; with `stdout` the pipe has its stderr alone. Must run in the
+    main thread: the parent-death signal of the child follows the thread that forks.
 
     Raises:
         OSError: the working directory is missing, or the system is out of processes or descriptors.
@@ -277,7 +223,7 @@ def spawn(
             env=dict(env),
             cwd=cwd,
             stdin=stdin,
-            stdout=writing,
+            stdout=writing if stdout is None else stdout,
             stderr=writing,
             start_new_session=True,
         )
@@ -302,7 +248,7 @@ async def end_set(
     grace_s: float,
     hurry: asyncio.Event,
     on_leftover: Callable[[int], None],
-    on_stuck: Callable[[list[procfs.Proc]], None],
+    on_stuck: Callable[[str], None],
     group: str = "",
 ) -> int:
     """Return when no process of the set is left; how many had to be killed.
@@ -313,7 +259,7 @@ async def end_set(
         grace_s: seconds between that signal and SIGKILL.
         hurry: set by anyone who wants the rest killed now.
         on_leftover: told how many were still there when the leader had already ended by itself.
-        on_stuck: told once what is still there `STUCK_S` after SIGKILL.
+        on_stuck: told once, by pid and state, what is still there `STUCK_S` after SIGKILL.
         group: their control group, if they have one: it is killed as a whole, too.
     """
     if child.exit_code is not None:
@@ -346,7 +292,7 @@ async def _ask(
 
 
 async def _kill(
-    child: Leader, members: Callable[[], list[procfs.Proc]], on_stuck: Callable[[list[procfs.Proc]], None], group: str
+    child: Leader, members: Callable[[], list[procfs.Proc]], on_stuck: Callable[[str], None], group: str
 ) -> int:
     told, patience = False, time.monotonic() + STUCK_S
     killed: set[tuple[int, int]] = set()
@@ -364,6 +310,11 @@ async def _kill(
             procfs.kill_group(group)  # and what they have forked since the look
         if not told and time.monotonic() > patience:
             told = True
-            on_stuck(rows)
+            on_stuck(describe(rows))
         await asyncio.sleep(pause)
         pause = min(pause * 2, LOOK_S[1])
+
+
+def describe(rows: list[procfs.Proc]) -> str:
+    """Processes by pid and state."""
+    return ", ".join(f"pid {row.pid} (state {row.state})" for row in rows)

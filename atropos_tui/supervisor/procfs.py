@@ -103,6 +103,35 @@ def marked(pid: int, *markers: bytes) -> bool:
     return all(b"\0" + marker + b"\0" in data for marker in markers)
 
 
+def component_of(pid: int, run: bytes) -> str:
+    """Of which component of a run (`ATROPOS_RUN_ID=...`) the process was started; empty if of none."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
+            data = b"\0" + file.read() + b"\0"
+    except OSError:
+        return ""
+    begin = data.find(b"\0ATROPOS_COMPONENT=") + 1
+    if not begin or b"\0" + run + b"\0" not in data:
+        return ""
+    return os.fsdecode(data[begin + len(b"ATROPOS_COMPONENT=") : data.index(b"\0", begin)])
+
+
+def resident(pid: int) -> int | None:
+    """Proportional set size of `pid` in bytes, or its resident size where the kernel does not say."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:  # noqa: PTH123
+            for line in file:
+                if line.startswith(b"Pss:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:  # noqa: PTH123
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return None
+
+
 def grouped(table: dict[int, Proc], group: str) -> set[int]:
     """Processes in control group `group`; those that came after `table` was read are added to it."""
     found = group_pids(group)
@@ -113,11 +142,17 @@ def grouped(table: dict[int, Proc], group: str) -> set[int]:
     return found & table.keys()
 
 
-def with_descendants(table: dict[int, Proc], seeds: set[int]) -> set[int]:
-    """`seeds` and everything below them in `table`."""
+def children_of(table: dict[int, Proc]) -> dict[int, list[int]]:
+    """By pid the pids of its children."""
     children: dict[int, list[int]] = {}
     for row in table.values():
         children.setdefault(row.ppid, []).append(row.pid)
+    return children
+
+
+def with_descendants(table: dict[int, Proc], seeds: set[int], children: dict[int, list[int]] | None = None) -> set[int]:
+    """`seeds` and everything below them in `table`, of which somebody may have `children_of` already."""
+    children = children_of(table) if children is None else children
     found: set[int] = set()
     todo = list(seeds)
     while todo:
@@ -355,4 +390,42 @@ def _group_tree(group: str) -> list[str]:
                 found += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
         except OSError:
             continue
+    return found
+
+
+class MachineMeter:
+    """CPU and memory of the whole machine, from one look to the next."""
+
+    def __init__(self) -> None:
+        self._before = _machine_ticks()
+
+    def read(self) -> dict[str, float | int | None]:
+        """`cpu_percent` of all cores since the last look, `memory_used` and `memory_total` in bytes."""
+        before, self._before = self._before, _machine_ticks()
+        busy, whole = (now - then for now, then in zip(self._before, before, strict=True))
+        with open("/proc/meminfo") as file:  # noqa: PTH123
+            lines = [line.split() for line in file]
+        sizes = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("MemTotal:", "MemAvailable:")}
+        return {
+            "cpu_percent": min(100.0, max(0.0, 100 * busy / whole)) if whole > 0 else None,
+            "memory_used": sizes["MemTotal:"] - sizes["MemAvailable:"],
+            "memory_total": sizes["MemTotal:"],
+        }
+
+
+def _machine_ticks() -> tuple[int, int]:
+    """Ticks of all cores that were spent working, and all of them; guests are in those of their users."""
+    with open("/proc/stat") as file:  # noqa: PTH123
+        user, nice, system, idle, wait, irq, soft, stolen = map(int, file.readline().split()[1:9])
+    busy = user + nice + system + irq + soft + stolen
+    return busy, busy + idle + wait
+
+
+def ancestors() -> set[int]:
+    """This process and those it comes from: a shell inside a component carries the marker, too."""
+    found, pid = set(), os.getpid()
+    while pid and pid not in found:
+        found.add(pid)
+        row = read(pid)
+        pid = row.ppid if row else 0
     return found

@@ -29,17 +29,19 @@ from starlette.routing import Route
 
 from atropos_common.control import CommandRequest, Phase, Snapshot, State, WaitResult
 from atropos_common.files import is_private
+from atropos_common.http import door_key
 from atropos_common.records import DiagnosisRecord, Record
-from atropos_common.run_dir import ENV_TOKEN, RunDir
+from atropos_common.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
 from atropos_tui.profile.spec import StackSpec, check_stack
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.client import socket_path
 from atropos_tui.supervisor.guard import Guard
 from atropos_tui.supervisor.keeper_launcher import Estate, KeeperLauncher, claim
-from atropos_tui.supervisor.launcher import DirectLauncher, Host
+from atropos_tui.supervisor.launcher import DirectLauncher, Host, Launcher
 from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.notify import Notifier
 from atropos_tui.supervisor.process import become_subreaper
+from atropos_tui.supervisor.remote_launcher import RemoteLauncher, sweep_nodes
 from atropos_tui.supervisor.store import Journal, OnEvent, ProcessTable, RunInUseError, RunResult, Store, Subscription
 from atropos_tui.supervisor.supervisor import EXIT_FAULT, EXIT_INTERRUPTED, RefusedError, Supervisor
 from atropos_tui.supervisor.tracker import reap_leftovers, supervisor_alive
@@ -75,6 +77,9 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int
         store = Store(stack, journal, on_event)
         become_subreaper()
         estate = await asyncio.to_thread(claim, stack, run)
+        for name, found in (await asyncio.to_thread(sweep_nodes, ProcessTable.load(run.journal_json))).items():
+            more = {"rule": found.rule, "title": found.title, "evidence": found.evidence, "fix": found.fix}
+            store.emit(DiagnosisRecord(component=name, **more))
         run.result_json.unlink(missing_ok=True)
         return await _with_socket(stack, store, run, signals, estate)
 
@@ -96,15 +101,12 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
     figures: ApiServer | None = None
     try:
         token = _token(estate)
-        launcher = (
-            KeeperLauncher(stack, guard.group, str(path), token, estate.heirs)
-            if stack.survive
-            else DirectLauncher(stack, guard.group)
-        )
+        _hand_out_key(stack, token)
+        launcher = _launcher(stack, guard.group, str(path), token, estate)
         supervisor = Supervisor(store, Host(stack, guard, launcher, str(path), token, estate.table))
         api = ApiServer(Routes(supervisor, run).app(), listening)
         await api.started()
-        figures = await _serve_metrics(supervisor, run)
+        figures = await _serve_metrics(supervisor, run, token if stack.nodes else "")
         signals.attach(supervisor)
         notifier = Notifier(stack, store, lambda: supervisor.result)
         try:
@@ -127,7 +129,15 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
         await guard.close()
 
 
-async def _serve_metrics(supervisor: Supervisor, run: RunDir) -> ApiServer | None:
+def _launcher(stack: StackSpec, group: str, socket: str, token: str, estate: Estate) -> Launcher:
+    if stack.survive:
+        return KeeperLauncher(stack, group, socket, token, estate.heirs)
+    if any(spec.is_far for spec in stack.components):
+        return RemoteLauncher(stack, group, socket, token)
+    return DirectLauncher(stack, group)
+
+
+async def _serve_metrics(supervisor: Supervisor, run: RunDir, token: str) -> ApiServer | None:
     """The server of `[metrics]`, if the profile wants one; a port that was taken since it was checked ends no run."""
     policy = supervisor.stack.metrics
     if policy.port is None:
@@ -141,7 +151,7 @@ async def _serve_metrics(supervisor: Supervisor, run: RunDir) -> ApiServer | Non
         fix = "free that port, or give [metrics] another, and start the run again with up --resume"
         supervisor.store.emit(DiagnosisRecord(title="no metrics are served", evidence=evidence, fix=fix))
         return None
-    server = ApiServer(metrics_app(run, policy, supervisor.measured), listening)
+    server = ApiServer(metrics_app(run, policy, token, supervisor.measured), listening)
     await server.started()
     return server
 
@@ -163,6 +173,13 @@ def _group(run_id: str, estate: Estate) -> str:
     """The run's control group: the one that adopted components are in, or a new one."""
     earlier = estate.table.group if estate.table else ""
     return earlier if procfs.is_group_of(earlier, run_id) else procfs.run_group(run_id)
+
+
+def _hand_out_key(stack: StackSpec, token: str) -> None:
+    """What opens servers that other machines reach goes to everyone, by the environment: to ourselves, too."""
+    os.environ.pop(ENV_DOOR_KEY, None)  # of a run that this one was started in
+    if stack.nodes:
+        os.environ[ENV_DOOR_KEY] = door_key(token)
 
 
 def _token(estate: Estate) -> str:

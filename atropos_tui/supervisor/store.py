@@ -112,10 +112,33 @@ def _last_seq(path: Path) -> int:
         return max(map(_seq_of, file), default=-1)
 
 
+class FarEntry(BaseModel):
+    """A component on another node, and how that node is reached."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+    name: str
+    node: str
+    host: str
+    command: list[str]
+    """Starts a far end there."""
+    pid: int = 0
+    """On that node; 0 until it is known."""
+    ticks: int = 0
+    end_pid: int = 0
+    """Of its far end."""
+    end_ticks: int = 0
+    clears: list[str] = Field(default_factory=list)
+    """Files that must not outlive it."""
+    folders: list[str] = Field(default_factory=list)
+    """Names of its temporary folders there."""
+    turn: str = ""
+    """Of SLURM's job, whose end is that of all that was started in it."""
+
+
 class ProcessEntry(BaseModel):
     """One process that the supervisor started. `create_time` counts seconds after the boot named by `boot_id`."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
     pid: int
     create_time: float
     ticks: int
@@ -135,6 +158,8 @@ class ProcessEntry(BaseModel):
     keeper_ticks: int = 0
     digest: str = ""
     """Of what was started, to tell whether the plan still says the same."""
+    far: FarEntry | None = None
+    """Where the component really is, if this process only reaches it."""
     proven: bool = False
     """It was healthy once."""
     seen: list[str] = Field(default_factory=list)
@@ -146,7 +171,7 @@ class ProcessEntry(BaseModel):
 class ProcessTable(BaseModel):
     """`journal.json`: which processes a crashed supervisor may have left."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", defer_build=True)
     run_id: str
     supervisor: ProcessEntry | None = None
     components: dict[str, ProcessEntry] = Field(default_factory=dict)
@@ -179,7 +204,7 @@ class ProcessTable(BaseModel):
 class RunResult(BaseModel):
     """Exit code as in the table of exit codes: 0 done, 1 fault, 3 failed, 4 timed out, 130 interrupted."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", defer_build=True)
     exit_code: int
     reason: str
     component: str | None = None
@@ -296,6 +321,7 @@ class Store:
         self.hub: Hub[Record] = Hub()
         self._roles = {spec.name: spec.role.value for spec in stack.components}
         self._node = platform.node()
+        self._nodes = {spec.name: spec.place.node for spec in stack.components if spec.place}
         self._on_event = on_event
         self._changed = asyncio.Event()
 
@@ -303,7 +329,8 @@ class Store:
         """Stamp a component's record with its role and this node, journal it, then tell everyone."""
         if isinstance(record, ComponentRecord):
             role = self._roles.get(record.component or "", record.role)
-            record = record.model_copy(update={"role": role, "node": self._node})
+            node = self._nodes.get(record.component or "", self._node)
+            record = record.model_copy(update={"role": role, "node": node})
         stamped = self.journal.append(record)
         self.hub.publish(stamped)
         if self._on_event:

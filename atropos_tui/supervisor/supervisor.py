@@ -40,7 +40,7 @@ from atropos_tui.supervisor.component import SIGNALS, Component, Ended, look_aga
 from atropos_tui.supervisor.gauges import record_gauges
 from atropos_tui.supervisor.launcher import Host, Usage, UsageSampler
 from atropos_tui.supervisor.logs import latest_attempt
-from atropos_tui.supervisor.process import LaunchError
+from atropos_tui.supervisor.process import LaunchError, describe
 from atropos_tui.supervisor.store import RunResult, Store
 
 EXIT_DONE, EXIT_FAULT, EXIT_FAILED, EXIT_TIMEOUT, EXIT_INTERRUPTED = 0, 1, 3, 4, 130
@@ -144,7 +144,7 @@ class Supervisor:
             for spec in stack.components
         }
         self.operations: dict[str, Operation] = {}
-        self.sampler = UsageSampler(host.tracker, host.gpus)
+        self.sampler = UsageSampler(host.tracker, host.gpus, host.launcher)
         self.phase = Phase.STARTING
         self.started_at = time.time()
         self.reason = ""
@@ -209,6 +209,7 @@ class Supervisor:
             supervisor_pid=os.getpid(),
             components=[each.row(usage.get(each.name, Usage())) for each in self.components.values()],
             gpus=list(self.sampler.gpus),
+            nodes=self.sampler.nodes(self.stack),
         )
 
     async def measured(self) -> RunStatus:
@@ -227,7 +228,8 @@ class Supervisor:
 
     async def run(self) -> RunResult:
         """Start everything, stay until the end, leave nothing behind."""
-        gauges = record_gauges(self.run_dir.gauges_jsonl, self.measured, lambda: self._watcher.flows)
+        urls = {spec.name: spec.url for spec in self.stack.components}
+        gauges = record_gauges(self.run_dir.gauges_jsonl, self.measured, lambda: self._watcher.flows, urls)
         besides = [self.task(work) for work in (self._sweep_forever(), self._watcher.watch(), gauges)]
         try:
             self._do(self._take_over)
@@ -300,7 +302,7 @@ class Supervisor:
         tracker = self.host.tracker
         while rows := await asyncio.to_thread(tracker.strays, self._began):
             if time.monotonic() > give_up:
-                found = stuck(rows)
+                found = stuck(describe(rows))
                 self.store.emit(
                     DiagnosisRecord(rule=found.rule, title=found.title, evidence=found.evidence, fix=found.fix)
                 )
@@ -411,7 +413,7 @@ class Supervisor:
 
     def on_gone(self, component: Component, ended: Ended) -> None:
         """Nothing of an attempt is left: it is down for good, or is started again."""
-        end = describe_exit(ended.exit_code)
+        end = ended.lost or describe_exit(ended.exit_code)
         stopping = self.phase is Phase.STOPPING
         spec, outcome = component.spec, ended.outcome
         if outcome == "timeout":

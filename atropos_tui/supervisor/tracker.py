@@ -18,10 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.store import ProcessTable
+
+if TYPE_CHECKING:  # its validation is not for the far end of a launcher
+    from atropos_tui.supervisor.store import ProcessTable
 
 FOLDER = "/dev/shm/"
 REAP_S = 10.0
@@ -52,6 +55,11 @@ class Tracker:
         self._tracked: dict[str, _Tracked] = {}
         self._aside: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        self._looked = 0.0
+        """When the newest look at the process table began."""
+        self._table: dict[int, procfs.Proc] = {}
+        self._children: dict[int, list[int]] = {}
 
     def add(self, name: str, leader: int, group: str = "", sessions: Mapping[int, int] | None = None) -> None:
         """Component `name` was spawned as session `leader`, in control group `group` if that is not "".
@@ -96,24 +104,42 @@ class Tracker:
 
     def survey(self, names: Iterable[str] | None = None) -> dict[str, list[procfs.Proc]]:
         """Live processes of each component (all that run, if `names` is None), with one look at the table."""
-        table = procfs.scan()
-        procfs.reap_adopted(table)
+        asked = time.monotonic()
+        with self._looking:  # who waited here may share the look that began meanwhile
+            if self._looked < asked:
+                self._looked = time.monotonic()
+                self._table = procfs.scan()
+                self._children = procfs.children_of(self._table)
+                procfs.reap_adopted(self._table)
+            table, children = dict(self._table), self._children
         with self._lock:
-            return {name: self._of(name, table) for name in list(self._tracked if names is None else names)}
+            seeds = self._seeds(list(self._tracked if names is None else names), table)
+            return {name: self._of(name, table, found, children) for name, found in seeds.items()}
 
-    def _of(self, name: str, table: dict[int, procfs.Proc]) -> list[procfs.Proc]:
+    def _seeds(self, names: Iterable[str], table: dict[int, procfs.Proc]) -> dict[str, set[int]]:
+        """By component the processes that are told to be its own by themselves, not by descent. Each process is looked
+        at once, however many components there are."""
+        seeds: dict[str, set[int]] = {}
+        claims: dict[object, list[str]] = {}
+        for name in names:
+            one = self._tracked.get(name)
+            seeds[name] = procfs.grouped(table, one.group) if one else set()
+            for sign in (one.leader, *one.known) if one else ():
+                claims.setdefault(sign, []).append(name)
+        for row in table.values():
+            owners = [name for sign in {row.session, row.pgrp, row.key} for name in claims.get(sign, ())]
+            for name in owners or [procfs.component_of(row.pid, self._run)]:
+                if name in seeds:
+                    seeds[name].add(row.pid)
+        return seeds
+
+    def _of(
+        self, name: str, table: dict[int, procfs.Proc], seeds: set[int], children: dict[int, list[int]]
+    ) -> list[procfs.Proc]:
         one = self._tracked.get(name)
         if one is None:
             return []
-        marker = f"{ENV_COMPONENT}={name}".encode()
-        seeds = procfs.grouped(table, one.group) | {
-            row.pid
-            for row in table.values()
-            if one.leader in (row.session, row.pgrp)
-            or row.key in one.known
-            or procfs.marked(row.pid, self._run, marker)
-        }
-        pids = procfs.with_descendants(table, seeds) - {os.getpid()}
+        pids = (procfs.with_descendants(table, seeds, children) & table.keys()) - {os.getpid()}
         aside = self._aside.get(name)
         alive = [table[pid] for pid in pids if table[pid].alive and table[pid].session != aside]
         one.known = {row.key for row in alive}

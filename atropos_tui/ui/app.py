@@ -202,6 +202,7 @@ class CockpitApp(ChartApp):
         """Collect garbage in small bites from now on, and never look at what is there already: a key would wait."""
         gc.freeze()
         gc.set_threshold(2_000, 5, 1_000_000)
+        gc.enable()
         self.set_interval(COLLECT_S, self._collect)
 
     def _collect(self) -> None:  # a timer cannot call a builtin
@@ -438,14 +439,32 @@ class CockpitApp(ChartApp):
             self.notify(f"saved {path.resolve()}", markup=False)
 
     def action_help(self) -> None:
-        seen: dict[str, tuple[bool, str]] = {}
+        """Keys by what they act on: the panel that has them, everywhere, then other panels on the screen."""
+        sections: dict[str, dict[str, str]] = {}
         for active in self.screen.active_bindings.values():
-            binding = active.binding
-            if binding.description and not binding.system:
-                words = binding.tooltip or binding.description
-                seen.setdefault(self.get_key_display(binding), (active.node is not self, words))
-        ours_first = sorted(seen.items(), key=lambda item: item[1][0])
-        self.push_screen(HelpDialog([(key, words) for key, (_, words) in ours_first]))
+            self._explain(active.binding, sections)
+        for everywhere in ("Everywhere", "Views"):
+            sections[everywhere] = sections.pop(everywhere, {})
+        here = set(sections)
+        for widget in visible(self.screen):
+            for binding in Binding.make_bindings(type(widget).BINDINGS):
+                if binding.tooltip.partition(": ")[0] not in here:
+                    self._explain(binding, sections)
+        marked = {
+            name if name in here else f"{name} (tab or a click leads there)": keys for name, keys in sections.items()
+        }
+        self.push_screen(HelpDialog({name: keys for name, keys in marked.items() if keys}))
+
+    def _explain(self, binding: Binding, sections: dict[str, dict[str, str]]) -> None:
+        """Put a key where it belongs: a tooltip begins with the panel that it is of, unless it is of all."""
+        if binding.system or not binding.tooltip:
+            return
+        panel, colon, words = binding.tooltip.partition(": ")
+        if binding.action.startswith("view("):
+            panel, words = "Views", f"{binding.description}: {binding.tooltip}"
+        elif not colon or panel == "Refused":
+            panel, words = "Everywhere", binding.tooltip
+        sections.setdefault(panel, {}).setdefault(self.get_key_display(binding), words)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         panels_with_keys = [widget for kind in SEARCHED if (widget := self.find(kind))]

@@ -4,6 +4,7 @@ the same axes, the rollouts of a step."""
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from atropos_tui.ui.commands import CommandApp
 from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog
 from atropos_tui.ui.views import ENLARGED
 from atropos_tui.ui.widgets.curves import Chart, ChartGrid
+from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.rollouts import Rollouts
 
 
@@ -70,10 +72,26 @@ class ChartApp(CommandApp):
             self.action_view("rollouts")
             if rollouts := self.find(Rollouts):
                 rollouts.go_to(message.step)
+        elif message.what in ("log", "events"):
+            self._go_to_step(message.what, message.step)
         elif message.what == "enlarge" and self.main:
             self._enlarge(message.chart)
         elif message.what == "back":
             self._shrink(message.chart)
+
+    def _go_to_step(self, what: str, step: int) -> None:
+        """What the trainer said, or what happened, when that step was done."""
+        ends = self.state.metric("step_s")
+        at = bisect_left(ends.steps, step)
+        if at == len(ends):
+            self.notify(f"no record tells when step {step} was", timeout=3)
+        elif what == "log":
+            trainer = next((part.name for part in self.info.components if part.role == "trainer"), "")
+            self.post_message(Events.Asked(trainer, ends.times[at]))
+        else:
+            self.action_view("events")
+            if events := self.find(Events):
+                events.go_to(ends.times[at])
 
     def _enlarge(self, chart: Chart) -> None:
         assert self.main

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -109,13 +109,18 @@ class HelpDialog(_Dialog):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark,q,enter", "cancel", "Close", show=False)]
 
-    def __init__(self, keys: list[tuple[str, str]]) -> None:
+    def __init__(self, sections: Mapping[str, Mapping[str, str]]) -> None:
+        """Args: `sections`: by heading, what each key does."""
         super().__init__()
-        self.keys = keys
+        self.sections = sections
 
     def compose(self) -> ComposeResult:
-        width = max((len(key) for key, _ in self.keys), default=0)
-        text = Text("\n").join(Text.assemble((f"{key:>{width}}", "bold"), "   ", what) for key, what in self.keys)
+        width = max((len(key) for keys in self.sections.values() for key in keys), default=0)
+        text = Text()
+        for heading, keys in self.sections.items():
+            text.append("\n\n" if text else "").append(heading, "bold underline")
+            for key, words in keys.items():
+                text.append(f"\n{key:>{width}}", "bold").append(f"   {words}")
         with VerticalScroll(classes="dialog", id="help") as box:
             box.border_title = "Keys"
             box.border_subtitle = "esc closes"

@@ -20,6 +20,7 @@ from atropos_tui.ui.app import CockpitApp, dressed
 from atropos_tui.ui.feed import Feed
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.terminal import Bell, run_app
+from atropos_tui.ui.theme import ink
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.log_view import LogView
 
@@ -33,14 +34,9 @@ REFUSED = (("r", "act('restart')", "Restart"), ("s", "stop_or_start", "Stop/star
 class ReplayBar(Widget):
     """One line: that this is a replay, how fast, which moment, how far, and the keys."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"replay--mark", "replay--quiet", "replay--done", "replay--track"}
     DEFAULT_CSS = """
     ReplayBar {
         dock: top; height: 1; padding: 0 1; background: $panel; color: $foreground;
-        .replay--mark { color: $background; background: $accent; text-style: bold; }
-        .replay--quiet { color: $quiet; }
-        .replay--done { color: $accent; }
-        .replay--track { color: $track; }
     }
     """
 
@@ -52,20 +48,20 @@ class ReplayBar(Widget):
         self.set_interval(TICK_S, self.refresh)
 
     def render(self) -> RenderResult:
-        clock, width, style = self._clock, self.content_size.width, self.get_component_rich_style
-        now, whole = clock.now(), clock.last - clock.first
+        clock, width = self._clock, self.content_size.width
+        now, whole, quiet = clock.now(), clock.last - clock.first, ink(self.app, "dim")
         word = "▮▮ paused" if clock.paused else "■ at its end" if clock.at_end else f"▶ {clock.speed:g}×"
-        left = Text.assemble((" REPLAY ", style("replay--mark")), f" {word}  ", no_wrap=True)
+        left = Text.assemble((" REPLAY ", ink(self.app, "replay")), f" {word}  ", no_wrap=True)
         left.append(time.strftime("%H:%M:%S", time.localtime(now)))
-        left.append(f"  {duration(now - clock.first)} of {duration(whole)} ", style("replay--quiet", partial=True))
-        keys = Text(" space pause · + − speed · ← → seek", style("replay--quiet", partial=True), no_wrap=True)
+        left.append(f"  {duration(now - clock.first)} of {duration(whole)} ", quiet)
+        keys = Text(" space pause · + − speed · ← → seek", quiet, no_wrap=True)
         room = width - left.cell_len - keys.cell_len
         if room < 0:
             left.truncate(width)
             return left
         share = (now - clock.first) / whole if whole > 0 else 1.0
-        done, track = style("replay--done", partial=True), style("replay--track", partial=True)
-        return left.append_text(progress_bar(share, room, done, track)).append_text(keys)
+        bar = progress_bar(share, room, ink(self.app, "accent"), ink(self.app, "track"))
+        return left.append_text(bar).append_text(keys)
 
 
 class ReplayApp(CockpitApp):

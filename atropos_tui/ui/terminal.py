@@ -46,7 +46,8 @@ FONTS = "'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
 def run_app(app: CommandApp) -> Outcome:
     """Show `app` until it is left. TERM, HUP and a terminal that is gone detach, as the driver itself would not."""
     # A long history is half a million objects that stay: looking for cycles among them costs a fifth of reading it.
-    gc.set_threshold(50_000, 20, 100)
+    # The app turns it on again when it has read all.
+    gc.disable()
     # Threads parse records and logs: a key need not wait for the usual five milliseconds of each of them.
     sys.setswitchinterval(0.0005)
 

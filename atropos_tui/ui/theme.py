@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Any, Literal
 
+from rich.style import Style
+from textual.app import App
 from textual.color import Color
 from textual.content import Content
+from textual.style import Style as TextualStyle
 from textual.theme import Theme
 
 from atropos_common.control import State
@@ -90,16 +93,21 @@ LIGHT = Theme(
 def own_colours(theme: Theme) -> dict[str, str]:
     """What `theme` has no names for, made from its text and its background, so that it can be seen in any of them.
 
-    quiet: labels; track: the rest of a bar; grid and frame: lines; healthy: the ground behind a curve's good range.
+    quiet: labels; track: the rest of a bar; grid and frame: lines; healthy: the ground behind a curve's good range;
+    found: behind what was searched for; log and log-name: lines of a log and whose they are; limit: a range's end.
     """
     if theme.ansi:  # sixteen colours of the terminal, which cannot be mixed
-        grey = "ansi_bright_black"
-        return {"quiet": "ansi_default", "track": grey, "grid": grey, "frame": grey, "healthy": "ansi_default"}
+        lines = dict.fromkeys(("track", "grid", "frame"), "ansi_bright_black")
+        text = dict.fromkeys(("quiet", "healthy", "log"), "ansi_default")
+        return lines | text | {"found": "ansi_yellow", "log-name": "ansi_blue", "limit": "ansi_yellow"}
     system = theme.to_color_system().generate()
-    background, text = Color.parse(system["background"]), Color.parse(system["foreground"])
-    shares = {"quiet": 0.75, "track": 0.25, "grid": 0.2, "frame": 0.25}
-    mixed = {name: background.blend(text, share).hex for name, share in shares.items()}
-    return mixed | {"healthy": background.blend(Color.parse(system["success"]), 0.08).hex}
+    background = Color.parse(system["background"])
+    mixed = {
+        "quiet": ("foreground", 0.75), "track": ("foreground", 0.25), "grid": ("foreground", 0.2),
+        "frame": ("foreground", 0.25), "log": ("foreground", 0.85), "healthy": ("success", 0.08),
+        "found": ("warning", 0.4), "limit": ("warning", 0.6), "log-name": ("primary", 0.7),
+    }  # fmt: skip
+    return {name: background.blend(Color.parse(system[of]), share).hex for name, (of, share) in mixed.items()}
 
 
 def own_theme(wished: str, known: Collection[str], ground: Literal["dark", "light"] | None) -> str:
@@ -107,8 +115,30 @@ def own_theme(wished: str, known: Collection[str], ground: Literal["dark", "ligh
     return wished if wished in known else LIGHT.name if ground == "light" else THEME.name
 
 
-COLOURS = {"good": "success", "busy": "primary", "warn": "warning", "bad": "error", "dim": "quiet"}
-"""Theme colour of each tone."""
+INKS = {
+    "good": "$success", "busy": "$primary", "warn": "$warning", "bad": "bold $error", "dim": "$quiet",
+    "text-good": "$text-success", "text-busy": "$text-primary", "text-warn": "$text-warning",
+    "text-bad": "$text-error", "text-dim": "$quiet",
+    "primary": "$primary", "accent": "$accent", "success": "$success", "warning": "$warning", "error": "$error",
+    "secondary": "$foreground", "title": "bold $foreground", "here": "bold $background on $primary",
+    "replay": "bold $background on $accent", "track": "$track", "grid": "$grid", "frame": "$frame",
+    "limit": "$limit", "healthy": "on $healthy", "lit": "on $block-cursor-background",
+    "found": "bold underline on $found", "gone": "strike $error", "new": "underline $success",
+    "plain": "$log", "note": "italic $quiet", "name of a log": "$log-name",
+}  # fmt: skip
+"""Every style that panels draw with, by name: as CSS of each panel they would be matched against each of its nodes."""
+
+_made: dict[str, dict[str, Style]] = {}
+"""`INKS` in the colours of a theme, by its name."""
+
+
+def ink(app: App[Any], name: str) -> Style:
+    """The style `name` of `INKS`, in the theme of now."""
+    if (styles := _made.get(app.theme)) is None:
+        variables = own_colours(app.current_theme) | app.get_css_variables()
+        parsed = {name: TextualStyle.parse(words, variables) for name, words in INKS.items()}
+        styles = _made[app.theme] = {name: style.rich_style for name, style in parsed.items()}
+    return styles[name]
 
 
 def state_text(state: State) -> tuple[str, str]:

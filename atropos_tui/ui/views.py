@@ -8,10 +8,10 @@ from typing import NamedTuple
 from textual.app import ComposeResult
 from textual.containers import Horizontal
 from textual.widget import Widget
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from atropos_tui.ui.widgets.alignment import AlignmentPanel
-from atropos_tui.ui.widgets.bars import CommandBar, SearchBar, ViewsLine
+from atropos_tui.ui.widgets.bars import CommandBar, Keys, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.benchmark import Benchmark, Summary
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart, ChartGrid
@@ -20,6 +20,7 @@ from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.header import Header, Notices
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.machine import MachinePanel
+from atropos_tui.ui.widgets.nodes import Nodes
 from atropos_tui.ui.widgets.panel import Panel
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
 from atropos_tui.ui.widgets.step import StepPanel
@@ -63,7 +64,9 @@ VIEWS = {
         panels=lambda: [Benchmark(), Summary()],
         short="Bench",
     ),
-    "machine": ViewSpec("Machine", "GPUs, or the host's memory and CPU", panels=lambda: [MachinePanel()]),
+    "machine": ViewSpec(
+        "Machine", "GPUs, or the host's memory and CPU; the nodes", panels=lambda: [Nodes(), MachinePanel()]
+    ),
     "alignment": ViewSpec(
         "Alignment",
         "Trainer against engine: logprobs, KL, verdict",
@@ -110,7 +113,7 @@ def compose_screen() -> ComposeResult:
     yield SearchBar()
     yield CommandBar()
     yield ViewsLine({name: (view.title, view.short or view.title) for name, view in VIEWS.items()})
-    yield Footer()
+    yield Keys()
     yield Static("the terminal is too small:\n40 × 12 shows something, 80 × 24 all", id="too-small")
 
 

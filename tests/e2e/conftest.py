@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.e2e.live_stack import LiveStack
+from tests.e2e.cockpit import Cockpit, open_cockpit
+from tests.e2e.live_stack import LiveStack, prepare_demo
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the prepared model and the registry of runs out of the user's own folders."""
+    """Keep the prepared model, one for all test processes, and the registry of runs out of the user's own folders."""
     patch = pytest.MonkeyPatch()
-    patch.setenv("ATROPOS_CACHE", os.environ.get("ATROPOS_CACHE") or str(tmp_path_factory.mktemp("cache")))
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "cache"
+    cache.mkdir(exist_ok=True)
+    patch.setenv("ATROPOS_CACHE", os.environ.get("ATROPOS_CACHE") or str(cache))
     patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     yield
     patch.undo()
@@ -36,6 +40,7 @@ def stack(tmp_path: Path) -> Iterator[Any]:
     started: list[LiveStack] = []
 
     def start(*extra: str, profile: str = "demo", **sets: Any) -> LiveStack:
+        prepare_demo()
         dotted = {key.replace("__", "."): value for key, value in sets.items()}
         started.append(LiveStack(tmp_path / f"run{len(started)}", profile, dotted, list(extra)).up())
         return started[-1]
@@ -43,3 +48,18 @@ def stack(tmp_path: Path) -> Iterator[Any]:
     yield start
     for each in started:
         each.close()
+
+
+@pytest.fixture
+def cockpit(tmp_path: Path) -> Iterator[Callable[[int], Cockpit]]:
+    """Opens the demo of so many steps on a terminal; the run is ended with the test."""
+    opened: list[Cockpit] = []
+
+    def open_one(steps: int) -> Cockpit:
+        opened.append(open_cockpit(tmp_path / "run", steps))
+        return opened[-1]
+
+    yield open_one
+    for each in opened:
+        each.terminal.close()
+        each.files.cli("down", "--timeout", "10")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -11,13 +12,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from atropos_common.records import EvalRecord, Record, RecordError, StateRecord, parse_line
 from atropos_common.run_dir import ENV_RUN_ID, RunDir
+from benchmarks.demo import prepare
+from tests.e2e.vllm_server_live import SHARED_NAME
 
 
 def free_ports(count: int) -> list[int]:
@@ -29,6 +32,20 @@ def free_ports(count: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
+
+
+@contextlib.contextmanager
+def preparing() -> Iterator[None]:
+    """The demo's model is made by one test process; the others wait, and find it."""
+    with (Path(os.environ["ATROPOS_CACHE"]) / "preparing").open("w") as place:
+        fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+
+
+def prepare_demo() -> None:
+    """Make the demo's model, where it is not there."""
+    with preparing():
+        prepare("demo", 0)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -182,7 +199,7 @@ class LiveStack:
             time.sleep(0.1)
         assert not left, "processes left behind:\n" + "\n".join(left)
         # A semaphore that vLLM closed before it was killed (32 bytes) cannot be told from another program's.
-        now = {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
+        now = {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(("sem.mp-", SHARED_NAME))}
         shared = sorted(now - self.shared_before - shared_files_in_use())
         assert not shared, f"left in /dev/shm: {shared}"
         assert not self.run.control_sock.exists()

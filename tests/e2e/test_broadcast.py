@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +18,15 @@ import pytest
 import torch
 
 from atropos_common.run_dir import ENV_TOKEN
+from atropos_common.transfer import TransferUpdate
+from benchmarks.nursery import VLLM
 from tests.e2e.live_stack import LiveStack, free_ports
 from tests.e2e.small_models import ARCHITECTURES, TINY, another_model, make_model
 from tests.e2e.test_demo import assert_aligned, assert_learned
 from tests.e2e.test_lora import EXACT, ask
 from tests.e2e.test_none import TENSOR_PARALLEL, TWO_RANKS, UPDATES, Whole, twenty_steps_under_streams
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
+from tests.nursery import forked
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError
 from trainer_core.weight_sync.base import Start
@@ -77,36 +79,28 @@ def test_broadcasts_under_streams(server: Server) -> None:
     trainer.sync.close()
 
 
-STUCK_TRAINER = """
-import sys, threading, time
-import torch
-from transformers import AutoConfig
-from tests.e2e.test_broadcast import config
-from atropos_common.transfer import TransferUpdate
-from trainer_core.weight_sync.base import Start
-from trainer_core.weight_sync.broadcast import Broadcast
-
-sync = Broadcast(config(sys.argv[1], sys.argv[2]), torch.device("cpu"), threading.Event())
-sync.attach(Start(version=5))
-update = TransferUpdate(weight_version=6, timeout_s=100)
-threading.Thread(target=sync.engines[0].receive, args=(update,), daemon=True).start()
-while not sync.engines[0].info().dirty:
-    time.sleep(0.01)
-print("receiving", flush=True)
-time.sleep(100)
-"""
+def stuck_trainer(arguments: list[str]) -> None:
+    """A trainer that stops amid its first broadcast."""
+    model, url = arguments
+    sync = Broadcast(config(Path(model), url), torch.device("cpu"), threading.Event())
+    sync.attach(Start(version=5))
+    update = TransferUpdate(weight_version=6, timeout_s=100)
+    threading.Thread(target=sync.engines[0].receive, args=(update,), daemon=True).start()
+    while not sync.engines[0].info().dirty:
+        time.sleep(0.01)
+    print("receiving", flush=True)
+    time.sleep(100)
 
 
-def test_a_trainer_killed_in_the_middle(server: Server) -> None:
+def test_a_trainer_killed_in_the_middle(server: Server, tmp_path: Path) -> None:
     """The server says so within seconds and serves nobody, until a new trainer gives it whole weights."""
-    command = [sys.executable, "-c", STUCK_TRAINER, str(server.model), server.url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout is not None
-        for line in trainer.stdout:
-            if line == "receiving\n":
-                break
-        killed = time.monotonic()
-        trainer.kill()
+    log = tmp_path / "trainer.log"
+    trainer = forked([VLLM], "tests.e2e.test_broadcast:stuck_trainer", [str(server.model), server.url], log)
+    while "receiving\n" not in log.read_text():
+        assert trainer.poll() is None, log.read_text()
+        time.sleep(0.01)
+    killed = time.monotonic()
+    trainer.kill()
     health = server.get("/health")
     while health.status_code == 200 and time.monotonic() - killed < 30:
         time.sleep(0.05)

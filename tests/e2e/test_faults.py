@@ -12,7 +12,7 @@ from statistics import mean
 import pytest
 
 from atropos_common.records import DiagnosisRecord
-from benchmarks.demo import prepare
+from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.live_stack import LiveStack, read_records
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -143,9 +143,9 @@ def test_environment_that_crashes_at_import(stack: Start, tmp_path: Path, monkey
     assert "no_such_thing_at_all" in output
 
 
-def test_a_layer_that_the_model_does_not_have_is_refused_before_anything_starts(stack: Start) -> None:
-    prepare("demo", 0)  # of a model that is yet to be made nobody knows the layers
-    run = stack(trainer__train_layer_indices="90-95")
+def test_a_layer_that_the_model_does_not_have_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    run = LiveStack(tmp_path / "run", sets={"model": model, "trainer.train_layer_indices": "90-95"}).up()
     code, output = run.wait(timeout=60)
     assert code == 2, output[-2000:]
     assert "trainer.train_layer_indices" in output and "fix:" in output

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atropos_common.records import DiagnosisRecord, EnvCountsRecord, EvalRecord, StageRecord
-from tests.e2e.live_stack import LiveStack, read_records
+from tests.e2e.live_stack import LiveStack, prepare_demo, read_records
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 FOREIGN = Path(__file__).parent / "foreign"
@@ -50,6 +50,7 @@ script = "{folder}/teacher.py"
 
 
 def test_they_train_and_what_is_left_out_is_named(tmp_path: Path) -> None:
+    prepare_demo()
     profile = tmp_path / "strangers.toml"
     profile.write_text(PROFILE.format(folder=FOREIGN, steps=STEPS))
     run = LiveStack(tmp_path / "run", profile=str(profile)).up()
@@ -128,6 +129,7 @@ PATIENCE_S = 15.0
 
 @pytest.mark.slow
 def test_who_holds_the_run_up_is_said_with_numbers(tmp_path: Path) -> None:
+    prepare_demo()
     profile = tmp_path / "waiting.toml"
     profile.write_text(WAITING.format(folder=FOREIGN))
     run = LiveStack(tmp_path / "run", profile=str(profile)).up()

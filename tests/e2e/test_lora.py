@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atropos_common.bridge import ADAPTER_WEIGHTS
 from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN, MANIFEST_NAME
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e import gate
@@ -34,7 +35,7 @@ from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import completions_logprobs, sequence_logprobs
-from trainer_core.policy.lora import WEIGHTS_NAME, adapter_parameters, add_adapter, save_adapter
+from trainer_core.policy.lora import adapter_parameters, add_adapter, save_adapter
 from trainer_core.rollouts.packing import pack
 from trainer_core.server.client import ServerClient
 from trainer_core.step import accumulate
@@ -252,7 +253,9 @@ def test_adapters_over_the_one_copy(sharing: Server, tmp_path: Path, alone: None
     assert max(record.probe_diff_abs_mean for record in gate.alignments(records)) < EXACT
     assert hashlib.sha256(Path(shard.shm_path or "").read_bytes()).digest() == before
     final = tmp_path / "out" / "final_model"
-    assert max(tensor.abs().max() for name, tensor in load_file(final / WEIGHTS_NAME).items() if "lora_B" in name) > 0
+    assert (
+        max(tensor.abs().max() for name, tensor in load_file(final / ADAPTER_WEIGHTS).items() if "lora_B" in name) > 0
+    )
     again = Trainer(LoraSwap, gate.config(sharing, tmp_path, single_copy=True, lora_adapter_path=str(final), **fields))
     done = ask(sharing.url)
     base = sequence_logprobs(load_model(sharing.model, torch.float32, CPU), PROMPT, done.token_ids)

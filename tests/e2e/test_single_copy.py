@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +21,12 @@ import torch
 
 from atropos_common.bridge import InFlight
 from atropos_common.records import StepRecord
+from benchmarks.nursery import VLLM
 from tests.e2e.gate import PROMPTS, Live, alignments, shift, stopped_for, train_on, train_on_copies
 from tests.e2e.small_models import ARCHITECTURES, make_model
 from tests.e2e.streams import Streams
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, largest_gap, start_server
+from tests.nursery import forked
 from trainer_core.errors import EngineGone
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync import shared_vllm
@@ -201,27 +201,21 @@ def test_waiting_has_an_end(server: Server) -> None:
     assert kept, "what had not ended within 0.05 s went on with the new weights"
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tests.e2e.gate import train_on
-from tests.e2e.vllm_server_live import Server
-from trainer_core.weight_sync import shared_vllm
+def killed_at_two(arguments: list[str]) -> None:
+    """A trainer that is killed after it has written its second update, before the server knows."""
+    url, bridge_dir, model, folder = arguments
+    shared_vllm.LEASE_S = 1.0  # type: ignore[attr-defined]
+    publish = shared_vllm.SingleCopy.publish
 
-url, bridge_dir, model, folder = sys.argv[1:]
-shared_vllm.LEASE_S = 1.0
-publish = shared_vllm.SingleCopy.publish
+    def half_at_two(self: Any, version: int, write: Any) -> Any:
+        def half() -> None:
+            write()
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def killed_at_two(self, version, write):
-    def half():
-        write()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return publish(self, version, half if version == 2 else write)
+        return publish(self, version, half if version == 2 else write)
 
-shared_vllm.SingleCopy.publish = killed_at_two
-train_on(Server(None, url, Path(bridge_dir), None, Path(model)), Path(folder))
-"""
-"""A trainer that is killed after it has written its second update, before the server knows."""
+    shared_vllm.SingleCopy.publish = half_at_two  # type: ignore[method-assign]
+    train_on(Server(None, url, Path(bridge_dir), Path("none"), Path(model)), Path(folder))  # type: ignore[arg-type]
 
 
 def test_a_trainer_killed_while_it_writes(server: Server, tmp_path: Path) -> None:
@@ -229,9 +223,10 @@ def test_a_trainer_killed_while_it_writes(server: Server, tmp_path: Path) -> Non
     paths = [str(server.bridge_dir), str(server.model), str(tmp_path / "killed")]
     with Streams(server.url, TOKEN, with_token=True, patient=True) as load:
         load.until(16)
-        child = subprocess.run([sys.executable, "-c", KILLED, server.url, *paths], timeout=120, check=False)
+        log = tmp_path / "killed.log"
+        child = forked([VLLM], "tests.e2e.test_single_copy:killed_at_two", [server.url, *paths], log)
+        assert child.wait(120) == -signal.SIGKILL, log.read_text()
         killed = time.monotonic()
-        assert child.returncode == -signal.SIGKILL
         while server.get("/health", token=False).status_code != 503:
             assert time.monotonic() < killed + 20, "its lease has ended"
             time.sleep(0.1)

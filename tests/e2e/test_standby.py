@@ -1,6 +1,8 @@
 """A server that is prepared and waits: nothing of its predecessor's is touched, and its engine is as far as it.
 
-python -m pytest -m e2e tests/e2e/test_standby.py
+python -m pytest -m "e2e and slow" tests/e2e/test_standby.py
+
+In CI `tests/unit/test_vllm_server_standby.py` drives both processes' waiting without vLLM's import.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.vllm_server_live import Server, await_ready, begin_server, end_of, still_running
 from vllm_server.plugin import ENGINE_IMPORTED
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 WAITS = {"ATROPOS_WAIT_FOR_GO": "1", "ATROPOS_FORK_ENGINE": "0", "VLLM_ENABLE_SHARED_WEIGHTS": "0"}
 """An adapter's server: one that takes whole weights looks at its predecessor's first."""
 
@@ -52,7 +54,6 @@ def test_it_waits_with_its_engine_and_takes_over_when_told(waiting: Server) -> N
     assert waiting.generate(prompt={"prompt_token_ids": [1, 2, 3]}, max_tokens=3)["token_ids"]
 
 
-@pytest.mark.slow
 def test_nobody_needs_it_any_more(waiting: Server) -> None:
     parts = psutil.Process(waiting.process.pid).children(recursive=True)
     assert waiting.process.stdin is not None
@@ -76,7 +77,6 @@ print("VLLM_ENGINE_READY_TIMEOUT_S" in os.environ)
 """
 
 
-@pytest.mark.slow
 def test_its_patience_is_no_part_of_the_compile_cache_s_key() -> None:
     """vLLM hashes its environment variables into that key: one more, and the next server compiles everything anew."""
     done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, check=True)

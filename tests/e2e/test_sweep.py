@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.live_stack import free_ports, processes_of, read_records
+from tests.unit.test_cli_json import check
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -25,6 +26,7 @@ def test_two_learning_rates_side_by_side(tmp_path: Path) -> None:
     command += ["--parallel", "2", "--run-dir", str(base), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, stdin=subprocess.DEVNULL, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+    check("sweep", done.stdout)
     cells = json.loads(done.stdout)["cells"]
     assert [(cell["label"], cell["settings"], cell["state"]) for cell in cells] == [
         ("lr-0.0", {"trainer.lr": "0.0"}, "done"),
@@ -33,7 +35,7 @@ def test_two_learning_rates_side_by_side(tmp_path: Path) -> None:
     assert [cell["benchmark"]["steps"] for cell in cells] == [3, 3]
     for cell, lr in zip(cells, (0.0, 2e-4), strict=True):
         steps = [record for record in read_records(base / cell["label"] / "telemetry.jsonl") if record.kind == "step"]
-        assert max(record.lr for record in steps) == pytest.approx(lr)
+        assert steps[-1].lr == pytest.approx(lr * 3 / 5), "the third of five steps of warm-up"
         assert not processes_of(json.loads((base / cell["label"] / "run.json").read_text())["run_id"])
     plans = [json.loads((base / cell["label"] / "plan.json").read_text()) for cell in cells]
     ports = [part["port"] for plan in plans for part in plan["components"] if part["port"]]

@@ -458,14 +458,16 @@ def test_sampling_as_asked_has_the_logprobs_of_the_whole_distribution(
     end_of(server.process)
 
 
-def test_hold_then_sigkill(tmp_path: Path, model: Path) -> None:
-    """A restarted server answers no rollout before it is told its version; killed hard, it takes its children along."""
+@pytest.mark.parametrize(("several", "children"), [("0", 1), pytest.param("1", 2, marks=pytest.mark.slow)])
+def test_hold_then_sigkill(tmp_path: Path, model: Path, several: str, children: int) -> None:
+    """A restarted server answers no rollout before it is told its version; killed hard, it takes its children along:
+    its engine, and where vLLM starts them apart, the engine's worker and a resource tracker."""
     server = start_server(
         tmp_path,
         model,
         ATROPOS_HOLD_GENERATION="1",
         ATROPOS_SHM_NAME=f"atropos-e2e-{os.getpid()}",
-        VLLM_ENABLE_V1_MULTIPROCESSING="1",  # vLLM's way with the most processes: engine, worker, resource tracker
+        VLLM_ENABLE_V1_MULTIPROCESSING=several,
     )
     shm = Path(f"/dev/shm/atropos-e2e-{os.getpid()}")
     try:
@@ -492,7 +494,7 @@ def test_hold_then_sigkill(tmp_path: Path, model: Path) -> None:
         assert shm.exists()
 
         family = psutil.Process(server.process.pid).children(recursive=True)
-        assert len(family) >= 2, "engine and worker"
+        assert len(family) >= children
         begun = time.monotonic()
         server.process.kill()
         server.process.wait(5)

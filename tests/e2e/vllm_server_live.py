@@ -6,15 +6,13 @@ a start costs is that import. What a command line starts is `begin_server(..., p
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,11 +26,13 @@ import pytest
 from atropos_common.bridge import TOKEN_HEADER, completion_digest
 from atropos_common.manifest import Manifest, read_manifest
 from atropos_common.run_dir import ENV_HELD_PORT
-from benchmarks.children import Child, environment
-from benchmarks.server_nursery import ForkedProcess
+from benchmarks.nursery import VLLM, ForkedProcess, forked_server
+from tests.nursery import START_S, nursery
+from vllm_server.config import ENV_SHM_NAME
 
 TOKEN = "e2e-token-0123456789"
-START_S = 240.0
+SHARED_NAME = "test-server-"
+"""How the shared memory of these servers is called: a run beside them has none of that name."""
 
 
 @dataclass
@@ -77,16 +77,6 @@ def start_server(folder: Path, model: Path, *, flags: Sequence[str] = (), port: 
     return await_ready(begin_server(folder, model, flags=flags, port=port, **env))
 
 
-@functools.cache
-def _nursery() -> Child:
-    """Ends with this process, and with it whatever server is left."""
-    folder = tempfile.TemporaryDirectory(prefix="atropos-nursery-")
-    nursery = Child(Path(folder.name), ["-m", "benchmarks.server_nursery"], environment(Path(folder.name), None, {}))
-    atexit.register(lambda: (nursery.close(), folder.cleanup()))
-    nursery.wait(START_S)
-    return nursery
-
-
 def begin_server(
     folder: Path, model: Path, *, flags: Sequence[str] = (), port: int = 0, plain: bool = False, **env: str
 ) -> Server:
@@ -101,7 +91,7 @@ def begin_server(
     ]  # fmt: skip
     settings = {
         **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOGDIR": str(bridge_dir),
-        "VLLM_ENABLE_SHARED_WEIGHTS": "1", **env,
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1", ENV_SHM_NAME: SHARED_NAME + secrets.token_hex(8), **env,
     }  # fmt: skip
     log.write_bytes(b"")
     process: subprocess.Popen[bytes] | ForkedProcess
@@ -112,7 +102,7 @@ def begin_server(
                 command, env=settings, stdin=pipe, stdout=out, stderr=out, start_new_session=True
             )
     else:
-        process = ForkedProcess(_nursery(), argv, settings, log)
+        process = forked_server(nursery(VLLM), argv, settings, log)
     return Server(process, f"http://127.0.0.1:{port}", bridge_dir, log, model)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.records import METRIC_KINDS, AlignmentRecord, DiagnosisRecord, StepRecord
+from atropos_common.records import METRIC_KINDS, AlignmentRecord, DiagnosisRecord, EvalRecord, StepRecord
 from atropos_common.run_dir import ENV_TOKEN
 from atropos_tui.diagnoses.alert_rules import alert_rules
 from atropos_tui.diagnoses.engine import MetricWatch
@@ -71,6 +71,22 @@ def test_a_z_score_is_against_the_steps_before() -> None:
     assert told(alert, [1.0, 1.2, 9.0]) == [], "two steps are nothing to compare with"
 
 
+def test_a_held_out_accuracy_is_watched_by_split_and_by_environment() -> None:
+    def evals(metric: str) -> list[tuple[str, str]]:
+        watch = MetricWatch(0.0, alert_rules([AlertSpec(metric=metric, below=0.5, for_steps=2)]))
+        accuracies = {("sums", "held_out"): 0.4, ("sums", "carries"): 0.3, ("words", "held_out"): 0.2}
+        records = [
+            EvalRecord(time=1e9 + version, env=env, split=split, accuracy=accuracy, weight_version=version)
+            for version in (10, 20, 30) for (env, split), accuracy in accuracies.items()
+        ]  # fmt: skip
+        return [(said.title, said.evidence) for record in records for said in watch.feed(record)]
+
+    title = "alert: eval/held_out is below 0.5"
+    assert evals("eval/held_out") == [(title, "0.4, 0.4 at steps 10-20"), (title, "0.2, 0.2 at steps 10-20")]
+    assert [evidence for _, evidence in evals("eval/sums/held_out")] == ["0.4, 0.4 at steps 10-20"]
+    assert evals("eval/sums") == []
+
+
 def test_every_number_of_a_step_can_be_watched_and_nothing_else() -> None:
     assert {"entropy_mean", "step_s", "probe_diff_abs_max", "rss_bytes", "tokens"} <= set(METRIC_KINDS)
     assert not {"left_out", "objective", "verdict", "step", "time", "attempt", "cause"} & set(METRIC_KINDS)
@@ -81,6 +97,7 @@ def test_every_number_of_a_step_can_be_watched_and_nothing_else() -> None:
     ("alert", "words"),
     [
         ({"metric": "entropy", "below": 1.0}, "did you mean entropy_mean?"),
+        ({"metric": "eval/", "below": 1.0}, "a held-out accuracy is eval/SPLIT"),
         ({"metric": "entropy_mean"}, "give below, above, slope or z"),
         ({"metric": "entropy_mean", "slope": 0.0}, "a slope of 0 is no change"),
         ({"metric": "entropy_mean", "below": 1.0, "for_step": 3}, "did you mean for_steps?"),
@@ -95,6 +112,7 @@ def test_a_mistake_in_an_alert_is_refused_with_the_way_out(alert: dict[str, Any]
 
 
 def test_a_profile_s_alerts_reach_the_supervisor(tmp_path: Path) -> None:
+    parse_profile({**PROFILE, "alert": {"metric": "eval/held_out", "below": 0.3}}, "p.toml")
     profile = parse_profile({**PROFILE, "alert": {"metric": "loss", "above": 3.0}}, "p.toml")
     stack = build_stack(profile, tmp_path, run_id="r")
     assert [(alert.metric, alert.above, alert.for_steps) for alert in stack.alerts] == [("loss", 3.0, 1)]

@@ -157,12 +157,8 @@ async def test_what_was_forked_since_the_look_dies_with_the_group(tmp_path: Path
 
 @pytest.mark.parametrize("hidden", ["gone", "read-only"], indirect=True)
 @pytest.mark.parametrize("end", ["down", "kill"])
-async def test_without_delegation_the_marker_does(
-    tmp_path: Path, hidden: str, end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = [escaping(tmp_path, "marked")]
-    monkeypatch.setattr(sys, "executable", hidden)  # of the supervisor, not of the component
-    with background(tmp_path / "run", *parts) as supervisor:
+async def test_without_delegation_the_marker_does(tmp_path: Path, hidden: str, end: str) -> None:
+    with background(tmp_path / "run", escaping(tmp_path, "marked"), python=hidden) as supervisor:
         client = await supervisor.ready()
         _, daemon = await pids_in(tmp_path / "marked")
         table = ProcessTable.load(supervisor.run.journal_json)

@@ -21,13 +21,16 @@ from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
 from atropos_tui.supervisor.store import ProcessTable, RunResult
+from tests import nursery
 from tests.supervisor.harness import alive, part, pids_in, python, script, wait_until
 
 
 class Background:
-    """A supervisor in a process of its own, as `up --detach` starts it."""
+    """A supervisor in a process of its own, as `up --detach` starts it; forked, unless an interpreter is named."""
 
-    def __init__(self, run_dir: Path, *components: ComponentSpec, run_id: str = "", **fields: Any) -> None:
+    def __init__(
+        self, run_dir: Path, *components: ComponentSpec, run_id: str = "", python: str = "", **fields: Any
+    ) -> None:
         self.run = RunDir(run_dir)
         self.stack = StackSpec(
             run_id=run_id or f"bg-{os.getpid()}-{time.monotonic_ns()}",
@@ -37,13 +40,17 @@ class Background:
             components=list(components),
             **fields,
         )
-        command = [sys.executable, "-m", "atropos_tui.supervisor"]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        assert self.process.stdin
-        self.process.stdin.write(self.stack.model_dump_json().encode())
-        self.process.stdin.close()
+        stack = self.stack.model_dump_json()
+        folder = Path(tempfile.mkdtemp(prefix="supervisor-", dir=run_dir.parent))
+        self.said = folder / "said"
+        if python:
+            command = [python, "-m", "atropos_tui.supervisor"]
+            with self.said.open("wb") as said:
+                self.process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=said)
+            self.process.stdin.write(stack.encode())
+            self.process.stdin.close()
+        else:
+            self.process = nursery.supervisor(stack, folder)
 
     async def answers(self) -> ControlClient:
         """A client, once the supervisor has answered it."""
@@ -82,8 +89,8 @@ def plant(env: dict[str, str]) -> subprocess.Popen[bytes]:
 
 
 @contextlib.contextmanager
-def background(run_dir: Path, *components: ComponentSpec, run_id: str = "", **fields: Any) -> Any:
-    supervisor = Background(run_dir, *components, run_id=run_id, **fields)
+def background(run_dir: Path, *components: ComponentSpec, **fields: Any) -> Any:
+    supervisor = Background(run_dir, *components, **fields)
     try:
         yield supervisor
     finally:

@@ -95,6 +95,16 @@ EAGER = (
 )
 TORCH_SHM = "RuntimeError: unable to write to file </torch_739_144252761_4>: No space left on device (28)"
 WORDS = [
+    (Role.ENV, "node_silent", "atropos: node infer-2 (n2) has said nothing for 7 s: srun: error: n2: no route"),
+    (ENGINE, "ssh_host_key", "Host key verification failed."),
+    (ENGINE, "ssh_denied", "me@10.0.0.2: Permission denied (publickey)."),
+    (ENGINE, "ssh_unreachable", "ssh: connect to host 10.0.0.2 port 22: Connection refused"),
+    (
+        ENGINE,
+        "srun_refused",
+        "srun: error: Unable to create step for job 5: Requested node configuration is not available",
+    ),
+    (ENGINE, "kubectl_refused", 'Error from server (NotFound): pods "infer-0" not found'),
     (
         ENGINE,
         "sampling_adjusted",

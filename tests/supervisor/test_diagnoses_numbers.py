@@ -57,7 +57,7 @@ CASES: list[tuple[str, list[Record], str]] = [
     ("non_finite", changed("step", fixed(loss="NaN", grad_norm="Infinity"), 9, 9), "loss is nan, grad_norm is inf"),
     ("non_finite", changed("alignment", fixed(kl_k3="NaN"), 9, 9), "step 9 (alignment): kl_k3 is nan"),
     ("lost_gradients", changed("step", fixed(grad_norm=0.0), 1), "step 3: grad_norm 0 with reward_std 0.488"),
-    ("reward_constant", changed("step", fixed(reward_std=0.0, reward_mean=1.0), 30), "step 34: reward_mean 1"),
+    ("reward_constant", changed("step", fixed(reward_std=0.0, reward_mean=1.0), 30), "step 32: reward_mean 1"),
     ("groups_all_flat", changed("step", fixed(flat_groups=15), 30), "step 30: 15 of 16 groups have equal scores"),
     (
         "accuracy_collapse",

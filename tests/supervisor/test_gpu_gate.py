@@ -168,7 +168,7 @@ async def test_memory_that_never_comes_back_is_named_and_bars_the_card_for_a_whi
         await running.until("beside", State.HEALTHY, attempt=2)  # another card is not barred
         assert (await row(running)).state is State.PENDING
         await running.until("engine", State.HEALTHY, attempt=2)
-        assert 0.8 <= gap(running, "stopped", "starting", attempt=2) < 3
+        assert 0.75 <= gap(running, "stopped", "starting", attempt=2) < 3  # barred a moment before that is told
 
 
 async def test_a_barred_card_opens_as_soon_as_it_is_free(
@@ -277,6 +277,7 @@ async def test_sharing_a_card_in_single_copy(
 ) -> None:
     """The trainer does not wait for the engine's memory; the last to leave answers for both."""
     monkeypatch.setattr(gpu_memory, "OTHERS_S", 60.0)
+    monkeypatch.setattr(gpu_memory, "LIMIT_S", 60.0)
     driver.lists = lists
     trainer = part("trainer", role=Role.TRAINER, gpus=[0], depends_on={"engine": "healthy"})
     async with launch(engine(restart_with=["trainer"]), trainer) as running:

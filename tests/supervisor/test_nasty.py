@@ -16,6 +16,7 @@ from atropos_tui.supervisor import procfs
 from tests.supervisor.harness import alive, part, pids_in, python, ready, script, wait_until
 
 
+@pytest.mark.launchers("direct", "keeper", "remote")
 async def test_ignores_term_is_killed_after_the_grace(launch: Any, tmp_path: Path) -> None:
     pidfile = tmp_path / "pids"
     deaf = part("deaf", script("stubborn", pidfile), stop=StopPolicy(grace_s=0.4), probes=ready(_says("deaf")))
@@ -35,6 +36,7 @@ async def test_ignores_term_is_killed_after_the_grace(launch: Any, tmp_path: Pat
         assert await running.end() == 130
 
 
+@pytest.mark.launchers("direct", "keeper", "remote")
 async def test_what_a_dead_parent_leaves_is_ended_before_it_counts_as_gone(launch: Any, tmp_path: Path) -> None:
     pidfile = tmp_path / "pids"
     async with launch(part("parent", script("forks_and_exits", pidfile, 7))) as running:
@@ -46,6 +48,7 @@ async def test_what_a_dead_parent_leaves_is_ended_before_it_counts_as_gone(launc
         assert running.result().last_lines == ["last words"]
 
 
+@pytest.mark.launchers("direct")
 async def test_a_held_pipe_does_not_hold_the_supervisor(launch: Any, tmp_path: Path) -> None:
     """The leader goes at once; a child of it keeps stdout open and would for ten minutes."""
     began = time.monotonic()
@@ -55,6 +58,7 @@ async def test_a_held_pipe_does_not_hold_the_supervisor(launch: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("environment", ["marked", "clean"])
+@pytest.mark.launchers("direct")
 async def test_double_fork_into_a_new_session(launch: Any, tmp_path: Path, environment: str) -> None:
     """Found by the marker; without the marker, because it is an orphan that only we can have adopted."""
     pidfile = tmp_path / "pids"
@@ -88,6 +92,7 @@ async def test_once_seen_as_a_member_always_a_member(launch: Any, tmp_path: Path
         assert not alive(grandchild)
 
 
+@pytest.mark.launchers("direct")
 async def test_exits_while_starting(launch: Any) -> None:
     async with launch(part("dies", python("raise SystemExit('no such thing')"), probes=ready())) as running:
         assert await running.end() == 3
@@ -134,6 +139,7 @@ async def test_crash_is_noticed_at_once(launch: Any) -> None:
         await running.end()
 
 
+@pytest.mark.launchers("direct")
 async def test_quick_succession(launch: Any) -> None:
     """Thirty components that exit at once: each is reaped, none is mistaken for another."""
     before = _zombies()

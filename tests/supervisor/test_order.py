@@ -19,6 +19,7 @@ def when(running: Running, component: str, state: str) -> float:
     return next(row.time for row in running.states(component) if row.new == state)
 
 
+@pytest.mark.launchers("direct", "keeper", "remote")
 async def test_conditions_order_starts_and_the_end_is_reversed(launch: Any) -> None:
     prepare = part("prepare", python("import time; time.sleep(0.2)"), role=Role.PREPARE)
     base = part("base", probes=ready(), depends_on={"prepare": "completed"})
@@ -50,6 +51,7 @@ async def test_independent_parts_start_side_by_side(launch: Any) -> None:
         assert max(starts) < min(when(running, p.name, "healthy") for p in parts)
 
 
+@pytest.mark.launchers("direct")
 async def test_a_step_whose_result_exists_is_skipped(launch: Any, tmp_path: Path) -> None:
     made = tmp_path / "model"
     step = part("step", python("open(__import__('sys').argv[1],'w')", made), creates=str(made), role=Role.PREPARE)
@@ -115,6 +117,7 @@ async def test_all_checks_of_a_probe_must_pass(launch: Any, tmp_path: Path, free
         assert (await client.wait("server", timeout=10)).outcome == "reached"
 
 
+@pytest.mark.launchers("direct")
 async def test_a_probe_fails_at_once_when_the_process_exits(launch: Any) -> None:
     hopeless = Probes(startup=Probe(checks=[TcpCheck(port=1)], interval_s=30, timeout_s=30))
     async with launch(
@@ -142,6 +145,7 @@ async def test_the_port_of_a_stranger_is_not_taken_for_ours(
             assert f"pid {os.getpid()}" in running.result().reason
 
 
+@pytest.mark.launchers("direct")
 async def test_dependents_wait_for_what_was_stopped_by_hand(launch: Any) -> None:
     base = part("base", python("import time; time.sleep(0.3); print('up',flush=True); time.sleep(600)"), probes=ready())
     async with launch(base, part("after", depends_on={"base": "healthy"})) as running:

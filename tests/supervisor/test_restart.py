@@ -18,6 +18,7 @@ from atropos_tui.supervisor.component import next_delay
 from tests.supervisor.harness import QUICK, alive, part, pids_in, python, ready, script
 
 
+@pytest.mark.launchers("direct", "keeper", "remote")
 async def test_backoff_then_failed_with_exit_3(launch: Any) -> None:
     crash = part("crash", python("import time; print('boom'); time.sleep(.05); raise SystemExit(9)"), restart=QUICK)
     async with launch(crash, part("other")) as running:
@@ -55,6 +56,7 @@ async def test_crash_takes_its_partners_along_and_nobody_else(launch: Any, tmp_p
         assert (status["engine"].restarts, status["trainer"].restarts) == (1, 0)
 
 
+@pytest.mark.launchers("direct")
 async def test_restart_by_hand_follows_the_recipe_and_counts_as_nothing(launch: Any) -> None:
     engine = part("engine", role=Role.ENGINE, probes=ready(), restart_with=["trainer"])
     trainer = part("trainer", role=Role.TRAINER, depends_on={"engine": "healthy"}, ends_run=True)
@@ -75,6 +77,7 @@ async def test_restart_by_hand_follows_the_recipe_and_counts_as_nothing(launch: 
         assert all(row.restarts == 0 for row in (await client.status()).components)
 
 
+@pytest.mark.launchers("direct")
 async def test_a_restart_asked_for_by_the_trainer_leaves_the_trainer(launch: Any) -> None:
     engine = part("engine", role=Role.ENGINE, probes=ready(), restart_with=["trainer"])
     trainer = part("trainer", role=Role.TRAINER, depends_on={"engine": "healthy"}, ends_run=True)
@@ -98,6 +101,7 @@ async def test_a_trainer_that_stops_cleanly_for_a_restart_does_not_end_the_run(l
         assert running.states("trainer")[3].exit_code == 0
 
 
+@pytest.mark.launchers("direct")
 async def test_wrong_usage_is_not_retried(launch: Any) -> None:
     wrong = part("wrong", python("print('error: no such flag --x'); raise SystemExit(2)"), restart=QUICK)
     async with launch(wrong) as running:
@@ -107,6 +111,7 @@ async def test_wrong_usage_is_not_retried(launch: Any) -> None:
         assert "error: no such flag --x" in _diagnoses(running)[0].evidence
 
 
+@pytest.mark.launchers("direct")
 async def test_exit_2_of_what_was_healthy_is_a_crash(launch: Any) -> None:
     code = "import time; print('up',flush=True); time.sleep(.2); raise SystemExit(2)"
     async with launch(part("late", python(code), probes=ready(), restart=QUICK)) as running:
@@ -114,6 +119,7 @@ async def test_exit_2_of_what_was_healthy_is_a_crash(launch: Any) -> None:
         assert running.path("late").count("starting") == 3
 
 
+@pytest.mark.launchers("direct")
 async def test_liveness_failure_restarts_what_answers_no_more(launch: Any, free_port: int) -> None:
     health = HttpCheck(url=f"http://127.0.0.1:{free_port}/health")
     probes = Probes(
@@ -148,6 +154,7 @@ async def test_readiness_lost_is_unhealthy_and_comes_back(
         assert running.states("wavers")[0].pid == running.states("wavers")[-1].pid
 
 
+@pytest.mark.launchers("direct", "keeper", "remote")
 async def test_kill_counts_as_a_crash_and_takes_the_whole_set(launch: Any, tmp_path: Path) -> None:
     pidfile = tmp_path / "pids"
     async with launch(part("deaf", script("stubborn", pidfile), restart=QUICK)) as running:
@@ -163,6 +170,7 @@ async def test_kill_counts_as_a_crash_and_takes_the_whole_set(launch: Any, tmp_p
         assert row.restarts == 1
 
 
+@pytest.mark.launchers("direct", "keeper", "remote")
 async def test_clears_before_start_and_after_stop(launch: Any, tmp_path: Path) -> None:
     stale = tmp_path / "manifest.json"
     stale.write_text("of an earlier server")
@@ -179,6 +187,7 @@ async def test_clears_before_start_and_after_stop(launch: Any, tmp_path: Path) -
         assert not stale.exists()
 
 
+@pytest.mark.launchers("direct")
 async def test_temporary_files_are_private_and_go_with_their_attempt(launch: Any) -> None:
     """vLLM leaves three sockets in the temporary folder at each start, for everybody where the umask lets them in."""
     code = (
@@ -203,6 +212,7 @@ async def test_temporary_files_are_private_and_go_with_their_attempt(launch: Any
         os.umask(before)
 
 
+@pytest.mark.launchers("direct")
 async def test_stop_during_backoff_and_start_during_backoff(launch: Any) -> None:
     slow = RestartPolicy(backoff_s=60, max_restarts=5)
     async with launch(part("crash", python("raise SystemExit(1)"), restart=slow), part("other")) as running:
@@ -217,6 +227,7 @@ async def test_stop_during_backoff_and_start_during_backoff(launch: Any) -> None
         assert not running.task.done()
 
 
+@pytest.mark.launchers("direct")
 async def test_stop_by_hand_keeps_the_run_and_the_component_down(launch: Any) -> None:
     always = RestartPolicy(policy="always", backoff_s=0.01)
     async with launch(part("one", restart=always), part("two")) as running:
@@ -231,6 +242,7 @@ async def test_stop_by_hand_keeps_the_run_and_the_component_down(launch: Any) ->
         await running.until("one", State.HEALTHY, attempt=2)
 
 
+@pytest.mark.launchers("direct", "keeper", "remote")
 async def test_stop_signal_of_the_spec_is_the_one_sent(launch: Any) -> None:
     code = (
         "import signal,sys,time; signal.signal(signal.SIGINT, lambda *a: sys.exit(42))\n"
@@ -265,6 +277,7 @@ async def test_run_api_takes_its_environments_first_and_leaves_the_trainer(launc
         assert [rows[name].restarts for name in ("api", "env-a", "env-b")] == [0, 0, 0]
 
 
+@pytest.mark.launchers("direct")
 async def test_stop_of_run_api_takes_its_environments_and_start_brings_those_back(launch: Any) -> None:
     """Environments that were stopped before stay so; the dry run tells each time what then happens."""
     api = part("api", role=Role.API, probes=ready(), restart=QUICK, restart_with=["env-a", "env-b"])
@@ -321,6 +334,7 @@ async def test_the_dry_run_of_a_kill_tells_what_follows(launch: Any) -> None:
         assert await running.end() == 3
 
 
+@pytest.mark.launchers("direct")
 async def test_a_crashed_run_api_takes_its_environments_before_it_comes_back(launch: Any) -> None:
     api = part("api", role=Role.API, probes=ready(), restart=QUICK, restart_with=["env"])
     env = part("env", role=Role.ENV, depends_on={"api": "healthy"}, probes=ready())
@@ -351,6 +365,7 @@ async def test_the_backoff_begins_anew_after_health(launch: Any, monkeypatch: py
         assert "gave up after 3 restarts" in running.result().reason, "the window is not reset by health"
 
 
+@pytest.mark.launchers("direct")
 async def test_restarts_by_hand_do_not_use_up_the_crashes(launch: Any) -> None:
     policy = RestartPolicy(backoff_s=0.02, max_restarts=1)
     async with launch(part("one", probes=ready(), restart=policy)) as running:
@@ -387,6 +402,7 @@ async def test_a_backoff_tells_when_the_next_try_comes(launch: Any) -> None:
         ("signal.signal(15, signal.SIG_IGN)", "stopped by hand; 1 killed after the grace"),
     ],
 )
+@pytest.mark.launchers("direct")
 async def test_a_stop_that_was_asked_for_reads_like_one(launch: Any, code: str, said: str) -> None:
     command = python(f"import signal,sys,time\n{code}\nprint('up', flush=True); time.sleep(600)")
     async with launch(part("one", command, probes=ready()), part("two")) as running:

@@ -23,6 +23,8 @@ from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui.app import CockpitApp, Outcome
 from atropos_tui.ui.feed import Control
 from atropos_tui.ui.widgets.components import Components
+from benchmarks.nursery import ForkedProcess
+from tests import nursery
 
 CHILD = """
 import sys, time
@@ -78,19 +80,15 @@ Supervise = Callable[[StackSpec], RunDir]
 @pytest.fixture
 def supervise(tmp_path: Path) -> Iterator[Supervise]:
     """Start a supervisor process for a stack; it and its children are gone after the test."""
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[ForkedProcess] = []
 
     def start(stack: StackSpec) -> RunDir:
         run = RunDir(Path(stack.run_dir))
         run.create()
         run.plan_json.write_text(stack.model_dump_json())
-        process = subprocess.Popen(
-            [sys.executable, "-m", "atropos_tui.supervisor"], stdin=subprocess.PIPE, start_new_session=True
-        )
+        (folder := tmp_path / f"supervisor-{len(started)}").mkdir()
+        process = nursery.supervisor(stack.model_dump_json(), folder)
         started.append(process)
-        assert process.stdin is not None
-        process.stdin.write(stack.model_dump_json().encode())
-        process.stdin.close()
         deadline = time.monotonic() + 20
         while not run.control_sock.exists():
             assert process.poll() is None, "the supervisor ended at once"

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 from textual import events
+from textual.widgets._footer import FooterKey
 
 from atropos_common.records import DiagnosisRecord
 from atropos_common.run_dir import RunDir
+from atropos_tui.monitor.log_buffer import LogEntry
 from atropos_tui.monitor.reading import Along
+from atropos_tui.monitor.timeline import clock
 from atropos_tui.ui import chosen
 from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog
 from atropos_tui.ui.views import ENLARGED
 from atropos_tui.ui.widgets.curves import Chart
+from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.rollouts import Rollouts
 from tests.ui.conftest import Screen, cockpit
@@ -50,6 +54,41 @@ async def test_a_cursor_reads_all_charts_at_one_step_and_leads_to_its_rollouts(r
         await screen.until(lambda: rollouts.has_focus and rollouts.current and rollouts.current.rollout.step == 109)
         await screen.press("2", "escape")
         assert screen.app.looking.lens.cursor is None
+
+
+async def test_a_step_leads_to_the_trainer_s_log_and_to_the_events_of_its_time(run: RunDir) -> None:
+    async with cockpit(run, (160, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("step 120/120")
+        when = screen.app.state.metric("step_s").times[9]
+        await screen.press("2", "home")
+        chart(screen)._turn(cursor=10.0)
+        await screen.press("v")
+        shown = screen.app.query_one(Events)
+        await screen.until(lambda: shown.has_focus and shown.current is not None)
+        assert shown.current and shown.current.time <= when
+        assert all(later.time > when for later in shown.items[: shown.cursor])
+        asked: list[tuple[str, float]] = []
+
+        async def go_to_log(component: str, time: float) -> None:
+            asked.append((component, time))
+
+        screen.app._go_to_log = go_to_log  # type: ignore[method-assign]
+        await screen.press("2", "o")
+        await screen.until(lambda: bool(asked))
+        assert asked == [("trainer", when)]
+
+
+async def test_lines_of_the_log_say_when_they_came(run: RunDir) -> None:
+    async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.press("3")
+        log = screen.app.query_one(LogView)
+        log.switch("trainer")
+        log.extend([LogEntry("plain", "a line of now", "trainer", NOW), LogEntry("note", "of no time")], None)
+        await screen.shows("a line of now")
+        assert f"{clock(NOW)} a line" not in screen.text()
+        await screen.press("T")
+        await screen.shows(f"{clock(NOW)} a line of now")
+        await screen.shows("         of no time")
 
 
 async def test_window_smoothing_and_axes_are_of_all_charts_and_kept(run: RunDir) -> None:
@@ -166,3 +205,13 @@ async def test_what_is_copied_travels_encoded(run: RunDir, monkeypatch: pytest.M
         assert codes and codes[0][7:].rstrip("\a") in {
             base64.b64encode(f"{one.prompt}{one.completion}".encode()).decode() for one in screen.app.state.rollouts
         }, rollout
+
+
+async def test_the_footer_is_made_anew_only_where_it_offers_other_keys(run: RunDir) -> None:
+    async with cockpit(run, (160, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("Restart")
+        keys = list(screen.app.query(FooterKey))
+        for key in "231":
+            await screen.press(key)
+            await screen.pilot.pause(0.2)
+        assert keys and list(screen.app.query(FooterKey)) == keys

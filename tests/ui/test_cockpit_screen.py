@@ -8,8 +8,9 @@ import math
 from pathlib import Path
 
 import pytest
+from textual.widgets import Static
 
-from atropos_common.control import Phase, Role, RunStatus, StageStatus, State
+from atropos_common.control import GpuStatus, NodeStatus, Phase, Role, RunStatus, StageStatus, State
 from atropos_common.records import (
     AlignmentRecord,
     BenchmarkRecord,
@@ -22,6 +23,7 @@ from atropos_common.records import (
     StepRecord,
 )
 from atropos_common.run_dir import RunDir
+from atropos_tui.diagnoses import node_lost
 from atropos_tui.supervisor.client import Refused
 from atropos_tui.ui import app
 from atropos_tui.ui.app import CockpitApp
@@ -257,13 +259,21 @@ async def test_a_refusal_is_a_toast_with_the_way_out(run: RunDir) -> None:
         assert control.commands == []
 
 
+def help_text(screen: Screen) -> str:
+    return str(screen.app.screen.query_one(".dialog-text", Static).content)
+
+
 async def test_help_lists_every_binding_of_the_app(run: RunDir) -> None:
     async with cockpit(run, (120, 50), FakeControl(live_status(run, NOW)), now) as screen:
         await screen.press("question_mark")
         await screen.shows("Keys")
         for binding in CockpitApp.BINDINGS:
             if not binding.system:  # type: ignore[union-attr]
-                await screen.shows(binding.tooltip)  # type: ignore[union-attr]
+                assert binding.tooltip in help_text(screen)  # type: ignore[union-attr]
+        headings = [line for line in help_text(screen).splitlines() if line and "   " not in line]
+        assert headings.index("Views") == headings.index("Everywhere") + 1
+        assert headings.index("Log (tab or a click leads there)") > headings.index("Views")
+        assert "1   Overview: Everything" in help_text(screen)
         await screen.press("escape")
         await screen.until(lambda: "Keys" not in screen.text())
 
@@ -330,3 +340,57 @@ async def test_the_page_of_an_engine_has_all_engines_side_by_side(run: RunDir) -
         await screen.shows("engines      version  running  waiting  tokens/s  KV cache")
         await screen.shows("vllm              37       12        3       500       41%", timeout_s=10)
         await screen.shows("vllm-b             –        –        –         –         –")
+
+
+def on_nodes(status: RunStatus, quiet_s: float = 0.4) -> RunStatus:
+    """`status` as of a stack on three machines; the last has been quiet for so long."""
+    where = {"vllm": "infer", "trainer": "train"}
+    rows = [row.model_copy(update={"node": where.get(row.name, "head")}) for row in status.components]
+    use = {"cpu_percent": 37.0, "memory_used": 12 * 10**9, "memory_total": 64 * 10**9}
+    nodes = [
+        NodeStatus(name="head", host="n1", address="10.0.0.1", heard_at=NOW, **use),
+        NodeStatus(name="infer", host="n2", address="10.0.0.2", gpus=2, heard_at=NOW - 0.4, **use),
+        NodeStatus(name="train", host="n3", address="10.0.0.3", gpus=2, heard_at=NOW - quiet_s),
+    ]
+    card = {"name": "NVIDIA H200", "used_bytes": 70 * 10**9, "total_bytes": 140 * 10**9, "utilization_percent": 80}
+    gpus = [GpuStatus(index=index, node=node, **card) for node in ("infer", "train") for index in (0, 1)]
+    return status.model_copy(update={"components": rows, "nodes": nodes, "gpus": gpus})
+
+
+async def test_nodes_are_a_column_and_a_panel(run: RunDir) -> None:
+    async with cockpit(run, (160, 45), FakeControl(on_nodes(live_status(run, NOW))), now) as screen:
+        await screen.shows("step 37/60")
+        await screen.until(lambda: any(line.split()[:2] == ["component", "node"] for line in table(screen)))
+        await screen.until(lambda: any(line.split()[:2] == ["vllm", "infer"] for line in table(screen)))
+        await screen.press("6")
+        await screen.shows("head   CPU  37%  memory 12.0/64.0 GB  0 GPUs  heard 0.0 s ago")
+        await screen.shows("infer  CPU  37%  memory 12.0/64.0 GB  2 GPUs 80%  heard 0.4 s ago")
+        await screen.shows("train  CPU    –  memory –  2 GPUs 80%  heard 0.4 s ago")
+        await screen.shows("train 1")
+
+
+def table(screen: Screen) -> list[str]:
+    """The lines of the components' table, without its frame."""
+    return [line.strip("│┃ ").strip() for line in screen.text().splitlines()]
+
+
+async def test_one_machine_has_no_column_and_no_panel_of_nodes(run: RunDir) -> None:
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.shows("step 37/60")
+        await screen.press("6")
+        assert not any(line.split()[:2] == ["component", "node"] for line in table(screen))
+        assert "Nodes" not in screen.text()
+
+
+async def test_a_lost_node_is_the_sentence_and_says_what_is_done(run: RunDir) -> None:
+    said = node_lost("node train (n3): nothing was heard from there for 20 s")
+    lost = DiagnosisRecord(
+        time=NOW - 1, component="trainer", rule=said.rule, title=said.title, evidence=said.evidence, fix=said.fix
+    )
+    write_records(run.supervisor_jsonl, [lost], start=100)
+    status = changed(on_nodes(live_status(run, NOW), 21.0), "trainer", state=State.STARTING, diagnosis=said.title)
+    async with cockpit(run, (160, 45), FakeControl(status), now) as screen:
+        await screen.shows("✖ node train (n3) was lost, or could not be reached; the node, its network")
+        await screen.press("6")
+        await screen.shows("heard 21 s ago")
+        await screen.shows("trainer  node train (n3) was lost")

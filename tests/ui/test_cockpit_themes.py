@@ -16,7 +16,7 @@ from textual.color import Color
 
 from atropos_tui.ui import preferences
 from atropos_tui.ui.app import CockpitApp, dressed
-from atropos_tui.ui.theme import LIGHT, THEME
+from atropos_tui.ui.theme import LIGHT, THEME, ink
 from atropos_tui.ui.widgets.benchmark import Benchmark
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.header import Header
@@ -79,22 +79,20 @@ def colour(segment: Segment) -> object:
 def can_be_seen(screen: Screen, name: str) -> None:
     """Contrast against the ground, of every style that says something or draws a line."""
     ground = screen.app.screen.styles.background
-    classes = {
-        LABEL: [(Header, "header--quiet"), (Benchmark, "benchmark--label"), (Chart, "chart--axis")],
-        LINE: [(Header, "header--track"), (Benchmark, "benchmark--track"), (Chart, "chart--grid")],
-    }
-    for least, wanted in classes.items():
-        for kind, style in wanted:
-            shown = screen.app.query(kind).first().get_component_styles(style).color
-            assert contrast(shown, ground) >= least, f"{style} in {name}"
+    for least, inks in {LABEL: ("dim", "plain"), LINE: ("track", "grid")}.items():
+        for wanted in inks:
+            assert contrast(ink_colour(screen, wanted), ground) >= least, f"{wanted} in {name}"
     chart = screen.app.query(Chart).first()
     assert contrast(chart.styles.border_top[1], ground) >= LINE, f"frames in {name}"
-    assert chart.styles.border_top[1] != chart.get_component_styles("chart--primary").color, (
-        f"curve and frame in {name}"
-    )
+    assert chart.styles.border_top[1] != ink_colour(screen, "primary"), f"curve and frame in {name}"
     for tone in ("good", "busy", "warn", "bad"):
-        shown = screen.app.query_one("#notices").get_component_styles(f"notices--{tone}").color
-        assert contrast(shown, ground) >= LABEL, f"the sentence, {tone}, in {name}"
+        assert contrast(ink_colour(screen, f"text-{tone}"), ground) >= LABEL, f"the sentence, {tone}, in {name}"
+
+
+def ink_colour(screen: Screen, name: str) -> Color:
+    shown = ink(screen.app, name).color
+    assert shown is not None
+    return Color.from_rich_color(shown)
 
 
 async def test_in_the_terminal_s_own_colours_no_ground_hides_a_curve(tmp_path: Path) -> None:
@@ -104,10 +102,8 @@ async def test_in_the_terminal_s_own_colours_no_ground_hides_a_curve(tmp_path: P
         for name in ("ansi-light", "ansi-dark"):
             screen.app.theme = name
             await screen.pilot.pause()
-            for chart in screen.app.query(Chart):
-                ground = chart.get_component_styles("chart--healthy").background
-                inks = [chart.get_component_styles(f"chart--{ink}").color for ink in ("primary", "success", "warning")]
-                assert ground.ansi not in [ink.ansi for ink in inks]
+            ground = ink(screen.app, "healthy").bgcolor
+            assert ground not in [ink(screen.app, curve).color for curve in ("primary", "success", "warning")]
 
 
 @pytest.mark.parametrize(

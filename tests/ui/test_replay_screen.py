@@ -128,7 +128,8 @@ async def test_a_typed_line_keeps_its_letters_and_the_help_names_the_keys(replay
         assert (player.clock.paused, player.clock.speed) == (False, 1.0)
         await screen.press("escape", "escape")
         await screen.press("question_mark")
-        await screen.shows("Replay: pause")
+        await screen.shows("Keys")
+        await screen.shows("pause, or go on")
         await screen.press("space")
         assert not player.clock.paused
 

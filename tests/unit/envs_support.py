@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from atropos_api.batches import Batches
+from atropos_api.door import Door, Settings
 
 EOS = 1
 Answer = Callable[[list[int], dict[str, Any], int], list[int]]
@@ -106,12 +107,14 @@ class Engine:
 
 
 @asynccontextmanager
-async def run_api(*, keeps: bool = False) -> AsyncIterator[str]:
-    """atroposlib's own run-api, fresh, on a free port; with `keeps` behind our `GET /batch`, which keeps batches."""
+async def run_api(*, keeps: bool = False, door: Settings | None = None) -> AsyncIterator[str]:
+    """atroposlib's own run-api, fresh, on a free port; with `keeps` behind our `GET /batch`, which keeps batches, and
+    behind our `door` where one is given."""
     from atroposlib.api.server import app
 
     app.state._state.clear()
     served: Any = Batches(app, app.state) if keeps else app
+    served = Door(served, door) if door else served
     server = uvicorn.Server(uvicorn.Config(served, host="127.0.0.1", port=0, log_level="error"))
     server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
     task = asyncio.create_task(server.serve())

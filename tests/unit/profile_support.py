@@ -18,6 +18,8 @@ from atropos_tui.errors import Exit
 from atropos_tui.profile.ports import free_port
 
 COMMANDS = (["validate"], ["plan"], ["up", "--headless"])
+ONE_IN_CI = [COMMANDS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in COMMANDS[1:])]
+"""For input that takes seconds: all of them read it by the same functions."""
 MEGABYTE = 1024 * 1024
 
 

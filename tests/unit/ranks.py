@@ -1,15 +1,19 @@
-"""Runs a function of a test module on several ranks: processes of their own, as torchrun would start them."""
+"""Runs a function of a test module on several ranks: processes of their own, as torchrun would start them.
+
+They are forked from a process that has imported torch and the trainer, one for all ranks of a test process: most of
+what a rank costs is that import. `test_trainer_ranks.py` starts some as a command line does.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from tests.nursery import TRAINER, forked
 
 
 @dataclass(frozen=True)
@@ -22,27 +26,29 @@ class Ended:
     """`time.monotonic()` when it was seen."""
 
 
+def be_rank(words: list[str]) -> None:
+    """What a rank does."""
+    call, folder, *more = words
+    module, name = call.split(":")
+    code = getattr(importlib.import_module(module), name)(Path(folder), *more)
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def run_ranks(function: str, folder: Path, *words: str, size: int = 2, limit_s: float = 150.0) -> list[Ended]:
     """Call `module:function(folder, *words)` on each of `size` ranks; how they ended, by rank.
 
     Args:
         folder: where the ranks meet, too.
     """
-    module, name = function.split(":")
-    code = f"import os, sys; from pathlib import Path; from {module} import {name}; "
-    code += f"code = {name}(Path(sys.argv[1]), *sys.argv[2:]); sys.stdout.flush(); os._exit(code)"
     processes = []
     for rank in range(size):
         env = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-            "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parents[1]}",
+            "TMPDIR": str(folder), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        with (folder / f"output.{rank}").open("wb") as output:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", code, str(folder), *words], env=env, stdout=output, stderr=output
-                )
-            )
+        args = [function, str(folder), *words]
+        processes.append(forked(TRAINER, "tests.unit.ranks:be_rank", args, folder / f"output.{rank}", env=env))
     ends: dict[int, float] = {}
     until = time.monotonic() + limit_s
     while len(ends) < size and time.monotonic() < until:
@@ -50,8 +56,7 @@ def run_ranks(function: str, folder: Path, *words: str, size: int = 2, limit_s: 
         time.sleep(0.02)
     for process in processes:
         process.kill()  # none is left, unless a test is to fail
-        process.wait()
     return [
-        Ended(process.returncode, (folder / f"output.{rank}").read_text(), ends.get(rank, float("inf")))
+        Ended(process.wait(), (folder / f"output.{rank}").read_text(), ends.get(rank, float("inf")))
         for rank, process in enumerate(processes)
     ]

@@ -7,6 +7,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,9 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
+from trainer_core.policy import load
 from trainer_core.policy.attention import register
-from trainer_core.policy.load import attach_views, copy_weights, empty_model
+from trainer_core.policy.load import attach_views, copy_weights, empty_model, load_model
 from trainer_core.policy.logprobs import row_scores, whole_row
 from trainer_core.policy.proof import prove
 from trainer_core.policy.tensor_parallel import TensorParallel
@@ -204,7 +206,9 @@ def _resume(folder: Path, world: World) -> dict[str, Any]:
     one(model, stepper, 1)
     saved = checkpoint.save_step(model, config, stepper, step=1, version=1, world=world)
     at_once = one(model, stepper, 2)
-    copy_weights(model, saved.path)
+    read: list[Any] = []
+    with patch.object(load, "load_model", lambda *args: read.append(args) or load_model(*args)):
+        copy_weights(model, saved.path, world)
     again = Stepper(model, config, world)
     checkpoint.restore(saved.path, again)
     later = one(model, again, 2)
@@ -213,7 +217,7 @@ def _resume(folder: Path, world: World) -> dict[str, Any]:
         refused = ""
     except UsageError as error:
         refused = str(error)
-    return {"equal": all(map(torch.equal, at_once, later)), "refused": refused}
+    return {"equal": all(map(torch.equal, at_once, later)), "refused": refused, "read": len(read)}
 
 
 def _copies() -> dict[str, Any]:

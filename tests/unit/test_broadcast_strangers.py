@@ -67,7 +67,7 @@ class Stranger:
 
 def invited(meeting: Rendezvous, **fields: Any) -> TransferInit:
     return TransferInit(
-        backend=meeting.backend, address=meeting.address, port=meeting.port, key=meeting.key, secret=meeting.secret,
+        backend="gloo", address=meeting.address, port=meeting.port, key=meeting.key, secret=meeting.secret,
         nccl_id=meeting.nccl_id, first_rank=1, world_size=meeting.world_size, timeout_s=20, chunk_bytes=1 << 20,
         tensors=[], **fields,
     )  # fmt: skip

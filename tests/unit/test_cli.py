@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -281,6 +282,28 @@ def test_why_after_a_stop_still_tells_what_was_wrong_and_takes_a_run_s_name(
     assert "it refuses all" not in capsys.readouterr().out, "a component is of the newest run"
     assert main.run(["why", "nobody"]) == Exit.USAGE
     assert "one of: vllm" in capsys.readouterr().err
+
+
+def test_states_and_the_sentence_have_their_colours_on_a_terminal_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended_run(tmp_path)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def printed(command: str, *, is_terminal: bool) -> str:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+        assert main.run([command]) == 0
+        return capsys.readouterr().out
+
+    for command in ("ps", "why"):
+        plain, shown = (printed(command, is_terminal=is_terminal) for is_terminal in (False, True))
+        assert "\x1b" not in plain and "\x1b[31m✖ failed\x1b[0m" in shown
+        assert shown.count("\x1b[31m") == 2, "the state, and the sentence about the run"
+        assert " ".join(re.sub("\x1b.*?m", "", shown).split()) == " ".join(plain.split()), "only colours are more"
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert "\x1b" not in printed(command, is_terminal=True)
+        monkeypatch.delenv("NO_COLOR")
 
 
 def test_a_closed_terminal_is_a_detach(tmp_path: Path) -> None:

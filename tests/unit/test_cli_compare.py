@@ -25,6 +25,7 @@ from atropos_tui.profile.preflight import separate
 from atropos_tui.profile.sections import Profile, load_profile
 from atropos_tui.supervisor import tracker
 from tests.unit.comparison_support import write_profile
+from tests.unit.test_cli_json import check
 
 
 @pytest.fixture(autouse=True)
@@ -226,6 +227,7 @@ def test_one_after_another_as_json(tmp_path: Path, ports: tuple[int, int], capsy
     arguments = ["compare", str(path), str(path), "--sequential", "--json", "--steps", "3", "--run-dir", str(base)]
     assert main.run([*arguments, "--set", "p-2:trainer.env.STEP_S='0.1'"]) == 0
     captured = capsys.readouterr()
+    check("compare", captured.out)
     first, second = json.loads(captured.out)["runs"]
     assert (first["run"], second["run"]) == ("p", "p-2")
     assert second["avg_step_s"] == pytest.approx(2 * first["avg_step_s"])

@@ -81,7 +81,7 @@ OFFERED = {
     "restart --dry-run --d": [],
     "up --set a=1 --se": ["--set"],
     "up demo ": [],
-    "up dem": ["demo", "demo-gpu", "demo-lora"],
+    "up dem": ["demo", "demo-cluster", "demo-gpu", "demo-lora"],
     "up min": ["mine.toml"],
     "up my": ["my profiles/"],
     "up 'my profiles/": ["my profiles/deep.toml"],

@@ -45,7 +45,7 @@ def test_report_writes_a_private_page_of_the_newest_run(tmp_path: Path, capsys: 
 
 
 def test_report_follows_a_link_to_a_file_and_says_what_it_cannot_write(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "shared.html").write_text("old")
     (tmp_path / "link.html").symlink_to("shared.html")
@@ -54,6 +54,7 @@ def test_report_follows_a_link_to_a_file_and_says_what_it_cannot_write(
     assert (tmp_path / "shared.html").read_text() != "old"
     (tmp_path / "loop").symlink_to("loop")
     capsys.readouterr()
+    monkeypatch.setattr("atropos_tui.cli.report.render", lambda *_: "a page")  # drawing one takes a second
     for name in ("runs", "nowhere/x.html", "/dev/null", "loop", "x" * 300):
         assert main.run(["report", "-o", name]) == 2
         assert "fix: choose another -o FILE" in capsys.readouterr().err

@@ -96,6 +96,10 @@ def test_of_one_name_the_live_run_is_meant(two_runs: None, capsys: pytest.Captur
             assert "a line of math-1-aa" in capsys.readouterr().out
     assert main.run(["logs", "math"]) == Exit.USAGE
     assert "2 live runs are called math" in capsys.readouterr().err
+    for words in (["down"], ["restart", "vllm", "--dry-run"]):
+        assert main.run(words) == Exit.USAGE, "which of them may be somebody's long run"
+        error = capsys.readouterr().err
+        assert "2 runs are live" in error and "math-2-cc, math-1-aa" in error
     for server in listening:
         server.close()
 
@@ -128,7 +132,10 @@ def test_the_table_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
     step |= {"tokens": 1, "sequences": 1, "weight_version": 1, "attempt": 1}
     lines = [step | {"step": at, "reward_mean": 0.0 if at <= 280 else 0.73} for at in range(1, 301)]
     run.telemetry_jsonl.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines) + '{"to')
-    evals = [{"kind": "eval", "env": "add", "accuracy": value} for value in (0.04, 0.92)]
+    evals = [
+        {"kind": "eval", "env": "add", "split": split, "accuracy": value + more}
+        for value in (0.04, 0.92) for split, more in (("held_out", 0.0), ("carries", 0.06))
+    ]  # fmt: skip
     (run.root / "eval.add.jsonl").write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in evals))
     make_run("old", began=5.0, exit_code=130, reason="interrupted by SIGTERM")
     assert main.run(["runs"]) == 0

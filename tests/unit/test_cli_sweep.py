@@ -178,16 +178,34 @@ def test_a_cell_that_fails_ends_nothing_else_and_is_tried_again(
     assert sorted(attempts(base).values()) == [1, 1, 2, 2], "what is done is not run again"
 
 
-def test_ctrl_c_stops_all_and_the_rest_is_done_later(
-    tmp_path: Path, path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = tmp_path / "swept"
+def swept(path: Path, base: Path) -> subprocess.Popen[str]:
+    """A sweep over two seeds whose first run trains."""
     command = [sys.executable, "-m", "atropos_tui", "sweep", str(path), "--set", "seed=0..1", "--steps", "30"]
     give_up = time.monotonic() + 60
     process = subprocess.Popen([*command, "--run-dir", str(base)], stdout=subprocess.PIPE, text=True)
     while not (base / "seed-0" / "telemetry.jsonl").exists():
         assert process.poll() is None and time.monotonic() < give_up
         time.sleep(0.05)
+    return process
+
+
+def test_runs_of_a_sweep_that_was_killed_go_on_and_are_followed_first(
+    tmp_path: Path, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "swept"
+    with swept(path, base) as process:
+        process.kill()
+    assert main.run(["sweep", "--resume", str(base)]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[-1] for line in out.splitlines() if line[:2] in ("0 ", "1 ")] == ["done"] * 2
+    assert attempts(base) == {"seed-0": 1, "seed-1": 1}, "what went on by itself was not begun again"
+
+
+def test_ctrl_c_stops_all_and_the_rest_is_done_later(
+    tmp_path: Path, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "swept"
+    process = swept(path, base)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == Exit.INTERRUPTED, out

@@ -15,9 +15,7 @@ def test_the_gold_answer_is_what_follows_the_mark() -> None:
     assert gold_answer(SOLUTION) == "72"
     assert gold_answer("so it costs\n#### 1,234,000") == "1234000"
     for broken in ("no mark at all", "####", "#### "):
-        with pytest.raises(ValueError, match="####"):
-            gold_answer(broken)
-        assert parse_gold(broken) == []
+        assert gold_answer(broken) == "" and parse_gold(broken) == []
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from atropos_envs import warm_start
+from atropos_envs import EnvFault, warm_start
 from atropos_envs.arithmetic import (
     HELD_OUT,
     OPERANDS,
     Sum,
-    TaskError,
     all_questions,
     load_task,
     make_task,
@@ -170,7 +169,7 @@ def test_the_split_comes_back_from_the_model_folder_whatever_the_seed(tmp_path: 
 )
 def test_a_damaged_task_file_is_refused_with_the_way_out(tmp_path: Path, content: str) -> None:
     (tmp_path / "task.json").write_text(content)
-    with pytest.raises(TaskError, match="warm-start again"):
+    with pytest.raises(EnvFault, match="warm-start again"):
         load_task(tmp_path, seed=0)
 
 

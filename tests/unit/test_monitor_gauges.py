@@ -206,7 +206,8 @@ def status(port: int, dead: int) -> RunStatus:
 
 
 def test_the_sampler_reads_who_answers_and_leaves_out_who_does_not(port: int, tmp_path: Path) -> None:
-    sampler = GaugeReader()
+    rows = status(port, dead=1).components
+    sampler = GaugeReader({row.name: f"http://127.0.0.1:{row.port}" for row in rows})
     found = sampler.read(status(port, dead=1), {"env": Flow(seconds=9.0, waiting=0.5, idle=0.25, sent=3)}, tmp_path)
     sampler.close()
     assert found.flows["env"].model_dump(include={"made", "waiting", "idle"}) == {
@@ -226,7 +227,7 @@ def test_a_page_of_nonsense_gives_no_figure() -> None:
 
 
 def test_the_cpu_s_work_is_seen_from_any_thread() -> None:
-    sampler = GaugeReader()
+    sampler = GaugeReader({"run-api": "http://127.0.0.1:1", "vllm": "http://127.0.0.1:1", "dead": "http://127.0.0.1:1"})
     for _ in range(2):
         end = time.process_time() + 0.2
         while time.process_time() < end:

@@ -42,8 +42,8 @@ def test_a_filter_shows_what_matches_and_keeps_doing_so() -> None:
 
 
 def test_levels() -> None:
-    lines = ["INFO fine", "WARNING careful", "ERROR: no", "Traceback (most recent call last):", '  File "x"', "    f()",
-             "ValueError: bad", "INFO after"]  # fmt: skip
+    lines = ["INFO fine", "WARNING may be an OSError", "ERROR: no", "Traceback (most recent call last):",
+             '  File "x"', "    f()", "ValueError: bad", "INFO after"]  # fmt: skip
     buffer = filled(*lines)
     buffer.show(level="warning", pattern=None, wrap=None)
     assert shown(buffer) == lines[1:7]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, State
+from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
 from atropos_common.records import (
     DiagnosisRecord,
     EnvFlow,
@@ -231,6 +231,19 @@ def test_rates_of_the_steps_stand_in_where_the_supervisor_recorded_none() -> Non
     assert said(*idle, steps=False).what.startswith("limited by training: the engine idles 70%")
 
 
+def test_an_environment_that_starts_again_is_named_before_anything_is_overdue() -> None:
+    stages = [StageStatus(name="registered")]
+    again = row("math", attempt=2, started_at=NOW - 2.5, stages=stages)
+    found = said(rows=[again])
+    assert (found.severity, found.text) == ("coming", "math has started again: it registers with run-api · 2.5 s")
+    known = row("math", attempt=2, started_at=NOW - 2.5, stages=[StageStatus(name="registered", reached_at=NOW - 3)])
+    other = row("math-2", role=Role.ENV, started_at=NOW - 300, stages=known.stages)
+    sends = row("math", attempt=2, started_at=NOW - 30, stages=stages)
+    for rows in ([known], [again, other], [sends]):
+        assert said(rows=rows).text.startswith("healthy"), rows
+    assert said(rows=[again], steps=False).text.startswith("the first optimizer step"), "that is the run's own start"
+
+
 def test_a_component_that_was_stopped_by_hand_is_named_with_its_start() -> None:
     found = said(rows=[row("math", State.STOPPED, reason="stopped by hand")])
     assert (found.severity, found.text) == ("warning", "math stopped by hand; atropos-tui start math")
@@ -251,7 +264,7 @@ def test_after_the_end_it_says_what_was_reached_and_what_was_wrong() -> None:
         EvalRecord(env="math", accuracy=accuracy, weight_version=at) for at, accuracy in enumerate((0.04, 0.5, 0.92))
     ]
     done = said(*evals, phase=Phase.ENDED, exit_code=0)
-    assert done.text == "done: 37 steps, reward 0.23 → 0.55, held-out 4% → 92%"
+    assert done.text == "done: 37 steps, reward 0.23 → 0.55 (means of 5 steps), held-out 4% → 92%"
     stopped = said(REFUSED, steps=False, phase=Phase.ENDED, exit_code=130, reason="interrupted by SIGTERM")
     assert stopped.what == "stopped by hand: 0 steps; vllm refuses the requests of math (400)"
     failed = said(phase=Phase.ENDED, exit_code=3, reason="trainer failed for good")

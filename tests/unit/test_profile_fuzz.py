@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 
 from atropos_tui.errors import Exit
 from atropos_tui.profile.sections import profile_schema
-from tests.unit.profile_support import COMMANDS, ask, assert_readable, assert_refused, make_folder, valid, write
+from tests.unit.profile_support import (
+    COMMANDS,
+    ONE_IN_CI,
+    ask,
+    assert_readable,
+    assert_refused,
+    make_folder,
+    valid,
+    write,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +55,11 @@ def replaced(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[st
 
 
 HOSTILE = (
-    "\x1b]52;c;aGk=\x07\x1b[2J", "a\nb: forged\n    fix: forged", "\u202egpj.exe", "[red]x[/red]", "\0", "z" * 900_000,
+    "\x1b]52;c;aGk=\x07\x1b[2J", "a\nb: forged\n    fix: forged", "\u202egpj.exe", "[red]x[/red]", "\0",
 )  # fmt: skip
 WRONG = (
     True, 0, -1, 10**30, 70_000, 2.5, -0.5, float("nan"), float("inf"), "", "word", " ", "${X}", "..", date(2024, 1, 1),
-    [], [[]], [1], [True, "x"], {}, {"a": 1}, {"x": {"y": {"z": 1}}}, *HOSTILE[:5],
+    [], [[]], [1], [True, "x"], {}, {"a": 1}, {"x": {"y": {"z": 1}}}, *HOSTILE,
 )  # fmt: skip
 PATHS = list(leaves(valid(Path("/x"))))
 
@@ -97,8 +106,17 @@ def test_every_key_misspelt(folder: Path, path: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-@pytest.mark.parametrize("hostile", HOSTILE, ids=["escape", "newline", "bidi", "markup", "nul", "megabyte"])
+@pytest.mark.parametrize("hostile", HOSTILE, ids=["escape", "newline", "bidi", "markup", "nul"])
 def test_hostile_text_everywhere(folder: Path, command: list[str], hostile: str) -> None:
+    _refused_everywhere(folder, command, hostile)
+
+
+@pytest.mark.parametrize("command", ONE_IN_CI, ids=lambda command: command[0])
+def test_a_megabyte_everywhere(folder: Path, command: list[str]) -> None:
+    _refused_everywhere(folder, command, "z" * 900_000)
+
+
+def _refused_everywhere(folder: Path, command: list[str], hostile: str) -> None:
     data = valid(folder)
     for path in (("name",), ("mode",), ("seed",), ("trainer", "device"), ("api", "stop", "signal"), ("notify", "on")):
         assert_refused(command, write(folder, replaced(data, path, hostile)))
@@ -108,7 +126,7 @@ def test_hostile_text_everywhere(folder: Path, command: list[str], hostile: str)
     assert_refused(command, write(folder, data), "--set", f"mode={hostile}".replace("\0", ""))
 
 
-TEXT = st.text(max_size=20) | st.sampled_from([*HOSTILE[:5], "shared_vllm", "http://x", "${A}"])
+TEXT = st.text(max_size=20) | st.sampled_from([*HOSTILE, "shared_vllm", "http://x", "${A}"])
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.dates()
 KEYS = st.sampled_from(sorted({part for path in PATHS for part in path if isinstance(part, str)})) | TEXT
 VALUES: st.SearchStrategy[Any] = st.recursive(

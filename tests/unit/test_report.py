@@ -136,14 +136,30 @@ def test_the_page_is_well_formed_self_contained_and_has_the_runs_values(tmp_path
         assert row in rows
     assert any(row[1:] == ["vllm", "● healthy", "probe passed from starting"] for row in rows)
     newest = state.rollouts[-1]
-    assert [
-        number(newest.reward),
-        number(newest.advantage),
-        "1",
-        "arithmetic",
-        newest.prompt,
-        newest.completion,
-    ] in rows
+    assert [newest.completion, number(newest.reward), number(newest.advantage), "1", number(newest.tokens, 0)] in rows
+
+
+def test_rollouts_stand_in_whole_groups_best_first_with_the_spread_of_their_rewards(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=0)
+    system = "<|im_start|>system\nYou add.<|im_end|>\n<|im_start|>user\nWhat is the sum of "
+    groups = [
+        RolloutRecord(
+            step=step, env="sums", prompt=f"{system}{step} and 1?<|im_end|>\n", completion=f"step {step}: {reward:g}",
+            reward=reward, advantage=reward - 0.5, group_size=16,
+        )
+        for step in (1, 2, 3) for reward in ([0.0] * 15 + [1.0] if step > 1 else [0.0] * 16)
+    ]  # fmt: skip
+    write_records(run.telemetry_jsonl, groups)
+    tree = parsed(page_of(run))
+    (section,) = [each for each in tree.iter(f"{XHTML}section") if each.get("aria-labelledby") == "rollouts"]
+    shown = [text_of(each) for each in section.iter(f"{XHTML}summary") if "whole prompt" not in text_of(each)]
+    assert shown == ["Step 3 · sums …3 and 1?", "Step 2 · sums …2 and 1?"], "16 of the third would be too many"
+    rows = [text_of(row) for row in section.iter(f"{XHTML}tr") if "Completion" not in text_of(row)]
+    assert len(rows) == 32 and rows[0].startswith("step 3: 1") and rows[1].startswith("step 3: 0")
+    words = [text_of(each) for each in section.iter(f"{XHTML}p")]
+    assert "16 completions, rewards from 0.000 to 1.000, mean 0.062 ± 0.242" in words[1], words
+    places = [each.get("style") for each in section.iter(f"{XHTML}i")]
+    assert places.count("left: 0.0%") == 30 and places.count("left: 100.0%") == 2
 
 
 def test_every_chart_is_an_accessible_picture_with_the_last_value_beside_it(tmp_path: Path) -> None:
@@ -214,8 +230,8 @@ def test_what_models_and_programs_wrote_stays_text(tmp_path: Path) -> None:
     shown = [text_of(cell) for cell in tree.iter(f"{XHTML}td")]
     expected = "[bold]</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)> red {{ 7*7 }}"
     assert any(words.startswith(expected) for words in shown)
-    assert any(words.startswith(f"first {expected}") for words in shown)
-    assert "half ?" in shown
+    assert any(text_of(each).startswith(f"first {expected}") for each in tree.iter(f"{XHTML}pre"))
+    assert "half ?" in [text_of(each) for each in tree.iter(f"{XHTML}pre")]
 
 
 def test_a_run_without_telemetry_and_one_without_anything_say_so(tmp_path: Path) -> None:

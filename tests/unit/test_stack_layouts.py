@@ -50,12 +50,14 @@ PLANNED = (
     | {"demo-gpu", "arithmetic-gpu", "gsm8k", "math-zero"}
     | {f"{env}-{x}" for env in ("gsm8k", "math-zero") for x in RUNS}
 )
+SPREAD = {"demo-cluster", "gsm8k-cluster"}
+"""Over several machines: `test_places.py` has what is their own."""
 EXTENDING = sorted(name for name in PLANNED if name.startswith(("gsm8k-", "math-zero-")))
 RUN_DIR = Path("/runs/r")
 
 
 def test_every_shipped_profile_is_in_these_tables() -> None:
-    assert set(shipped_profiles()) == PLANNED
+    assert set(shipped_profiles()) == PLANNED | SPREAD
 
 
 @pytest.mark.parametrize("name", sorted({f"{env}-{x}" for env in ("gsm8k", "math-zero") for x in LAYOUTS}))
@@ -113,7 +115,7 @@ def test_of_a_layout_that_is_too_small_the_nearest_that_is_not(
     assert "gpus = [4, 5, 6, 7]\n" in shown and "optimizer_offload = true" in shown
 
 
-@pytest.mark.parametrize("name", sorted(PLANNED))
+@pytest.mark.parametrize("name", sorted(PLANNED | SPREAD))
 def test_a_layout_that_runs_is_planned_without_a_problem(name: str) -> None:
     profile, _ = load_profile(name)
     site = make_site(profile, RUN_DIR, run_id="r")

@@ -236,8 +236,8 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         # Names, ports, addresses
         (env() | {"api": {"port": 9001}}, "vllm.0.port", "port 9001 is also api.port", "distinct"),
         (engines(port=9001), "vllm.1.port", "port 9001 is also vllm.0.port", "distinct"),
-        ({"api": {"host": "0.0.0.0"}}, "api.host", "no authentication", "127.0.0.1"),
-        ({"api": {"host": "::1"}}, "api.host", "no authentication", "127.0.0.1"),
+        ({"api": {"host": "0.0.0.0"}}, "api.host", "open to the network", "127.0.0.1"),
+        ({"api": {"host": "::1"}}, "api.host", "open to the network", "127.0.0.1"),
         ({"env": {"module": "json", "name": "api"}}, "env.0.name", "used 2 times", "its own"),
         ({"env": {"command": ["x", "--env.rollout_server_url", "http://localhost:8001"]}}, "env.0.command",
          "port 8001, and run-api has port 8000", "http://127.0.0.1:8000"),

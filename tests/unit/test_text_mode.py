@@ -45,5 +45,5 @@ async def test_it_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     run.result_json.write_text('{"exit_code": 0, "reason": "trainer finished"}')
     await follow(runs.pick(run.root))
     out = capsys.readouterr().out
-    assert "■ done: 37 steps, reward 0.59 → 0.91, held-out 20% → 59%" in out
+    assert "■ done: 37 steps, reward 0.59 → 0.91 (means of 5 steps), held-out 20% → 59%" in out
     assert "\x1b" not in out and "COMPONENT" in out

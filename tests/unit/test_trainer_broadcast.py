@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from transformers import Qwen3MoeConfig
 from atropos_common.transfer import ALIGNMENT, SentTensor, chunks
 from atropos_tui.profile.checks import check_notes, check_profile
 from atropos_tui.profile.plan import build_stack, make_site
+from tests.nursery import TRAINER, forked
 from tests.unit.small_models import CONFIGS, SMALL, build
 from tests.unit.test_stack_plan import profile
 from tests.unit.transfer_stand_in import Fault, Receiver
@@ -34,6 +33,7 @@ from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import FIRST_PAUSE_S, Backoff, Start
 from trainer_core.weight_sync.broadcast import Broadcast, require_nodes
 from trainer_core.weight_sync.collectives import meeting_point
+from trainer_core.weight_sync.orders import Follower, Order, Orders
 from trainer_core.weight_sync.outgoing import into_one_piece
 from vllm_server.weights.copy_recorder import named_views
 
@@ -373,29 +373,29 @@ def test_only_the_same_servers_are_left_in_peace() -> None:
     assert attempt("a", "c") == "('a', 'c') failed", "a success wipes the slate"
 
 
-LEAVES = """
-import sys, threading
-import torch
-from trainer_core.config import TrainingConfig
-from trainer_core.weight_sync.base import FIRST_PAUSE_S, Backoff, Start
-from trainer_core.weight_sync.broadcast import Broadcast
-
-config = TrainingConfig(model_name=sys.argv[1], weight_bridge_mode="shared_vllm", use_shared_memory=True,
-                        dtype="float32", vllm_urls=sys.argv[2:])
-made = [Broadcast(config, torch.device("cpu"), threading.Event()) for _ in range(4)]
-for each in made:
-    each.attach(Start())
-for each in made:
-    each.close()
-"""
+def leave(arguments: list[str]) -> int:
+    """A trainer that ends with the last of its groups."""
+    model, *urls = arguments
+    config = TrainingConfig(
+        model_name=model, weight_bridge_mode="shared_vllm", use_shared_memory=True, dtype="float32", vllm_urls=urls
+    )
+    made = [Broadcast(config, torch.device("cpu"), threading.Event()) for _ in range(4)]
+    for each in made:
+        each.attach(Start())
+    for each in made:
+        each.close()
+    return 0
 
 
-def test_a_trainer_ends_cleanly_right_after_it_left_its_group(base: Path, receivers: list[Receiver]) -> None:
+def test_a_trainer_ends_cleanly_right_after_it_left_its_group(
+    base: Path, tmp_path: Path, receivers: list[Receiver]
+) -> None:
     """A thread inside the group's end when the interpreter ends aborts the process: a failure after the last step."""
-    command = [sys.executable, "-c", LEAVES, str(base), *(each.url for each in receivers)]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert child.returncode == 0, child.stderr[-2000:]
-    assert child.stdout.count("Broadcast group: the trainer and 3 workers") == 4
+    log = tmp_path / "said"
+    words = [str(base), *(each.url for each in receivers)]
+    child = forked(TRAINER, "tests.unit.test_trainer_broadcast:leave", words, log)
+    assert child.wait(110) == 0, log.read_text()[-2000:]
+    assert log.read_text().count("Broadcast group: the trainer and 3 workers") == 4
 
 
 def test_a_refusal_is_final(make: Make, receivers: list[Receiver]) -> None:
@@ -538,3 +538,19 @@ def test_the_plan_counts_inference_nodes() -> None:
         ("trainer.num_inference_nodes", "3 inference servers, and the trainer feeds 2 of this profile's")
     ]
     assert check_profile(two_engines(trainer={"num_inference_nodes": 2})) == []
+
+
+def test_what_ranks_met_in_is_gone_once_they_have() -> None:
+    """Or it would stay for ever where rank 0 is killed."""
+    orders = Orders(2)
+    assert orders.meeting is not None
+    follower = Follower(orders.meeting, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
+    orders.meet()
+    assert not Path(orders.meeting.at).exists()
+    orders.give(Order(do="leave"))
+    until = time.monotonic() + 10
+    while not orders.done() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert orders.done(), "its line goes on without"
+    follower.close()
+    orders.close()

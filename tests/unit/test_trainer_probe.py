@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import wait
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from atropos_common.records import SAMPLING
+from tests.unit.small_models import CONFIGS, build
+from tests.unit.trainer_rollouts import rollouts_of
+from trainer_core import probe
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone
-from trainer_core.probe import LogprobProbe
+from trainer_core.objective.alignment import Alignment
+from trainer_core.policy.load import load_model
+from trainer_core.policy.logprobs import head_scores, row_logprobs
+from trainer_core.probe import LogprobProbe, explain
+from trainer_core.ranks import ALONE, World
+from trainer_core.rollouts.packing import pack
 from trainer_core.server.client import GeneratedTokens
 
 PROMPTS = [[2 + i] * 20 for i in range(3)]
@@ -127,3 +140,42 @@ def test_a_close_in_the_middle_leaves_no_thread_that_waits() -> None:
         time.sleep(attempt % 6 * 1e-4)
         prober.close()
         assert wait([running], timeout=10).done, "the process could not end"
+
+
+class Heard(World):
+    """Rank 0, which notes what it shares; or, with that, another rank."""
+
+    def __init__(self, heard: list[Any] | None = None) -> None:
+        super().__init__()
+        self.said: list[Any] = []
+        self._heard = heard
+
+    def share(self, make: Callable[[], Any]) -> Any:
+        self.said.append(make() if self._heard is None else self._heard[len(self.said)])
+        return self.said[-1]
+
+
+def test_every_rank_looks_for_a_cause_as_rank_0_does(tmp_path: Path) -> None:
+    """Each would go another way with its own figures, and wait for the others in a pass that they never make."""
+    torch.manual_seed(0)
+    models, rollouts = [], rollouts_of(4, longest=30)
+    for each in range(2):
+        build(CONFIGS["qwen3"]).save_pretrained(tmp_path / str(each))
+        models.append(load_model(tmp_path / str(each), torch.float32, torch.device("cpu")))
+    for rollout in rollouts:
+        hotter = replace(rollout, temperature=0.6)
+        row = pack([hotter], 100)[0]
+        rollout.logprobs[rollout.trained] = row_logprobs(models[0], row).detach().numpy()
+    rollouts = [replace(rollout, temperature=1.0) for rollout in rollouts]
+    judged = Alignment("mismatch", f"{SAMPLING}: fresh rollouts differ")
+
+    def causes(model: torch.nn.Module, world: World) -> tuple[Alignment, int]:
+        passes: list[Any] = []
+        with patch.object(probe, "head_scores", lambda *args: passes.append(args) or head_scores(*args)):
+            found = explain(judged, model, rollouts, [], step=1, lag_max=0, world=world)
+        return found, len(passes)
+
+    rank_0 = Heard()
+    found, alone = causes(models[0], rank_0), causes(models[1], ALONE)
+    assert found[0].cause.startswith("temperature: the rollouts' logprobs fit 0.60") and found[0] != alone[0]
+    assert causes(models[1], Heard(rank_0.said)) == found

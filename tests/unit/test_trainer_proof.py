@@ -15,15 +15,16 @@ from atropos_common.model_math import why_refused
 from benchmarks.model_zoo import MORE, WINDOW, ZOO, Architecture, build, save
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
+from trainer_core.objective.penalties import balance_coefficient, balance_loss
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
 from trainer_core.policy import attention, logprobs
 from trainer_core.policy.attention import register
-from trainer_core.policy.experts import balance_coefficient, balance_loss
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import LastWord, chunked_scores, row_logprobs, row_scores, whole_row
 from trainer_core.policy.proof import prove
 from trainer_core.probe import _Scored
+from trainer_core.ranks import ALONE
 from trainer_core.report import MfuMeter
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import pack
@@ -64,7 +65,9 @@ def test_an_architecture_is_computed_right(name: str) -> None:
     assert MfuMeter(model, torch.device("cpu")).flops([30, 20], 8) > 0, "its sizes are known to whoever counts"
     with torch.no_grad():
         row = whole_row(SEQUENCES)
-        assert torch.allclose(_Scored(model, row).train, row_logprobs(model, row), atol=1e-5), "nor is a cause made up"
+        assert torch.allclose(_Scored(model, row, ALONE).train, row_logprobs(model, row), atol=1e-5), (
+            "nor is a cause made up"
+        )
     row_logprobs(model, whole_row(SEQUENCES)).sum().backward()
     packed = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from tests.unit.ranks import run_ranks
 from tests.unit.trainer_offline import STEPS, group_of, offline_config, write_lines
 from trainer_core import train
+from trainer_core.__main__ import main
 from trainer_core.ranks import GONE_CODE
-from trainer_core.rollouts.dealing import deal, hand
-from trainer_core.rollouts.packing import pack
+from trainer_core.rollouts.packing import deal, hand, pack
 
 LIMIT_S = 10.0
 """In this time the end of a rank has ended all."""
@@ -45,6 +45,11 @@ def launched(flags: list[str], folder: Path) -> subprocess.Popen[str]:
     )
 
 
+def trained(_: Path, *flags: str) -> int:
+    """On each rank: the program."""
+    return main(list(flags))
+
+
 def test_two_ranks_train_what_one_does(folder: Path) -> None:
     """Every part of the objective that runs a model, two minibatches twice, and an end by the end of the rollouts."""
     lines = [{"batch": [group_of(2 * i), group_of(2 * i + 1, size=3)]} for i in range(2)]
@@ -53,11 +58,12 @@ def test_two_ranks_train_what_one_does(folder: Path) -> None:
     config = offline_config(
         folder / "tiny", folder, rollouts=str(rollouts), checkpoint_interval=1, lr=1e-4, **several
     )  # fmt: skip
-    process = launched(config.to_args(), folder)
+    first, second = run_ranks("tests.unit.test_trainer_ranks:trained", folder, *config.to_args())
+    assert (first.code, second.code) == (0, 0), (first, second)
     one = train(config.model_copy(update={"save_path": str(folder / "one")}))
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    said = first.output
     assert said.count("Training finished: 2 steps (") == 1 and "holds no more rollouts" in said, said
+    assert "Training finished" not in second.output
     told = records(Path(config.save_path), "step")
     assert [record["rank"] for record in told] == [0, 0]
     for mine, theirs in zip(told, one.history, strict=True):
@@ -68,7 +74,6 @@ def test_two_ranks_train_what_one_does(folder: Path) -> None:
     ))  # fmt: skip
     for name, tensor in first.items():
         assert torch.allclose(second[name], tensor, rtol=0, atol=1e-5 * float(tensor.abs().max())), name
-    assert not [path for path in folder.iterdir() if path.name.startswith("atropos-ranks")], "nothing is left"
 
 
 def test_a_stop_between_two_steps_leaves_one_checkpoint(folder: Path) -> None:
@@ -105,10 +110,14 @@ def test_a_rank_that_raises_ends_the_other_with_its_words(folder: Path) -> None:
     assert "rank 1 has ended: list index out of range" in first.output
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, 1)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), *(pytest.param(*end, marks=pytest.mark.slow) for end in ((0, 0), (9, 1)))],
+)
 def test_the_launcher_tells_how_it_ended(folder: Path, number: int, code: int) -> None:
-    """A stop of the whole, with a checkpoint; and a rank that is killed."""
-    lines = [{"batch": [group_of(2 * i), group_of(2 * i + 1)]} for i in range(STEPS)] * 500
+    """A stop of the whole, with a checkpoint; a good end; a rank that is killed, as `tests/supervisor/test_ranks.py`
+    has it in CI."""
+    lines = [{"batch": [group_of(2 * i), group_of(2 * i + 1)]} for i in range(STEPS)] * (500 if number else 1)
     rollouts = write_lines(folder / "rollouts.jsonl", lines)
     config = offline_config(folder / "tiny", folder, rollouts=str(rollouts), training_steps=2000)
     process = launched(config.to_args(), folder)
@@ -117,13 +126,14 @@ def test_the_launcher_tells_how_it_ended(folder: Path, number: int, code: int) -
     assert line.startswith("step 1/"), line
     ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
     began = time.monotonic()
-    (process if number == signal.SIGTERM else ranks[1]).send_signal(number)
+    (ranks[1] if number == signal.SIGKILL else process).send_signal(number)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == code, said
     assert not psutil.pid_exists(ranks[0].pid) and not psutil.pid_exists(ranks[1].pid)
+    assert not [path for path in folder.iterdir() if path.name.startswith("atropos-ranks")], "nothing is left"
     if number == signal.SIGKILL:
         assert said.splitlines()[-1] == "error: rank 1 was killed by SIGKILL" and time.monotonic() - began < LIMIT_S
-    else:
+    elif number:
         assert "Stopped after step" in said and len(list((folder / "offline").glob("step_*"))) == 1
 
 

@@ -129,7 +129,7 @@ def make(engine: LoadingEngine, base: Path, tmp_path: Path) -> Iterator[Callable
 
     def build(restarter: Restarter | None = None, **fields: Any) -> Reload:
         sync = Reload(config(engine, base, tmp_path, **fields), CPU, threading.Event())
-        sync.lifecycle = restarter or Restarter(engine)
+        sync.lifecycle = None if "vllm_urls" in fields else restarter or Restarter(engine)
         made.append(sync)
         return sync
 
@@ -276,7 +276,16 @@ def test_a_server_of_somebody_else_is_not_restarted(make: Any, engine: LoadingEn
     engine.obstacle = NOTHING
     sync = make(Restarter(engine, can_restart=False), vllm_restart_interval=1)
     model = sync.attach(Start())
-    with pytest.raises(UsageError, match=r"ATROPOS_WEIGHT_UPDATES=1.*not ours to restart"):
+    with pytest.raises(UsageError, match=r"ATROPOS_WEIGHT_UPDATES=1.*not ours to restart: let the trainer start its"):
+        sync.publish(1, nudge(model))
+
+
+def test_of_several_servers_none_is_restarted(make: Any, engine: LoadingEngine) -> None:
+    """Whoever reads that runs them with atropos-tui already."""
+    engine.obstacle = NOTHING
+    sync = make(vllm_restart_interval=1, vllm_urls=[engine.url, engine.url])
+    model = sync.attach(Start())
+    with pytest.raises(UsageError, match=r"not ours to restart: of several servers none is .* mode broadcast"):
         sync.publish(1, nudge(model))
 
 

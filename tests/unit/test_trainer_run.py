@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from safetensors.torch import load_file
 
 from atropos_common.manifest import ManifestError, write_manifest
 from atropos_common.records import StepRecord, TrainerRecord, parse_line
+from tests.nursery import TRAINER, forked
 from tests.unit.trainer_stand_ins import (
     TOKEN,
     Engine,
@@ -293,14 +292,15 @@ def test_sigterm_acts_after_the_step_and_saves(engine: Engine, api: RunApiThread
     """The trainer as a program, stopped in the middle of its run."""
     config = run_config(engine, base, tmp_path, api.url, training_steps=100_000, engine_timeout=60, api_timeout=60)
     env = EnvThread(api.url, engine, groups=4, size=4)
-    child = subprocess.Popen([sys.executable, "-m", "trainer_core", *config.to_args()], stdout=subprocess.PIPE)
+    said = tmp_path / "said"
+    child = forked(TRAINER, "trainer_core.__main__:main", config.to_args(), said)
     try:
         _when_version(engine, 3, lambda: child.send_signal(signal.SIGTERM))
-        out = child.communicate(timeout=60)[0].decode()
+        code, out = child.wait(60), said.read_text()
     finally:
         child.kill()
         env.close()
-    assert child.returncode == 143, out
+    assert code == 143, out
     steps = [r.step for r in _records(tmp_path / "out" / "telemetry.jsonl") if r.kind == "step"]
     (saved,) = checkpoint.complete_checkpoints(tmp_path / "out")
     assert steps == list(range(1, engine.version + 1)) and saved.name == f"step_{steps[-1]}"

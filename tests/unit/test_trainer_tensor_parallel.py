@@ -38,6 +38,7 @@ def test_copies_of_a_weight_stay_equal_bit_for_bit(answers: list[Any]) -> None:
 
 
 def test_a_checkpoint_in_parts_is_a_model_and_goes_on_in_as_many(answers: list[Any]) -> None:
+    assert [rank["resume"]["read"] for rank in answers] == [1, *[0] * (len(answers) - 1)], "rank 0 alone reads it"
     for rank in answers:
         assert rank["resume"]["equal"]
         assert (

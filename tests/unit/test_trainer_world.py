@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 
+from tests.unit.ranks import run_ranks
 from trainer_core.errors import EngineGone, RankGone, TrainerError, UsageError
 from trainer_core.ranks import ALONE, GONE_CODE, World, meeting_place
 from trainer_core.world import join
@@ -63,7 +63,7 @@ def all_of_it(_: Path) -> int:
 
 
 def test_values_errors_and_sums_are_the_same_on_every_rank(tmp_path: Path) -> None:
-    ended = run_ranks("test_trainer_world:all_of_it", tmp_path)
+    ended = run_ranks("tests.unit.test_trainer_world:all_of_it", tmp_path)
     assert [each.code for each in ended] == [0, 0], ended
 
 
@@ -97,7 +97,7 @@ def dies_while_others_wait(folder: Path, how: str) -> int:
     ],
 )
 def test_end_of_one_is_seen_by_the_other(tmp_path: Path, how: str, code: int, words: str) -> None:
-    first, second = run_ranks("test_trainer_world:dies_while_others_wait", tmp_path, how)
+    first, second = run_ranks("tests.unit.test_trainer_world:dies_while_others_wait", tmp_path, how)
     assert (first.code, words in first.output) == (code, True), first
     assert second.code == (1 if how == "raised" else -signal.SIGKILL)
     assert first.at - float((tmp_path / "died").read_text()) < LIMIT_S
@@ -127,7 +127,7 @@ def says_without_the_secret(folder: Path) -> int:
 
 
 def test_words_without_the_secret_are_not_unpickled(tmp_path: Path) -> None:
-    ended = run_ranks("test_trainer_world:says_without_the_secret", tmp_path)
+    ended = run_ranks("tests.unit.test_trainer_world:says_without_the_secret", tmp_path)
     assert [each.code for each in ended] == [0, 0], ended
     assert not (tmp_path / "poisoned").exists()
 

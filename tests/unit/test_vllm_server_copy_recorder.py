@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from atropos_common.transfer import SentTensor, chunks
-from vllm_server.weights.copy_recorder import CopyRecorder, addresses, named_views
+from vllm_server.weights.copy_recorder import CopyRecorder, named_views
 
 
 class Fused(torch.nn.Module):
@@ -62,9 +62,6 @@ def test_noted_copies_do_what_the_loader_did() -> None:
     other.load_weights(named_views(whole, buffer))
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    before = addresses(model.parameters())
-    model.both.data = model.both.data.clone()
-    assert addresses(model.parameters()) != before, "noted copies would lead nowhere"
 
 
 def test_a_loader_that_computes_is_not_taken_for_copies() -> None:

@@ -23,7 +23,8 @@ from atropos_common.strided import Box, joined
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
 from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout
-from trainer_core.policy.tensor_parallel import own_part
+from trainer_core.policy.tensor_parallel import parallel_of
+from trainer_core.ranks import ALONE, World
 
 SAME_MODEL = (
     "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -210,23 +211,31 @@ def train_only(model: nn.Module, layers: list[int] | None) -> None:
 
 
 @torch.no_grad()
-def copy_weights(model: nn.Module, source: str | Path) -> None:
+def copy_weights(model: nn.Module, source: str | Path, world: World = ALONE) -> None:
     """Overwrite the model's parameters, wherever they lie and whatever part they are, with those of a directory or hub
-    id.
+    id, which rank 0 alone reads. A collective.
 
     Raises:
         UsageError: the weights are of another model.
     """
-    loaded = dict(load_model(source, next(model.parameters()).dtype, torch.device("cpu")).named_parameters())
+    parallel = parallel_of(model)
     ours = dict(model.named_parameters())
-    odd = sorted(loaded.keys() ^ ours.keys())
-    if not odd:
-        loaded = {name: own_part(model, name, value) for name, value in loaded.items()}
-        odd = [name for name in ours if ours[name].shape != loaded[name].shape]
-    if odd:
-        raise UsageError(f"{source} holds another model: {', '.join(odd[:5])}")
+    shapes = {name: ours[name].shape if parallel is None else torch.Size(parallel.part(name).whole) for name in ours}
+
+    def read() -> dict[str, torch.Tensor]:
+        loaded = load_model(source, next(iter(ours.values())).dtype, torch.device("cpu"))
+        theirs = {name: param.detach() for name, param in loaded.named_parameters()}
+        odd = sorted(theirs.keys() ^ ours.keys()) or [name for name in ours if theirs[name].shape != shapes[name]]
+        if odd:
+            raise UsageError(f"{source} holds another model: {', '.join(odd[:5])}")
+        return theirs
+
+    wholes = world.first(read)
+    if parallel is not None:
+        parallel.fill(wholes)
+        return
     for name, param in ours.items():
-        param.copy_(loaded[name])
+        param.copy_(wholes[name])
 
 
 def end_tokens(model: nn.Module) -> frozenset[int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from atropos_common.bridge import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.policy.load import load_model
@@ -22,10 +23,6 @@ from trainer_core.policy.load import load_model
 TARGETS = ("q_proj", "v_proj")
 ALL_LINEAR = "all-linear"
 """Stands for every linear layer but the head."""
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-"""What peft puts before every name in a saved adapter."""
 _ADAPTER = "default"
 """What peft calls an adapter in the model; no saved name has it."""
 
@@ -91,7 +88,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters by the names under which peft saves them."""
     return {
-        _PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
+        ADAPTER_PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
@@ -127,7 +124,7 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None = No
         name: parameter.detach().to(dtype or parameter.dtype).to("cpu").contiguous()
         for name, parameter in adapter_parameters(model).items()
     }
-    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     model.peft_config[_ADAPTER].save_pretrained(str(folder))  # type: ignore[index,operator]
 
 
@@ -152,21 +149,21 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     from safetensors.torch import load_file
 
     try:
-        settings = json.loads((folder / CONFIG_NAME).read_text())
-        saved = load_file(folder / WEIGHTS_NAME)
+        settings = json.loads((folder / ADAPTER_CONFIG).read_text())
+        saved = load_file(folder / ADAPTER_WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"{folder} holds no adapter that can be read ({error})") from None
     mine = adapter_parameters(model)
     if odd := sorted(mine.keys() ^ saved.keys()):
         raise UsageError(
-            f"{folder} holds an adapter for other modules ({odd[0].removeprefix(_PREFIX)}): use its "
+            f"{folder} holds an adapter for other modules ({odd[0].removeprefix(ADAPTER_PREFIX)}): use its "
             f"--lora-target-modules {' '.join(sorted(settings.get('target_modules', [])))} and --lora-layer-indices"
         )
     for name, parameter in mine.items():
         if saved[name].shape != parameter.shape:
             raise UsageError(
-                f"{folder} holds an adapter of another shape: {name.removeprefix(_PREFIX)} {list(saved[name].shape)} "
-                f"there, {list(parameter.shape)} here (its --lora-r is {settings.get('r')})"
+                f"{folder} holds an adapter of another shape: {name.removeprefix(ADAPTER_PREFIX)} "
+                f"{list(saved[name].shape)} there, {list(parameter.shape)} here (its --lora-r is {settings.get('r')})"
             )
     ours = model.peft_config[_ADAPTER]  # type: ignore[index]
     if settings.get("lora_alpha") != ours.lora_alpha:

@@ -139,6 +139,23 @@ class TensorParallel:
                 copy.copy_(values.view(copy.shape))
 
     @torch.no_grad()
+    def fill(self, wholes: Mapping[str, torch.Tensor]) -> None:
+        """Give every rank its part of each parameter's values, which rank 0 has whole: by parameter, in their type.
+        Another rank's `wholes` are not looked at. All ranks go through all of it."""
+        for name, own in self.parameters.items():
+            for rank, part in enumerate(self.parts[name]):
+                if self.rank == 0:
+                    values = part.take(wholes[name]).to(own.device).contiguous()
+                    if rank:
+                        dist.send(values, rank)
+                    else:
+                        own.copy_(values)
+                elif rank == self.rank:
+                    values = torch.empty_like(own, memory_format=torch.contiguous_format)
+                    dist.recv(values, 0)
+                    own.copy_(values)
+
+    @torch.no_grad()
     def gathered(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every tensor of the checkpoint under its name there, whole and on the CPU, on rank 0; null on the others.
         All ranks go through all of it."""

@@ -20,21 +20,23 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
 
 import httpx
 import msgspec
 
 from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.http import AFTER_HEADER, BATCH_HEADER, LIMITS
+from atropos_common.http import AFTER_HEADER, BATCH_HEADER, LIMITS, door_headers
 from atropos_common.run_dir import ENV_TOKEN
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import ApiError, Stopped
-from trainer_core.rollouts.background import Background
 
 POLL_FIRST_S = 0.02
 POLL_MAX_S = 0.2
 IDLE_CHECK_S = 1.0
+STOP_LOOK_S = 0.2
+"""Between two looks at the stop while an answer does not come."""
 LOOK_S = 3.0
 """Between two looks at the registration while no batch comes."""
 COMPLAIN_AFTER_S = 30.0
@@ -69,6 +71,42 @@ class RolloutSource(Protocol):
         """The run is over."""
 
 
+class Background(Generic[T]):
+    """One call, begun at once. A stop ends the wait for it, not the call."""
+
+    def __init__(self, call: Callable[[], T], stop: threading.Event) -> None:
+        self._stop = stop
+        self._answers: SimpleQueue[T | BaseException] = SimpleQueue()
+        threading.Thread(target=self._run, args=(call,), daemon=True, name="run-api").start()
+
+    def _run(self, call: Callable[[], T]) -> None:
+        try:
+            self._answers.put(call())
+        except BaseException as error:
+            self._answers.put(error)
+
+    def answer(self, on_idle: Callable[[], None] = lambda: None) -> T:
+        """Wait for it, once; `on_idle` is called about once a second and may raise.
+
+        Raises:
+            Stopped: the stop is set. Else what the call raised.
+        """
+        next_check = time.monotonic() + IDLE_CHECK_S
+        while True:
+            try:
+                found = self._answers.get(timeout=STOP_LOOK_S)
+            except Empty:
+                if self._stop.is_set():
+                    raise Stopped from None
+                if time.monotonic() >= next_check:
+                    on_idle()
+                    next_check = time.monotonic() + IDLE_CHECK_S
+                continue
+            if isinstance(found, BaseException):
+                raise found
+            return found
+
+
 class RunApi:
     """One trainer's side of run-api. Every wait ends at once with `Stopped` when `stop` is set."""
 
@@ -88,7 +126,7 @@ class RunApi:
         self._http = httpx.Client(
             base_url=self.url, timeout=ANSWER_S, limits=LIMITS, transport=transport, trust_env=False,
             # Compressing a batch costs run-api more time than sending it.
-            headers={"Accept-Encoding": "identity"},
+            headers={"Accept-Encoding": "identity"} | door_headers(os.environ),
         )  # fmt: skip
         self._step = 0
         """Optimizer steps done, for a new registration."""

@@ -1,4 +1,4 @@
-"""Rollouts to packed rows: no padding, rollout logprobs on the positions that predict them.
+"""Rollouts to packed rows: no padding, rollout logprobs on the positions that predict them; and which rank gets which.
 
 The shift by one, in one place: token i is predicted by the hidden state of position i - 1, so `predict` holds i - 1
 while labels, logprobs, advantages and temperatures are those of token i. A sequence ends before its last trained token:
@@ -8,7 +8,7 @@ nothing from there on is needed to predict anything.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -178,3 +178,26 @@ def _teacher(pairs: Pairs) -> dict[str, torch.Tensor]:
             logprobs[start : start + len(at), :named] = r.teacher.logprobs[at]
         start += len(at)
     return {"teacher_ids": torch.from_numpy(ids), "teacher_logprobs": torch.from_numpy(logprobs)}
+
+
+def deal(rows: Sequence[PackedRow], ranks: int, learns: Callable[[PackedRow], bool]) -> list[list[int]]:
+    """The rows of each rank, by index: equally many on each, of about equal tokens; -1 is an empty one.
+
+    A pass through the model is one of all ranks together. So the n-th rows of all are alike: beside a long one the
+    others would wait, and beside one that learns they would pass backward too.
+    """
+    order = sorted(range(len(rows)), key=lambda i: (not learns(rows[i]), -len(rows[i].tokens)))
+    order += [-1] * (-len(order) % ranks)
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for at in range(0, len(order), ranks):
+        fewest_first = sorted(range(ranks), key=tokens.__getitem__)
+        for rank, index in zip(fewest_first, order[at : at + ranks], strict=True):
+            hands[rank].append(index)
+            tokens[rank] += len(rows[index].tokens) if index >= 0 else 0
+    return hands
+
+
+def hand(rows: Sequence[PackedRow], indices: Sequence[int]) -> list[PackedRow]:
+    """The rows that one rank was dealt."""
+    return [rows[index] if index >= 0 else empty_row() for index in indices]

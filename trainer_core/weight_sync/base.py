@@ -128,9 +128,9 @@ class WeightSync(ABC):
     def check(self) -> None:
         """Raise `EngineGone` when the server has died for good; cheap."""
 
-    @abstractmethod
     def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
-        """The server is gone: from here on the policy has memory of its own, with the present weights.
+        """The server is gone: from here on the policy has memory of its own, with the present weights; as it had all
+        along, but where a mode shares memory.
 
         Args:
             copies: parameter -> float32 copy of its present weights, for those that have one.
@@ -138,6 +138,7 @@ class WeightSync(ABC):
         Returns:
             Why the present weights are lost, or nothing when they are not.
         """
+        return ""
 
     def close(self) -> None:
         """Let go of what is held; the server goes on with the last version."""
@@ -278,10 +279,6 @@ class SeparateWeights(WeightSync):
                 self.fed.discard(engine)
             if engine not in self.fed:
                 self._serve_again(engine)
-
-    def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
-        """The weights were the trainer's own all along."""
-        return ""
 
     def close(self) -> None:
         super().close()

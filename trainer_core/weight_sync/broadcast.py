@@ -20,19 +20,18 @@ from typing import TypeVar
 import torch
 
 from atropos_common.bridge import BridgeInfo
+from atropos_common.group import BRISK_S, POLL_S
 from atropos_common.transfer import TransferBackend, TransferInit, TransferReport, TransferUpdate
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.sharding import compute_dtype
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import FIRST_PAUSE_S, LOOK_S, Phases, SeparateWeights
-from trainer_core.weight_sync.calls import POLL_S, Calls
+from trainer_core.weight_sync.calls import Calls
 from trainer_core.weight_sync.collectives import BroadcastGroup, Rendezvous, Stage, connect, meeting_point
 from trainer_core.weight_sync.orders import Follower, Order, Orders
 from trainer_core.weight_sync.outgoing import CHUNK_BYTES, outgoing
 
-BRISK_S = 0.05
-"""After this long without an end, polls become rare."""
 LAST_WORDS_S = 1.0
 """Time that the other servers get to say what they saw, when one call has failed."""
 ANSWER_S = 5.0
@@ -81,9 +80,9 @@ class Broadcast(SeparateWeights):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._outgoing = outgoing(model, compute_dtype(model), rank, size)
         self._orders = Orders(1 if rank else size)
-        folder = self.world.share(lambda: self._orders.folder)
-        if folder is not None and rank:
-            self._follower = Follower(folder, rank, self.device, self._outgoing)
+        meeting = self.world.share(lambda: self._orders.meeting)
+        if meeting is not None and rank:
+            self._follower = Follower(meeting, rank, self.device, self._outgoing)
         self.world.share(self._orders.meet)
         return model
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-T = TypeVar("T")
+from atropos_common.group import POLL_S
 
-POLL_S = 0.0002
+T = TypeVar("T")
 
 
 class Calls(Generic[T]):

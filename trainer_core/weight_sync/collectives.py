@@ -14,8 +14,17 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from atropos_common.group import SECRET_BYTES, Gloo, Nccl, NcclError, SealedStore, cut, unique_id
-from atropos_common.lifeline import gpu_of
+from atropos_common.group import (
+    SECRET_BYTES,
+    Gloo,
+    Nccl,
+    NcclError,
+    SealedStore,
+    cut,
+    gpu_of,
+    own_address,
+    unique_id,
+)
 from atropos_common.transfer import SLOTS, TransferInit, is_wildcard, meeting_place
 from trainer_core.errors import UsageError
 from trainer_core.weight_sync.outgoing import Outgoing
@@ -42,16 +51,19 @@ def meeting_point(init_method: str, env: Mapping[str, str] = os.environ) -> tupl
 Stage = Literal["here", "connecting"]
 
 
-class Listener:
-    """A key-value store of this process, in which only those count who know its secret."""
+class Rendezvous:
+    """Where the ranks of one group report and learn how to connect, and later whether the trainer's rank 0 still lives:
+    it stays for as long as the group. A key-value store of this process, in which only those count who know its secret.
+    """
 
-    def __init__(self, address: str, port: int, timeout_s: float) -> None:
+    def __init__(self, backend: str, address: str, port: int, world_size: int, timeout_s: float) -> None:
         """Listen on `address` alone, not on every interface.
 
         Raises:
-            UsageError: the address is not this machine's, or the port is taken.
+            UsageError: the address is not this machine's, the port is taken, or there is no NCCL.
         """
-        self.address = address
+        self.address, self.world_size = address, world_size
+        self.nccl_id = _nccl_id() if backend == "nccl" else b""
         self.key, self.secret = secrets.token_hex(16), secrets.token_bytes(SECRET_BYTES)
         try:
             family = socket.getaddrinfo(address, None)[0][0]
@@ -69,23 +81,6 @@ class Listener:
         # A client of its own, so that who keeps the store for longer does not keep the port.
         client = dist.TCPStore(address, self.port, None, False, timeout, wait_for_workers=False)
         self.store = SealedStore(dist.PrefixStore(self.key, client), self.secret, timeout)
-
-    def close(self) -> None:
-        """Stop listening."""
-        del self.store, self._server
-
-
-class Rendezvous(Listener):
-    """Where the ranks of one group report and learn how to connect, and later whether the trainer's rank 0 still lives:
-    it stays for as long as the group."""
-
-    def __init__(self, backend: str, address: str, port: int, world_size: int, timeout_s: float) -> None:
-        """Raises:
-        UsageError: as `Listener`, or there is no NCCL.
-        """
-        self.backend, self.world_size = backend, world_size
-        self.nccl_id = _nccl_id() if backend == "nccl" else b""
-        super().__init__(address, port, timeout_s)
 
     def missing(self, stage: Stage) -> list[int]:
         """Ranks that have not reported that they are there, or that they begin to connect."""
@@ -106,7 +101,7 @@ class Rendezvous(Listener):
         """Tell everyone that the group is over, and stop listening. Whoever waits looks here and learns it."""
         with contextlib.suppress(RuntimeError):
             self.store.set("off", b"1")
-        super().close()
+        del self.store, self._server
 
 
 class GlooGroup:
@@ -189,7 +184,7 @@ def connect(init: TransferInit, store: SealedStore, rank: int, device: torch.dev
         RuntimeError: somebody did not, or a stranger did.
     """
     if init.backend == "gloo":
-        return GlooGroup(store, rank, init.world_size, init.address, init.timeout_s)
+        return GlooGroup(store, rank, init.world_size, own_address(init.address), init.timeout_s)
     return NcclGroup(init.nccl_id, rank, init.world_size, device)
 
 

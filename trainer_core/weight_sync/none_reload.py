@@ -112,9 +112,12 @@ class Reload(SeparateWeights):
             UsageError: it cannot be restarted from here.
         """
         if self.lifecycle is None or not self.lifecycle.can_restart:
+            way_out = "let the trainer start its own server, or run all with atropos-tui"
+            if len(self.engines) > 1:
+                way_out = "of several servers none is restarted for that; take one, or mode broadcast or lora_only"
             raise UsageError(
-                f"{engine.base_url} gets new weights by a restart only ({reason}), and it is not ours to restart: let "
-                "the trainer start its own server, or run all with atropos-tui"
+                f"{engine.base_url} gets new weights by a restart only ({reason}), and it is not ours to restart: "
+                f"{way_out}"
             )
         engine.load_weights(self._request(path, at_restart=True))
         self.lifecycle.restart(f"weights of version {self.version} ({reason})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -33,7 +33,3 @@ class Offline(WeightSync):
 
     def check(self) -> None:
         """There is nobody to look after."""
-
-    def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
-        """The weights were the trainer's own all along."""
-        return ""

@@ -2,32 +2,53 @@
 
 Rank 0 alone speaks to servers, and it does so also while the others wait for it, such as for a batch. So a thread of
 each other rank takes its orders, over a socket in a folder that is this user's alone: orders hold the group's secrets.
+Ranks of several nodes have no such folder; they come to a port and prove by a secret of rank 0's that they are ranks.
 A publish is no collective of the trainer: nobody waits for another rank, but in the group that the servers are in too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
+import secrets
 import shutil
 import socket
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel
 
-from atropos_common.lifeline import Lifeline, first_line, gpu_of
+from atropos_common.group import Lifeline, first_line, gpu_of
 from atropos_common.transfer import TransferInit
 from trainer_core.errors import RankGone
+from trainer_core.ranks import node_address, on_several_nodes
 from trainer_core.weight_sync.calls import Calls
 from trainer_core.weight_sync.collectives import BroadcastGroup, connect
 from trainer_core.weight_sync.outgoing import Outgoing
 
 MEET_S = 60.0
+FIRST_WORD_S = 5.0
+"""A rank says at once which it is."""
+SECRET_BYTES = 32
+RANK_WIDTH = 6
+FIRST_WORD = 2 * SECRET_BYTES + 1 + RANK_WIDTH
+"""Characters of the secret and the rank."""
+
+
+class Meeting(NamedTuple):
+    """Where the other ranks come for their orders."""
+
+    at: str
+    """A folder, or the address of rank 0."""
+    port: int
+    """0: it is a folder."""
+    secret: str
+    """What they say first."""
 
 
 class Order(BaseModel):
@@ -52,27 +73,40 @@ class Orders:
         self._awaited: set[int] = set()
         self._failed: dict[int, str] = {}
         self._ended: set[int] = set()
-        self.folder = Path(tempfile.mkdtemp(prefix="atropos-orders-")) if self._others else None
-        if self.folder is not None:
-            self._listener = socket.socket(socket.AF_UNIX)
-            _at(self.folder, self._listener.bind)
-            self._listener.listen()
+        self.meeting: Meeting | None = None
+        if self._others:
+            self.meeting, self._listener = _listen()
             self._listener.settimeout(MEET_S)
 
     def meet(self) -> None:
-        """Wait for every other rank.
+        """Wait for every other rank; from then on the folder is needed no more, and nobody would remove it after a
+        SIGKILL.
 
         Raises:
             RankGone: one does not come.
         """
-        for _ in self._others:
+        while len(self._lines) < len(self._others):
             try:
-                line = self._listener.accept()[0].makefile("rwb")
+                come, _ = self._listener.accept()
             except TimeoutError:
                 raise RankGone(f"not every rank of the trainer came for its orders within {MEET_S:.0f} s") from None
-            rank = int(line.readline())
-            self._lines[rank] = line
-            threading.Thread(target=self._listen, args=(rank, line), daemon=True).start()
+            if (rank := self._rank_of(come)) is None:
+                come.close()
+                continue
+            self._lines[rank] = come.makefile("rwb")
+            threading.Thread(target=self._listen, args=(rank, self._lines[rank]), daemon=True).start()
+        self._close_door()
+
+    def _rank_of(self, come: socket.socket) -> int | None:
+        """Which of the ranks has come; nothing for a stranger."""
+        assert self.meeting is not None
+        come.settimeout(FIRST_WORD_S)
+        try:
+            secret, rank = come.recv(FIRST_WORD, socket.MSG_WAITALL).decode().split()
+        except (OSError, ValueError):
+            return None
+        come.settimeout(None)
+        return int(rank) if hmac.compare_digest(secret.encode(), self.meeting.secret.encode()) else None
 
     def give(self, order: Order) -> None:
         """Let every other rank do this next."""
@@ -107,9 +141,14 @@ class Orders:
         for line in self._lines.values():
             with contextlib.suppress(OSError):
                 line.close()
-        if self.folder is not None:
+        self._close_door()
+
+    def _close_door(self) -> None:
+        """Nobody else comes."""
+        if self.meeting is not None:
             self._listener.close()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            if not self.meeting.port:
+                shutil.rmtree(self.meeting.at, ignore_errors=True)
 
     def _listen(self, rank: int, line: Any) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -125,15 +164,14 @@ class Orders:
 class Follower:
     """Another rank's end: a thread that does what rank 0 orders."""
 
-    def __init__(self, folder: Path, rank: int, device: torch.device, what: Outgoing) -> None:
+    def __init__(self, meeting: Meeting, rank: int, device: torch.device, what: Outgoing) -> None:
         self._rank, self._device, self._what, self._written = rank, device, what, -1
         self._leaving = False
         self._group: BroadcastGroup | None = None
         self._lifeline: Lifeline | None = None
-        self._socket = socket.socket(socket.AF_UNIX)
-        _at(folder, self._socket.connect)
+        self._socket = _connect(meeting)
+        self._socket.sendall(f"{meeting.secret} {rank:>{RANK_WIDTH}}".encode())
         self._line = self._socket.makefile("rwb")
-        self._answer(str(rank))
         self._thread = threading.Thread(target=self._follow, name="orders")
         self._thread.start()
 
@@ -203,6 +241,30 @@ class Follower:
         group, self._group = self._group, None
         if group is not None:
             group.close()
+
+
+def _listen() -> tuple[Meeting, socket.socket]:
+    secret = secrets.token_hex(SECRET_BYTES)
+    if on_several_nodes():
+        address = node_address()
+        family = socket.getaddrinfo(address, None)[0][0]
+        listener = socket.create_server((address, 0), family=family)
+        return Meeting(address, listener.getsockname()[1], secret), listener
+    folder = tempfile.mkdtemp(prefix="atropos-orders-")
+    listener = socket.socket(socket.AF_UNIX)
+    _at(Path(folder), listener.bind)
+    listener.listen()
+    return Meeting(folder, 0, secret), listener
+
+
+def _connect(meeting: Meeting) -> socket.socket:
+    if meeting.port:
+        connected = socket.create_connection((meeting.at, meeting.port), timeout=MEET_S)
+        connected.settimeout(None)
+        return connected
+    connected = socket.socket(socket.AF_UNIX)
+    _at(Path(meeting.at), connected.connect)
+    return connected
 
 
 def _at(folder: Path, bind_or_connect: Callable[[str], None]) -> None:

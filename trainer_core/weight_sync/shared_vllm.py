@@ -85,7 +85,7 @@ class SingleCopy(WeightSync):
         self._process = _live_server(manifest, self.path)
         began = time.perf_counter()
         self._start = start
-        self._model = model = self._together(lambda: self.map_model(manifest))
+        self._model = model = self.world.together(lambda: self.map_model(manifest))
         print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no weight memory of its own")
         spoiled = any(self.world.gather(_spoiled(model)))
         clean = info.weight_version in (None, 0) and not info.dirty and not spoiled
@@ -137,17 +137,6 @@ class SingleCopy(WeightSync):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.world.agree(None)
-
-    def _together(self, work: Callable[[], T]) -> T:
-        """What `work` returns, unless it fails on any rank."""
-        done: list[T] = []
-        failed: Exception | None = None
-        try:
-            done.append(work())
-        except Exception as error:
-            failed = error
-        self.world.agree(failed)
-        return done[0]
 
     def check(self) -> None:
         """Raise `EngineGone` when the server's process has ended."""
@@ -256,7 +245,7 @@ class SingleCopy(WeightSync):
         print(f"Writing version {start.version} from {source} into the server")
         # Loading from disk may take its time; whoever waits for this server waits that long anyway.
         self._pause(dirty=True, lease_s=max(LEASE_S, self.config.engine_timeout))
-        self._together(lambda: copy_weights(model, source))
+        copy_weights(model, source, self.world)
         self._settle(model)
 
     @torch.no_grad()

@@ -9,8 +9,7 @@ import contextlib
 
 import torch
 
-from atropos_common.group import Gloo, Nccl, cut
-from atropos_common.lifeline import Lifeline, LinkError, first_line, gpu_of
+from atropos_common.group import Gloo, Lifeline, LinkError, Nccl, cut, first_line, gpu_of, own_address
 from atropos_common.transfer import SLOTS, Chunk, TransferInit
 
 REFUSED = "refused: "
@@ -60,7 +59,7 @@ class GlooLink(Link):
 
     def __init__(self, lifeline: Lifeline, rank: int, init: TransferInit) -> None:
         self._lifeline = lifeline
-        self._gloo = Gloo(lifeline.store, rank, init.world_size, init.address, init.timeout_s)
+        self._gloo = Gloo(lifeline.store, rank, init.world_size, own_address(init.address), init.timeout_s)
 
     def receive(self, chunk: Chunk, buffer: torch.Tensor, slot: int) -> None:
         try:

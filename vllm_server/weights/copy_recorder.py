@@ -166,11 +166,6 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         return (name, (start - begin) // source.element_size()) if start < end or not source.numel() else None
 
 
-def addresses(parameters: Iterable[torch.nn.Parameter]) -> list[int]:
-    """Where the parameters lie; copies noted before another place was taken lead nowhere."""
-    return [parameter.data_ptr() for parameter in parameters]
-
-
 def named_views(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a received chunk by name, as views of `buffer` (uint8, at least the chunk's bytes)."""
     found = []

@@ -200,11 +200,8 @@ def shared_file() -> Path:
     return Path(os.environ[ENV_SHM_PATH] + (f".{rank}" if rank else ""))
 
 
-def move_parameters(model: torch.nn.Module, path: Path) -> int:
+def move_parameters(model: torch.nn.Module, path: Path) -> None:
     """Copy every parameter into a new file `path` (mode 0600) and let the model use the copy.
-
-    Returns:
-        Bytes of the file.
 
     Raises:
         SharedWeightsError: no room, a foreign file in the way, or a parameter that is not dense.
@@ -222,7 +219,6 @@ def move_parameters(model: torch.nn.Module, path: Path) -> int:
             parameter.data = view
     _mapping = storage
     logger.info("Moved %d params, %.1f MB, into %s", len(parameters), total / 1e6, path)
-    return total
 
 
 def _layout(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], int]:

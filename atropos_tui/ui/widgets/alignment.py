@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from rich.text import Text
 
 from atropos_common.records import AlignmentRecord
 from atropos_tui.monitor.format import duration, number, one_line
 from atropos_tui.monitor.why import silent_s
 from atropos_tui.ui.theme import title
-from atropos_tui.ui.widgets.panel import TextPanel, View, inks
+from atropos_tui.ui.widgets.panel import TextPanel, View
 
 VERDICTS = {"ok": ("✔", "good"), "drift": ("▲", "warn"), "mismatch": ("✖", "bad")}
 _LABEL = 10
@@ -26,18 +24,11 @@ def verdict_text(alignment: AlignmentRecord) -> tuple[str, str]:
 class AlignmentPanel(TextPanel):
     """The newest alignment record in words; its history is in the charts beside it."""
 
-    INK = "alignment"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, "label", "good", "warn", "bad")
     SCOPED_CSS = False
     DEFAULT_CSS = """
     AlignmentPanel {
         width: 46;
         height: 1fr;
-
-        .alignment--label { color: $quiet; }
-        .alignment--good { color: $success; }
-        .alignment--warn { color: $warning; }
-        .alignment--bad { color: $error; text-style: bold; }
     }
     .-narrow .view AlignmentPanel { width: 40; }
     """
@@ -73,14 +64,14 @@ class AlignmentPanel(TextPanel):
         age, silent = view.now - found.time, silent_s(view.state, view.now)
         over = bool(view.gone) or view.state.benchmark is not None
         if over or age < 0:
-            return Text(f"  step {found.step}", self.ink("label"))
+            return Text(f"  step {found.step}", self.ink("dim"))
         if silent is not None:
             return Text(f"  trainer silent for {duration(silent)}", self.ink("warn"))
-        return Text(f"  {duration(age)} ago", self.ink("label"))
+        return Text(f"  {duration(age)} ago", self.ink("dim"))
 
     def _pair(self, label: str, first: str, second: str) -> Text:
         line = self.labelled(label, _LABEL)
-        quiet = self.ink("label") if not label else None
+        quiet = self.ink("dim") if not label else None
         return line.append(f"{first:>{_VALUE}}", quiet).append(f"  {second:>{_VALUE}}", quiet)
 
     def _wrapped(self, label: str, words: str, width: int) -> list[Text]:
@@ -90,7 +81,7 @@ class AlignmentPanel(TextPanel):
         room = max(8, width - 7)
         parts = Text(one_line(words)).wrap(self.app.console, room)[:3]
         heads = [f"{label:<7}", *[" " * 7] * (len(parts) - 1)]
-        return [Text.assemble((head, self.ink("label")), part, end="", no_wrap=True)
+        return [Text.assemble((head, self.ink("dim")), part, end="", no_wrap=True)
                 for head, part in zip(heads, parts, strict=True)]  # fmt: skip
 
 

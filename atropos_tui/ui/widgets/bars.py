@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
 
 from rich.text import Text
 from textual import events
 from textual.app import ComposeResult, RenderResult
 from textual.binding import Binding
 from textual.containers import Horizontal
-from textual.widgets import Input, Label
+from textual.widgets import Footer, Input, Label
 
 from atropos_common.control import Recipe
 from atropos_common.records import CommandRecord
 from atropos_tui.monitor.format import duration, one_line
 from atropos_tui.monitor.patterns import Pattern, PatternError, compiled
 from atropos_tui.monitor.why import open_diagnoses
-from atropos_tui.ui.theme import COLOURS, state_text
-from atropos_tui.ui.widgets.panel import TextPanel, View, inks
+from atropos_tui.ui.theme import state_text
+from atropos_tui.ui.widgets.panel import TextPanel, View
 
 Apply = Callable[[Pattern | None], str]
 """Takes what is looked for, or None; says in words how much matches."""
@@ -100,8 +99,6 @@ class CommandBar(TextPanel):
     """A line per command: what was asked, how long ago, where its components stand. Hidden while there is none."""
 
     DEFAULT_CLASSES = ""
-    INK = "command"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS)
     DEFAULT_CSS = """
     CommandBar {
         height: auto;
@@ -109,12 +106,6 @@ class CommandBar(TextPanel):
         padding: 0 1;
         background: $panel;
         display: none;
-
-        .command--good { color: $success; }
-        .command--busy { color: $primary; }
-        .command--warn { color: $warning; }
-        .command--bad { color: $error; }
-        .command--dim { color: $quiet; }
     }
     """
     hides_itself = True
@@ -166,22 +157,28 @@ class CommandBar(TextPanel):
         return line
 
 
+class Keys(Footer):
+    """The keys that the footer offers, made anew only where they are others: Textual does so at every change of focus,
+    which took a sixth of what a key costs."""
+
+    _offered: object = None
+
+    async def recompose(self) -> None:
+        found = [(one.binding, one.enabled) for one in self.screen.active_bindings.values() if one.binding.show]
+        if found != self._offered:
+            self._offered = found
+            await super().recompose()
+
+
 class ViewsLine(TextPanel):
     """Every view with its number key, the present one lit; a click goes there."""
 
     DEFAULT_CLASSES = ""
-    INK = "views"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, "here", "key", "quiet", "warn")
     DEFAULT_CSS = """
     ViewsLine {
         height: 1;
         padding: 0 1;
         color: $foreground;
-
-        .views--here { color: $background; background: $primary; text-style: bold; }
-        .views--key { color: $primary; }
-        .views--quiet { color: $quiet; }
-        .views--warn { color: $warning; text-style: bold; }
     }
     """
 
@@ -214,8 +211,8 @@ class ViewsLine(TextPanel):
         self._ends.clear()
         for key, (name, titles) in enumerate(self._titles.items(), 1):
             is_here = name == self._here
-            line.append(f"{key % 10} ", self.ink("here" if is_here else "key"))
-            line.append(titles[which], self.ink("here" if is_here else "quiet"))
+            line.append(f"{key % 10} ", self.ink("here" if is_here else "busy"))
+            line.append(titles[which], self.ink("here" if is_here else "dim"))
             if name == "events" and open_ones:
                 line.append(f" ▲{open_ones}", self.ink("warn"))
             line.append(" " if which else "  ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -18,7 +17,7 @@ from atropos_tui.monitor.overlay import summary
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.alignment import verdict_text
-from atropos_tui.ui.widgets.panel import Panel, TextPanel, View, inks
+from atropos_tui.ui.widgets.panel import Panel, TextPanel, View
 
 _LABEL = 12
 _VALUE = 9
@@ -27,20 +26,11 @@ _VALUE = 9
 class Benchmark(TextPanel):
     """Live figures over the newest steps."""
 
-    INK = "benchmark"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, "label", "bar", "track", "good", "warn", "bad")
     SCOPED_CSS = False
     DEFAULT_CSS = """
     Benchmark {
         width: 46;
         height: 1fr;
-
-        .benchmark--label { color: $quiet; }
-        .benchmark--bar { color: $primary; }
-        .benchmark--track { color: $track; }
-        .benchmark--good { color: $success; }
-        .benchmark--warn { color: $warning; }
-        .benchmark--bad { color: $error; text-style: bold; }
     }
     .view Benchmark { width: 56; }
     .-narrow .view Benchmark { width: 1fr; }
@@ -62,7 +52,7 @@ class Benchmark(TextPanel):
     def _line(self, label: str, value: str, rest: Text | str = "", tone: str = "") -> Text:
         line = self.labelled(label, _LABEL)
         line.append(f"{value:>{_VALUE}}", self.ink(tone) if tone else None)
-        return line.append("  ").append_text(rest if isinstance(rest, Text) else Text(rest, self.ink("label")))
+        return line.append("  ").append_text(rest if isinstance(rest, Text) else Text(rest, self.ink("dim")))
 
     def _split(self, speed: Pace, width: int) -> list[Text]:
         """The mean step and a bar per part of it."""
@@ -72,8 +62,8 @@ class Benchmark(TextPanel):
             bar = Text(no_wrap=True, end="")
             if value is not None and speed.step_s and math.isfinite(value) and math.isfinite(speed.step_s):
                 share = min(1.0, value / speed.step_s)
-                bar = progress_bar(share, room, self.ink("bar"), self.ink("track"))
-                bar.append(f" {share:4.0%}", self.ink("label"))
+                bar = progress_bar(share, room, self.ink("busy"), self.ink("track"))
+                bar.append(f" {share:4.0%}", self.ink("dim"))
             lines.append(self._line(f"  {name}", seconds_text(value), bar))
         return lines
 

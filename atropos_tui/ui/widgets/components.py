@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+from rich.style import Style
 from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
@@ -17,7 +18,7 @@ from textual.widgets import DataTable
 from atropos_common.control import ComponentStatus, Phase, State
 from atropos_tui.monitor.format import bytes_text, duration, one_line, seconds_text
 from atropos_tui.monitor.why import doing, open_diagnoses
-from atropos_tui.ui.theme import COLOURS, state_text, title
+from atropos_tui.ui.theme import ink, state_text, title
 from atropos_tui.ui.widgets.panel import Panel, View
 
 _WIDE = 90
@@ -26,6 +27,7 @@ _WIDE = 90
 Column = tuple[str, int, bool]
 _COLUMNS: tuple[Column, ...] = (
     ("component", 9, False),
+    ("node", 4, False),
     ("state", 11, False),
     ("probe", 7, True),
     ("pid", 7, True),
@@ -165,11 +167,16 @@ class Components(DataTable[Text], Panel):
             hidden.add("gpu")
         if not any(row.errors for row in self.statuses):
             hidden.add("err")
+        if len({row.node for row in self.statuses}) < 2:
+            hidden.add("node")
         if self._is_over:
             hidden |= {"probe", "pid", "up", "cpu", "memory"}
         columns = [column for column in _COLUMNS if column[0] not in hidden]
         names = max((len(row.name) for row in self.statuses), default=0)
         columns[0] = (columns[0][0], min(max(columns[0][1], names), 24 if wide else 12), False)
+        nodes = max((len(row.node) for row in self.statuses), default=0)
+        columns = [(name, min(nodes, 12), right) if name == "node" else (name, width, right)
+                   for name, width, right in columns]  # fmt: skip
         words = max((len(self._words(row)[0]) for row in self.statuses), default=0)
         for name, enough in _GIVES_WAY.items():
             if self._left(columns) < min(enough, words):
@@ -185,7 +192,7 @@ class Components(DataTable[Text], Panel):
     def _gap(self) -> int:
         return 3 if self.size.width >= 140 else 2 if self.size.width >= 100 else 1
 
-    def _fit(self, text: str, width: int, right: bool, style: str) -> Text:
+    def _fit(self, text: str, width: int, right: bool, style: str | Style) -> Text:
         """`text` in exactly `width` cells and the gap behind it."""
         cell = Text(text, style=style, no_wrap=True, end="")
         cell.truncate(width, overflow="ellipsis")
@@ -225,19 +232,19 @@ class Components(DataTable[Text], Panel):
         words, tone = state_text(row.state)
         if self._stale and row.state is not State.PENDING and not row.state.is_resting:
             words, tone = f"? {row.state.value}", "dim"
-        colours = self.app.theme_variables
         coming = row.state is State.STARTING
         health = "–" if row.healthy is None else "ok" if row.healthy else "…" if coming else "fails"
         if row.healthy and row.probe_latency_s is not None:
             health = seconds_text(row.probe_latency_s)
-        texts = {
+        texts: dict[str, tuple[str, str | Style]] = {
             "component": (row.name, "bold"),
-            "state": (words, colours[COLOURS[tone]]),
-            "probe": (health, colours["error"] if row.healthy is False and not coming else ""),
+            "node": (row.node, ""),
+            "state": (words, ink(self.app, tone)),
+            "probe": (health, ink(self.app, "error") if row.healthy is False and not coming else ""),
             "pid": (str(row.pid) if row.pid else "–", ""),
             "up": (duration(self._now - row.started_at) if row.pid and row.started_at else "–", ""),
-            "rst": (str(row.restarts), colours["warning"] if row.restarts else "dim"),
-            "err": (str(min(row.errors, 9999)) if row.errors else "", colours["error"]),
+            "rst": (str(row.restarts), ink(self.app, "warn") if row.restarts else "dim"),
+            "err": (str(min(row.errors, 9999)) if row.errors else "", ink(self.app, "error")),
             "cpu": ("–" if row.cpu_percent is None else f"{row.cpu_percent:.0f}%", ""),
             "memory": (bytes_text(row.memory_bytes), ""),
             "gpu": (bytes_text(row.gpu_bytes), ""),
@@ -246,11 +253,11 @@ class Components(DataTable[Text], Panel):
         }
         return [self._fit(texts[name][0], width, right, texts[name][1]) for name, width, right in columns]
 
-    def _words(self, row: ComponentStatus) -> tuple[str, str]:
+    def _words(self, row: ComponentStatus) -> tuple[str, str | Style]:
         """The last column, and its style."""
         if row.name in self._news and row.state is State.HEALTHY:
-            return f"▲ {one_line(self._news[row.name])}", self.app.theme_variables["warning"]
-        return last_word(row), self.app.theme_variables["error"] if row.state is State.FAILED else "dim"
+            return f"▲ {one_line(self._news[row.name])}", ink(self.app, "warn")
+        return last_word(row), ink(self.app, "error") if row.state is State.FAILED else "dim"
 
 
 def last_word(row: ComponentStatus) -> str:

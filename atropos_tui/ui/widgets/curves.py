@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.containers import ScrollableContainer
@@ -38,7 +37,7 @@ from atropos_tui.monitor.overlay import line
 from atropos_tui.monitor.reading import MARKS, Along, Lens, Ruler, is_smoothed, sensible_range, smooth, value_at
 from atropos_tui.ui.plot import Axes, Band, Curve, Ink, plot
 from atropos_tui.ui.theme import title
-from atropos_tui.ui.widgets.panel import Panel, View, inks
+from atropos_tui.ui.widgets.panel import Panel, View
 
 RUN_COLOURS = ("primary", "accent", "warning", "success", "secondary")
 """Of runs on the same axes, this one first."""
@@ -75,29 +74,10 @@ class Trace:
 class Chart(Panel, can_focus=True):
     """Some curves with axes; the title carries the newest values, or those under the cursor."""
 
-    INK = "chart"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(
-        INK, "primary", "accent", "success", "warning", "secondary", "axis", "grid", "limit", "bad", "healthy", "dim",
-        "cursor", "band",
-    )  # fmt: skip
     DEFAULT_CSS = """
     Chart {
         width: 1fr;
         height: 1fr;
-
-        .chart--primary { color: $primary; }
-        .chart--accent { color: $accent; text-style: bold; }
-        .chart--success { color: $success; }
-        .chart--warning { color: $warning; }
-        .chart--secondary { color: $foreground; }
-        .chart--axis { color: $quiet; }
-        .chart--grid { color: $grid; }
-        .chart--limit { color: $warning 60%; }
-        .chart--bad { color: $error; text-style: bold; }
-        .chart--healthy { background: $healthy; }
-        .chart--dim { color: $frame; }
-        .chart--cursor { color: $accent; }
-        .chart--band { background: $block-cursor-background; }
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -117,7 +97,10 @@ class Chart(Panel, can_focus=True):
         Binding("x", "along", "Axis", show=False, tooltip="Charts: over steps, tokens or minutes"),
         Binding("enter,z", "enlarge", "Full screen", show=False, tooltip="Charts: this one alone, and all values of "
                 "the step; Esc returns"),
-        Binding("g", "ask", "Rollouts", show=False, tooltip="Charts: the rollouts of the step under the cursor"),
+        Binding("g", "ask('rollouts')", "Rollouts", show=False, tooltip="Charts: the rollouts of the step under the "
+                "cursor"),
+        Binding("o", "ask('log')", "Log", show=False, tooltip="Charts: the trainer's log at the step under the cursor"),
+        Binding("v", "ask('events')", "Events", show=False, tooltip="Charts: what happened about that step"),
         Binding("y", "copy", "Copy", show=False, tooltip="Charts: copy the values under the cursor"),
         Binding("escape", "back", "Back", show=False, tooltip="Charts: no cursor, the whole run, out of full screen"),
     ]  # fmt: skip
@@ -129,10 +112,11 @@ class Chart(Panel, can_focus=True):
 
     @dataclass(eq=False)
     class Asked(Message):
-        """A key asks for more than a chart knows: this one on the whole screen, out of it, rollouts of a step."""
+        """A key asks for more than a chart knows: this one on the whole screen, out of it; rollouts of a step, the log
+        and the events of its time."""
 
         chart: Chart
-        what: Literal["enlarge", "back", "rollouts"]
+        what: Literal["enlarge", "back", "rollouts", "log", "events"]
         step: int = 0
 
     def __init__(self, name: str) -> None:
@@ -142,6 +126,8 @@ class Chart(Panel, can_focus=True):
         self.follows_records = not self.spec.over_seconds
         self._drawn_for: object = None
         """View, size and theme that the strips were made for."""
+        self._prepared_for: object = None
+        """View, width and chart that the traces were made for."""
         self._strips: list[Strip] = []
         self._traces: list[Trace] = []
         self._cut = 0
@@ -157,11 +143,12 @@ class Chart(Panel, can_focus=True):
             self.show(self.view)
 
     def show(self, view: View) -> None:
-        """Take the newest points; the last known run length spans the x axis."""
+        """Take the newest points; the last known run length spans the x axis. Without a size, it is asked again."""
         self.view = view
         self._drawn_for = None
-        self._prepare(view)
-        self.entitle(self._title(view))
+        if self.size:
+            self._prepare(view)
+            self.entitle(self._title(view))
 
     def on_resize(self) -> None:
         """Another title may fit now; a chart that was hidden had no width at all."""
@@ -171,6 +158,11 @@ class Chart(Panel, can_focus=True):
     # What is drawn.
 
     def _prepare(self, view: View) -> None:
+        """Make the traces, once for a view and a width."""
+        wanted = (view, self.content_size.width, self.spec)
+        if wanted == self._prepared_for:
+            return
+        self._prepared_for = wanted
         lens = self._lens(view)
         self._first, self._last = lens.window(*self._whole(view, lens))
         if view.runs and not self.spec.over_seconds:
@@ -282,15 +274,15 @@ class Chart(Panel, can_focus=True):
         width, height = self.content_size
         if self.view is None or height < 3:
             return []
+        self._prepare(self.view)
         lens, curves, bands = self._lens(self.view), [], []
         for trace in self._traces:
-            ink = self.ink(trace.colour)
             if trace.smooth:
                 curves.append(trace.smooth)
             if trace.band:
-                bands.append(Band(trace.places, *trace.band, self._ground("band")))
+                bands.append(Band(trace.places, *trace.band, self.ink("lit")))
         for trace in self._traces:
-            ink = self.ink("dim") if trace.smooth else self.ink(trace.colour)
+            ink = self.ink("frame") if trace.smooth else self.ink(trace.colour)
             curves.append(Curve(trace.places, trace.values, ink, trace.scatter))
         log = self.spec.log != (self.spec.name in lens.other_axis)
         low, high = self._bounds(log=log, cut=lens.cuts_outliers)
@@ -299,15 +291,11 @@ class Chart(Panel, can_focus=True):
             first=self._first, last=self._last, low=low, high=high, log=log, healthy=self.spec.healthy,
             cursor=lens.cursor, marks=[(place, MARKS[mark.kind]) for place, mark in marks],
         )  # fmt: skip
-        named = {name: self.ink(name) for name in ("axis", "grid", "limit", "bad", "cursor")}
-        lines = plot(
-            curves, axes, Ink(**named, healthy=self._ground("healthy"), mark=self.ink("axis")), width, height, bands
-        )
+        named = {name: self.ink(name) for name in ("grid", "limit", "bad", "healthy")}
+        pens = Ink(**named, axis=self.ink("dim"), mark=self.ink("dim"), cursor=self.ink("accent"))
+        lines = plot(curves, axes, pens, width, height, bands)
         base, strips = self.rich_style, [Strip(line) for line in lines]
         return [strip.adjust_cell_length(width, base).apply_style(base) for strip in strips]
-
-    def _ground(self, name: str) -> Style:
-        return Style(bgcolor=self.get_component_rich_style(f"chart--{name}").bgcolor)
 
     def _bounds(self, *, log: bool, cut: bool) -> tuple[float | None, float | None]:
         """The axis' own ends, each unless a value lies beyond it; else, of the values, without outliers."""
@@ -407,9 +395,9 @@ class Chart(Panel, can_focus=True):
         else:
             self.post_message(self.Asked(self, "back"))
 
-    def action_ask(self) -> None:
+    def action_ask(self, what: Literal["rollouts", "log", "events"]) -> None:
         if self.view is not None:
-            self.post_message(self.Asked(self, "rollouts", self.view.cursor_step))
+            self.post_message(self.Asked(self, what, self.view.cursor_step))
 
     def action_copy(self) -> None:
         """Name, place and values as lines of tab-separated words."""

@@ -16,8 +16,8 @@ from atropos_common.records import RanksRecord
 from atropos_tui.monitor.format import bytes_text, duration, one_line, real, seconds_text
 from atropos_tui.monitor.run_files import PlannedComponent
 from atropos_tui.monitor.timeline import clock
-from atropos_tui.ui.theme import COLOURS, state_text, title
-from atropos_tui.ui.widgets.panel import Panel, View, inks
+from atropos_tui.ui.theme import state_text, title
+from atropos_tui.ui.widgets.panel import Panel, View
 
 _LABEL = 12
 _DIAGNOSES = 5
@@ -25,19 +25,6 @@ _DIAGNOSES = 5
 
 class Details(VerticalScroll, Panel):
     """Scrolls where there is more than fits."""
-
-    INK = "details"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS, "label")
-    DEFAULT_CSS = """
-    Details {
-        .details--label { color: $quiet; }
-        .details--good { color: $success; }
-        .details--busy { color: $primary; }
-        .details--warn { color: $warning; }
-        .details--bad { color: $error; }
-        .details--dim { color: $quiet; }
-    }
-    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "copy", "Copy", show=False, tooltip="Component: copy what stands there, the command included")
@@ -66,13 +53,13 @@ class Details(VerticalScroll, Panel):
         self.app.notify("copied", timeout=2)
 
     def _line(self, label: str, words: str, tone: str = "") -> Text:
-        line = Text(f"{label:<{_LABEL}}", self.ink("label"))
+        line = Text(f"{label:<{_LABEL}}", self.ink("dim"))
         return line.append(words, self.ink(tone) if tone else None)
 
     def _lines(self, view: View, row: ComponentStatus) -> Iterator[Text]:
         words, tone = state_text(row.state)
         since = f" for {duration(view.now - row.since)}" if row.since else ""
-        yield self._line("state", words, tone).append(since).append(f"   {one_line(row.reason)}", self.ink("label"))
+        yield self._line("state", words, tone).append(since).append(f"   {one_line(row.reason)}", self.ink("dim"))
         if row.waiting_for:
             yield self._line("waits for", one_line(row.waiting_for))
         yield self._line("health", _health(row))
@@ -123,7 +110,7 @@ class Details(VerticalScroll, Panel):
                 words = "".join(f"{'–' if value is None else f'{value:,.0f}':>{width}}" for value, width in widths)
                 share = "–" if now is None or now.kv_use is None else f"{now.kv_use:.0%}"
                 name = Text(f"{one_line(row.name):<{_LABEL}.{_LABEL - 1}}"[:_LABEL].ljust(_LABEL))
-                name.stylize("bold" if row is chosen else self.ink("label"))
+                name.stylize("bold" if row is chosen else self.ink("dim"))
                 yield name.append(f"{words}{share:>10}")
 
     def _diagnoses(self, view: View, row: ComponentStatus) -> Iterator[Text]:

@@ -13,9 +13,9 @@ from textual.message import Message
 from atropos_common.records import DiagnosisRecord
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.timeline import Event, clock, diagnosed, timeline
-from atropos_tui.ui.theme import COLOURS, title
+from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.listing import Listing
-from atropos_tui.ui.widgets.panel import View, inks
+from atropos_tui.ui.widgets.panel import View
 
 NAME_CELLS = 12
 """A longer name of a component is cut."""
@@ -24,17 +24,6 @@ NAME_CELLS = 12
 class Events(Listing[Event]):
     """One line per event; Enter shows evidence and fix."""
 
-    INK = "events"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS)
-    DEFAULT_CSS = """
-    Events {
-        .events--good { color: $success; }
-        .events--busy { color: $primary; }
-        .events--warn { color: $warning; }
-        .events--bad { color: $error; }
-        .events--dim { color: $quiet; }
-    }
-    """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
             "enter", "choose", "Open", show=False, tooltip="Events: show evidence and fix of the one at the cursor"
@@ -86,6 +75,10 @@ class Events(Listing[Event]):
         wanted = diagnosed(diagnosis)
         if self.cursor == 0 and wanted in self.items:
             self.cursor = self.items.index(wanted)
+
+    def go_to(self, time: float) -> None:
+        """Put the cursor on the newest event at that time (Unix seconds) or before, else on the first of all."""
+        self.cursor = next((at for at, item in enumerate(self.items) if item.time <= time), len(self.items) - 1)
 
     def search(self, pattern: Pattern | None) -> str:
         """Show only events that match; how many do."""

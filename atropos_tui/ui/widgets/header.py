@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from rich.style import Style
 from rich.text import Text
 from textual.geometry import Size
@@ -14,8 +12,7 @@ from atropos_tui.monitor.bench import Pace, pace
 from atropos_tui.monitor.format import GLYPHS, TONES, duration, one_line, seconds_text
 from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.ui.plot import progress_bar
-from atropos_tui.ui.theme import COLOURS
-from atropos_tui.ui.widgets.panel import TextPanel, View, inks
+from atropos_tui.ui.widgets.panel import TextPanel, View
 
 ROOM_FOR_SHARES = 110
 """Columns from which on the two idle shares stand in the header."""
@@ -25,22 +22,11 @@ class Header(TextPanel):
     """Profile, mode, model, health; step, progress and time left."""
 
     DEFAULT_CLASSES = ""
-    INK = "header"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS, "name", "quiet", "track")
     DEFAULT_CSS = """
     Header {
         height: 2;
         padding: 0 1;
         color: $foreground;
-
-        .header--name { text-style: bold; color: $foreground; }
-        .header--quiet { color: $quiet; }
-        .header--track { color: $track; }
-        .header--good { color: $success; }
-        .header--busy { color: $primary; }
-        .header--warn { color: $warning; text-style: bold; }
-        .header--bad { color: $error; text-style: bold; }
-        .header--dim { color: $quiet; }
     }
     """
 
@@ -53,11 +39,11 @@ class Header(TextPanel):
         right = Text.assemble((f"{glyph} {words}", self.ink(tone)))
         if status and status.started_at:
             end = max((row.since or 0 for row in status.components), default=0) if _over(view) else view.now
-            right.append(f"  {duration(max(0.0, end - status.started_at))}", self.ink("quiet"))
-        left = Text.assemble((one_line(info.name or (status.name if status else "")), self.ink("name")))
+            right.append(f"  {duration(max(0.0, end - status.started_at))}", self.ink("dim"))
+        left = Text.assemble((one_line(info.name or (status.name if status else "")), self.ink("title")))
         for part in (info.mode or (status.mode if status else ""), info.short_model):
             if part:
-                left.append("  ·  ", self.ink("quiet")).append(one_line(part), self.ink("quiet"))
+                left.append("  ·  ", self.ink("dim")).append(one_line(part), self.ink("dim"))
         left.truncate(max(0, width - right.cell_len - 2), overflow="ellipsis")
         left.append(" " * max(1, width - left.cell_len - right.cell_len))
         return left.append_text(right)
@@ -69,14 +55,14 @@ class Header(TextPanel):
             left, share, right = Text(f"{done}/{of} up "), done / max(of, 1), Text()
         else:
             speed = pace(state, steps)
-            left = Text(f"step {state.step}/{steps} " if steps else f"step {state.step} ", self.ink("name"))
+            left = Text(f"step {state.step}/{steps} " if steps else f"step {state.step} ", self.ink("title"))
             share = min(1.0, state.step / steps) if steps else 0.0
             right = Text(f" {share:.0%}  " if steps else " ")
             if not _over(view) and speed.eta_s is not None and state.step:
-                right.append(f"ETA {duration(speed.eta_s)}  ", self.ink("name"))
-            right.append(f"{seconds_text(speed.step_s)}/step", self.ink("quiet"))
+                right.append(f"ETA {duration(speed.eta_s)}  ", self.ink("title"))
+            right.append(f"{seconds_text(speed.step_s)}/step", self.ink("dim"))
             if width >= ROOM_FOR_SHARES:
-                right.append(_shares(speed), self.ink("quiet"))
+                right.append(_shares(speed), self.ink("dim"))
         right.truncate(max(0, width - left.cell_len - 8), overflow="ellipsis")
         room = max(0, width - left.cell_len - right.cell_len)
         filled = self.ink("good" if _over(view) and share == 1 else "busy")
@@ -135,19 +121,11 @@ class Notices(TextPanel):
     """The one sentence about the run, in one line or two; below it what a reader has to know of what is shown."""
 
     DEFAULT_CLASSES = ""
-    INK = "notices"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *COLOURS)
     DEFAULT_CSS = """
     Notices {
         height: auto;
         max-height: 4;
         padding: 0 1;
-
-        .notices--good { color: $text-success; }
-        .notices--busy { color: $text-primary; }
-        .notices--warn { color: $text-warning; }
-        .notices--bad { color: $text-error; }
-        .notices--dim { color: $quiet; }
     }
     """
 
@@ -173,7 +151,7 @@ class Notices(TextPanel):
         if found:
             more = len(diagnoses(view)) - (found.diagnosis is not None)
             end = f"  (8 ⏎ fix{f', {more} more' if more > 0 else ''})" if self.diagnosis else ""
-            lines = in_two(found.line, end, width, self.ink(found.tone))
+            lines = in_two(found.line, end, width, self.ink(f"text-{found.tone}"))
         words = notices(view)
         return [*lines, *([Text(f"▲ {' · '.join(words)}", self.ink("warn"), no_wrap=True)] if words else [])]
 

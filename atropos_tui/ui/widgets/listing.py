@@ -26,14 +26,11 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
     Subclasses say how an item is identified (`key_of`) and drawn (`draw`).
     """
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"listing--cursor"}
     DEFAULT_CSS = """
     Listing {
         width: 1fr;
         height: 1fr;
         scrollbar-size: 0 1;
-
-        .listing--cursor { background: $block-cursor-background; }
     }
     """
     follows_records = True
@@ -134,7 +131,7 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
                 return Strip.blank(width, background)
             line = self.draw(self.items[at], width)
             if at == self.cursor and self.has_focus:
-                background = background + self.get_component_rich_style("listing--cursor")
+                background = background + self.ink("lit")
         line.truncate(width, overflow="ellipsis")
         strip = Strip(line.render(self.app.console, end=""))
         return strip.adjust_cell_length(width, background).apply_style(background)

@@ -19,36 +19,27 @@ from textual.strip import Strip
 
 from atropos_tui.monitor.log_buffer import LEVELS, Kind, Level, LogBuffer, LogEntry
 from atropos_tui.monitor.patterns import Pattern
-from atropos_tui.ui.theme import title
+from atropos_tui.monitor.timeline import clock
+from atropos_tui.ui.theme import ink, title
 
 LINES_KEPT = 20_000
 REPAINT_S = 0.1
 BENEATH_S = 1.0
 """Under a dialog, which is drawn over the whole screen anew at every change of what is beneath it."""
 ALL = "all components"
+TIME_CELLS = 9
 _LEVEL_WORDS = {"all": "", "warning": "warnings and errors", "error": "errors only"}
 
 
 class LogView(ScrollView, can_focus=True):
     """Lines of what is followed. Follows the end until scrolled away from it; `f` or End follows again."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {
-        f"log--{name}" for name in ("plain", "error", "warning", "note", "found", "name", "marked")
-    }
     DEFAULT_CLASSES = "panel"
     DEFAULT_CSS = """
     LogView {
         width: 2fr;
         height: 1fr;
         scrollbar-size: 0 1;
-
-        .log--plain { color: $foreground 85%; }
-        .log--error { color: $error; }
-        .log--warning { color: $warning; }
-        .log--note { color: $quiet; text-style: italic; }
-        .log--name { color: $primary 70%; }
-        .log--found { background: $warning 40%; text-style: bold underline; }
-        .log--marked { background: $block-cursor-background; }
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -62,6 +53,7 @@ class LogView(ScrollView, can_focus=True):
         Binding("E", "error(-1)", "Previous error", show=False, tooltip="Log: jump to the previous error"),
         Binding("l", "level", "Level", show=False, tooltip="Log: all lines, warnings and errors, errors only"),
         Binding("ampersand", "app.filter_log", "Filter", show=False, tooltip="Log: show only lines that match"),
+        Binding("T", "times", "Times", show=False, tooltip="Log: when each line came, or not"),
         Binding("w", "wrap", "Wrap", show=False, tooltip="Log: wrap long lines"),
         Binding("y", "copy", "Copy", show=False, tooltip="Log: copy the marked line, or what is on the screen"),
         Binding("x", "clear", "Clear", show=False, tooltip="Log: clear the screen's copy; the file keeps all"),
@@ -81,7 +73,7 @@ class LogView(ScrollView, can_focus=True):
         """What is searched for, highlighted."""
         self._filter: Pattern | None = None
         self._level: Level = "all"
-        self._wraps = False
+        self._wraps = self._timed = False
         self._marked: int | None = None
         """Number of the entry that was jumped to."""
         self._names = 0
@@ -143,7 +135,7 @@ class LogView(ScrollView, can_focus=True):
 
     @property
     def _margin(self) -> int:
-        return self._names + 1 if self._names else 0
+        return (self._names + 1 if self._names else 0) + (TIME_CELLS if self._timed else 0)
 
     def watch_show_vertical_scrollbar(self) -> None:
         """A scrollbar that appears only now takes its place after the layout."""
@@ -175,13 +167,16 @@ class LogView(ScrollView, can_focus=True):
         if row is None:
             return Strip.blank(width, background)
         number, part, entry, text = row
-        style = self.get_component_rich_style(f"log--{entry.kind}")
+        style = ink(self.app, entry.kind)
         if number == self._marked:
-            style += self.get_component_rich_style("log--marked", partial=True)
+            style += ink(self.app, "lit")
         segments = self._segments(text, style)
         if self._names:
             name = entry.component if part == 0 else ""
-            segments.insert(0, Segment(f"{name:<{self._names}} ", self.get_component_rich_style("log--name")))
+            segments.insert(0, Segment(f"{name:<{self._names}} ", ink(self.app, "name of a log")))
+        if self._timed:
+            came = clock(entry.time) if part == 0 and entry.time else ""
+            segments.insert(0, Segment(f"{came:<{TIME_CELLS}}", ink(self.app, "dim")))
         strip = Strip(segments).crop_extend(offset_x, offset_x + width, background)
         return strip.apply_style(background)
 
@@ -189,7 +184,7 @@ class LogView(ScrollView, can_focus=True):
         """The line, with what is searched for highlighted."""
         if self.pattern is None:
             return [Segment(text, style)]
-        marked = style + self.get_component_rich_style("log--found", partial=True)
+        marked = style + ink(self.app, "found")
         segments, at = [], 0
         for start, end in self.pattern.spans(text):
             if start > at:
@@ -309,6 +304,10 @@ class LogView(ScrollView, can_focus=True):
 
     def action_wrap(self) -> None:
         self._wraps, self._stale = not self._wraps, True
+        self._arrange()
+
+    def action_times(self) -> None:
+        self._timed, self._stale = not self._timed, True
         self._arrange()
 
     def action_clear(self) -> None:

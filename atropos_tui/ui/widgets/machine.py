@@ -6,7 +6,6 @@ Without a GPU the same panel shows the host's memory and CPU by component, and s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import ClassVar
 
 from rich.style import Style
 from rich.text import Text
@@ -17,7 +16,7 @@ from atropos_tui.monitor.gauges import Split, split_cpu, split_gpu, split_memory
 from atropos_tui.monitor.timeline import clock
 from atropos_tui.ui.plot import legend, sparkline, split_bar, textures
 from atropos_tui.ui.theme import title
-from atropos_tui.ui.widgets.panel import TextPanel, View, inks
+from atropos_tui.ui.widgets.panel import TextPanel, View
 
 _COLOURS = ("primary", "accent", "success", "warning", "error")
 _LABEL = 8
@@ -38,20 +37,8 @@ def _note(view: View, gpus: list[GpuStatus]) -> str:
 class MachinePanel(TextPanel):
     """GPUs, or the host; as many lines each as there is room for."""
 
-    INK = "machine"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, *_COLOURS, "other", "free", "label")
     SCOPED_CSS = False
     DEFAULT_CSS = """
-    MachinePanel {
-        .machine--primary { color: $primary; }
-        .machine--accent { color: $accent; }
-        .machine--success { color: $success; }
-        .machine--warning { color: $warning; }
-        .machine--error { color: $error; }
-        .machine--other { color: $quiet; }
-        .machine--free { color: $track; }
-        .machine--label { color: $quiet; }
-    }
     .view MachinePanel { width: 1fr; height: 1fr; }
     """
 
@@ -82,7 +69,7 @@ class MachinePanel(TextPanel):
             """Components go round the colours."""
             if part in order:
                 return self.ink(_COLOURS[order.index(part) % len(_COLOURS)])
-            return self.ink("free" if part == "free" else "other")
+            return self.ink("track" if part == "free" else "dim")
 
         bar = split_bar(split, texture, style, max(4, width - _LABEL - len(words) - 1))
         parts = legend(split, texture, style, write, width - _LABEL)
@@ -94,14 +81,17 @@ class MachinePanel(TextPanel):
     def _gpu(self, view: View, gpu: GpuStatus, width: int) -> list[Text]:
         """The most important line first: memory; then load and history; then who holds what."""
         planned = {item.name: item.gpus for item in view.info.components}
-        split = split_gpu(gpu, view.gauges.used(view.rows), planned, view.state.metric("reserved_bytes").last)
+        own = view.status.nodes[0].name if view.status and view.status.nodes else ""  # its cards bear no name
+        there = [row for row in view.gauges.used(view.rows) if row.node == (gpu.node or own)]
+        split = split_gpu(gpu, there, planned, view.state.metric("reserved_bytes").last)
         busy = "–" if gpu.utilization_percent is None else f"{gpu.utilization_percent}%"
         power = "–" if gpu.power_w is None else f"{gpu.power_w:.0f} W"
         heat = "–" if gpu.temperature_c is None else f"{gpu.temperature_c} °C"
         memory = f"{gpu.used_bytes / 1e9:.1f}/{bytes_text(gpu.total_bytes)}"
         words = f"{memory}  {busy:>4}  {power:>5}  {heat}"
-        history = view.gauges.card(gpu.index)
-        lines = self._use(view, f"GPU {gpu.index}", split, words, bytes_text, width)
+        history = view.gauges.card(gpu.index, gpu.node)
+        label = f"{gpu.node[: _LABEL - 3]} {gpu.index}" if gpu.node else f"GPU {gpu.index}"
+        lines = self._use(view, label, split, words, bytes_text, width)
         if split.note:
             lines.append(self.labelled("", _LABEL).append(split.note))
         load, held = ([found and found[part] for found in history] for part in (0, 1))

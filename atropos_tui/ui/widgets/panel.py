@@ -26,6 +26,7 @@ from atropos_tui.monitor.reading import MARKS, Lens, Looking, Mark, Ruler, marks
 from atropos_tui.monitor.run_files import RunInfo
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
+from atropos_tui.ui.theme import ink
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +103,6 @@ class Panel(Widget):
     """A widget that draws a `View`. Framed panels have the class `panel`, whose look is in `app.tcss`."""
 
     DEFAULT_CLASSES = "panel"
-    INK: ClassVar[str] = ""
-    """What the names of this panel's styles (its component classes) begin with."""
     hides_itself: ClassVar[bool] = False
     """Shown only while it has something to say, which it has to be asked."""
     follows_records: bool = False
@@ -120,12 +119,12 @@ class Panel(Widget):
             self._title_words = self.border_title = words
 
     def ink(self, name: str) -> Style:
-        """One of the panel's styles, without the ground beneath it."""
-        return self.get_component_rich_style(f"{self.INK}--{name}", partial=True)
+        """A style of `theme.INKS`."""
+        return ink(self.app, name)
 
     def labelled(self, label: str, width: int) -> Text:
         """The beginning of a line: `label` in `width` cells."""
-        return Text(f"{label:<{width}}", self.ink("label"), no_wrap=True, end="")
+        return Text(f"{label:<{width}}", self.ink("dim"), no_wrap=True, end="")
 
 
 class TextPanel(Panel):
@@ -161,8 +160,3 @@ class TextPanel(Panel):
         for line in lines:
             line.truncate(width, overflow="ellipsis")
         return lines if self.styles.is_auto_height else lines[:height]
-
-
-def inks(name: str, *inks: str) -> set[str]:
-    """Component classes of a panel whose `INK` is `name`."""
-    return {f"{name}--{ink}" for ink in inks}

@@ -33,9 +33,9 @@ from atropos_tui.monitor.rollout_groups import (
     shared_beginning,
 )
 from atropos_tui.ui.plot import sparkline
-from atropos_tui.ui.theme import title
+from atropos_tui.ui.theme import ink, title
 from atropos_tui.ui.widgets.listing import Listing
-from atropos_tui.ui.widgets.panel import View, inks
+from atropos_tui.ui.widgets.panel import View
 
 MOST_SPREAD = 16
 """Rewards of a group that are shown."""
@@ -56,17 +56,6 @@ class RolloutRow:
 class Rollouts(Listing[RolloutRow]):
     """One line per completion, which comes first; beside a group's first stand its question and its rewards."""
 
-    INK = "rollouts"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, "quiet", "good", "bad", "prompt", "found")
-    DEFAULT_CSS = """
-    Rollouts {
-        .rollouts--quiet { color: $quiet; }
-        .rollouts--good { color: $success; }
-        .rollouts--bad { color: $error; }
-        .rollouts--prompt { color: $quiet; }
-        .rollouts--found { background: $warning 40%; text-style: bold underline; }
-    }
-    """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "choose", "Open", show=False, tooltip="Rollouts: open the completion under the cursor"),
         Binding("m", "mark", "Mark", show=False, tooltip="Rollouts: mark this completion as the one to compare with"),
@@ -190,26 +179,26 @@ class Rollouts(Listing[RolloutRow]):
         spread = f" {'rewards' if self._spread > 6 else '':<{self._spread}}" if self._spread > 1 else ""
         return Text(
             f"{'step':>5} {'reward':>7} {'adv':>6}{spread}  answer ← question",
-            self.ink("quiet"), no_wrap=True, end="",
+            self.ink("dim"), no_wrap=True, end="",
         )  # fmt: skip
 
     def draw(self, item: RolloutRow, width: int) -> Text:
         record = item.rollout
         is_first = item.at == 0 or self._order != "newest"
-        tone = "good" if record.advantage > 0 else "bad" if record.advantage < 0 else "quiet"
+        tone = "good" if record.advantage > 0 else "bad" if record.advantage < 0 else "dim"
         mark = "◆" if record is self._mark else " "
         line = Text(no_wrap=True, end="")
-        line.append(f"{record.step:>5}{mark}" if is_first else f"{mark:>6}", self.ink("quiet"))
+        line.append(f"{record.step:>5}{mark}" if is_first else f"{mark:>6}", self.ink("dim"))
         line.append(f"{number(record.reward, 2):>7} {number(record.advantage, 2):>6}", self.ink(tone))
         if self._spread > 1:
             words = spread(item.group.rollouts) if is_first else "↳"
-            line.append(f" {words:<{self._spread}.{self._spread}}", self.ink("quiet"))
+            line.append(f" {words:<{self._spread}.{self._spread}}", self.ink("dim"))
         asked = one_line(question(record.prompt)[self._shared :]) if is_first else ""
         room = width - line.cell_len - 2
         beside = f" ← {'…' if self._shared else ''}{asked}" if asked else ""
         beside = beside if len(beside) <= room // 2 else f"{beside[: room // 2 - 1]}…"
         line.append("  ").append(self._seen(one_line(answer(record.completion)), room - len(beside)))
-        line.append(beside, self.ink("prompt"))
+        line.append(beside, self.ink("dim"))
         for start, end in self._pattern.spans(line.plain) if self._pattern else ():
             line.stylize(self.ink("found"), start, end)
         return line
@@ -233,17 +222,11 @@ def spread(rollouts: Sequence[RolloutRecord]) -> str:
 class RolloutDetail(VerticalScroll):
     """One completion in full, or what changed between two: told by the list, not by a `View`."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"detail--label", "detail--gone", "detail--new", "detail--found"}
     DEFAULT_CLASSES = "panel"
     DEFAULT_CSS = """
     RolloutDetail {
         width: 1fr;
         height: 1fr;
-
-        .detail--label { color: $quiet; }
-        .detail--gone { color: $error; text-style: strike; }
-        .detail--new { color: $success; text-style: underline; }
-        .detail--found { background: $warning 40%; text-style: bold underline; }
     }
     """
 
@@ -263,11 +246,11 @@ class RolloutDetail(VerticalScroll):
         self.border_title = title("Rollout", (about, "quiet"), (message.words, "accent"))
         text = self._text(rollout, message.base, message.group) if rollout else Text()
         for start, end in message.pattern.spans(text.plain) if message.pattern else ():
-            text.stylize(self.get_component_rich_style("detail--found", partial=True), start, end)
+            text.stylize(ink(self.app, "found"), start, end)
         self.query_one("#rollout-text", Static).update(text)
 
     def _text(self, rollout: RolloutRecord, base: RolloutRecord | None, group: Sequence[RolloutRecord]) -> Text:
-        label = self.get_component_rich_style("detail--label", partial=True)
+        label = ink(self.app, "dim")
         text = Text()
         figures = [
             ("reward", number(rollout.reward, 2)),
@@ -292,8 +275,8 @@ class RolloutDetail(VerticalScroll):
         copied text."""
         styles: dict[str, Style | str] = {
             "same": "",
-            "gone": self.get_component_rich_style("detail--gone", partial=True),
-            "new": self.get_component_rich_style("detail--new", partial=True),
+            "gone": ink(self.app, "gone"),
+            "new": ink(self.app, "new"),
         }
         around = {"same": ("", ""), "gone": ("[-", "-]"), "new": ("{+", "+}")}
         parts = ((change, words, *around[change]) for change, words in diff(old, new))

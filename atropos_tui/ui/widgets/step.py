@@ -3,8 +3,6 @@ it made, what happened then, and every number of its records."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from rich.text import Text
 
 from atropos_tui.monitor.bench import PARTS
@@ -13,7 +11,7 @@ from atropos_tui.monitor.format import one_line, seconds_text
 from atropos_tui.monitor.reading import MARKS, value_at
 from atropos_tui.monitor.timeline import clock
 from atropos_tui.ui.theme import title
-from atropos_tui.ui.widgets.panel import TextPanel, View, inks
+from atropos_tui.ui.widgets.panel import TextPanel, View
 
 COLUMN = 36
 """Cells of a name with its value."""
@@ -25,14 +23,10 @@ class StepPanel(TextPanel):
     """The step under the charts' cursor, else the newest."""
 
     SCOPED_CSS = False
-    INK = "step"
-    COMPONENT_CLASSES: ClassVar[set[str]] = inks(INK, "label", "mark")
     DEFAULT_CSS = """
     StepPanel {
         width: 42;
         height: 1fr;
-        .step--label { color: $quiet; }
-        .step--mark { color: $warning; }
     }
     .-narrow StepPanel { width: 1fr; height: 8; }
     """
@@ -46,7 +40,7 @@ class StepPanel(TextPanel):
         step = view.cursor_step
         found = [self._when(view, step)]
         found += [
-            Text(f"{MARKS[mark.kind]} {one_line(mark.words)}", self.ink("mark"))
+            Text(f"{MARKS[mark.kind]} {one_line(mark.words)}", self.ink("warn"))
             for _, mark in view.marks
             if mark.step == step
         ]
@@ -63,7 +57,7 @@ class StepPanel(TextPanel):
         time = value_at(steps.steps, steps.times, step)
         weights = view.state.metric("weight_version").at(step)
         words = [clock(time) if time is not None else "", f"weights {weights:.0f}" if weights is not None else ""]
-        return Text("  ".join(filter(None, words)), self.ink("label"))
+        return Text("  ".join(filter(None, words)), self.ink("dim"))
 
     def _time(self, view: View, step: int) -> Text | None:
         """Where the seconds of the step went."""
@@ -78,5 +72,5 @@ class StepPanel(TextPanel):
         value = value_at(series.steps, series.values, step)
         cut = one_line(name)
         cut = cut if len(cut) <= COLUMN - 12 else f"…{cut[-(COLUMN - 13) :]}"
-        text = Text(f"{cut:<{COLUMN - 11}}", self.ink("label"), no_wrap=True, end="")
+        text = Text(f"{cut:<{COLUMN - 11}}", self.ink("dim"), no_wrap=True, end="")
         return text.append(f"{WRITERS[chart_of(name).unit](value):>9}  ")

@@ -1,33 +1,37 @@
-"""Inference servers that start in seconds on a CPU: forked from a process that has imported vLLM already.
+"""Processes that start at once: forked from one that has imported already what takes them long.
 
-    python -m benchmarks.server_nursery
+    python -m benchmarks.nursery MODULE...
 
-Each line on stdin is a request {"argv": [...], "env": {...}, "log": FILE}; the answer is the pid of a server that runs
-`python -m vllm_server` in a session of its own. Servers die with this process; how one ended is written to FILE.exit.
+Each line on stdin is a request {"call": "module:function", "args": [...], "env": {...}, "cwd": DIR, "stdin": FILE,
+"log": FILE}; the answer is the pid of a process that ends with what the function returns for `args`, in a session of
+its own. All die with this process; how one ended is written to LOG.exit. On a CPU neither torch nor vLLM starts a
+thread when it is imported.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from atropos_common.parent_death import die_with_parent
 from benchmarks.children import TAIL, Child, Server, answer
 
+VLLM = "vllm_server.app"
+"""What an inference server imports."""
 
-def main() -> None:
-    from vllm_server import __main__ as server
-    from vllm_server import compat
 
-    compat.require_parts()
-    from vllm_server import app  # noqa: F401  its imports are what takes long
-
+def main(modules: list[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
     answer({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
@@ -36,16 +40,24 @@ def main() -> None:
             threading.Thread(target=_reap, args=[pid, Path(request["log"] + ".exit")], daemon=True).start()
             answer({"pid": pid})
             continue
-        os.setsid()
-        die_with_parent(os.getppid())
-        os.environ.clear()
-        os.environ.update(request["env"])
-        out, nothing = os.open(request["log"], os.O_WRONLY | os.O_CREAT, 0o600), os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        sys.argv = ["vllm_server", *request["argv"]]
-        sys.exit(server.main(request["argv"]))
+        _run(request)
+
+
+def _run(request: dict[str, Any]) -> None:
+    """In the new process: as if it had been started with this environment."""
+    os.setsid()
+    die_with_parent(os.getppid())
+    os.environ.clear()
+    os.environ.update(request["env"])
+    tempfile.tempdir = None  # of the environment before
+    out = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.chdir(request["cwd"])
+    os.dup2(os.open(request["stdin"], os.O_RDONLY), 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    module, function = request["call"].split(":")
+    sys.argv = [module, *request["args"]]
+    sys.exit(getattr(importlib.import_module(module), function)(request["args"]))
 
 
 def _reap(pid: int, place: Path) -> None:
@@ -54,12 +66,15 @@ def _reap(pid: int, place: Path) -> None:
 
 
 class ForkedProcess:
-    """A server of the nursery with the ways of `subprocess.Popen`."""
+    """A process of the nursery with the ways of `subprocess.Popen`; it runs `call` with `args`, its output in `log`."""
 
-    def __init__(self, nursery: Child, argv: list[str], env: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, nursery: Child, call: str, args: list[str], env: dict[str, str], log: Path, stdin: Path | None = None
+    ) -> None:
         self._exit = Path(f"{log}.exit")
         self._exit.unlink(missing_ok=True)  # of an earlier one in this place
-        self.pid: int = nursery.ask({"argv": argv, "env": env, "log": str(log)}, 30)["pid"]
+        request = {"call": call, "args": args, "env": env, "cwd": str(Path.cwd()), "log": str(log)}
+        self.pid: int = nursery.ask(request | {"stdin": str(stdin or os.devnull)}, 30)["pid"]
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -77,7 +92,7 @@ class ForkedProcess:
         until = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > until:
-                raise subprocess.TimeoutExpired("vllm_server", timeout)
+                raise subprocess.TimeoutExpired("a forked process", timeout)
             time.sleep(0.02)
         assert self.returncode is not None
         return self.returncode
@@ -93,6 +108,11 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
+def forked_server(nursery: Child, argv: list[str], env: dict[str, str], log: Path) -> ForkedProcess:
+    """What `python -m vllm_server ARGV` would be."""
+    return ForkedProcess(nursery, "vllm_server.__main__:main", argv, env, log)
+
+
 class Forked(Server):
     """A server out of the nursery, with the ways of one that was started."""
 
@@ -102,11 +122,11 @@ class Forked(Server):
         self.url, self.health = f"http://127.0.0.1:{port}", "/health_generate"
         argv = ["--host", "127.0.0.1", "--port", str(port), *flags]
         env = env | {"LOGDIR": str(folder / "bridge")}
-        self.popen = ForkedProcess(nursery, argv, env, self.log)  # type: ignore[assignment]
+        self.popen = forked_server(nursery, argv, env, self.log)  # type: ignore[assignment]
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-TAIL:] if self.log.exists() else ""
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

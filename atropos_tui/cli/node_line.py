@@ -1,0 +1,170 @@
+"""A program at the other end of a launcher's prefix, asked and answered over its standard input and output.
+
+`NodeLine` sends `node_probe.py` there as text, so that nothing of ours needs to be installed. What a launcher says when
+it does not get there becomes words, by the same rules that explain such a line in a component's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from atropos_tui.cli import node_probe
+from atropos_tui.diagnoses.launcher_rules import LAUNCHER_RULES
+from atropos_tui.diagnoses.model import plain
+from atropos_tui.errors import Problem
+from atropos_tui.profile.spec import Place
+
+BOOT = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())), 'node_probe', 'exec'))"
+"""Reads the program: its length in bytes in a line, then its text."""
+ANSWER_S = 30.0
+"""A busy srun takes some seconds to begin a step, and so does Python on a cold network disk."""
+LEAVE_S = 2.0
+NOT_THERE = re.compile(r"No such file or directory|not found", re.IGNORECASE)
+LONGEST_LINE = 1 << 20
+
+
+class NodeFault(Exception):
+    """A node does not do what it was asked; in words, with the way out."""
+
+    def __init__(self, reason: str, fix: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.fix = reason, fix
+
+    @property
+    def problem(self) -> Problem:
+        """As a command shows it."""
+        return Problem(self.reason, self.fix)
+
+
+def explain(lines: Sequence[str], code: int | None, command: Sequence[str], host: str) -> NodeFault:
+    """What a launcher's last lines mean; else the last of them as it is."""
+    text = [line for line in lines if line.strip()]
+    for rule in LAUNCHER_RULES:
+        for pattern in rule.patterns:
+            for line in reversed(text):
+                if pattern.match(line):
+                    return NodeFault(f"{rule.title}: {line.strip()}", str(rule.fix).replace("HOST", host))
+    said = text[-1].strip() if text else "it said nothing"
+    if missing := next((line for line in text if "python" in line and NOT_THERE.search(line)), ""):
+        fix = "name the interpreter that every node has under the same path: [cluster] python"
+        return NodeFault(f"the interpreter is not there: {missing.strip()}", fix)
+    how = "was ended" if code is None else f"ended with code {code}"
+    return NodeFault(f"{command[0]} {how}: {said}", f"try it by hand: {shlex.join(command)}")
+
+
+class NodeLine:
+    """`node_probe` at `place`; ends with the `async with`."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._process: asyncio.subprocess.Process | None = None
+        self._errors: deque[str] = deque(maxlen=40)
+        self._reading: asyncio.Task[None] | None = None
+        self.seconds = 0.0
+        """That the last answer took."""
+
+    async def __aenter__(self) -> NodeLine:
+        """
+        Raises:
+            NodeFault: nobody is there, or not within `ANSWER_S`.
+        """
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._place.command(self._place.python, "-I", "-c", BOOT), limit=LONGEST_LINE, start_new_session=True,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+        except OSError as error:
+            program = [*self._place.prefix, self._place.python][0]
+            fix = "install the launcher's client here, or correct [cluster] launcher and python"
+            raise NodeFault(f"{program} cannot be run here: {error.strerror}", fix) from None
+        self._reading = asyncio.create_task(self._read_errors())
+        source = Path(node_probe.__file__).read_bytes()
+        try:
+            await self._answer(b"%d\n%b" % (len(source), source), ANSWER_S, None)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def ask(
+        self, question: str, *, limit_s: float = ANSWER_S, stage: Callable[[str], None] | None = None, **arguments: Any
+    ) -> dict[str, Any]:
+        """One of `node_probe.ANSWERS`; `stage` hears how far it is.
+
+        Raises:
+            NodeFault: it does not answer within `limit_s`, has ended, or could not do it.
+        """
+        answer = await self._answer((json.dumps({"ask": question} | arguments) + "\n").encode(), limit_s, stage)
+        if "error" in answer:
+            raise NodeFault(str(answer["error"]))
+        return answer
+
+    async def _answer(self, sent: bytes, limit_s: float, stage: Callable[[str], None] | None) -> dict[str, Any]:
+        process, loop = self._process, asyncio.get_running_loop()
+        assert process is not None and process.stdin is not None
+        began = loop.time()
+        try:
+            async with asyncio.timeout(limit_s):
+                with contextlib.suppress(ConnectionError):  # its last words are in what it printed
+                    process.stdin.write(sent)
+                    await process.stdin.drain()
+                while "stage" in (answer := await self._next()):
+                    if stage is not None:
+                        stage(answer["stage"])
+        except TimeoutError:
+            said = f" (it says: {self._errors[-1]})" if self._errors else ""
+            fix = f"try it by hand: {shlex.join(self._place.command(self._place.python, '--version'))}"
+            raise NodeFault(f"no answer within {limit_s:.0f} s{said}", fix) from None
+        self.seconds = loop.time() - began
+        return answer
+
+    async def _next(self) -> dict[str, Any]:
+        assert self._process is not None and self._process.stdout is not None
+        mark = node_probe.MARK.encode()
+        while line := await self._process.stdout.readline():
+            _, found, text = line.partition(mark)
+            if found:
+                answer: dict[str, Any] = json.loads(text)
+                return answer
+        assert self._reading is not None
+        code = await self._process.wait()
+        await asyncio.wait({self._reading}, timeout=LEAVE_S)
+        raise explain(self._errors, code, self._place.command(self._place.python, "--version"), self._place.host)
+
+    async def _read_errors(self) -> None:
+        assert self._process is not None and self._process.stderr is not None
+        with contextlib.suppress(ValueError):  # a line beyond the limit
+            while line := await self._process.stderr.readline():
+                self._errors.append(plain(line))
+
+    async def close(self) -> None:
+        """Close its standard input, at which it ends; what is left of the launcher then is killed."""
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        if self._reading is not None:
+            self._reading.cancel()

@@ -1,0 +1,239 @@
+"""Cross-checks of `[cluster]`, `[[node]]` and the `node` keys, whatever the machine. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from atropos_common.transfer import is_loopback, is_wildcard
+from atropos_tui.errors import Problem
+from atropos_tui.profile.errors import did_you_mean
+from atropos_tui.profile.memory import VLLM_FRACTION
+from atropos_tui.profile.places import foreseen
+from atropos_tui.profile.plan import trainer_ranks, trainer_seats, traits_of
+from atropos_tui.profile.seats import Seat, host_names
+from atropos_tui.profile.sections import Profile
+
+ADD_CLUSTER = 'add [cluster] with launcher = "slurm", "ssh", "kubernetes" or "ray", or leave it out'
+
+
+def check_nodes(profile: Profile) -> list[Problem]:
+    """What does not fit together of a profile's machines: first whether there are any, then who sits where."""
+    if not profile.is_spread:
+        return list(_without_cluster(profile))
+    wrong = [*_machines(profile), *_hosts(profile), *_known(profile)]
+    if wrong:
+        return wrong
+    return [
+        *_engine_seats(profile), *_trainer_seats(profile), *_crowded(profile), *_single_copy(profile), *_ports(profile),
+        *_dialled(profile), *_api_host(profile), *_probes(profile),
+    ]  # fmt: skip
+
+
+def _node_keys(profile: Profile) -> Iterator[tuple[str, str]]:
+    """Each `node` key that is set, with its value."""
+    parts = [
+        ("api", profile.api),
+        *((f"env.{index}", env) for index, env in enumerate(profile.env)),
+        *((f"vllm.{index}", engine) for index, engine in enumerate(profile.vllm)),
+        *((f"component.{name}", part) for name, part in profile.component.items()),
+        ("trainer", profile.trainer),
+    ]
+    yield from ((f"{key}.node", part.node) for key, part in parts if part.node is not None)
+
+
+def _without_cluster(profile: Profile) -> Iterator[Problem]:
+    if profile.cluster is not None:
+        return  # local: all machines are this one
+    if profile.node:
+        yield Problem("machines, and nothing that brings components there", ADD_CLUSTER, key="node.0")
+    for key, name in _node_keys(profile):
+        yield Problem(f"{name!r} is a machine, and this profile has only this one", ADD_CLUSTER, key=key)
+
+
+def _machines(profile: Profile) -> Iterator[Problem]:
+    if not profile.node:
+        reason = f"launcher {profile.cluster.launcher!r} and no machines" if profile.cluster else ""
+        yield Problem(reason, 'add [[node]] with name = "...", and gpus where it has any', key="cluster.launcher")
+    if profile.inference_gpus is not None:
+        fix = "leave it out, and say vllm.node and trainer.node"
+        yield Problem("divides the GPUs of one machine, and this profile has several", fix, key="inference_gpus")
+    used = Counter(name for group in profile.node for name in host_names(group.name, group.count))
+    for index, group in enumerate(profile.node):
+        if twice := [name for name in host_names(group.name, group.count) if used[name] > 1]:
+            reason = f"another machine is called {twice[0]!r} too"
+            yield Problem(reason, "give each [[node]] its own name", key=f"node.{index}.name")
+
+
+def _hosts(profile: Profile) -> Iterator[Problem]:
+    launcher = profile.cluster.launcher if profile.cluster else ""
+    seen: dict[str, str] = {}
+    for index, group in enumerate(profile.node):
+        key, count = f"node.{index}.hosts", len(group.hosts)
+        if launcher == "slurm":
+            if group.hosts or group.addresses:
+                fix = 'leave it out; to name some: [cluster] sbatch = ["--nodelist=..."]'
+                yield Problem("SLURM chooses the hosts", fix, key=key)
+            continue
+        if count != group.count:
+            what = f"{count} {'host' if count == 1 else 'hosts'}" if count else "no hosts"
+            fix = f"name {group.count}" + (f", or set count = {count}" if count else f", as {launcher} knows them")
+            yield Problem(f"{what} for count = {group.count}", fix, key=key)
+        for host in group.hosts:
+            if host in seen:
+                reason = f"{host} is also of {seen[host]}"
+                yield Problem(reason, "name each host once: a [[node]] may have several components", key=key)
+            seen.setdefault(host, group.name)
+        if group.addresses and len(group.addresses) != count:
+            reason = f"{len(group.addresses)} addresses for {count} hosts"
+            yield Problem(reason, "give one for each host, in the same order", key=f"node.{index}.addresses")
+        if every := [address for address in group.addresses if is_wildcard(address)]:
+            fix = "name the address of its private interface, which the others dial"
+            yield Problem(f"{every[0]} is every interface of a machine", fix, key=f"node.{index}.addresses")
+
+
+def _known(profile: Profile) -> Iterator[Problem]:
+    names = [group.name for group in profile.node]
+    for key, name in _node_keys(profile):
+        if not profile.hosts_named(name):
+            meant = did_you_mean(name, names)
+            yield Problem(
+                f"no [[node]] is called {name!r}", f"{meant}use one of: {', '.join(names) or 'none'}", key=key
+            )
+
+
+def _engine_seats(profile: Profile) -> Iterator[Problem]:
+    for index, (section, made) in enumerate(zip(profile.vllm, profile.seated, strict=True)):
+        key, node = f"vllm.{index}", section.node or profile.node[0].name
+        there = max(profile.machines[host] for host in profile.hosts_named(section.node))
+        if beyond := [gpu for gpu in section.gpus if gpu >= there]:
+            yield Problem(*_beyond(beyond, node, there), key=f"{key}.gpus")
+            continue
+        if len(set(section.gpus)) < len(section.gpus):
+            yield Problem(f"names a GPU twice: {section.gpus}", "name each GPU once", key=f"{key}.gpus")
+            continue
+        if len(made) > 1 and index == 0 and not traits_of(profile).feeds_all:
+            fix = 'set replicas = 1 and as many GPUs as one takes, or use mode = "broadcast"'
+            yield Problem(f"{len(made)} engines, and the trainer feeds one in this mode", fix, key=f"{key}.replicas")
+            continue
+        wanted = section.gpus_needed
+        short = [(engine, seats) for engine, seats in made if sum(len(seat.gpus) for seat in seats) < wanted]
+        if there and short:
+            engine, seats = short[0]
+            got = sum(len(seat.gpus) for seat in seats)
+            yield Problem(
+                f"{engine.name} takes {wanted} {'GPU' if wanted == 1 else 'GPUs'}, and {got or 'none'} "
+                f"{'is' if got < 2 else 'are'} left for it on {node}, where each machine has {there}",
+                f"lower vllm.replicas or tensor_parallel, raise count or gpus of [[node]] {node}, or use another node",
+                key=f"{key}.node",
+            )
+
+
+def _beyond(gpus: list[int], node: str, there: int) -> tuple[str, str]:
+    has = "no GPUs" if not there else "GPU 0" if there == 1 else f"GPUs 0-{there - 1}"
+    named = ", ".join(map(str, gpus))
+    return f"GPU {named} does not exist: [[node]] {node} has {has}", f"use {has}, or raise gpus of [[node]] {node}"
+
+
+def _trainer_seats(profile: Profile) -> Iterator[Problem]:
+    trainer, seats = profile.trainer, trainer_seats(profile)
+    node = trainer.node or profile.node[0].name
+    there = max(profile.machines[host] for host in profile.hosts_named(trainer.node))
+    if beyond := [gpu for gpu in trainer.gpus if gpu >= there]:
+        yield Problem(*_beyond(beyond, node, there), key="trainer.gpus")
+        return
+    bare = [seat.node for seat in seats if not seat.gpus]
+    if (any(seat.gpus for seat in seats) and bare) or (there and bare and trainer.settings.get("device") != "cpu"):
+        reason = f"no GPU is left for the trainer on {', '.join(bare[:3])}"
+        fix = "give engines fewer, name trainer.gpus, or set trainer.node to machines of its own"
+        yield Problem(reason, fix, key="trainer.node")
+        return
+    ranks, gpus = trainer_ranks(profile), sum(len(seat.gpus) for seat in seats)
+    if gpus and ranks != gpus:
+        reason = f"{ranks} ranks, and {gpus} GPUs on {len(seats)} machines: each rank has one of its own"
+        yield Problem(reason, f"set it to {gpus}, or leave it out", key="trainer.processes")
+    elif ranks % len(seats):
+        reason = f"{ranks} ranks cannot be divided evenly among {len(seats)} machines"
+        yield Problem(reason, f"set it to a multiple of {len(seats)}, or leave it out", key="trainer.processes")
+
+
+def _crowded(profile: Profile) -> Iterator[Problem]:
+    """GPUs that several have: engines by their shares, and nobody beside a trainer with GPUs of its own."""
+    on: defaultdict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
+    for index, made in enumerate(profile.seated):
+        share = profile.vllm[index].gpu_memory_utilization or VLLM_FRACTION
+        for place in {(seat.node, gpu) for _, seats in made for seat in seats for gpu in seat.gpus}:
+            on[place].append((index, share))
+    own = {(seat.node, gpu) for seat in trainer_seats(profile) for gpu in seat.gpus}
+    for (node, gpu), shares in sorted(on.items()):
+        total, last = sum(share for _, share in shares), shares[-1][0]
+        if len(shares) > 1 and total > 1:
+            fix = f"let gpu_memory_utilization add up to less than 1, such as {0.9 / len(shares):.2f} each"
+            yield Problem(f"{len(shares)} engines have GPU {gpu} of {node}", fix, key=f"vllm.{last}.gpus")
+            return
+        if traits_of(profile).other_gpus and (node, gpu) in own:
+            fix = 'give each GPUs of its own, or use mode = "shared_vllm"'
+            reason = f"a broadcast goes to other GPUs, and GPU {gpu} of {node} has trainer and engine"
+            yield Problem(reason, fix, key=f"vllm.{last}.gpus")
+            return
+
+
+def _single_copy(profile: Profile) -> Iterator[Problem]:
+    if not traits_of(profile).shares_memory:
+        return
+    if profile.trainer.node is not None and profile.trainer.node != profile.vllm[0].node:
+        where = profile.vllm[0].node or profile.node[0].name
+        yield Problem(
+            f"single copy needs trainer and engine on the same machine, and the engine is on {where!r}",
+            f'leave it out, set it to {where!r}, or use mode = "broadcast"',
+            key="trainer.node",
+        )
+
+
+def _ports(profile: Profile) -> Iterator[Problem]:
+    last = max(port for _, port in profile.used_ports())
+    if last > 65535:
+        yield Problem(f"the last engine would have port {last}", "choose a lower one", key="vllm.0.port")
+
+
+def _dialled(profile: Profile) -> Iterator[Problem]:
+    """Addresses by which no other machine finds this one."""
+    nodes = foreseen(profile).nodes
+    lone = [node for node in nodes if is_loopback(node.address)]
+    if lone and len(lone) < len(nodes):
+        index = next(i for i, group in enumerate(profile.node) if lone[0].name in host_names(group.name, group.count))
+        reason = f"{lone[0].address} is every machine's own, and the others must dial {lone[0].name}"
+        fix = 'give its private address: addresses = ["10.0.0.1"]'
+        yield Problem(reason, fix, key=f"node.{index}.{'addresses' if profile.node[index].addresses else 'hosts'}")
+
+
+def _api_host(profile: Profile) -> Iterator[Problem]:
+    host = profile.api.host
+    if "host" in profile.api.model_fields_set and (is_loopback(host) or is_wildcard(host)):
+        reason = f"{host} is every machine's own, and others dial run-api there"
+        yield Problem(reason, "leave it out for the address of its machine, or name that", key="api.host")
+
+
+def _probes(profile: Profile) -> Iterator[Problem]:
+    """Probes are made by the supervisor: what only the component's own machine can see passes or fails for nothing."""
+    here = next(iter(profile.machines), None)
+    for name, part in profile.component.items():
+        if part.node is None or profile.hosts_named(part.node)[:1] == [here]:
+            continue
+        for kind in ("startup", "readiness", "liveness"):
+            probe = getattr(part, kind)
+            for check in probe.checks if probe else ():
+                if check.kind == "exec" or (check.kind == "tcp" and is_loopback(check.host)):
+                    reason = f"the supervisor makes it, and {name} is on another machine"
+                    fix = 'use kind = "http" or "tcp" with the address of its machine, or kind = "log" or "file"'
+                    yield Problem(reason, fix, key=f"component.{name}.{kind}")
+                    break
+
+
+def unused_gpus(profile: Profile) -> dict[str, int]:
+    """How many GPUs of each machine nobody has."""
+    taken: defaultdict[str, set[int]] = defaultdict(set)
+    seats: list[Seat] = [seat for made in profile.seated for _, each in made for seat in each]
+    for seat in [*seats, *trainer_seats(profile)]:
+        taken[seat.node].update(seat.gpus)
+    return {host: count - len(taken[host]) for host, count in profile.machines.items() if count > len(taken[host])}

@@ -1,0 +1,535 @@
+"""The far end of a launcher: starts one component on its node, and is all that the supervisor has there.
+
+    PREFIX python -I -S -c 'import sys; sys.path.insert(0, sys.argv.pop(1)); from ... import main; main()' ROOT
+
+Its stdin and stdout are a line of frames (`keeper.KeeperLine`); nothing secret is on a command line. It says `MAGIC`
+first, since a login shell may print before it. Then it hears one of two:
+
+- `start` with a job: it starts the component as its child, in a session of its own, and says `kept` (pids).
+  From then on it says `output`, `exit` with the code, `left` and `stuck` of an end, `beat` every `BEAT_S`, and hears
+  `end` (signal and grace), `hurry`, `measure` (answered by `usage`), `beat`. When nothing of the component is left on
+  this node, it says `gone` with the number of processes that had to be killed, and leaves.
+- `sweep` with a job: it ends what a far end that was killed has left, says `gone`, and leaves.
+
+The end of its stdin, or nothing heard for `OWNER_S`, means that the supervisor is gone: the component is killed. A
+program that asks the supervisor for something connects to a socket of this process in a private folder; what passes
+there goes through the line, too (`open`, `data`, `close`; `Channels`), so that nothing new listens on a network.
+
+Output waits in the component's pipe while the line is full: nothing is dropped, and nothing grows. Imports only the
+standard library. Members are found as on the supervisor's own machine (`tracker.Tracker`, `process.end_set`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import signal
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atropos_common.run_dir import ENV_CONTROL_SOCKET
+from atropos_tui.profile import redact
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.keeper import MOST_LEFT, Frame, KeeperLine
+from atropos_tui.supervisor.logs import CHUNK
+from atropos_tui.supervisor.process import (
+    Child,
+    LaunchError,
+    become_subreaper,
+    end_set,
+    gpus_within,
+    make_scratch,
+    remove_files,
+    scratch_below,
+    spawn,
+)
+from atropos_tui.supervisor.tracker import Tracker, remove_unused
+
+if TYPE_CHECKING:
+    from atropos_tui.gpu import Nvml
+
+ROOT = str(Path(__file__).resolve().parents[2])
+CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from atropos_tui.supervisor.far_end import main; main()"
+MAGIC = b"\natropos-line 1\n"
+BEAT_S = 2.0
+OWNER_S = 60.0
+"""A supervisor that says nothing for so long is gone, or its node is: a srun that is killed leaves stdin open."""
+OWNER_BEAT_S = 3.0
+"""How often the supervisor says so, if nothing else."""
+SURVEY_S = 5.0
+"""How often members are looked for that have since left their session, and files in /dev/shm that they use."""
+MOST_WAITING = 1024 * 1024
+"""Bytes on their way out from which on nothing more is taken from the component."""
+MOST_UNREAD = 8 * 1024 * 1024
+"""A program that leaves so much of the supervisor's answer unread is cut off."""
+SWEEP_S = 8.0
+LONGEST_SOCKET = 107
+_NUMBER = struct.Struct("<I")
+
+
+def frame(kind: str, payload: bytes = b"") -> bytes:
+    """A frame as `KeeperLine` reads it."""
+    return f"{kind} {len(payload)}\n".encode() + payload
+
+
+class Outbox:
+    """Frames on their way out, inside the event loop, over a descriptor that it owns."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self._fd = descriptor
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when it takes more again, after `is_full`."""
+        self._waiting: deque[bytes] = deque()
+        self._count = 0
+        self._room = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._room.set()
+        self._empty.set()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def is_full(self) -> bool:
+        return self._count > MOST_WAITING
+
+    def send(self, kind: str, payload: bytes = b"") -> None:
+        """Send a frame; if nobody is there to read it, it is lost."""
+        self.write(frame(kind, payload))
+
+    def write(self, data: bytes) -> None:
+        if self._fd < 0:
+            return
+        self._waiting.append(data)
+        self._count += len(data)
+        if len(self._waiting) == 1 and not self._flush():
+            self._empty.clear()
+            self._loop.add_writer(self._fd, self._flush)
+        if self.is_full:
+            self._room.clear()
+
+    async def room(self) -> None:
+        """Return when it is not full."""
+        await self._room.wait()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Return when all has been sent, or can be sent no more."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+
+    def close(self) -> None:
+        """Nothing more goes out: the other side sees the end."""
+        if self._fd >= 0:
+            self._loop.remove_writer(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+        self._waiting.clear()
+        self._sent()
+
+    def _flush(self) -> bool:
+        """Write what goes; whether that was all."""
+        while self._waiting:
+            try:
+                written = os.write(self._fd, self._waiting[0])
+            except BlockingIOError:
+                return False
+            except OSError:
+                self.close()
+                return True
+            self._count -= written
+            if written < len(self._waiting[0]):
+                self._waiting[0] = self._waiting[0][written:]
+            else:
+                self._waiting.popleft()
+        self._sent()
+        return True
+
+    def _sent(self) -> None:
+        self._count = 0
+        if self._fd >= 0:
+            self._loop.remove_writer(self._fd)
+        self._empty.set()
+        if not self._room.is_set():
+            self._room.set()
+            self.on_room()
+
+
+class Channels:
+    """Connections that go through a line, each by its number; the same at both ends."""
+
+    def __init__(self, out: Outbox) -> None:
+        self._out = out
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._half: set[int] = set()
+        """One direction has ended."""
+        self._early: dict[int, list[Frame]] = {}
+        """What came for connections that are still being made."""
+
+    async def carry(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send on what `reader` gives, until its end; `take` gives `writer` what comes back."""
+        self._writers[number] = writer
+        for kind, payload in self._early.pop(number, ()):
+            self.take(kind, payload)
+        with contextlib.suppress(OSError):
+            while data := await reader.read(CHUNK):
+                await self._out.room()
+                self._out.send("data", _NUMBER.pack(number) + data)
+        self._out.send("close", _NUMBER.pack(number))
+        self._ended(number)
+
+    def expect(self, number: int) -> None:
+        """A connection is being made; what comes for it is kept until `carry`."""
+        self._early[number] = []
+
+    def take(self, kind: str, payload: bytes) -> None:
+        """`data` or `close` of a connection; one that is gone needs neither."""
+        number = number_of(payload)
+        if number in self._early:
+            self._early[number].append((kind, payload))
+            return
+        writer = self._writers.get(number)
+        if writer is None:
+            return
+        if kind == "data":
+            writer.write(payload[_NUMBER.size :])
+            if writer.transport.get_write_buffer_size() > MOST_UNREAD:
+                writer.transport.abort()
+        else:
+            with contextlib.suppress(OSError):
+                writer.write_eof()
+            self._ended(number)
+
+    def refuse(self, number: int) -> None:
+        """Nobody is there to be connected to."""
+        del self._early[number]
+        self._out.send("close", _NUMBER.pack(number))
+
+    def close(self) -> None:
+        """The line is going away."""
+        for writer in self._writers.values():
+            writer.transport.abort()
+
+    def _ended(self, number: int) -> None:
+        if number in self._half:
+            self._half.discard(number)
+            self._writers.pop(number).close()
+        else:
+            self._half.add(number)
+
+
+def number_of(payload: bytes) -> int:
+    """Which connection a frame is about."""
+    return int(_NUMBER.unpack_from(payload)[0])
+
+
+def environment(job: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, str]:
+    """What the component is started with: this node's own variables (its SLURM_*, HOME, TMPDIR, the GPUs that it was
+    given) but the secrets that it does not need, over them those of the supervisor that belong to no machine, and those
+    that its plan names. Programs are looked for where the supervisor would look, then where this node does."""
+    own = {
+        name: value
+        for name, value in here.items()
+        if redact.goes_to(name, job["role"]) and not name.startswith("ATROPOS_")
+    }
+    env: dict[str, str] = {**own, **gpus_within(job["env"], own.get("CUDA_VISIBLE_DEVICES"))}
+    if job["path"]:
+        parts = f"{job['path']}:{own.get('PATH') or os.defpath}".split(":")
+        env["PATH"] = ":".join(dict.fromkeys(part for part in parts if part))
+    return env
+
+
+class FarEnd:
+    """One component on this node, for as long as it lives."""
+
+    def __init__(self, line: KeeperLine, out: Outbox, job: Mapping[str, Any]) -> None:
+        self._line, self._out, self._job = line, out, job
+        out.on_room = self._resume
+        self._loop = asyncio.get_running_loop()
+        self._channels = Channels(out)
+        self._opened = 0
+        self._machine = procfs.MachineMeter()
+        self._tracker = Tracker(job["run_id"])
+        self._name = str(job["name"])
+        self._child: Child | None = None
+        self._pipe = -1
+        self._reading = False
+        self._hurry = asyncio.Event()
+        self._ending: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._cpu: dict[tuple[int, int], int] = {}
+        self._cpu_at = 0.0
+        self._driver: Nvml | None = None
+        self._heard = time.monotonic()
+        self._over = asyncio.Event()
+        self._leaves = [Path(path) for path in job["clears"]]
+
+    async def serve(self) -> None:
+        """Until nothing of the component is left."""
+        try:
+            await self._start()
+        except (OSError, LaunchError) as error:
+            self._failed(error)
+        else:
+            self._take(self._line.heard())
+            self._loop.add_reader(self._line.reading, self._hear)
+            self._tasks = {self._loop.create_task(work) for work in (self._beat(), self._survey())}
+            await self._over.wait()
+        await self._out.flush(OWNER_S)
+
+    def _failed(self, error: OSError | LaunchError) -> None:
+        """It cannot be started; code 2 where another try would fail, too."""
+        said = f"{error.problem}: {error.fix}" if isinstance(error, LaunchError) else str(error)
+        lasting = isinstance(error, LaunchError | FileNotFoundError | NotADirectoryError | PermissionError)
+        self._out.send("output", f"atropos: cannot start on {platform.node()}: {said}\n".encode())
+        self._out.send("exit", b"2" if lasting else b"1")
+        remove_files(self._leaves)
+        self._out.send("gone", b"0")
+
+    async def _start(self) -> None:
+        job = self._job
+        env = environment(job, os.environ)
+        remove_files(self._leaves)
+        env[ENV_CONTROL_SOCKET] = await self._listen(job["socket"])
+        if job["scratch"]:
+            folder, env = scratch_below(env, job["scratch"])
+            self._leaves.append(folder)
+            make_scratch(folder)
+        self._child, self._pipe = spawn(job["command"], env, job["cwd"])
+        os.set_blocking(self._pipe, False)
+        self._tracker.add(self._name, self._child.pid)
+        mine = procfs.read(os.getpid())
+        self._out.send("kept", json.dumps({
+            "pid": self._child.pid, "ticks": self._child.ticks, "end_pid": os.getpid(),
+            "end_ticks": mine.ticks if mine else 0,
+        }).encode())  # fmt: skip
+        self._resume()
+        self._child.begin(lambda child: self._out.send("exit", str(child.exit_code).encode()))
+
+    async def _listen(self, name: str) -> str:
+        """The way to the supervisor for the component: a socket in a folder of its own."""
+        folder = scratch_below(os.environ, name)[0]
+        if len(os.fsencode(folder)) > LONGEST_SOCKET - len("/control.sock"):
+            folder = Path("/tmp", name)
+        self._leaves.append(folder)
+        make_scratch(folder)
+        path = folder / "control.sock"
+        path.unlink(missing_ok=True)
+        await asyncio.start_unix_server(self._connected, path)
+        return str(path)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._opened += 1
+        self._out.send("open", _NUMBER.pack(self._opened))
+        await self._channels.carry(self._opened, reader, writer)
+
+    # What it hears.
+
+    def _hear(self) -> None:
+        frames = self._line.read()
+        if frames is None:
+            self._orphaned()
+        else:
+            self._heard = time.monotonic()
+            self._take(frames)
+
+    def _take(self, frames: list[Frame]) -> None:
+        for kind, payload in frames:
+            if kind in ("data", "close"):
+                self._channels.take(kind, payload)
+            elif kind == "end":
+                number, grace_s = payload.split()
+                self._end(int(number), float(grace_s))
+            elif kind == "hurry":
+                self._hurry.set()
+            elif kind == "measure":
+                task = self._loop.create_task(self._measure())
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def _orphaned(self) -> None:
+        """Nobody is there any more to whom the component belongs."""
+        self._loop.remove_reader(self._line.reading)
+        self._out.close()
+        self._hurry.set()
+        self._end(signal.SIGKILL, 0.0)
+
+    # What it prints.
+
+    def _resume(self) -> None:
+        if not self._reading and self._pipe >= 0:
+            self._reading = True
+            self._loop.add_reader(self._pipe, self._copy)
+
+    def _copy(self) -> int:
+        """Move one chunk; how many bytes it had."""
+        if self._pipe < 0:
+            return 0
+        try:
+            data = os.read(self._pipe, CHUNK)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            data = b""
+        if data:
+            self._out.send("output", data)
+        if not data or self._out.is_full:
+            self._loop.remove_reader(self._pipe)
+            self._reading = False
+        if not data:
+            os.close(self._pipe)
+            self._pipe = -1
+        return len(data)
+
+    # Its end.
+
+    def _end(self, number: int, grace_s: float) -> None:
+        if self._ending is None and self._child is not None:
+            self._ending = self._loop.create_task(self._end_all(self._child, number, grace_s))
+
+    async def _end_all(self, child: Child, number: int, grace_s: float) -> None:
+        await self._look_at_shared_memory()
+        killed = await end_set(
+            child,
+            lambda: self._tracker.members(self._name),
+            number,
+            grace_s,
+            self._hurry,
+            lambda count: self._out.send("left", str(count).encode()),
+            lambda who: self._out.send("stuck", who.encode()),
+        )
+        taken = 0
+        while taken < MOST_LEFT and (count := self._copy()):
+            taken += count
+            await self._out.room()
+        child.reap()
+        await asyncio.to_thread(remove_unused, self._tracker.shared_files(self._name))
+        await asyncio.to_thread(remove_files, self._leaves)
+        self._out.send("gone", str(killed).encode())
+        self._over.set()
+
+    # What it tells besides.
+
+    async def _beat(self) -> None:
+        while True:
+            self._out.send("beat")
+            await asyncio.sleep(BEAT_S)
+            if time.monotonic() - self._heard > OWNER_S:
+                self._orphaned()
+
+    async def _survey(self) -> None:
+        while self._ending is None:
+            await asyncio.sleep(SURVEY_S)
+            await self._look_at_shared_memory()
+
+    async def _look_at_shared_memory(self) -> None:
+        found = await asyncio.to_thread(self._tracker.survey)
+        await asyncio.to_thread(self._tracker.note_shared_memory, found)
+
+    async def _measure(self) -> None:
+        self._out.send("usage", json.dumps(await asyncio.to_thread(self._usage)).encode())
+
+    def _usage(self) -> dict[str, Any]:
+        rows = self._tracker.members(self._name)
+        now, before = time.monotonic(), self._cpu
+        known = [row.cpu_ticks - before[row.key] for row in rows if row.key in before]
+        cpu = 100 * sum(known) / procfs.TICKS_PER_SECOND / (now - self._cpu_at) if known else None
+        self._cpu, self._cpu_at = {row.key: row.cpu_ticks for row in rows}, now
+        memory = [size for size in (procfs.resident(row.pid) for row in rows) if size is not None]
+        return {
+            "pids": sorted(row.pid for row in rows),
+            "cpu_percent": cpu,
+            "memory_bytes": sum(memory) if memory else None,
+            "machine": self._machine.read(),
+            **self._gpu_use({row.pid for row in rows}),
+        }
+
+    def _gpu_use(self, pids: set[int]) -> dict[str, Any]:
+        """The cards of this node, and what these processes hold of them; nothing without a driver."""
+        if not self._job["packages"]:
+            return {}
+        if self._driver is None:
+            sys.path.append(self._job["packages"])
+            from atropos_tui.gpu import Nvml
+
+            self._driver = Nvml()
+        try:
+            cards = self._driver.read()
+        except Exception:  # none here, or in trouble: there is nothing to tell
+            return {}
+        held = {card.index: sum(size or 0 for pid, size in (card.processes or {}).items() if pid in pids)
+                for card in cards}  # fmt: skip
+        known = any(pid in pids for card in cards for pid in card.processes or ())
+        rows = [
+            {
+                "index": card.index,
+                "name": card.name,
+                "used_bytes": card.used,
+                "total_bytes": card.total,
+                "utilization_percent": card.utilization,
+                "power_w": card.power_w,
+                "temperature_c": card.temperature_c,
+                "held_bytes": held[card.index],
+            }
+            for card in cards
+        ]
+        return {"cards": rows, "gpu_bytes": sum(held.values()) if known else None}
+
+
+def sweep(job: Mapping[str, Any]) -> int:
+    """End what is left of a component whose far end was killed or hangs, and that one; how many processes it had. Its
+    files go, too."""
+    tracker, mine = Tracker(job["run_id"]), procfs.ancestors()
+    end = procfs.read(job["end_pid"]) if job["end_pid"] else None
+    if end is not None and end.ticks == job["end_ticks"]:
+        procfs.send(end, signal.SIGKILL)
+    tracker.add(job["name"], job["pid"] or -1)
+    killed: set[tuple[int, int]] = set()
+    give_up = time.monotonic() + SWEEP_S
+    while (rows := [row for row in tracker.members(job["name"]) if row.pid not in mine]) and time.monotonic() < give_up:
+        for row in rows:
+            procfs.send(row, signal.SIGKILL)
+            killed.add(row.key)
+        time.sleep(0.02)
+    folders = [scratch_below(os.environ, name)[0] for name in job["folders"]]
+    remove_files([Path(path) for path in job["clears"]] + folders)
+    return len(killed)
+
+
+async def answer(reading: int, writing: int) -> None:
+    """Do what the first frame asks for."""
+    out, line = Outbox(writing), KeeperLine(reading, -1)
+    os.set_blocking(reading, True)
+    out.write(MAGIC)
+    try:
+        kind, payload = await asyncio.to_thread(line.hear, OWNER_S)
+    except OSError:
+        return  # the supervisor is gone, and nothing was started
+    os.set_blocking(reading, False)
+    job = json.loads(payload)
+    if kind == "sweep":
+        out.send("gone", str(await asyncio.to_thread(sweep, job)).encode())
+        await out.flush(OWNER_S)
+    elif kind == "start":
+        await FarEnd(line, out, job).serve()
+    os._exit(0)  # a thread that waits for a driver in trouble must not hold it up
+
+
+def main() -> None:
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+        signal.signal(number, lambda *_: None)  # not ignored: a child would inherit that until it is what it shall be
+    become_subreaper()
+    reading, writing = os.dup(0), os.dup(1)  # what prints by chance goes to stderr
+    os.dup2(2, 1)
+    with open(os.devnull) as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 0)
+    try:
+        asyncio.run(answer(reading, writing))
+    except PermissionError:
+        sys.exit("atropos: the launcher connects no stdin that could be waited for (kubectl exec needs -i)")

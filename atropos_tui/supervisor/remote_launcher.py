@@ -1,0 +1,519 @@
+"""The launcher of components on other nodes: each below a command prefix (srun, ssh, kubectl exec) and `far_end.py`.
+
+The prefix runs here as a child that dies with us; its stdin and stdout are the line to the far end. What it prints to
+stderr goes into the component's log, for only there srun and ssh say what went wrong. The log is written here, from the
+frames that come, so it depends on nothing but the line.
+
+A component is lost when its prefix ends or its line breaks before the far end has said `gone`, or when nothing was
+heard for `LOST_S`: that is a crash, told in words (`Leader.lost`). Before it is started again, another prefix ends what
+may be left of it on that node (`sweep`); the same is done by `clean` and by the next supervisor, from `journal.json`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from atropos_common.control import SILENT_S, GpuStatus
+from atropos_common.run_dir import ENV_RUN_ID
+from atropos_tui.diagnoses import Diagnosis, node_lost
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.far_end import CODE, MAGIC, OWNER_BEAT_S, ROOT, Channels, Outbox, frame, number_of
+from atropos_tui.supervisor.keeper import KeeperLine
+from atropos_tui.supervisor.launch import Launch, scratch_name
+from atropos_tui.supervisor.launcher import DirectLauncher, Living, OnExit, OnProblem, Usage, entry_of
+from atropos_tui.supervisor.logs import CHUNK, LogDrain, LogFile, widen
+from atropos_tui.supervisor.process import spawn
+from atropos_tui.supervisor.store import FarEntry, ProcessTable
+
+LOOK_S = 1.0
+LOST_S = 20.0
+"""A far end that is silent for so long, beyond `SILENT_S`, is given up."""
+CONNECT_S = 60.0
+"""So long a prefix may take to reach the far end; a batch system may have to make room for a step first."""
+LAST_WORDS_S = 1.0
+"""So long a prefix whose line has ended may take to say why."""
+SETTLE_S = 10.0
+"""So long a prefix may take to end after its far end; then it is killed."""
+SWEEP_S = 15.0
+"""So long ending what is left on a node may take; a node that is gone does not answer at all."""
+MEASURE_S = 2.0
+ANSWER_S = 0.3
+"""So long somebody who asks for figures waits for those of other nodes."""
+OF_THIS_HOST = re.compile(
+    r"(HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|_|MAIL|TERM|HOSTNAME|TMPDIR|TMP|TEMP|DISPLAY|LS_COLORS|PATH"
+    r"|(CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL"
+    r"|(XDG|SSH|DBUS|SLURM|SLURMD|SBATCH|SRUN|PMI|PMIX|KUBERNETES|RAY|SYSTEMD|JOURNAL|INVOCATION)_?[A-Z0-9_]*)"
+)
+"""Variables that mean something on one machine, or in one step of a batch system: the far end has its own."""
+
+_SWEEPERS = ThreadPoolExecutor(16, "sweep")
+"""A node that is gone keeps each for `SWEEP_S`; ends of other components must not wait for that."""
+
+
+def prefix_env(run_id: str) -> dict[str, str]:
+    """The environment of a prefix: ours. It bears the run's marker, but no component's: that one is what is ended."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("ATROPOS_")} | {ENV_RUN_ID: run_id}
+
+
+class Far:
+    """A component on another node; has the interface of `process.Leader`. Its pid is that of the other node."""
+
+    def __init__(
+        self,
+        entry: FarEntry,
+        run_id: str,
+        job: Mapping[str, Any],
+        socket: str,
+        log: LogDrain,
+        on_exit: OnExit,
+        on_kept: Callable[[FarEntry], None],
+    ) -> None:
+        """Start the prefix.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self.entry, self._run_id, self._job, self._socket = entry, run_id, job, socket
+        self._log, self._on_exit, self._on_kept = log, on_exit, on_kept
+        self._loop = asyncio.get_running_loop()
+        self.pid = self.ticks = 0
+        self.started_at = time.time()
+        self.exit_code: int | None = None
+        self.exited = asyncio.Event()
+        self.lost = ""
+        self.usage: Usage | None = None
+        self.machine: dict[str, Any] = {}
+        """Of its node, as of the last `usage`: fields of `NodeStatus`."""
+        self.cards: list[GpuStatus] = []
+        self._measured = asyncio.Event()
+        self._asked_at = 0.0
+        self._heard = time.monotonic()
+        self._told = self._begun = self._leaving = False
+        self._words = ""
+        """The last line that the prefix printed to its stderr."""
+        self._killed = 0
+        self._gone = asyncio.Event()
+        """Nothing of it is left there, or it is lost."""
+        self._on_leftover: Callable[[int], None] = lambda count: None
+        self._on_stuck: Callable[[str], None] = lambda who: None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._start_prefix()
+        self._channels = Channels(self._out)
+
+    def _start_prefix(self) -> None:
+        reading, stdout = os.pipe2(os.O_CLOEXEC)
+        stdin, writing = os.pipe2(os.O_CLOEXEC)
+        try:
+            self.prefix, self._stderr = spawn(
+                self.entry.command, prefix_env(self._run_id), "/", stdin=stdin, stdout=stdout
+            )
+        except OSError:
+            os.close(reading)
+            os.close(writing)
+            raise
+        finally:
+            os.close(stdout)
+            os.close(stdin)
+        for descriptor in (reading, writing):
+            widen(descriptor)
+        os.set_blocking(reading, False)
+        os.set_blocking(self._stderr, False)
+        self._line, self._out = KeeperLine(reading, -1, after=MAGIC), Outbox(writing)
+        self._loop.add_reader(reading, self._hear)
+        self._loop.add_reader(self._stderr, self._hear_prefix)
+        self.prefix.begin(lambda _: self._task(self._line_ended()))
+
+    def _task(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # What is heard.
+
+    def _hear(self) -> None:
+        frames = self._line.read()
+        if frames is None:
+            self._loop.remove_reader(self._line.reading)
+            self._task(self._line_ended())
+            return
+        self._heard, self._told = time.monotonic(), False
+        for kind, payload in frames:
+            self._take(kind, payload)
+
+    def _take(self, kind: str, payload: bytes) -> None:
+        match kind:
+            case "output":
+                self._log.take(payload)
+            case "began":
+                self._begun = True
+                self._out.send("start", json.dumps(self._job).encode())
+            case "kept":
+                self.entry = self.entry.model_copy(update=json.loads(payload))
+                self.pid, self.ticks = self.entry.pid, self.entry.ticks
+                self._on_kept(self.entry)
+            case "exit":
+                self._end(int(payload))
+            case "gone":
+                self._killed = int(payload)
+                self._gone.set()
+            case "left":
+                self._on_leftover(int(payload))
+            case "stuck":
+                self._on_stuck(f"{payload.decode()} on node {self.entry.node}")
+            case "usage":
+                self._note_usage(json.loads(payload))
+            case "open":
+                self._channels.expect(number_of(payload))
+                self._task(self._connect(number_of(payload)))
+            case "data" | "close":
+                self._channels.take(kind, payload)
+
+    async def _connect(self, number: int) -> None:
+        """A program there asks the supervisor for something."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._socket)
+        except OSError:
+            self._channels.refuse(number)
+        else:
+            await self._channels.carry(number, reader, writer)
+
+    def _hear_prefix(self) -> None:
+        try:
+            data = os.read(self._stderr, CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._loop.remove_reader(self._stderr)
+            return
+        self._log.note(data)
+        lines = [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]
+        telling = [line for line in lines if "error" in line.lower()] or lines
+        self._words = telling[-1] if telling else self._words
+
+    def _note_usage(self, found: dict[str, Any]) -> None:
+        cards, machine = found.pop("cards", []), found.pop("machine")
+        self.machine = machine
+        self.usage = Usage(**found, at=time.time())
+        self.cards = [
+            GpuStatus(**card | {"held_bytes": {self._job["name"]: card["held_bytes"]}}, node=self.entry.node)
+            for card in cards
+        ]
+        self._measured.set()
+
+    @property
+    def heard_at(self) -> float:
+        """When something last came from there, in Unix seconds."""
+        return time.time() - (time.monotonic() - self._heard)
+
+    async def measure(self) -> None:
+        """Have the figures renewed, if they are old; waits a little for the answer."""
+        if time.monotonic() - self._asked_at > MEASURE_S and self.pid and self.exit_code is None:
+            self._asked_at = time.monotonic()
+            self._measured.clear()
+            self._out.send("measure")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._measured.wait(), ANSWER_S)
+
+    # How it is lost.
+
+    def look(self) -> None:
+        """See whether the far end still speaks; tell it that we are there."""
+        quiet_s = time.monotonic() - self._heard
+        if self._gone.is_set() or self._leaving:
+            return
+        if self._begun and quiet_s > LOST_S:
+            self._task(self._lose(f"nothing was heard from there for {quiet_s:.0f} s"))
+        elif not self._begun and quiet_s > CONNECT_S:
+            self._task(self._lose(f"it did not answer within {quiet_s:.0f} s"))
+        elif quiet_s > SILENT_S and not self._told:
+            self._told = True
+            what = "has said nothing" if self._begun else "has not answered"
+            self._say(f"{self._where} {what} for {quiet_s:.0f} s{f': {self._words}' if self._words else ''}")
+
+    def beat(self) -> None:
+        """Tell the far end that we are there."""
+        if self._begun:
+            self._out.send("beat")
+
+    @property
+    def _where(self) -> str:
+        return f"node {self.entry.node} ({self.entry.host})"
+
+    def _say(self, words: str) -> None:
+        self._log.note(f"\natropos: {words}\n".encode())
+
+    async def _line_ended(self) -> None:
+        """The line has ended, or the prefix has: say why, if nobody wanted it."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.prefix.exited.wait(), LAST_WORDS_S)
+        await asyncio.sleep(0.05)  # what lies in the pipes is read
+        code = self.prefix.exit_code
+        if code is None:
+            how = "it closed the line"
+        elif code < 0:
+            how = f"it was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"it ended with exit code {code}"
+        await self._lose(f"{how}: {self._words}" if self._words else how)
+
+    async def _lose(self, how: str) -> None:
+        if self._gone.is_set() or self._leaving:
+            return
+        self._leaving = True
+        program = Path(self.entry.command[0]).name
+        self.lost = f"{self._where}: {'lost' if self._begun else 'not reached'} by {program}: {how}"
+        self._say(self.lost)
+        self._out.close()
+        await self._end_prefix(0.0)
+        if self.exit_code is None:
+            self._end(-signal.SIGKILL if self._begun else self.prefix.exit_code or 1)
+        self._gone.set()
+
+    def _end(self, code: int) -> None:
+        self.exit_code = code
+        self.exited.set()
+        self._loop.call_soon(self._on_exit)
+
+    async def _end_prefix(self, patience_s: float) -> None:
+        try:
+            await asyncio.wait_for(self.prefix.exited.wait(), patience_s)
+        except TimeoutError:
+            self.prefix.signal_group(signal.SIGKILL)
+            await self.prefix.exited.wait()
+
+    # Its end.
+
+    def signal_group(self, number: int) -> None:
+        """Nothing here: its far end does that."""
+
+    async def end_set(
+        self,
+        members: Callable[[], list[procfs.Proc]],
+        number: int,
+        grace_s: float,
+        hurry: asyncio.Event,
+        on_leftover: Callable[[int], None],
+        on_stuck: Callable[[str], None],
+        group: str = "",
+    ) -> int:
+        """Have its far end end it; what that means there is what `process.end_set` means here."""
+        self._on_leftover, self._on_stuck = on_leftover, on_stuck
+        if not self._begun and not self.lost:
+            self._leaving = True  # nothing was started there
+            self._out.close()
+            await self._end_prefix(LAST_WORDS_S)
+            self._end(-number)
+            return 0
+        self._out.send("end", f"{number} {grace_s}".encode())
+        hurrying = self._loop.create_task(self._hurry(hurry))
+        await self._gone.wait()
+        hurrying.cancel()
+        if self.lost and self._begun:
+            problem = await self._loop.run_in_executor(_SWEEPERS, sweep_there, self.entry, self._run_id)
+            if problem:
+                self._say(f"{self._where}: what is left there could not be ended: {problem}")
+        return self._killed
+
+    async def _hurry(self, hurry: asyncio.Event) -> None:
+        await hurry.wait()
+        self._out.send("hurry")
+
+    async def settle(self) -> None:
+        """Its last output has come before `gone`; let the prefix leave."""
+        self._leaving = True
+        self._channels.close()
+        self._out.close()
+        await self._end_prefix(SETTLE_S)
+        await asyncio.sleep(0)
+        self._loop.remove_reader(self._line.reading)
+        self._loop.remove_reader(self._stderr)
+        self._line.close()
+        os.close(self._stderr)
+
+    def reap(self) -> None:
+        """Let the prefix's pid go."""
+        self.prefix.reap()
+
+
+class RemoteLauncher(DirectLauncher):
+    """Starts components at their place: those with a prefix through it, the others here.
+
+    Args:
+        socket: path of the control socket.
+        token: the run's token.
+    """
+
+    def __init__(self, stack: StackSpec, group: str, socket: str, token: str) -> None:
+        super().__init__(stack, group)
+        self._stack, self._socket, self._token = stack, socket, token
+        self._living: dict[str, Far] = {}
+        self._machines: dict[str, dict[str, Any]] = {}
+        """What was last heard of each node, by its name."""
+        pynvml = importlib.util.find_spec("pynvml")
+        self._packages = str(Path(pynvml.origin).parent) if pynvml and pynvml.origin else ""
+        self._watching = asyncio.create_task(self._watch())
+
+    def start(
+        self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
+    ) -> Living:
+        if not spec.is_far:
+            return super().start(spec, attempt, launch, on_exit, on_problem)
+        assert spec.place is not None
+        folders = [scratch_name(self._token, f"{spec.name} control", attempt)]
+        folders += [scratch_name(self._token, spec.name, attempt)] if spec.scratch else []
+        entry = FarEntry(
+            name=spec.name,
+            node=spec.place.node,
+            host=spec.place.host,
+            command=spec.place.command(spec.place.python, "-I", "-S", "-c", CODE, ROOT),
+            clears=[os.path.abspath(path) for path in launch.clears],  # noqa: PTH100
+            folders=folders,
+            turn=turn_of_job() if self._stack.launcher == "slurm" else "",
+        )
+        log = LogDrain(None, LogFile(self._run.log(spec.name, attempt), self._max_bytes), on_problem)
+        try:
+            far = Far(
+                entry,
+                self._stack.run_id,
+                self._job(spec, launch, entry),
+                self._socket,
+                log,
+                on_exit,
+                lambda now: self.on_far(spec.name, now),
+            )
+        except OSError:
+            log.finish()
+            raise
+        self._living[spec.name] = far
+        here = entry_of(far.prefix.pid, far.prefix.ticks, attempt).model_copy(update={"far": entry})
+        return Living(far, log, launch, here)
+
+    def _job(self, spec: ComponentSpec, launch: Launch, entry: FarEntry) -> dict[str, Any]:
+        """What its far end starts. It holds the component's environment, and with it secrets: it is written nowhere."""
+        names = spec.env.keys()
+        return {
+            "run_id": self._stack.run_id,
+            "name": spec.name,
+            "command": launch.command,
+            "cwd": launch.cwd or os.getcwd(),  # noqa: PTH109
+            "env": {key: value for key, value in launch.env.items() if key in names or not OF_THIS_HOST.fullmatch(key)},
+            "path": "" if "PATH" in names else launch.env.get("PATH", ""),
+            "role": spec.role.value,
+            "clears": entry.clears,
+            "socket": entry.folders[0],
+            "scratch": entry.folders[1] if spec.scratch else "",
+            "packages": self._packages if spec.gpus else "",
+        }
+
+    def prepare(self, spec: ComponentSpec, attempt: int, launch: Launch) -> int | None:
+        return None if spec.is_far else super().prepare(spec, attempt, launch)
+
+    def close(self) -> None:
+        self._watching.cancel()
+        super().close()
+
+    async def usage(self) -> dict[str, Usage]:
+        living = self._alive()
+        await asyncio.gather(*(far.measure() for far in living.values()))
+        return {name: far.usage for name, far in living.items() if far.usage}
+
+    def machines(self) -> dict[str, dict[str, Any]]:
+        for far in self._living.values():
+            known = self._machines.setdefault(far.entry.node, {"heard_at": 0.0})
+            if far.heard_at >= known["heard_at"]:
+                known |= {**far.machine, "heard_at": far.heard_at}
+        return self._machines
+
+    def cards(self) -> list[GpuStatus]:
+        found: dict[tuple[str, int], GpuStatus] = {}
+        for far in self._alive().values():
+            for card in far.cards:
+                before = found.get((card.node, card.index))
+                held = {**before.held_bytes, **card.held_bytes} if before else card.held_bytes
+                found[card.node, card.index] = card.model_copy(update={"held_bytes": held})
+        return list(found.values())
+
+    def _alive(self) -> dict[str, Far]:
+        self._living = {name: far for name, far in self._living.items() if far.prefix.exit_code is None}
+        return self._living
+
+    async def _watch(self) -> None:
+        beaten = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            due = time.monotonic() - beaten > OWNER_BEAT_S
+            beaten = time.monotonic() if due else beaten
+            for far in list(self._alive().values()):
+                far.look()
+                if due:
+                    far.beat()
+
+
+def turn_of_job() -> str:
+    """Which job of SLURM this process is in, and which of its turns; empty outside one."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return job and f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def sweep_there(entry: FarEntry, run_id: str) -> str:
+    """End what is left of a component on its node; blocking. Why that could not be done, or nothing."""
+    job = {"run_id": run_id} | entry.model_dump(exclude={"node", "host", "command"})
+    try:
+        prefix = subprocess.Popen(
+            entry.command,
+            env=prefix_env(run_id),
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"{entry.command[0]}: {error.strerror}"
+    procfs.SPAWNED.add(prefix.pid)
+    killing = threading.Timer(SWEEP_S, lambda: os.killpg(prefix.pid, signal.SIGKILL))
+    killing.start()
+    try:
+        said, words = prefix.communicate(frame("sweep", json.dumps(job).encode()))
+    finally:
+        killing.cancel()
+        procfs.SPAWNED.discard(prefix.pid)
+    if said.rpartition(MAGIC)[2].startswith(b"gone "):
+        return ""
+    last = words.decode(errors="replace").strip().splitlines()[-1:]
+    return last[0] if last else f"no answer within {SWEEP_S:g} s"
+
+
+def sweep_nodes(table: ProcessTable | None) -> dict[str, Diagnosis]:
+    """End what a supervisor that was killed has left on other nodes, all at once; blocking.
+
+    Returns:
+        By component, why that could not be done.
+    """
+    if table is None:
+        return {}
+    found = {name: entry.far for name, entry in table.components.items() if entry.far}
+    entries = {name: far for name, far in found.items() if not far.turn or far.turn == turn_of_job()}
+    said = _SWEEPERS.map(lambda entry: sweep_there(entry, table.run_id), entries.values())
+    problems = zip(entries.values(), said, strict=True)
+    return {
+        entry.name: node_lost(f"node {entry.node} ({entry.host}): what a supervisor left there may run on: {problem}")
+        for entry, problem in problems
+        if problem
+    }

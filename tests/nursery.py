@@ -1,0 +1,56 @@
+"""Processes of the tests that start at once: forked from one that has imported already what takes them long.
+
+There is one for each set of modules and each test process, and it ends with that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.children import Child, environment
+from benchmarks.nursery import ForkedProcess
+
+START_S = 240.0
+TRAINER = (
+    "pytest", "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto", "trainer_core.loop",
+    "trainer_core.policy.sharding", "trainer_core.policy.lora", "trainer_core.world", "torch.distributed.fsdp",
+)  # fmt: skip
+SUPERVISOR = ("atropos_tui.supervisor.runner", "atropos_tui.supervisor.__main__")
+
+
+@functools.cache
+def nursery(*modules: str) -> Child:
+    """It has imported `modules`."""
+    folder = tempfile.TemporaryDirectory(prefix="atropos-nursery-")
+    place = Path(folder.name)
+    made = Child(place, ["-m", "benchmarks.nursery", *modules], environment(place, None, {}))
+    atexit.register(lambda: (made.close(), folder.cleanup()))
+    made.wait(START_S)
+    return made
+
+
+def forked(
+    modules: Sequence[str], call: str, args: Sequence[str], log: Path, *, stdin: Path | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> ForkedProcess:  # fmt: skip
+    """`module:function`, called with `args` in a process of its own in which `modules` are imported; its output in
+    `log`."""
+    return ForkedProcess(nursery(*modules), call, list(args), dict(env), log, stdin=stdin)
+
+
+def supervisor(stack_json: str, folder: Path) -> ForkedProcess:
+    """What `python -m atropos_tui.supervisor` is, with the stack on its stdin; its output in `folder`/said."""
+    (folder / "stdin").write_text(stack_json)
+    return forked(SUPERVISOR, "tests.nursery:be_supervisor", [], folder / "said", stdin=folder / "stdin")
+
+
+def be_supervisor(_: list[str]) -> int:
+    """In the new process."""
+    from atropos_tui.supervisor.__main__ import main
+
+    return main()

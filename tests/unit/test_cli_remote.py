@@ -1,0 +1,124 @@
+"""`user@host[:RUN]`: a command carried out where the run is, over a private sshd; and what is said where that fails."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atropos_tui.cli import remote
+from atropos_tui.cli.main import run
+from atropos_tui.cli.remote import place_in
+from tests.cluster.processes import Missing
+from tests.cluster.ssh_nodes import SshNodes
+from tests.ui.run_maker import make_run
+
+ME = getpass.getuser()
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshNodes]:
+    try:
+        with SshNodes(tmp_path_factory.mktemp("ssh")) as nodes:
+            yield nodes
+    except Missing as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def ssh(hosts: SshNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SshNodes:
+    """`ssh` of the PATH knows the private hosts, as ~/.ssh/config would make it."""
+    wrapper = tmp_path / "bin/ssh"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {hosts.config} -o BatchMode=yes -o ConnectTimeout=2 "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
+    return hosts
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("attach me@box", ("me@box", "attach")),
+        ("attach me@box:demo-1", ("me@box", "attach demo-1")),
+        ("ps --json me@10.0.0.2:/scratch/runs/x", ("me@10.0.0.2", "ps --json /scratch/runs/x")),
+        ("logs me@box:demo trainer -n 5", ("me@box", "logs demo trainer -n 5")),
+        ("attach demo", None),
+        ("attach -oProxyCommand=x@y", None),
+        ("attach ./me@box", None),
+        ("report me@box", None),
+        ("up me@box", None),
+    ],
+)
+def test_which_words_name_another_machine(words: str, found: tuple[str, str] | None) -> None:
+    expected = (found[0], found[1].split()) if found else None
+    assert place_in(words.split()) == expected
+
+
+def test_a_folder_of_that_name_here_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me@box").mkdir()
+    assert place_in(["ps", "me@box"]) is None
+    assert place_in(["logs", "trainer", "--grep", "me@box"]) is None, "what is looked for"
+
+
+def test_a_command_there(ssh: SshNodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    there = make_run(tmp_path / "a run").root
+    assert run(["bench", "--json", f"{ME}@n2:{there}"]) == 0
+    assert '"steps": 37' in capfd.readouterr().out
+    assert run(["ps", f"{ME}@n2:no-such-run"]) == 5
+    assert "no run in no-such-run" in capfd.readouterr().err
+
+
+def test_the_screen_there(ssh: SshNodes, tmp_path: Path) -> None:
+    """`attach` on a terminal of ours is the screen of there, with its keys."""
+    there = make_run(tmp_path / "far").root
+    (there / "result.json").write_text('{"exit_code": 0, "reason": "trainer completed"}')
+    parent, child = pty.openpty()
+    command = [sys.executable, "-P", "-m", "atropos_tui", "attach", f"{ME}@n2:{there}"]
+    screen = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=os.environ | {"TERM": "xterm"})
+    os.close(child)
+    seen, give_up = b"", time.monotonic() + 60
+    while b"37/60" not in seen:
+        assert time.monotonic() < give_up and screen.poll() is None, seen[-2000:]
+        if select.select([parent], [], [], 0.2)[0]:
+            seen += os.read(parent, 65536)
+    os.write(parent, b"d")
+    while screen.poll() is None:
+        assert time.monotonic() < give_up
+        if select.select([parent], [], [], 0.1)[0]:
+            try:
+                seen += os.read(parent, 65536)
+            except OSError:
+                break
+    assert screen.wait(10) == 0
+    os.close(parent)
+
+
+def test_what_ssh_cannot_do_is_said(
+    ssh: SshNodes, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ssh.know("n3", key="host_n1")
+    assert run(["attach", f"{ME}@n3"]) == 5
+    said = capfd.readouterr().err
+    ssh.know("n3")
+    assert f"{ME}@n3 is not reached" in said and f"ssh-keygen -R {ME}@n3" in said
+    assert run(["ps", f"{ME}@no-such-host.invalid"]) == 5
+    assert "ssh does not reach the machine" in capfd.readouterr().err
+    assert run(["ps", "nobody-here@n2"]) == 5
+    assert "ssh is not let in" in capfd.readouterr().err
+    monkeypatch.setattr(remote.sys, "executable", "/nowhere/python")
+    monkeypatch.setenv("SHELL", "/bin/sh")
+    assert run(["ps", f"{ME}@n2"]) == 5
+    assert f"there is no atropos-tui on {ME}@n2" in capfd.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run(["ps", f"{ME}@n2"]) == 2
+    assert "install an ssh client" in capfd.readouterr().err

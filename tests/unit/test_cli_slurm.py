@@ -1,0 +1,117 @@
+"""SLURM without a cluster: the batch script of a profile, and when a run is told that its time is almost up."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from atropos_common.run_dir import RunDir
+from atropos_tui.cli import slurm
+from atropos_tui.cli.main import run
+from atropos_tui.cli.slurm import lead_s, limit_s, script
+from atropos_tui.errors import UserError
+from atropos_tui.profile.sections import load_profile
+
+NODES = '[[node]]\nname = "first"\n[[node]]\nname = "train"\ncount = 2\n'
+
+
+def script_of(folder: Path, cluster: str = "", nodes: str = NODES) -> list[str]:
+    file = folder / "p.toml"
+    file.write_text(f'extends = "demo"\n[cluster]\nlauncher = "slurm"\n{cluster}\n{nodes}')
+    profile, _ = load_profile(str(file), [])
+    text = script(profile, RunDir(folder / "a run"), "p-1")
+    (folder / "job.sh").write_text(text)
+    assert subprocess.run(["sh", "-n", str(folder / "job.sh")], check=False).returncode == 0
+    return text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("04:00:00", 14400), ("1-12", 129600), ("1-12:30", 131400), ("2-00:00:01", 172801)],
+)
+def test_a_time_limit_is_read_as_slurm_reads_it(limit: str, seconds: int) -> None:
+    assert limit_s(limit) == seconds
+
+
+def test_a_run_has_time_to_save_and_a_short_one_is_not_told_at_once() -> None:
+    assert [lead_s(limit) for limit in ("04:00:00", "00:10:00", "2", None, "UNLIMITED")] == [300, 150, 60, 300, 300]
+
+
+def test_nodes_that_are_alike_are_one_component_that_takes_them_whole(tmp_path: Path) -> None:
+    lines = script_of(tmp_path, 'time = "04:00:00"\npartition = "gpu"\naccount = "rl"\nsbatch = ["--qos=high"]')
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+    assert {"--nodes=3", "--exclusive", "--mem=0", "--requeue", "--signal=B:USR1@300"} <= set(options)
+    assert {"--time=04:00:00", "--partition=gpu", "--account=rl", "--qos=high"} <= set(options)
+    assert "hetjob" not in options and lines[-1].endswith(f"up --headless --resume '{tmp_path}/a run'")
+
+
+def test_who_says_how_many_processors_shares_a_node(tmp_path: Path) -> None:
+    lines = script_of(tmp_path, 'requeue = false\nsbatch = ["--cpus-per-gpu=8", "--mem-per-gpu=64G"]')
+    assert not [line for line in lines if "--exclusive" in line or "--mem=0" in line]
+    assert "#SBATCH --no-requeue" in lines
+
+
+def test_nodes_that_differ_are_a_component_each(tmp_path: Path) -> None:
+    lines = script_of(tmp_path, nodes=NODES + 'gpus = 8\npartition = "h100"\nconstraint = "sxm"\n')
+    first, second = lines[: (cut := lines.index("#SBATCH hetjob"))], lines[cut:]
+    assert "#SBATCH --nodes=1" in first and "#SBATCH --nodes=2" in second
+    assert {"#SBATCH --partition=h100", "#SBATCH --constraint=sxm", "#SBATCH --gpus-per-node=8"} <= set(second)
+    assert any("--signal" in line for line in first) and not any("--signal" in line for line in second)
+
+
+def test_dry_run_prints_the_script_and_leaves_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    script_of(tmp_path)
+    assert run(["up", "p.toml", "--dry-run"]) == 0
+    assert (
+        capsys.readouterr().out.startswith("#!/bin/sh\n#SBATCH --job-name=demo-") and not (tmp_path / "runs").exists()
+    )
+
+
+def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """A stand-in for SLURM's program."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin/squeue").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "bin/squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}/bin", prepend=":")
+    monkeypatch.setattr(slurm, "POLL_S", 0.01)
+
+
+def test_a_controller_that_does_not_answer_is_no_end_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    run_dir.slurm_job.write_text("7")
+    squeue(tmp_path, monkeypatch, "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(UserError, match="SLURM does not answer"):
+        slurm.find_job("7")
+    assert slurm.runs_elsewhere(run_dir), "for all that is known"
+    squeue(tmp_path, monkeypatch, "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert slurm.find_job("7") is None and not slurm.runs_elsewhere(run_dir)
+
+
+def test_of_a_job_in_parts_the_first_has_the_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    squeue(tmp_path, monkeypatch, "echo '7+1|RUNNING|cpu1|None'; echo '7+0|RUNNING|gpu1|None'")
+    assert slurm.find_job("7") == slurm.Job("7", "RUNNING", "gpu1", "None")
+
+
+def test_a_secret_in_the_profile_is_not_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job reads a copy in which it does not stand, hours later."""
+    squeue(tmp_path, monkeypatch, "exit 0")
+    (tmp_path / "bin/sbatch").write_text("#!/bin/sh\ntouch submitted\n")
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    env = '[env.env]\nOPENAI_API_KEY = "sk-not-for-anybody-1234567890"\n'
+    (tmp_path / "p.toml").write_text(
+        f'extends = "demo"\nmode = "broadcast"\n[cluster]\nlauncher = "slurm"\n{NODES}[trainer]\nnode = "train"\n{env}'
+    )
+    assert run(["up", "p.toml", "--run-dir", "run"]) == 2
+    said = capsys.readouterr().err
+    assert "a secret stands in the profile" in said and not (tmp_path / "submitted").exists(), said
