@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,8 @@ GRADIENT_BYTES = 4
 """Of one trained parameter: gradients are collected in float32, unless gradient_dtype says otherwise."""
 COMPILED = 0.6
 """What compiled layers keep for the backward pass, as a share of what others do; measured on an H200."""
+UNFILLED = 0.08
+"""Share of a GPU's memory that activations leave: torch's allocator reserves more than the tensors in it."""
 PART_PARAMETERS = 1 << 26
 """Parameters that an optimizer steps at a time where no float32 copy of them stays; a larger tensor alone."""
 MASTER_BYTES = {"fp32": 4, "kahan": 2, "stochastic": 0}
@@ -241,35 +243,43 @@ class Activations:
 
     tokens: int
     layers: int
-    """Layers that keep something."""
+    """Layers that keep all that they need."""
     per_token_and_layer: int
     per_token: int
     """Outside of the layers."""
     head: int
     """Logits of one chunk, and the largest gradient while it is made."""
+    anew: int = 0
+    """Layers below those, that keep their input alone and are computed anew: gradient checkpointing."""
+    per_input: int = 0
+    """Of a token: such an input."""
     again: int = 0
-    """Of a token: what gradient checkpointing computes anew, one layer at a time; 0 without it."""
+    """Of a token: what is computed anew, one layer at a time."""
     offloaded: int = 0
     """Bytes that wait in the host's memory."""
 
     @property
     def total(self) -> int:
-        per_token = self.layers * self.per_token_and_layer + self.per_token
-        # The head is through before the first layer is computed anew.
-        return self.tokens * per_token - self.offloaded + max(self.head, self.tokens * self.again)
+        per_token = self.layers * self.per_token_and_layer + self.anew * self.per_input + self.per_token
+        return self.tokens * per_token - self.offloaded + max(self.head, self._again)
+
+    @property
+    def _again(self) -> int:
+        """The head is through before the first layer is computed anew, and so are the layers that kept all."""
+        return self.tokens * (self.again - self.layers * self.per_token_and_layer)
 
     @property
     def formula(self) -> str:
         """The sum in words."""
-        kept = (
-            f"{self.tokens:,} tokens x ({self.layers} layers x {self.per_token_and_layer:,} B + {self.per_token:,} B)"
-        )
-        return kept + (" + logits + largest gradient" if self.head >= self.tokens * self.again else " + a layer anew")
+        counted = ((self.layers, "layers", self.per_token_and_layer), (self.anew, "inputs of layers", self.per_input))
+        parts = [f"{count} {what} x {size:,} B" for count, what, size in counted if count]
+        kept = f"{self.tokens:,} tokens x ({' + '.join([*parts, f'{self.per_token:,} B'])})"
+        return kept + (" + logits + largest gradient" if self.head >= self._again else " + a layer anew")
 
 
 def activation_bytes(
     model: Dimensions, tokens: int, *, width: int, on_gpu: bool, layers: int | None = None, largest: int | None = None,
-    compiled: bool = False, checkpointed: bool = False, offloaded: bool = False, adapted: int | None = None,
+    compiled: bool = False, anew: int = 0, offloaded: bool = False, adapted: int | None = None,
 ) -> Activations:  # fmt: skip
     """What a pass over `tokens` tokens keeps, the logits of one chunk, and the largest gradient while it is made.
 
@@ -283,7 +293,7 @@ def activation_bytes(
         layers: from the lowest trained one up, since those below keep nothing; default: all.
         largest: parameters of the largest trained tensor; default: those of the head.
         compiled: the layers are.
-        checkpointed: a layer keeps its input alone, and computes the rest anew.
+        anew: layers that keep their input alone, and compute the rest anew.
         offloaded: these inputs wait in the host's memory.
         adapted: only adapters are trained, and the inputs of those of a layer have so many elements a token, which they
             keep in float32, while the products of the model itself keep none.
@@ -303,14 +313,25 @@ def activation_bytes(
     logits = min(tokens * model.vocab, LOGITS_AT_ONCE[on_gpu]) * (2 * width + (0 if on_gpu else 12))
     largest = model.vocab * model.hidden if largest is None else largest
     head = logits + largest * (8 if width < 4 else 4)  # the sum in float32, and in half precision what is added to it
-    kept = model.layers if layers is None else layers
-    if not checkpointed:
-        return Activations(tokens, kept, per_layer, 8 * model.hidden, head)
-    inputs = width * model.hidden
-    away = tokens * inputs * max(0, kept - 2) if offloaded else 0  # one is used while the next one comes
+    reached = model.layers if layers is None else layers
+    anew = min(anew, reached)
+    if not anew:
+        return Activations(tokens, reached, per_layer, 8 * model.hidden, head)
+    per_input = width * model.hidden
+    away = tokens * per_input * max(0, anew - 2) if offloaded else 0  # one is used while the next one comes
     # The layer that is computed anew meets its own gradients.
     again = per_layer + width * round(2 * inner + 2 * model.hidden)
-    return Activations(tokens, kept, inputs, 8 * model.hidden, head, again, away)
+    return Activations(tokens, reached - anew, per_layer, 8 * model.hidden, head, anew, per_input, again, away)
+
+
+def room_for_activations(free: int, total: int) -> int:
+    """What a pass may keep on a GPU of so many bytes, of which nothing else will take `free`."""
+    return free - round(UNFILLED * total)
+
+
+def layers_anew(kept: Callable[[int], Activations], layers: int, room: int) -> int:
+    """As few of `layers` as gradient checkpointing must compute anew for what a pass keeps to have room; else all."""
+    return next((anew for anew in range(layers) if kept(anew).total <= room), layers)
 
 
 def optimizer_bytes(shapes: Iterable[Shape], optimizer: str) -> int:

@@ -13,8 +13,9 @@ the settings after `--set`. A feeder takes the environment's place: it registers
 prompts, gives scores of +-1 at random, and posts groups. The trainer is killed after `--steps` steps, so that nobody
 waits for a checkpoint.
 
-`--parallel` N is single copy over a tensor-parallel engine: N workers of vLLM, N ranks of the trainer, each pair on a
-GPU of its own with its part of the one copy.
+With `--mode lora_only --set single_copy=true` adapters are trained over the engine's own weights. `--parallel` N is
+single copy over a tensor-parallel engine: N workers of vLLM, N ranks of the trainer, each pair on a GPU of its own with
+its part of the one copy.
 
 `--memory-limit` GiB emulates a smaller card: a process of the script's allocates everything of the device but that much
 and holds it to the end, so the rest really cannot be had. A card of 80 GB has 79.6 GiB. What is free, and how much the
@@ -272,6 +273,8 @@ class Run:
 
     def _server(self, port: int) -> Server:
         flags, extra, _ = MODES[self.options.mode]
+        if "single_copy=true" in self.options.set:
+            extra = MODES["shared_vllm"][1]
         common = [
             "--model", str(self.model), "--served-model-name", "m", "--dtype", "float32" if self.cpu else "bfloat16",
             "--max-model-len", str(self.options.prompt + self.options.completion), "--max-num-seqs",

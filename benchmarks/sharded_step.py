@@ -38,7 +38,7 @@ from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import empty_model
 from trainer_core.policy.sharding import load_for, shard, weights
-from trainer_core.policy.speed import compile_layers, use_checkpointing
+from trainer_core.policy.speed import compile_layers, compiles, use_checkpointing, use_memory
 from trainer_core.ranks import World
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, deal, hand, pack
@@ -76,18 +76,21 @@ class Trainer:
         values = {"model_name": job.shape, "optimizer": "adamw", "lr": 1e-6, "seq_len": job.row, "pack_tokens": job.row,
                   "dtype": "bfloat16" if device.type == "cuda" else "float32"}  # fmt: skip
         self.config = for_device(TrainingConfig.model_validate(values | job.settings), device)
+        use_memory(device)
         began = time.perf_counter()
         self.model = shard(self._weights(), world, device, self.config)
         self.load_s = time.perf_counter() - began
         self.stepper = Stepper(self.model, self.config, world)
         if job.resume:
             checkpoint.restore(Path(job.resume), self.stepper)
+        compiled = compiles(self.model, self.config.compile, device)
         use_checkpointing(
             self.model, self.config.gradient_checkpointing, device=device, tokens=job.row,
-            optimizer="" if self.config.optimizer_offload else self.config.optimizer,
-            offload=self.config.activation_offload,
+            optimizer="" if self.config.optimizer_offload else self.config.optimizer, compiled=compiled, world=world,
+            gradient_bytes=4 if self.config.gradient_dtype == "float32" else 2, offload=self.config.activation_offload,
         )  # fmt: skip
-        compile_layers(self.model, self.config.compile, device)
+        if compiled:
+            compile_layers(self.model)
 
     def _weights(self) -> nn.Module:
         dtype = getattr(torch, self.config.dtype)

@@ -34,7 +34,7 @@ from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.attention import register
 from trainer_core.policy.logprobs import use_head
-from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
+from trainer_core.policy.speed import compile_layers, compiles, use_checkpointing, use_cores, use_memory
 from trainer_core.rollouts.batch import read_batch
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
@@ -133,15 +133,17 @@ class Ours:
         self.device = device
         defaults = {"model_name": shape, "seq_len": 8192, "lr": 1e-6, "optimizer": "adamw"}
         self.config = for_device(TrainingConfig.model_validate(defaults | settings), device)
+        use_memory(device)
         self.model = build(shape, device, register()).eval()
-        compile_layers(self.model, self.config.compile, device)
+        if compiled := compiles(self.model, self.config.compile, device):
+            compile_layers(self.model)
         self.threads = use_cores(self.model, self.config, device)
         self.stepper = Stepper(self.model, self.config)
         use_checkpointing(
             self.model, self.config.gradient_checkpointing, device=device, tokens=self.config.tokens_per_pass,
             optimizer="" if self.config.optimizer_offload else self.config.optimizer,
             offload=self.config.activation_offload,
-            gradient_bytes=4 if self.config.gradient_dtype == "float32" else 2,
+            gradient_bytes=4 if self.config.gradient_dtype == "float32" else 2, compiled=compiled,
         )  # fmt: skip
         use_head(self.model, self.config.head_dtype)
         self.taken = 0

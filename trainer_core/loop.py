@@ -56,7 +56,7 @@ from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.sharding import compute_dtype
-from trainer_core.policy.speed import compile_layers, use_checkpointing, use_cores
+from trainer_core.policy.speed import compile_layers, compiles, use_checkpointing, use_cores, use_memory
 from trainer_core.probe import LogprobProbe, explain
 from trainer_core.ranks import ALONE, SEEN_S, World, speaks_for_node
 from trainer_core.report import (
@@ -214,6 +214,7 @@ class Run:
         """
         self.world = world
         self.device = _device(config)
+        use_memory(self.device)
         self.config = config = for_device(config, self.device)
         self.step, self.version = start.step, start.version
         self.saved_step = start.step
@@ -643,12 +644,14 @@ def _stepper(
     stepper = Stepper(model, config, world)
     if weights is not None:
         checkpoint.restore(weights, stepper)
+    compiled = compiles(model, config.compile, device)
     use_checkpointing(
         model, config.gradient_checkpointing, device=device, tokens=max(config.tokens_per_pass, config.seq_len),
         optimizer="" if config.optimizer_offload else config.optimizer, offload=config.activation_offload,
-        gradient_bytes=4 if config.gradient_dtype == "float32" else 2, world=world,
+        gradient_bytes=4 if config.gradient_dtype == "float32" else 2, compiled=compiled, world=world,
     )  # fmt: skip
-    compile_layers(model, config.compile, device)
+    if compiled:
+        compile_layers(model)
     return stepper
 
 

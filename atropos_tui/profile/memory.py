@@ -372,19 +372,21 @@ class _Builder:
         elif ranks > 1:
             largest = 0  # it is among what ranks gather
         wanted = activations(model, settings, longest, trained, dimensions, largest, on_gpu=on_gpu, ranks=ranks)
-        kept = wanted(checkpointed=settings.gradient_checkpointing == "on" or settings.activation_offload)
+        anew = settings.gradient_checkpointing == "on" or settings.activation_offload
+        kept = wanted(dimensions.layers if anew else 0)
         note, logits = kept.formula, 0
         device = self.device(names[0])
-        if settings.gradient_checkpointing == "auto" and on_gpu and device.total and not settings.activation_offload:
-            # As the trainer decides it, which does not count on the compiler.
-            room = device.total - device.wanted - wanted(checkpointed=False, compiled=False).total
+        if settings.gradient_checkpointing == "auto" and on_gpu and device.total and not anew:
+            # As the trainer decides it.
+            room = model_math.room_for_activations(device.total - device.wanted, device.total)
+            kept = wanted(model_math.layers_anew(wanted, dimensions.layers, room))
+            note = kept.formula
             each = 4 if settings.head_dtype == "float32" else dtype_bytes(settings.dtype, model)
             all_logits = kept.tokens * dimensions.vocab * each
-            if room < 0:
-                kept = wanted(checkpointed=True)
-                note = f"{kept.formula} (gradient checkpointing: more would not fit)"
-            elif room >= all_logits:
-                logits, note = all_logits, f"{kept.formula}; logits stay, since there is room"
+            if kept.anew:
+                note += f" (gradient checkpointing of {kept.anew} layers: more would not fit)"
+            elif kept.total + all_logits <= room:
+                logits, note = all_logits, f"{note}; logits stay, since there is room"
         if step > kept.total:
             note = "less than the optimizer's step takes, a part of the parameters at a time"
         self.add(names, "trainer", "activations", max(kept.total + logits, step), note, estimate=True)
@@ -429,8 +431,8 @@ def gathered_bytes(model: Model, width: int, *, trains: bool) -> tuple[int, str]
 def activations(
     model: Model, settings: TrainingConfig, longest: int | None, trained: Shapes, dimensions: Dimensions,
     largest: int, *, on_gpu: bool, ranks: int,
-) -> Callable[..., model_math.Activations]:  # fmt: skip
-    """What a pass of the trainer keeps, as a function of `checkpointed` and, unless the settings say it, `compiled`.
+) -> Callable[[int], model_math.Activations]:  # fmt: skip
+    """What a pass of the trainer keeps, as a function of how many layers gradient checkpointing computes anew.
 
     Args:
         longest: the longest sequence that the engine makes, in tokens.
@@ -447,10 +449,10 @@ def activations(
     reached = None if len(trained) == len(model.shapes) else dimensions.layers - min(layers, default=dimensions.layers)
     inputs = sum(shape[1] for name, shape in trained.items() if name.endswith(".lora_A")) // dimensions.layers
 
-    def kept(*, checkpointed: bool, compiled: bool = large and on_gpu) -> model_math.Activations:
+    def kept(anew: int) -> model_math.Activations:
         return model_math.activation_bytes(
             dimensions, tokens, width=width, on_gpu=on_gpu, layers=reached, largest=largest,
-            compiled=compiled, checkpointed=checkpointed, offloaded=settings.activation_offload,
+            compiled=large and on_gpu, anew=anew, offloaded=settings.activation_offload,
             adapted=inputs if settings.trains_adapters else None,
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ from trainer_core.policy.lora import add_adapter, load_adapter
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.sharding import compute_dtype, load_for, shard
-from trainer_core.policy.speed import compile_layers, gathered_bytes, use_checkpointing
+from trainer_core.policy.speed import compile_layers, compiles, gathered_bytes, use_checkpointing
 from trainer_core.ranks import ALONE, World
 from trainer_core.rollouts.packing import PackedRow, empty_row, pack
 from trainer_core.step import StepOutcome, accumulate
@@ -70,7 +70,8 @@ class Trainer:
         shard(self.model, world, CPU, config)
         self.proved = prove(self.model) if resume is None else 0.0
         use_checkpointing(self.model, config.gradient_checkpointing, tokens=64, optimizer="adamw", device=CPU)
-        compile_layers(self.model, config.compile, CPU)
+        if compiles(self.model, config.compile, CPU):
+            compile_layers(self.model)
         self.stepper = Stepper(self.model, config, world)
         if resume is not None:
             checkpoint.restore(resume, self.stepper)

@@ -34,7 +34,7 @@ from trainer_core.policy.attention import register
 from trainer_core.policy.load import dimensions, train_only
 from trainer_core.policy.logprobs import row_logprobs
 from trainer_core.policy.lora import add_adapter
-from trainer_core.policy.speed import activation_bytes
+from trainer_core.policy.speed import activations
 from trainer_core.report import MfuMeter
 from trainer_core.rollouts.packing import PackedRow
 
@@ -131,7 +131,7 @@ def test_the_activation_estimate_is_near_what_autograd_keeps(name: str, kept: in
         row_logprobs(model, _row(tokens))
     kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
     # Twice the tokens less once: what grows with tokens, which the largest gradient does not.
-    estimate = activation_bytes(model, 2 * tokens) - activation_bytes(model, tokens)
+    estimate = activations(model, 2 * tokens).total - activations(model, tokens).total
     assert 0.8 < estimate / kept_bytes < 1.5, (estimate, kept_bytes)
 
 

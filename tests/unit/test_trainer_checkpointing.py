@@ -16,14 +16,14 @@ from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy import speed
 from trainer_core.policy.load import load_model, train_only
-from trainer_core.policy.speed import activation_bytes, use_checkpointing
+from trainer_core.policy.speed import activations, use_checkpointing
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
 
 CPU = torch.device("cpu")
 
 
-def _switch(model: torch.nn.Module, mode: str, device: torch.device = CPU) -> bool:
+def _switch(model: torch.nn.Module, mode: str, device: torch.device = CPU) -> int:
     return use_checkpointing(model, mode, tokens=16384, optimizer="adamw", device=device)
 
 
@@ -39,7 +39,7 @@ def test_gradients_are_the_same_with_it(base: Path, layers: list[int] | None) ->
     for mode in ("off", "on"):
         model = load_model(str(base), torch.float32, CPU)
         train_only(model, layers)
-        assert _switch(model, mode) is (mode == "on")
+        assert _switch(model, mode) == (4 if mode == "on" else 0)
         recomputed = 0
 
         def seen(*_: Any) -> None:
@@ -73,21 +73,50 @@ def test_on_a_cpu_auto_is_off(base: Path) -> None:
 def test_auto_goes_by_free_memory(
     base: Path, free: int, on: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(speed, "_free_bytes", lambda _: free)
+    monkeypatch.setattr(speed, "_memory", lambda _: (free, free))
     model = load_model(str(base), torch.float32, CPU)
-    assert _switch(model, "auto", torch.device("cuda")) is on
+    assert _switch(model, "auto", torch.device("cuda")) == (4 if on else 0)
     assert model.keeps_logits is not on
-    assert f"Gradient checkpointing {'on' if on else 'off'}: 16384 tokens need about" in capsys.readouterr().out
+    said = "on, 4 of 4 layers" if on else "off"
+    assert f"Gradient checkpointing {said}: 16384 tokens need about" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("trained", [None, [2, 3]])
+def test_as_few_layers_as_it_takes_are_computed_anew(
+    base: Path, trained: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(str(base), torch.float32, CPU)
+    train_only(model, trained)
+    one, all_kept = activations(model, 16384, anew=1).total, activations(model, 16384).total
+    assert one < all_kept
+    trained_bytes = sum(p.numel() for p in model.parameters() if p.requires_grad) * (4 + 8)
+    monkeypatch.setattr(speed, "_memory", lambda _: (trained_bytes + (one + all_kept) // 2, 0))
+    plain = _gradient(model)
+    model.zero_grad()
+    assert _switch(model, "auto", torch.device("cuda")) == 1
+    assert not model.keeps_logits, "there is no room for them"
+    passes = [0] * 4
+    for i, layer in enumerate(model.base_model.layers):
+
+        def seen(*_: Any, i: int = i) -> None:
+            passes[i] += 1
+
+        layer.self_attn.register_forward_hook(seen)
+    again = _gradient(model)
+    rows = len(pack(rollouts_of(), 60))
+    lowest = 0 if trained is None else 2
+    assert passes == [rows * (2 if i == lowest else 1) for i in range(4)]
+    assert plain.keys() == again.keys() and all(torch.equal(plain[name], again[name]) for name in plain)
 
 
 def test_the_estimate_grows_with_what_it_should(base: Path) -> None:
     model = load_model(str(base), torch.bfloat16, CPU)
-    whole = activation_bytes(model, 10_000)
-    assert activation_bytes(model, 20_000) == pytest.approx(2 * whole, rel=0.01)
-    wide = activation_bytes(load_model(str(base), torch.float32, CPU), 10_000)
+    whole = activations(model, 10_000).total
+    assert activations(model, 20_000).total == pytest.approx(2 * whole, rel=0.01)
+    wide = activations(load_model(str(base), torch.float32, CPU), 10_000).total
     assert 1.3 * whole < wide < 2 * whole, "norms keep their input in float32 either way"
     train_only(model, [3])
-    assert activation_bytes(model, 10_000) < 0.5 * whole, "layers below the lowest trained one keep nothing"
+    assert activations(model, 10_000).total < 0.5 * whole, "layers below the lowest trained one keep nothing"
 
 
 def test_the_estimate_of_a_real_shape() -> None:
@@ -100,7 +129,7 @@ def test_the_estimate_of_a_real_shape() -> None:
     )  # fmt: skip
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    assert activation_bytes(model, 16384) == pytest.approx(58e9, rel=0.06)
+    assert activations(model, 16384).total == pytest.approx(58e9, rel=0.06)
 
 
 @pytest.mark.parametrize("layers", [None, [1, 3]])
@@ -128,9 +157,8 @@ def test_what_is_saved_goes_away_and_comes_back_the_same(
     for kept_away in (False, True):
         model = load_model(str(base), torch.float32, CPU)
         train_only(model, layers)
-        assert (
-            use_checkpointing(model, "auto", tokens=64, optimizer="adamw", device=CPU, offload=kept_away) is kept_away
-        )
+        anew = use_checkpointing(model, "auto", tokens=64, optimizer="adamw", device=CPU, offload=kept_away)
+        assert anew == (4 if kept_away else 0)
         found.append(_gradient(model))
     rows = len(pack(rollouts_of(), 60))
     assert len(away) == rows * len(model.base_model.layers)

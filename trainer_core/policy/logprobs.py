@@ -204,12 +204,12 @@ def chunked_scores(
         keep: logits stay until the backward pass instead: a quarter fewer products, T * V logits more.
         vocabulary: the rows that weight and bias are, where other ranks have the others; every rank scores the same.
     """
-    limit = chunk_elements or LOGITS_AT_ONCE[hidden.is_cuda]
+    keep = keep and torch.is_grad_enabled()
+    limit = chunk_elements or LOGITS_AT_ONCE[hidden.is_cuda] << keep  # where there is room, products of more rows
     rows = len(weight) if vocabulary is None else vocabulary.most  # ranks meet in every chunk
     size = max(1, limit // rows // (2 if wide else 1))
     if vocabulary is not None:
         hidden = enter(hidden)
-    keep = keep and torch.is_grad_enabled()
     # cap * tanh(scale * x / cap) / t = c * tanh(x / c) / (t / scale) with c = cap / scale: one number less to carry.
     cap = None if last.cap is None else last.cap / last.scale
     values = _HeadScores.apply(

@@ -198,7 +198,9 @@ def _gradients_in_float32(model: nn.Module) -> None:
     so its groups are told by the attribute that it looks at."""
     cast(Any, model)._get_fsdp_state()._lazy_init()
     for part in [*decoder_layers(model), model]:
-        for group in cast(Any, part)._get_fsdp_state()._fsdp_param_groups:
+        state = cast(Any, part)._get_fsdp_state()
+        # One group, by the name it had up to torch 2.11, or a list of them.
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
             group._orig_dtype = torch.promote_types(compute_dtype(model), torch.float32)
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and parameter.requires_grad:

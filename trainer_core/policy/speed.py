@@ -6,7 +6,7 @@ processes use too those waits are long. So each thread takes every n-th row, alo
 gradients are added up in order, and results do not depend on timing.
 
 Compilation changes speed, never results beyond rounding; a compiler that does not work here costs a warning, and the
-uncompiled code runs on. Gradient checkpointing is on only where the activations of a forward pass would not fit.
+uncompiled code runs on. Gradient checkpointing is on for as few layers as have to be computed anew to fit.
 """
 
 from __future__ import annotations
@@ -105,6 +105,14 @@ def _sum(total: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor 
     return total.add_(more)
 
 
+def use_memory(device: torch.device) -> None:
+    """Let torch's allocator grow what it has instead of reserving more beside it, unless the environment says how it
+    works: what passes of other lengths leave behind cannot be used otherwise, an eighth of an H200 with 8B parameters.
+    """
+    if device.type == "cuda" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # type: ignore[no-untyped-call]
+
+
 def compiled_on_cuda(function: Function) -> Function:
     """Run `function` compiled when its first argument is on CUDA, as it is otherwise."""
 
@@ -119,74 +127,90 @@ def compiled_on_cuda(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
-def compile_layers(model: nn.Module, mode: str, device: torch.device) -> bool:
-    """Compile every transformer layer of `model`, in place, for `mode` (auto, on or off); returns whether it is done.
+def compiles(model: nn.Module, mode: str, device: torch.device) -> bool:
+    """Whether the layers of `model` are to be compiled for `mode` (auto, on or off)."""
+    large = sum(p.numel() for p in model.parameters()) >= LARGE_MODEL
+    return mode == "on" or (mode == "auto" and device.type == "cuda" and large)
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile every transformer layer of `model`, in place.
 
     Layers are alike, so one compilation serves all of them. Row lengths change from batch to batch: they are dynamic.
     """
-    large = sum(p.numel() for p in model.parameters()) >= LARGE_MODEL
-    sharded = hasattr(model, "compute_gathered")  # FSDP's hooks in compiled layers were never seen to run here
-    if mode == "off" or (mode == "auto" and not (device.type == "cuda" and large and not sharded)):
-        return False
     torch._dynamo.config.suppress_errors = True  # a compiler that is missing costs a warning, not the run
     for layer in decoder_layers(model):
-        layer.compile(dynamic=True)
-    return True
+        if _is_sharded(model):
+            layer.forward = torch.compile(layer.forward, dynamic=True)  # FSDP's hooks stay outside
+        else:
+            layer.compile(dynamic=True)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return hasattr(model, "compute_gathered")
 
 
 def use_checkpointing(
     model: nn.Module, mode: str, *, tokens: int, optimizer: str, device: torch.device, offload: bool = False,
-    gradient_bytes: int = model_math.GRADIENT_BYTES, world: World = ALONE,
-) -> bool:  # fmt: skip
-    """Switch gradient checkpointing for `mode` (auto, on or off); returns whether it is on, and says why. With auto the
-    logits stay for the backward pass, too, where there is room for those of the largest pass.
+    gradient_bytes: int = model_math.GRADIENT_BYTES, compiled: bool = False, world: World = ALONE,
+) -> int:  # fmt: skip
+    """Switch gradient checkpointing for `mode` (auto, on or off); returns how many layers it computes anew, and says
+    why. With auto these are as few as it takes, and the logits stay for the backward pass, too, where there is room for
+    those of the largest pass.
 
     Args:
         tokens: of the largest forward pass.
         optimizer: its name; its state still has to find room. Empty: it lies elsewhere.
         offload: what it saves goes to the host's memory, so it is on.
         gradient_bytes: of one trained parameter.
+        compiled: the layers will be, and keep less.
     """
-    on = mode == "on" or offload
-    if mode == "auto" and not on and device.type == "cuda":
+    layers = decoder_layers(model)
+    anew = len(layers) if mode == "on" or offload else 0
+    if mode == "auto" and not anew and device.type == "cuda":
         trained = [local(p).shape for p in model.parameters() if p.requires_grad]
-        wanted = activation_bytes(model, tokens)
         # Gradients and the optimizer's state are not allocated before the first step.
         gradients = gradient_bytes * sum(map(math.prod, trained))
         state = model_math.optimizer_bytes(trained, optimizer) if optimizer else 0
         # A pass is done again on all ranks or on none: what one adds up of another is added up twice.
-        free = min(world.gather(_free_bytes(device) - gradients - state - gathered_bytes(model)))
-        on = wanted > free
+        free, total = _memory(device)
+        room = model_math.room_for_activations(free - gradients - state - gathered_bytes(model), total)
+        room = min(world.gather(room))
+        kept = functools.partial(activations, model, tokens, compiled)
+        anew = model_math.layers_anew(kept, layers_reached(model), room)
+        wanted = kept(0).total
         width = getattr(model, "logits_dtype", compute_dtype(model)).itemsize
         logits = tokens * dimensions(model).vocab * width
-        model.keeps_logits = wanted + logits <= free  # type: ignore[assignment]
+        model.keeps_logits = not anew and wanted + logits <= room  # type: ignore[assignment]
         print(
-            f"Gradient checkpointing {'on' if on else 'off'}: {tokens} tokens need about {wanted / 1e9:.1f} GB, "
-            f"{max(0, free) / 1e9:.1f} GB are free"
+            f"Gradient checkpointing {f'on, {anew} of {len(layers)} layers' if anew else 'off'}: "
+            f"{tokens} tokens need about {wanted / 1e9:.1f} GB, {max(0, room) / 1e9:.1f} GB are there for them"
         )
-    if on:
-        _enable(model)
+    if anew:
+        lowest = 0 if anew == len(layers) else len(layers) - layers_reached(model)
+        # The lowest: when they are computed anew, what those above kept is gone.
+        _enable(model, layers[lowest : lowest + anew])
     if offload:
         saved = SavedStates(device)
-        for layer in decoder_layers(model):
+        for layer in layers:
             layer._gradient_checkpointing_func = saved.around(layer._gradient_checkpointing_func)
-    return on
+    return anew
 
 
-def activation_bytes(model: nn.Module, tokens: int) -> int:
-    """What the forward pass of `tokens` tokens on a GPU keeps for the backward pass, without checkpointing."""
+def activations(model: nn.Module, tokens: int, compiled: bool = False, anew: int = 0) -> model_math.Activations:
+    """What the forward pass of `tokens` tokens on a GPU keeps for the backward pass, where `anew` layers are computed
+    anew in that."""
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
-    estimate = model_math.activation_bytes(
-        dimensions(model), tokens, width=compute_dtype(model).itemsize, on_gpu=True,
+    return model_math.activation_bytes(
+        dimensions(model), tokens, width=compute_dtype(model).itemsize, on_gpu=True, compiled=compiled, anew=anew,
         layers=layers_reached(model), largest=max(trained, default=0),
     )  # fmt: skip
-    return estimate.total
 
 
 def gathered_bytes(model: nn.Module) -> int:
     """What a pass through a model on several ranks has beside this rank's rows: whole parameters, their gradients and
     what of those is added up, of all that is beside the layers and of two layers, the present one and the next."""
-    if not hasattr(model, "compute_gathered"):
+    if not _is_sharded(model):
         return 0
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
     beside = sum(p.numel() for p in model.parameters()) - sum(layers)
@@ -202,16 +226,17 @@ def layers_reached(model: nn.Module) -> int:
     return len(layers) - min(trained) if trained else 0
 
 
-def _free_bytes(device: torch.device) -> int:
-    """Free on the device, with what torch holds and does not use."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of the device that are free, with what torch holds and does not use, and all of them."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
 
-def _enable(model: nn.Module) -> None:
-    """Non-reentrant, and only the layers themselves in training mode: everything in them stays free of dropout."""
+def _enable(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Non-reentrant, and only these layers themselves in training mode: everything in them stays free of dropout, and
+    the others keep all."""
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     # The hook that makes embeddings require a gradient is for reentrant checkpointing: frozen layers would pay for it.
     model.disable_input_require_grads()
-    for layer in decoder_layers(model):
+    for layer in layers:
         layer.training = True

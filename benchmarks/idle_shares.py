@@ -1,0 +1,152 @@
+"""Who waits for whom on two GPUs: trainer and engine in broadcast, long completions, and what the cockpit says of it.
+
+    python -m benchmarks.idle_shares [--shape tiny|qwen3-1.7b|qwen3-8b] [--tokens 512] [--steps 20] [--json]
+
+The whole product: `atropos-tui up` with the engine on GPU 0 and the trainer on GPU 1 (on a machine without GPUs a tiny
+model on its cores). Weights are random, of the named shape, and never end a completion, so all have `--tokens` tokens;
+this module is the environment as well, whose scores are the toss of a coin. Shares are of the steps after the first
+three, as `atropos-tui bench` gives them; the sentence is the one on the screen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atropos_envs.base import StackEnv, run
+from atropos_envs.evaluation import Graded
+from benchmarks.children import free_ports
+from benchmarks.situations import Watch
+from benchmarks.trainer_step import SHAPES
+from benchmarks.weight_sync import save_model
+
+START_S = 400.0
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+SMALL = {"enforce-eager": True, "kv-cache-memory-bytes": 64 << 20, "block-size": 32}
+"""An engine on a CPU."""
+PROMPT = "What do you know about the number {}?"
+
+
+class Coins(StackEnv):
+    """Endless questions; a completion scores 1 or 0 by chance."""
+
+    name = "coins"
+
+    async def setup(self) -> None:
+        self._dice = random.Random(0)
+        self.items = self._questions()
+
+    def _questions(self) -> Iterator[str]:
+        while True:
+            yield PROMPT.format(self._dice.randrange(10**6))
+
+    async def rollout(self, item: str) -> dict[str, Any]:
+        sampling = {"temperature": 1.0, "max_tokens": self.config.max_token_length}
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            await managed.completion(prompt=item, n=self.config.group_size, **sampling)
+            nodes = managed.get_state()["nodes"]
+        return self.scored_group(nodes, [float(self._dice.random() < 0.5) for _ in nodes], sampling)
+
+    def eval_questions(self) -> dict[str, Sequence[str]]:
+        return {}
+
+    async def grade(self, question: str, *, wait: bool) -> Graded:
+        raise NotImplementedError("nothing is held out")
+
+
+def profile(options: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """The run, as a profile has it."""
+    cuda = torch.cuda.is_available()
+    api, engine = free_ports(2)
+    longest = options.tokens + 64
+    sequences = options.sequences
+    return {
+        "name": "idle-shares", "mode": "broadcast", "model": str(model), "api": {"port": api},
+        "env": {
+            "module": "benchmarks.idle_shares", "cwd": str(Path(__file__).parents[1]),
+            "args": {
+                "env.group_size": 8, "env.max_token_length": options.tokens,
+                "env.max_num_workers": options.ahead * sequences // 8, "env.steps_per_eval": 0,
+            },
+        },
+        "vllm": {
+            "port": engine, "max_model_len": longest,
+            "args": {"max-num-seqs": options.ahead * sequences} | ({} if cuda else SMALL),
+            "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0"} if cuda else ONE_THREAD,
+        } | ({"gpus": [0]} if cuda else {"dtype": "float32"}),
+        "trainer": {
+            "training_steps": 100_000, "batch_size": sequences, "gradient_accumulation_steps": 1, "lr": 1e-6,
+            "checkpoint_interval": 0, "seq_len": longest, "optimizer": "adamw",
+        } | ({"gpus": [1], "dtype": "bfloat16"} if cuda else {"device": "cpu", "dtype": "float32", "env": ONE_THREAD}),
+    }  # fmt: skip
+
+
+def toml(table: dict[str, Any], path: str = "") -> str:
+    """Tables of plain values."""
+    lines = [f"[{path}]"] if path else []
+    lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    inner = [(key, value) for key, value in table.items() if isinstance(value, dict)]
+    return "\n".join([*lines, *(toml(value, f"{path}.{key}" if path else key) for key, value in inner)])
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Shares and sentence of one run."""
+    save_model(options.shape, folder / "model", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    (folder / "idle.toml").write_text(toml(profile(options, folder / "model")))
+    root, product = folder / "run", [sys.executable, "-m", "atropos_tui"]
+    command = [*product, "up", str(folder / "idle.toml"), "--headless", "--run-dir", str(root)]
+    with (folder / "log").open("wb") as log:
+        up = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        give_up = time.monotonic() + START_S + 30 * options.steps
+        while (found := bench(product, root)).get("steps", 0) < options.steps:
+            if up.poll() is not None or time.monotonic() > give_up:
+                raise SystemExit(f"{found}\n{(folder / 'log').read_text()[-6000:]}")
+            time.sleep(2)
+        said = Watch(root).said()
+    finally:
+        up.send_signal(signal.SIGINT)
+        up.wait(120)
+    return {"sentence": said.line if said else "", **found}
+
+
+def bench(product: list[str], root: Path) -> dict[str, Any]:
+    """What `atropos-tui bench` says of the run so far; nothing before it has steps."""
+    done = subprocess.run([*product, "bench", str(root), "--json"], capture_output=True, text=True)
+    return json.loads(done.stdout) if done.returncode == 0 else {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda = torch.cuda.device_count() > 1
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b" if cuda else "tiny")
+    parser.add_argument("--tokens", type=int, default=512 if cuda else 16, help="of each completion")
+    parser.add_argument("--sequences", type=int, default=64, help="of an optimizer step")
+    parser.add_argument(
+        "--ahead", type=int, default=2, help="steps' worth of completions that the engine has at a time"
+    )
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="atropos-idle-") as temporary:
+        found = measure(options, Path(temporary))
+    print(json.dumps(found) if options.json else "\n".join(f"{key:<28}{value}" for key, value in found.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    if {"serve", "process", "evaluate"} & set(sys.argv[1:2]):
+        run(Coins)
+    else:
+        sys.exit(main())
