@@ -8,6 +8,10 @@ python -m atropos_envs.math_zero_server serve --help
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
+
 
 class EnvFault(Exception):
     """Ends an environment with a sentence in the place of a traceback: what happened, and the way out.
@@ -33,3 +37,18 @@ class Dismissed(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(f"left after signal {number}")
         self.exit_code = 128 + number
+
+
+def without_torch() -> None:
+    """Import transformers as it is where there is no torch: with its tokenizers, and without models. For a program that
+    asks servers and computes nothing itself; torch and what is built upon it are two thirds of what such a program
+    takes to start, and of its memory. Does nothing where torch is imported already.
+    """
+    if "torch" in sys.modules:
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        importlib.import_module("transformers").is_torch_available()  # which it remembers
+    finally:
+        del sys.modules["torch"]

@@ -16,6 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from atropos_envs import without_torch
+
+if __name__ == "__main__":
+    without_torch()
+
 from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 

@@ -12,6 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from atropos_envs import without_torch
+
+if __name__ == "__main__":
+    without_torch()
+
 from atropos_envs.base import run
 from atropos_envs.math_env import Completion, MathEnv
 from atropos_envs.problems import HubSplit, MathProblem, group_scores, parse_gold, read_split

@@ -13,6 +13,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from atropos_envs import without_torch
+
+if __name__ == "__main__":
+    without_torch()
+
 from pydantic import Field
 
 from atropos_envs.base import run

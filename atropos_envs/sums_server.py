@@ -14,6 +14,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from atropos_envs import without_torch
+
+if __name__ == "__main__":
+    without_torch()
+
 from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 

@@ -26,8 +26,8 @@ import psutil
 
 from atropos_common.records import parse_line
 from atropos_common.run_dir import ENV_RUN_ID, RunDir
-from atropos_tui.profile.plan import make_site
 from atropos_tui.profile.sections import load_profile
+from atropos_tui.profile.site import make_site
 from benchmarks.children import free_ports
 from benchmarks.sync_report import SIGNS
 

@@ -25,8 +25,8 @@ from atropos_tui.profile.hardware import Gpu, Hardware
 from atropos_tui.profile.memory import Budget, make_budget
 from atropos_tui.profile.model_files import build
 from atropos_tui.profile.models import Model, model_shapes
-from atropos_tui.profile.plan import make_site, training_config
 from atropos_tui.profile.sections import parse_profile
+from atropos_tui.profile.site import make_site, training_config
 
 GIB = 1 << 30
 BOUND = 0.1

@@ -34,9 +34,9 @@ from atropos_tui.monitor.format import plain_text
 from atropos_tui.monitor.overlay import read_runs, settings_table, text_table
 from atropos_tui.profile.errors import refused
 from atropos_tui.profile.hardware import read_machine
-from atropos_tui.profile.plan import make_site
 from atropos_tui.profile.preflight import separate
 from atropos_tui.profile.sections import Profile, find_profile, load_profile
+from atropos_tui.profile.site import make_site
 from atropos_tui.profile.spec import StackSpec
 
 POLL_S = 0.2

@@ -29,9 +29,9 @@ from atropos_tui.profile.errors import did_you_mean, printable, value_text
 from atropos_tui.profile.fit import lack, nearest
 from atropos_tui.profile.load import shipped_profiles
 from atropos_tui.profile.memory import gpu_count, site_budget
-from atropos_tui.profile.plan import TRAITS
 from atropos_tui.profile.schema import TITLE
 from atropos_tui.profile.sections import Mode, Profile, parse_profile
+from atropos_tui.profile.site import TRAITS
 
 SCHEMA_FILE = "profile.schema.json"
 """Lies beside the profile, which points at it in its first line."""

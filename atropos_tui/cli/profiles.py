@@ -22,9 +22,10 @@ from atropos_tui.profile.gpu_split import split_gpus, split_text
 from atropos_tui.profile.hardware import EXAMPLES, Hardware, named_machine
 from atropos_tui.profile.memory import Inventory, as_data, as_lines, site_budget, take_inventory
 from atropos_tui.profile.places import lacking
-from atropos_tui.profile.plan import Site, make_site, redacted, stack_of
+from atropos_tui.profile.plan import redacted, stack_of
 from atropos_tui.profile.preflight import lacks, machines_of, mismatches, preflight, unfit
 from atropos_tui.profile.sections import Profile, load_profile, profile_schema
+from atropos_tui.profile.site import Site, make_site
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 

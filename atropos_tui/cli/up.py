@@ -38,11 +38,12 @@ from atropos_tui.monitor.last_figures import last_figures
 from atropos_tui.monitor.run_files import read_info
 from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.load import read_toml
-from atropos_tui.profile.plan import make_site, redacted
+from atropos_tui.profile.plan import redacted
 from atropos_tui.profile.preflight import machines_of
 from atropos_tui.profile.redact import hide_command, hide_tree
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import Profile, load_profile
+from atropos_tui.profile.site import make_site
 from atropos_tui.profile.spec import StackError, StackSpec
 
 MAX_SHOWN = 120

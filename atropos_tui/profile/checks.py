@@ -17,7 +17,11 @@ from atropos_tui.errors import Problem
 from atropos_tui.profile.checks_nodes import check_nodes, unused_gpus
 from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.memory import VLLM_FRACTION
-from atropos_tui.profile.plan import (
+from atropos_tui.profile.redact import is_plain_setting, is_secret_name
+from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
+from atropos_tui.profile.seats import host_names
+from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
+from atropos_tui.profile.site import (
     Site,
     env_engines,
     fed_engines,
@@ -28,10 +32,6 @@ from atropos_tui.profile.plan import (
     training_config,
     traits_of,
 )
-from atropos_tui.profile.redact import is_plain_setting, is_secret_name
-from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
-from atropos_tui.profile.seats import host_names
-from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
 from atropos_tui.profile.spec import ComponentSpec, StackSpec, dependency_faults, references
 from trainer_core.config import TrainingConfig, sharding_contradictions
 

@@ -10,9 +10,9 @@ from atropos_tui.errors import Problem
 from atropos_tui.profile.errors import did_you_mean
 from atropos_tui.profile.memory import VLLM_FRACTION
 from atropos_tui.profile.places import foreseen
-from atropos_tui.profile.plan import trainer_ranks, trainer_seats, traits_of
 from atropos_tui.profile.seats import Seat, host_names
 from atropos_tui.profile.sections import Profile
+from atropos_tui.profile.site import trainer_ranks, trainer_seats, traits_of
 
 ADD_CLUSTER = 'add [cluster] with launcher = "slurm", "ssh", "kubernetes" or "ray", or leave it out'
 

@@ -16,8 +16,8 @@ from typing import Any
 from atropos_tui.profile import memory
 from atropos_tui.profile.memory import Budget, Inventory
 from atropos_tui.profile.models import Model
-from atropos_tui.profile.plan import Site, trainer_ranks, training_config, traits_of
 from atropos_tui.profile.sections import MOST_RANKS, EngineSection, Profile
+from atropos_tui.profile.site import Site, trainer_ranks, training_config, traits_of
 from trainer_core.config import TrainingConfig, sharding_contradictions
 
 SLACK = 0.03

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from atropos_tui.errors import Problem
 from atropos_tui.profile.hardware import Hardware
-from atropos_tui.profile.plan import traits_of
 from atropos_tui.profile.sections import Profile
+from atropos_tui.profile.site import traits_of
 
 KEY = "inference_gpus"
 

@@ -25,19 +25,10 @@ from atropos_common.bridge import few_graph_sizes, server_rank
 from atropos_common.model_math import Dimensions
 from atropos_tui.profile.hardware import Hardware, read_machine
 from atropos_tui.profile.models import LAYER, Model, Shapes, read_model
-from atropos_tui.profile.plan import (
-    LORA_SLOTS,
-    MOST_SEQUENCES,
-    Site,
-    engine_model,
-    fed_engines,
-    resolve_path,
-    trainer_seats,
-    training_config,
-    traits_of,
-)
+from atropos_tui.profile.plan import LORA_SLOTS, MOST_SEQUENCES, resolve_path
 from atropos_tui.profile.seats import Seat
 from atropos_tui.profile.sections import EngineSection, Profile
+from atropos_tui.profile.site import Site, engine_model, fed_engines, trainer_seats, training_config, traits_of
 from trainer_core.config import TrainingConfig
 
 HOST = "host"

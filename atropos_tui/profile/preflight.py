@@ -34,19 +34,17 @@ from atropos_tui.profile.memory import Inventory, take_inventory
 from atropos_tui.profile.model_files import is_hub_id
 from atropos_tui.profile.models import Model
 from atropos_tui.profile.places import Hosts, allocated, hosts_of
-from atropos_tui.profile.plan import (
+from atropos_tui.profile.plan import config_file, is_ours, resolve_path
+from atropos_tui.profile.sections import EngineSection, EnvSection, Profile
+from atropos_tui.profile.site import (
     Site,
-    config_file,
     engine_model,
-    is_ours,
     node_of,
-    resolve_path,
     trainer_gpus,
     trainer_ranks,
     training_config,
     traits_of,
 )
-from atropos_tui.profile.sections import EngineSection, EnvSection, Profile
 from atropos_tui.profile.source import class_names, function_names
 from atropos_tui.profile.spec import StackSpec, expand, references
 from trainer_core.config import TrainingConfig

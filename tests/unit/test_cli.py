@@ -22,8 +22,9 @@ from atropos_tui.cli.profiles import Checked
 from atropos_tui.errors import Exit
 from atropos_tui.profile.hardware import Hardware
 from atropos_tui.profile.memory import Inventory
-from atropos_tui.profile.plan import Site, build_stack
+from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.sections import Profile
+from atropos_tui.profile.site import Site
 from tests.unit.cpu_time import cpu_seconds
 
 

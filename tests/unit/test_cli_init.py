@@ -26,9 +26,9 @@ from atropos_tui.profile.checks import check_notes
 from atropos_tui.profile.fit import lack
 from atropos_tui.profile.hardware import Gpu, Hardware
 from atropos_tui.profile.memory import site_budget, take_inventory
-from atropos_tui.profile.plan import TRAITS, make_site
 from atropos_tui.profile.ports import is_free
 from atropos_tui.profile.sections import Profile, load_profile, profile_schema
+from atropos_tui.profile.site import TRAITS, make_site
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,10 @@ from atropos_tui.profile import memory
 from atropos_tui.profile.checks import check_profile
 from atropos_tui.profile.hardware import named_machine
 from atropos_tui.profile.places import Hosts, expand_hosts, hosts_of, lacking
-from atropos_tui.profile.plan import build_stack, make_site, stack_of, trainer_ranks, trainer_seats
+from atropos_tui.profile.plan import build_stack, stack_of
 from atropos_tui.profile.preflight import is_this_machine, unfit
 from atropos_tui.profile.sections import Profile, parse_profile
+from atropos_tui.profile.site import make_site, trainer_ranks, trainer_seats
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck
 from atropos_tui.supervisor.far_end import environment
 from atropos_tui.supervisor.process import gpus_within

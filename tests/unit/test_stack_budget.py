@@ -27,9 +27,10 @@ from atropos_tui.profile.memory import (
     take_inventory,
 )
 from atropos_tui.profile.models import Model
-from atropos_tui.profile.plan import build_stack, make_site, training_config
+from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.preflight import preflight
 from atropos_tui.profile.sections import EngineSection, Profile, parse_profile
+from atropos_tui.profile.site import make_site, training_config
 from tests.unit.small_models import CONFIGS, SMALL, build, saved, sizes_of
 from trainer_core.config import TrainingConfig
 from trainer_core.optim import Stepper

@@ -14,9 +14,10 @@ from atropos_tui.profile import memory
 from atropos_tui.profile.checks import check_notes, check_profile
 from atropos_tui.profile.gpu_split import split_gpus
 from atropos_tui.profile.hardware import Gpu, Hardware, named_machine
-from atropos_tui.profile.plan import build_stack, env_engines, make_site, sequences_in_flight, training_config
+from atropos_tui.profile.plan import build_stack, sequences_in_flight
 from atropos_tui.profile.preflight import separate, unfit
 from atropos_tui.profile.sections import Profile, parse_profile
+from atropos_tui.profile.site import env_engines, make_site, training_config
 from atropos_tui.profile.spec import ComponentSpec
 
 RUN_DIR = Path("/runs/r")

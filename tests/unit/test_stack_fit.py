@@ -20,9 +20,9 @@ from atropos_tui.profile.fit import LAST, SLACK, advice, budget_with, fits, near
 from atropos_tui.profile.hardware import Gpu, Hardware, named_machine
 from atropos_tui.profile.memory import Inventory, site_budget
 from atropos_tui.profile.models import Model, model_shapes, read_model
-from atropos_tui.profile.plan import Site, make_site, training_config
 from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import load_profile, parse_profile, shipped_profiles
+from atropos_tui.profile.site import Site, make_site, training_config
 from tests.unit.profile_support import ask
 from trainer_core.shapes import describe
 

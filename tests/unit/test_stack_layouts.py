@@ -16,9 +16,10 @@ from atropos_tui.profile.checks import check_graph, check_profile
 from atropos_tui.profile.hardware import Gpu, Hardware
 from atropos_tui.profile.memory import Inventory, make_budget
 from atropos_tui.profile.models import Model, model_shapes
-from atropos_tui.profile.plan import build_stack, make_site, training_config
+from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.preflight import preflight
 from atropos_tui.profile.sections import load_profile, shipped_profiles
+from atropos_tui.profile.site import make_site, training_config
 
 GIB = 1024**3
 QWEN3_1_7B: dict[str, Any] = {

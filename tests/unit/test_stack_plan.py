@@ -14,10 +14,11 @@ import tomli_w
 from atropos_tui.cli.up import _profile_data
 from atropos_tui.errors import UserError
 from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile
-from atropos_tui.profile.plan import Site, build_stack, make_site, redacted
+from atropos_tui.profile.plan import build_stack, redacted
 from atropos_tui.profile.recipes import recipe
 from atropos_tui.profile.redact import hide_command, hide_tree
 from atropos_tui.profile.sections import Profile, load_profile, parse_profile
+from atropos_tui.profile.site import Site, make_site
 from atropos_tui.profile.spec import ComponentSpec, RestartPolicy, StackSpec, StopPolicy
 
 

@@ -20,7 +20,8 @@ from transformers import Qwen3MoeConfig
 
 from atropos_common.transfer import ALIGNMENT, SentTensor, chunks
 from atropos_tui.profile.checks import check_notes, check_profile
-from atropos_tui.profile.plan import build_stack, make_site
+from atropos_tui.profile.plan import build_stack
+from atropos_tui.profile.site import make_site
 from tests.nursery import TRAINER, forked
 from tests.unit.small_models import CONFIGS, SMALL, build
 from tests.unit.test_stack_plan import profile
