@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,10 +55,24 @@ class NoDriverError(Exception):
         self.refuses = refuses
 
 
-class Nvml:
-    """NVML through nvidia-ml-py: imported and initialised at the first reading, kept until one fails."""
+def given_here(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The GPUs that SLURM has given this process, as CUDA reads them; None: no job, or one that was given none.
 
-    def __init__(self) -> None:
+    NVML counts the cards of the machine, or where SLURM keeps the others from a job those of the job alone. What SLURM
+    writes for CUDA is counted in the same way; `SLURM_JOB_GPUS` is always that of the machine.
+    """
+    return environment.get("CUDA_VISIBLE_DEVICES") if "SLURM_JOB_ID" in environment else None
+
+
+class Nvml:
+    """NVML through nvidia-ml-py: imported and initialised at the first reading, kept until one fails.
+
+    Args:
+        given: only these are cards, in this order, as `CUDA_VISIBLE_DEVICES` has them (`given_here`); all else.
+    """
+
+    def __init__(self, given: str | None = None) -> None:
+        self._given = given
         self._library: Any = None
         self._handles: list[Any] = []
         self._nodes: list[str] = []
@@ -123,7 +138,8 @@ class Nvml:
             absent = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded)
             raise NoDriverError(str(error), refuses=not isinstance(error, absent)) from None
         count = pynvml.nvmlDeviceGetCount()
-        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        every = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        self._handles = _chosen(pynvml, every, self._given) if self._given else every
         self._nodes = [_node(pynvml, handle) for handle in self._handles]
         self._library = pynvml
 
@@ -149,13 +165,25 @@ class Nvml:
 
 def read_driver() -> NvidiaDriver | str | None:
     """What NVML tells; None without a driver, and its words where one is there but refuses."""
-    nvml = Nvml()
+    nvml = Nvml(given_here())
     try:
         return nvml.driver()
     except NoDriverError as error:
         return str(error) if error.refuses else None
     finally:
         nvml.close()
+
+
+def _chosen(library: Any, handles: list[Any], given: str) -> list[Any]:
+    """The cards that `given` names, by index or by the beginning of a UUID; all, where it names one that is not there,
+    as in a container that shows its own cards alone."""
+    found = []
+    for word in given.split(","):
+        if word.isdecimal():
+            found += handles[int(word) : int(word) + 1]
+        else:
+            found += [each for each in handles if word and _text(library.nvmlDeviceGetUUID(each)).startswith(word)][:1]
+    return found if len(found) == len(given.split(",")) else handles
 
 
 def _text(value: str | bytes) -> str:

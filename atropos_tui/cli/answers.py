@@ -44,9 +44,9 @@ class RunRow(Answer):
     name: str
     mode: str
     state: str
-    """`live`, `ended CODE` or `crashed`, the last with what is left of it."""
+    """`live`, `waits` (in SLURM's queue), `ended CODE` or `crashed`, the last with what is left of it."""
     reason: str
-    """Why it ended; empty while it lives."""
+    """Why it ended, or what it waits for; empty while it lives."""
     started_at: float | None
     """Unix seconds, of its first start."""
     duration_s: float | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import shutil
 import sys
 import time
@@ -16,7 +17,7 @@ from atropos_tui.cli import runs, show, slurm
 from atropos_tui.cli.logs import compiled
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import counted, duration, number, one_line
-from atropos_tui.monitor.run_files import RunInfo, moment, read_info, status_from_files
+from atropos_tui.monitor.run_files import RunInfo, component_rows, moment, read_info, status_from_files
 from atropos_tui.profile.errors import did_you_mean
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, StreamLost
 
@@ -31,18 +32,42 @@ AGES = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 async def status_of(entry: runs.RunEntry) -> RunStatus:
-    """From the supervisor, else rebuilt from plan.json and supervisor.jsonl."""
+    """From the supervisor, on whichever machine, else rebuilt from plan.json and supervisor.jsonl."""
     try:
         return await ControlClient(entry.dir.root).status()
     except NoSupervisor:
-        return status_of_files(entry)
+        return await asyncio.to_thread(status_of_files, entry)
 
 
 def status_of_files(entry: runs.RunEntry) -> RunStatus:
+    """How a run stands to which nobody listens here."""
     from atropos_tui.monitor.run_files import load_run
 
     info, state, _ = load_run(entry.dir.root)
-    return status_from_files(entry.dir, info, state)
+    return status_without_socket(entry, info, state)
+
+
+def status_without_socket(entry: runs.RunEntry, info: RunInfo, state: RunState) -> RunStatus:
+    """As its supervisor on another machine says, as its job stands, or else as its files tell."""
+    try:
+        job = slurm.elsewhere(entry.dir)
+    except UserError as error:
+        return _unheard(entry, info, state, Phase.RUNNING, f"{error.title}: {error.problems[0].reason}")
+    if job is None:
+        return status_from_files(entry.dir, info, state)
+    if not job.runs:
+        return _unheard(entry, info, state, Phase.STARTING, slurm.waits(job)[0])
+    if said := slurm.ask_there(job, "ps", str(entry.dir.root), "--json"):
+        return RunStatus.model_validate_json(said)
+    reason = f"it runs on {job.node}, and does not answer: srun --jobid={job.id} --overlap -w {job.node} true"
+    return _unheard(entry, info, state, Phase.RUNNING, reason)
+
+
+def _unheard(entry: runs.RunEntry, info: RunInfo, state: RunState, phase: Phase, reason: str) -> RunStatus:
+    """What the files tell of a run that has not ended."""
+    status = status_from_files(entry.dir, info, state)
+    known = {"phase": phase, "reason": reason, "exit_code": None, "components": component_rows(info, state)}
+    return status.model_copy(update=known)
 
 
 def read_events(run: RunDir) -> Iterator[Record]:
@@ -90,7 +115,7 @@ async def _all_of(entry: runs.RunEntry) -> tuple[RunInfo, RunState, RunStatus]:
     try:
         return info, state, await ControlClient(entry.dir.root).status()
     except NoSupervisor:
-        return info, state, status_from_files(entry.dir, info, state)
+        return info, state, await asyncio.to_thread(status_without_socket, entry, info, state)
 
 
 async def why(options: argparse.Namespace) -> int:
@@ -235,14 +260,15 @@ def run_row(entry: runs.RunEntry) -> RunRow:
 
     result, info, figures = runs.read_result(entry.dir), read_info(entry.dir), last_figures(entry.dir)
     live = entry.is_live
+    queued = "" if live else slurm.queued(entry.dir)
     ended = moment(result.get("ended_at")) if result else None
     until = time.time() if live else ended
     return RunRow(
         run=entry.run_id,
         name=info.name,
         mode=str(entry.info.get("mode", "")),
-        state="live" if live else (f"ended {result['exit_code']}" if result else _crashed(entry)),
-        reason="" if live or not result else str(result.get("reason", "")),
+        state="live" if live else "waits" if queued else f"ended {result['exit_code']}" if result else _crashed(entry),
+        reason=queued or ("" if live or not result else str(result.get("reason", ""))),
         started_at=entry.started_at or None,
         duration_s=max(0.0, until - entry.used_at) if until and entry.used_at else None,
         step=figures.step,

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import datetime
 from functools import wraps
@@ -24,7 +25,7 @@ from pydantic import BaseModel, Field
 from atropos_common.control import Action, CommandRequest, CommandStatus, Recipe, RunStatus
 from atropos_common.records import Number
 from atropos_tui import __version__
-from atropos_tui.cli import inspect, runs
+from atropos_tui.cli import inspect, runs, slurm
 from atropos_tui.cli.answers import LogRow, RunRow, Why
 from atropos_tui.cli.logs import Filter, compiled, moment
 from atropos_tui.errors import Exit, Problem, UserError
@@ -237,6 +238,14 @@ async def _socket(entry: runs.RunEntry) -> AsyncIterator[ControlClient]:
     except Refused as refused:
         raise UserError(f"refused: {refused.error}", [Problem(refused.fix)] if refused.fix else []) from None
     except NoSupervisor:
+        job = slurm.elsewhere(entry.dir)
+        if job is not None and job.runs:
+            fix = (
+                f"have this server run there: {shlex.join(job.prefix(terminal=False))} atropos-tui mcp --allow-actions"
+            )
+            raise UserError("that run is on another machine", [Problem(f"it runs on {job.node}", fix)]) from None
+        if job is not None:
+            raise UserError("that run does not run now", [Problem(*slurm.waits(job))]) from None
         raise UserError("that run is over", [Problem("no supervisor answers", "list_runs shows live ones")]) from None
 
 

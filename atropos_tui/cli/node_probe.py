@@ -98,13 +98,20 @@ def _build() -> str:
     return digest.hexdigest()[:12]
 
 
+def _given() -> list[str]:
+    """The GPUs that a batch system has given this step, as CUDA names them: a plan's GPUs are counted among them."""
+    return [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+
+
 def _cards() -> dict[str, Any]:
-    """The driver's version and its cards; `driver` is null without one."""
+    """The driver's version and the cards that may be used here; `driver` is null without one."""
     try:
         import pynvml as nvml  # type: ignore[import-untyped,unused-ignore]
 
         nvml.nvmlInit()
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        if (given := _given()) and all(word.isdecimal() and int(word) < len(handles) for word in given):
+            handles = [handles[int(word)] for word in given]
         memory = [nvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
         names = [nvml.nvmlDeviceGetName(handle) for handle in handles]
         cards = [
@@ -192,7 +199,8 @@ def collective(
     if gpu is not None:
         if interface := _interface(address):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        given = _given()
+        os.environ["CUDA_VISIBLE_DEVICES"] = given[gpu] if gpu < len(given) else str(gpu)
     from datetime import timedelta
 
     import torch

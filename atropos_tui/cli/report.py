@@ -111,21 +111,21 @@ def replay(options: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _sentence(root: Path) -> str:
+def _sentence(entry: runs.RunEntry) -> str:
     """What is to be known first of a run, from its files."""
-    from atropos_tui.monitor.run_files import load_run, status_from_files
+    from atropos_tui.monitor.run_files import load_run
     from atropos_tui.monitor.verdict import verdict
 
-    info, state, feed = load_run(root)
-    return verdict(status_from_files(feed.run, info, state), info, state, time.time()).line
+    info, state, _ = load_run(entry.dir.root)
+    return verdict(inspect.status_without_socket(entry, info, state), info, state, time.time()).line
 
 
 def bench(options: argparse.Namespace) -> int:
     """The guides' BENCHMARK SUMMARY of each run."""
     from atropos_tui.monitor import bench as summary
 
-    chosen = [runs.pick(path).dir.root for path in options.runs] or [runs.pick(None).dir.root]
-    figures = summary.benchmark_runs(chosen)
+    chosen = [runs.pick(path) for path in options.runs or [None]]
+    figures = summary.benchmark_runs([entry.dir.root for entry in chosen])
     if len(chosen) == 1 and not options.json:
         print(_sentence(chosen[0]))
     print(summary.benchmarks_json(figures) if options.json else summary.render_benchmarks(figures))

@@ -56,11 +56,10 @@ class RunEntry:
     def is_live(self) -> bool:
         """Whether its supervisor runs: somebody listens on its socket (a killed one leaves only the file), or its job
         does on another node."""
-        try:
-            # Its own path may be too long to connect to.
-            return listens(os.readlink(self.dir.control_sock)) or slurm.runs_elsewhere(self.dir)  # noqa: PTH115
-        except OSError:
-            return False
+        with contextlib.suppress(OSError):
+            if listens(os.readlink(self.dir.control_sock)):  # noqa: PTH115  (its own path may be too long to connect to)
+                return True
+        return slurm.runs_elsewhere(self.dir)
 
 
 def _seconds(value: object) -> float:

@@ -114,15 +114,30 @@ def number(run: RunDir) -> str:
     return job_id if job_id.isdecimal() else ""
 
 
+def elsewhere(run: RunDir) -> Job | None:
+    """The job in which a run goes on, or waits to, on another machine than this one; None where it does not.
+
+    All commands have it from here. A run that was stopped may be queued again; one that ended otherwise is not.
+
+    Raises:
+        UserError: SLURM does not answer, so nobody knows.
+    """
+    from atropos_tui.monitor.run_files import exit_code
+
+    job_id = number(run)
+    if not job_id or exit_code(run) not in (None, Exit.INTERRUPTED):
+        return None
+    job = find_job(job_id)
+    return None if job is None or job.is_here else job
+
+
 def runs_elsewhere(run: RunDir) -> bool:
     """Whether the run's supervisor lives on a node of its job that is not this one."""
-    if run.result_json.exists():
-        return False
     try:
-        job = job_of(run)
+        job = elsewhere(run)
     except UserError:
         return True  # for all that is known
-    return job is not None and job.runs and not job.is_here
+    return job is not None and job.runs
 
 
 def go_there(run: RunDir) -> None:
@@ -132,18 +147,33 @@ def go_there(run: RunDir) -> None:
         Elsewhere: it is on another node of its job.
         UserError: exit code 5, the job waits for its nodes.
     """
-    job = job_of(run)
-    if job is None or job.is_here:
+    job = elsewhere(run)
+    if job is None:
         return
     if job.runs:
         raise Elsewhere(job.prefix(terminal=sys.stdin.isatty() and sys.stdout.isatty()))
     raise UserError(f"{run.root.name} does not run now", [Problem(*waits(job))], Exit.NO_RUN)
 
 
+def ask_there(job: Job, *words: str) -> str:
+    """What a command of ours prints beside the batch script of a job that runs; nothing where it does not get there."""
+    answer = _ask(*job.prefix(terminal=False), sys.executable, "-P", "-m", "atropos_tui", *words)
+    return answer.stdout if answer and answer.returncode == 0 else ""
+
+
 def waits(job: Job) -> tuple[str, str]:
     """In words how a job stands that does not run, and the way out."""
     reason = f" ({job.reason})" if job.reason not in ("", "None") else ""
     return f"SLURM's job {job.id} is {job.state}{reason}", f"squeue -j {job.id}; `atropos-tui down` takes it back"
+
+
+def queued(run: RunDir) -> str:
+    """In words, how the job stands in which a run waits; empty where none does."""
+    try:
+        job = elsewhere(run)
+    except UserError:
+        return ""
+    return "" if job is None or job.runs or job.state == "COMPLETING" else waits(job)[0]
 
 
 def take_back(run: RunDir) -> bool:

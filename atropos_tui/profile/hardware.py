@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import psutil
 
 from atropos_common.model_math import GPU_MEMORY
-from atropos_tui.gpu import Nvml
+from atropos_tui.gpu import Nvml, given_here
 
 MOST_GPUS = 1024
 _NAMED = re.compile(r"(?:(\d{1,4})\s*[xX*]\s*)?([A-Za-z0-9][A-Za-z0-9 _-]*)")
@@ -38,9 +38,9 @@ class Hardware:
 
 
 def read_machine() -> Hardware:
-    """This machine; without a driver it has no GPUs."""
+    """This machine; without a driver it has no GPUs, and in a job of SLURM's those that the job was given."""
     try:
-        gpus = tuple(Gpu(card.name, card.total) for card in Nvml().read())
+        gpus = tuple(Gpu(card.name, card.total) for card in Nvml(given_here()).read())
     except Exception:  # NVML has an error class per cause, and none of them matters here
         gpus = ()
     return Hardware(gpus, psutil.virtual_memory().total)

@@ -37,6 +37,8 @@ class Hosts:
     """The host where the supervisor runs; empty: none of them."""
     het: Mapping[str, int] | None = None
     """The component of a heterogeneous SLURM job that each host belongs to."""
+    binds: bool = True
+    """Whether SLURM would bind a step to some of the processors that the job has on a node."""
 
     def node(self, name: str) -> Node:
         """The machine of that name.
@@ -76,11 +78,18 @@ def _listed(group: NodeSection) -> list[tuple[str, str]]:
     return list(zip(group.hosts, addresses, strict=False))
 
 
-def hosts_of(profile: Profile, environment: Mapping[str, str], addresses: Mapping[str, str] | None = None) -> Hosts:
+def hosts_of(
+    profile: Profile,
+    environment: Mapping[str, str],
+    addresses: Mapping[str, str] | None = None,
+    *,
+    binds: bool = True,
+) -> Hosts:
     """The machines of a profile, as far as the environment knows them: in a SLURM job those of its allocation.
 
     Args:
         addresses: what others dial, by host; a host that is not in it is dialled by its name.
+        binds: see `Hosts`.
     """
     expected = foreseen(profile)
     if not profile.is_spread or profile.cluster is None or profile.cluster.launcher != "slurm":
@@ -94,7 +103,7 @@ def hosts_of(profile: Profile, environment: Mapping[str, str], addresses: Mappin
         node.model_copy(update={"host": host, "address": dialled.get(host, host)})
         for node, host in zip(expected.nodes, _dealt(profile, groups), strict=False)
     ]
-    return Hosts(tuple(nodes), environment.get("SLURMD_NODENAME", ""), het)
+    return Hosts(tuple(nodes), environment.get("SLURMD_NODENAME", ""), het, binds)
 
 
 def _dealt(profile: Profile, groups: list[list[str]]) -> list[str]:
@@ -139,11 +148,12 @@ def place_of(profile: Profile, hosts: Hosts, name: str) -> Place:
     """Where what runs on the machine called `name` runs."""
     cluster, node = profile.cluster or ClusterSection(), hosts.node(name)
     python = cluster.python or sys.executable
-    prefix = [] if node.host == hosts.here else prefix_of(cluster, node, (hosts.het or {}).get(node.host))
+    het = (hosts.het or {}).get(node.host)
+    prefix = [] if node.host == hosts.here else prefix_of(cluster, node, het, binds=hosts.binds)
     return Place(node=node.name, host=node.host, address=node.address, prefix=prefix, python=python)
 
 
-def prefix_of(cluster: ClusterSection, node: Node, het: int | None = None) -> list[str]:
+def prefix_of(cluster: ClusterSection, node: Node, het: int | None = None, *, binds: bool = True) -> list[str]:
     """The command that runs what follows it on `node`, with its stdin, stdout and stderr connected.
 
     Of a node in SLURM a step takes all that the job has there, and shares it with the other steps: `--exact` would
@@ -151,14 +161,16 @@ def prefix_of(cluster: ClusterSection, node: Node, het: int | None = None) -> li
 
     Args:
         het: the component of a heterogeneous job.
+        binds: see `Hosts`; where SLURM does not, an srun that is told not to says so in each component's log.
     """
     match cluster.launcher:
         case "slurm":
             of = [f"--het-group={het}"] if het is not None else []
             gpus = [f"--gpus-per-node={node.gpus}"] if node.gpus else []
+            free = ["--cpu-bind=none"] if binds else []
             return [
-                "srun", *of, "--overlap", "-N1", "-n1", "-w", node.host, "--mem=0", "--cpu-bind=none", *gpus,
-                "--input=all", "-u", "--export=NONE", "--kill-on-bad-exit=0",
+                "srun", *of, "--overlap", "-N1", "-n1", "-w", node.host, "--mem=0", *free, *gpus, "--input=all",
+                "-u", "--export=NONE", "--kill-on-bad-exit=0",
             ]  # fmt: skip
         case "ssh":
             options = [word for option in SSH_OPTIONS for word in ("-o", option)]

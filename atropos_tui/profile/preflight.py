@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -134,19 +135,29 @@ def machines_of(profile: Profile) -> Hosts:
     hosts = [host for group in allocated(os.environ) for host in group]
     if not hosts or profile.cluster is None or profile.cluster.launcher != "slurm":
         return hosts_of(profile, os.environ)
-    return hosts_of(profile, os.environ, _slurm_addresses(hosts))
+    return hosts_of(profile, os.environ, _slurm_addresses(hosts), binds=_slurm_binds())
 
 
 def _slurm_addresses(hosts: list[str]) -> dict[str, str]:
-    try:
-        said = subprocess.run(
-            ["scontrol", "--oneliner", "show", "node", ",".join(hosts)],
-            capture_output=True, text=True, timeout=SCONTROL_S, check=True,
-        ).stdout  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return {}
+    said = _scontrol("--oneliner", "show", "node", ",".join(hosts))
     rows = [dict(word.partition("=")[::2] for word in line.split()) for line in said.splitlines()]
     return {row["NodeName"]: row["NodeAddr"] for row in rows if row.get("NodeName") and row.get("NodeAddr")}
+
+
+def _slurm_binds() -> bool:
+    """Whether this SLURM binds tasks to processors, or nobody knows."""
+    plugins = re.search(r"^TaskPlugin\s*=(.*)$", _scontrol("show", "config"), re.MULTILINE)
+    return plugins is None or "affinity" in plugins[1]
+
+
+def _scontrol(*words: str) -> str:
+    """What SLURM's controller says; nothing where it does not answer."""
+    try:
+        return subprocess.run(
+            ["scontrol", *words], capture_output=True, text=True, timeout=SCONTROL_S, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _nodes(site: Site) -> Iterator[Problem]:

@@ -458,7 +458,7 @@ class FarEnd:
             sys.path.append(self._job["packages"])
             from atropos_tui.gpu import Nvml
 
-            self._driver = Nvml()
+            self._driver = Nvml(os.environ.get("CUDA_VISIBLE_DEVICES"))  # as `environment` counts them
         try:
             cards = self._driver.read()
         except Exception:  # none here, or in trouble: there is nothing to tell

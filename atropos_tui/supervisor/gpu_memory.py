@@ -1,8 +1,9 @@
 """The GPU memory gate: a component has stopped when its GPU memory is back, and until then nothing starts on its cards.
 
-`gpus` of a component are the machine's cards as NVML counts them (PCI order). The plan hands them to the component as
-its own CUDA_VISIBLE_DEVICES, which replaces one that is set outside, so both sides count the same cards. A component
-without `gpus` has no gate. No driver, or one that does not answer: no gate.
+`gpus` of a component are the machine's cards as NVML counts them (PCI order), in a job of SLURM's among those that it
+was given (`gpu.given_here`). The plan hands them to the component as its own CUDA_VISIBLE_DEVICES, which replaces one
+that is set outside, so both sides count the same cards. A component without `gpus` has no gate. No driver, or one that
+does not answer: no gate.
 
 When is memory back? Looked at per card, once no process of the component is left:
 

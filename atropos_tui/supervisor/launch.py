@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atropos_common import run_dir
+from atropos_tui.gpu import given_here
 from atropos_tui.profile import redact
 from atropos_tui.profile.spec import ComponentSpec, StackSpec, expand, references
 from atropos_tui.supervisor import procfs
@@ -75,8 +76,8 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
     env |= {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
     env |= {key: resolve(value, variables, f"{spec.name}: env.{key}") for key, value in spec.env.items()}
     env |= own
-    if stack.launcher == "slurm" and not spec.is_far:
-        env = gpus_within(env, os.environ.get("CUDA_VISIBLE_DEVICES") if spec.gpus else None)
+    if spec.gpus and not spec.is_far:
+        env = gpus_within(env, given_here())
     command = [resolve(part, variables, f"{spec.name}: command") for part in spec.command]
     cwd = resolve(spec.cwd, variables, f"{spec.name}: cwd") if spec.cwd else None
     if not spec.is_far:

@@ -26,7 +26,7 @@ from atropos_common.http import LIMITS
 from atropos_common.ports import hold
 from atropos_common.run_dir import ENV_WAIT_FOR_GO, GO_LINE, RunDir
 from atropos_tui.diagnoses import Names
-from atropos_tui.gpu import Nvml
+from atropos_tui.gpu import Nvml, given_here
 from atropos_tui.profile import ports
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import procfs
@@ -375,7 +375,7 @@ class Host:
         self._socket, self._token = socket, token
         self.names = Names.of(stack)
         self.tracker = Tracker(stack.run_id)
-        self.gpus = GpuMemory(Reader(Nvml()))
+        self.gpus = GpuMemory(Reader(Nvml(given_here())))
         self.ports = HeldPorts(stack.components)
         self.http = httpx.AsyncClient(limits=LIMITS, trust_env=False, verify=False)  # on this machine, no proxy
         self.table = table or ProcessTable(run_id=stack.run_id)

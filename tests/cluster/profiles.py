@@ -16,9 +16,16 @@ name = "second"
 [[node]]
 name = "third"
 """
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+"""What is looked at before a start; stand-ins load no weights."""
 LIGHT = """
 extends = "demo"
 name = "light"
+model = "{model}"
 {cluster}
 [[prepare]]
 name = "warm-start"
@@ -48,9 +55,11 @@ env = {{ PYTHONPATH = "{stand_ins}" }}
 
 def light(folder: Path, cluster: str, steps: int = 100_000) -> Path:
     """A profile of stand-ins; `cluster` is the text of its [cluster] and [[node]] tables."""
+    (model := folder / "model").mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(MODEL))
     file = folder / "light.toml"
-    text = LIGHT.format(cluster=cluster, stand_ins=STAND_INS, api=free_port(), engine=free_port(), steps=steps)
-    file.write_text(text)
+    ports = {"api": free_port(), "engine": free_port()}
+    file.write_text(LIGHT.format(cluster=cluster, model=model, stand_ins=STAND_INS, steps=steps, **ports))
     return file
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +68,15 @@ def test_the_login_node_watches_and_commands(slurm: SlurmNodes, user: User, run:
     assert "step" in user.gives("logs", "trainer", "--run-dir", "run", "-n", "3").stdout
     done = user.gives("restart", "arithmetic", "run", "--yes")
     assert done.returncode == 0 and "done" in done.stdout, done.stderr
+    row = next(row for row in json.loads(user.gives("runs", "--json").stdout) if row["run"] == run.id)
+    assert (row["state"], row["reason"]) == ("live", "")
+    page = user.gives("report", "run", "-o", "page.html")
+    assert page.returncode == 0 and "its supervisor is gone" not in (user.folder / "page.html").read_text()
+    assert user.gives("bundle", "run", "-o", "b.tar.gz").returncode == 0
+    with tarfile.open(user.folder / "b.tar.gz") as packed:
+        status = json.load(packed.extractfile(next(name for name in packed.getnames() if "status.json" in name)))
+    assert status["phase"] == "running" and {part["state"] for part in status["components"]} == {"healthy", "completed"}
+    assert "srun" not in user.gives("logs", "vllm", "--run-dir", "run").stdout, "a log is the component's own"
     assert user.gives("down", "run").returncode == 0
     run.until_nothing_is_left(slurm)
     assert run.result()["exit_code"] == 130
@@ -76,6 +87,9 @@ def test_a_run_that_waits_says_so_and_is_taken_back(slurm: SlurmNodes, user: Use
     assert user.gives("up", str(profile), "--detach", "--run-dir", "second").returncode == 0
     said = user.gives("ps", "second")
     assert said.returncode == 5 and "is PENDING" in said.stderr, said.stderr
+    rows = {row["dir"]: row for row in json.loads(user.gives("runs", "--json").stdout)}
+    row = rows[str(user.folder / "second")]
+    assert row["state"] == "waits" and "is PENDING" in row["reason"]
     refused = user.gives("up", "--resume", "second", "--detach")
     assert refused.returncode == 2 and "has a job already" in refused.stderr
     assert user.gives("down", "second").returncode == 0

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from atropos_tui.profile.places import prefix_of
+from atropos_tui.profile.sections import ClusterSection
+from atropos_tui.profile.spec import Node
 from tests.cluster.slurm_nodes import SlurmNodes
 from tests.cluster.ssh_nodes import SshNodes
 
@@ -28,8 +31,12 @@ def passes_below(prefix: list[str], env: Mapping[str, str] | None = None, before
 
 
 def test_below_srun(slurm: SlurmNodes) -> None:
-    prefix = ["srun", "--overlap", "-N1", "-n1", "-w", "n2", "--mem=0", "--cpu-bind=none", "--input=all", "-u"]
-    passes_below([*prefix, "--export=NONE"], slurm.env, ("salloc", "-Q", "-N3", "--exclusive"))
+    node = Node(name="second", host="n2", address="n2")
+    passes_below(
+        prefix_of(ClusterSection(launcher="slurm"), node, binds=False),
+        slurm.env,
+        ("salloc", "-Q", "-N3", "--exclusive"),
+    )
 
 
 def test_below_ssh(ssh: SshNodes) -> None:

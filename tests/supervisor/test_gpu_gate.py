@@ -67,7 +67,7 @@ class FakeDriver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
-    monkeypatch.setattr("atropos_tui.supervisor.launcher.Nvml", lambda: fake)
+    monkeypatch.setattr("atropos_tui.supervisor.launcher.Nvml", lambda _: fake)
     fast = {"LIMIT_S": 0.6, "BARRED_S": 0.8, "SETTLE_S": 0.1, "OTHERS_S": 0.3, "LOOK_S": (0.01, 0.05)}
     for name, value in fast.items():
         monkeypatch.setattr(gpu_memory, name, value)

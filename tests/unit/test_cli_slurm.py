@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from atropos_common.control import Phase, RunStatus, State
 from atropos_common.run_dir import RunDir
-from atropos_tui.cli import slurm
+from atropos_tui.cli import inspect, slurm
 from atropos_tui.cli.main import run
+from atropos_tui.cli.runs import RunEntry, read_run
 from atropos_tui.cli.slurm import lead_s, limit_s, script
 from atropos_tui.errors import UserError
+from atropos_tui.monitor.run_files import is_crashed
 from atropos_tui.profile.sections import load_profile
 
 NODES = '[[node]]\nname = "first"\n[[node]]\nname = "train"\ncount = 2\n'
@@ -115,3 +120,67 @@ def test_a_secret_in_the_profile_is_not_submitted(
     assert run(["up", "p.toml", "--run-dir", "run"]) == 2
     said = capsys.readouterr().err
     assert "a secret stands in the profile" in said and not (tmp_path / "submitted").exists(), said
+
+
+@pytest.fixture
+def handed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunEntry:
+    """A run that was handed in from this machine, as job 7; its first turn may have ended."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    run_dir = RunDir(tmp_path / "runs/p-1")
+    run_dir.create()
+    run_dir.slurm_job.write_text("7")
+    run_dir.run_json.write_text(json.dumps({"run_id": "p-1", "name": "p", "mode": "none"}))
+    run_dir.plan_json.write_text(json.dumps({"components": [{"name": "trainer", "role": "trainer"}]}))
+    entry = read_run(run_dir.root)
+    assert entry is not None
+    return entry
+
+
+@pytest.mark.parametrize("ended", [None, 130])
+def test_a_run_in_the_queue_waits_and_has_not_crashed(
+    handed_in: RunEntry, ended: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ended:
+        handed_in.dir.result_json.write_text(json.dumps({"exit_code": ended, "reason": "stopped"}))
+    squeue(tmp_path, monkeypatch, "echo '7|PENDING|n/a|Resources'")
+    row = inspect.run_row(handed_in)
+    assert (row.state, row.reason) == ("waits", "SLURM's job 7 is PENDING (Resources)")
+    status = asyncio.run(inspect.status_of(handed_in))
+    assert (status.phase, status.reason, status.exit_code) == (Phase.STARTING, row.reason, None)
+    assert [part.state for part in status.components] == [State.PENDING]
+    assert not is_crashed(status)
+
+
+def test_a_run_on_another_node_is_asked_there(
+    handed_in: RunEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`report`, `bundle` and the tools of `mcp` have it from there, as `ps` has."""
+    squeue(tmp_path, monkeypatch, "echo '7|RUNNING|n1|None'")
+    there = RunStatus(
+        run_id="p-1", name="p", mode="none", run_dir="r", phase=Phase.RUNNING, started_at=1, seq=9, components=[]
+    )
+    (tmp_path / "said").write_text(there.model_dump_json())
+    srun = tmp_path / "bin/srun"
+    srun.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words; cat {tmp_path}/said\n')
+    srun.chmod(0o755)
+    assert inspect.run_row(handed_in).state == "live"
+    assert asyncio.run(inspect.status_of(handed_in)) == there
+    assert (tmp_path / "words").read_text().endswith(f"ps {handed_in.dir.root} --json\n")
+    assert (tmp_path / "words").read_text().startswith("-Q --jobid=7 --overlap --mem=0 -N1 -n1 -w n1 ")
+    srun.write_text("#!/bin/sh\nexit 1\n")
+    status = asyncio.run(inspect.status_of(handed_in))
+    assert status.phase is Phase.RUNNING and "it runs on n1, and does not answer" in status.reason
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_run_that_has_ended_is_not_asked_about(
+    handed_in: RunEntry, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM keeps a job in its list for minutes, and every list of runs would ask it for each."""
+    squeue(tmp_path, monkeypatch, f"touch {tmp_path}/asked; echo '7|COMPLETING|n1|None'")
+    handed_in.dir.result_json.write_text(json.dumps({"exit_code": code, "reason": "trainer finished"}))
+    assert inspect.run_row(handed_in).state == f"ended {code}"
+    assert asyncio.run(inspect.status_of(handed_in)).exit_code == code
+    assert not (tmp_path / "asked").exists()

@@ -15,7 +15,7 @@ from atropos_tui.profile.checks import check_profile
 from atropos_tui.profile.hardware import named_machine
 from atropos_tui.profile.places import Hosts, expand_hosts, hosts_of, lacking
 from atropos_tui.profile.plan import build_stack, stack_of
-from atropos_tui.profile.preflight import is_this_machine, unfit
+from atropos_tui.profile.preflight import is_this_machine, machines_of, unfit
 from atropos_tui.profile.sections import Profile, parse_profile
 from atropos_tui.profile.site import make_site, trainer_ranks, trainer_seats
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck
@@ -163,6 +163,26 @@ def test_slurm_fills_in_the_hosts_of_the_allocation() -> None:
     assert prefix[prefix.index("-w") + 1] == "gpu09"
     assert {"--overlap", "--export=NONE", "--input=all", "--gpus-per-node=2"} <= {*prefix}
     assert not any(word.startswith("--het-group") for word in prefix)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "free"), [("task/none", False), ("task/cgroup,task/affinity", True), ("(null)", False), (None, True)]
+)
+def test_a_step_is_told_not_to_be_bound_where_slurm_binds(
+    plugins: str | None, free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it does not, srun would say so in the log of each component."""
+    scontrol = tmp_path / "scontrol"
+    said = "exit 1" if plugins is None else f'[ "$1" = show ] && echo "TaskPlugin              = {plugins}"; true'
+    scontrol.write_text(f"#!/bin/sh\n{said}\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a,b,c,d")
+    chosen = profile(cluster=SLURM, node=GROUPS)
+    place = parts(chosen, machines_of(chosen))["trainer"].place
+    assert place is not None
+    assert ("--cpu-bind=none" in place.prefix) == free
 
 
 def test_a_heterogeneous_job_has_a_component_for_each_kind() -> None:
