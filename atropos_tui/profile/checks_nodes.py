@@ -26,7 +26,7 @@ def check_nodes(profile: Profile) -> list[Problem]:
         return wrong
     return [
         *_engine_seats(profile), *_trainer_seats(profile), *_crowded(profile), *_single_copy(profile), *_ports(profile),
-        *_dialled(profile), *_api_host(profile), *_probes(profile),
+        *_dialled(profile), *_api_host(profile), *_probes(profile), *_survival(profile),
     ]  # fmt: skip
 
 
@@ -228,6 +228,12 @@ def _single_copy(profile: Profile) -> Iterator[Problem]:
             f'leave it out, set it to {where!r}, or use mode = "broadcast"',
             key="trainer.node",
         )
+
+
+def _survival(profile: Profile) -> Iterator[Problem]:
+    if profile.survive and len(profile.machines) > 1:
+        reason = "keeps components on this machine only, and some are on others: those end with the supervisor"
+        yield Problem(reason, "leave it out", key="survive")
 
 
 def _ports(profile: Profile) -> Iterator[Problem]:

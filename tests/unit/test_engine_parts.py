@@ -145,6 +145,11 @@ def test_machines_without_a_cluster_are_refused() -> None:
     assert any("over 2 machines" in reason for _, reason in problems(chosen))
 
 
+def test_survive_with_several_machines_is_refused_before_anything_starts() -> None:
+    ((key, reason),) = problems(profile({"node": "big"}, survive=True))
+    assert key == "survive" and "this machine only" in reason
+
+
 def test_sixty_four_machines_with_an_engine_over_every_two_are_planned_at_once() -> None:
     many = {"name": "big", "count": 62, "gpus": 8, "hosts": [f"b{number}" for number in range(62)]}
     chosen = profile({"node": "big", "tensor_parallel": 16, "replicas": 31}, node=[HEAD, many, TRAIN])
