@@ -1,8 +1,9 @@
 """Five hundred stand-ins under one supervisor: what it costs when nothing happens, how fast it answers, a flood.
 
-    python -m benchmarks.many [--components 500] [--lines 20000] [--json]
+    python -m benchmarks.many [--components 500] [--far 0] [--lines 20000] [--json]
 
-`lines` are printed by a tenth of the components at the same time; the rest sleeps.
+`lines` are printed by a tenth of the components at the same time; the rest sleeps. So many are `far`: each below a
+prefix that leads nowhere, with a far end of its own, as on another node.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from atropos_common.control import State
+from atropos_tui.profile.spec import ComponentSpec, Place
 from benchmarks.supervisor import FLOOD, SLEEP, child, supervised
 
 IDLE_S = 20.0
@@ -25,11 +27,21 @@ TALKERS = 10
 """One of so many prints."""
 
 
-async def measure(folder: Path, count: int, lines: int) -> dict[str, float]:
+PREFIX = ["/bin/sh", "-c", 'exec "$@"', "--"]
+
+
+def far(spec: ComponentSpec) -> ComponentSpec:
+    """The component, on a node that is this machine."""
+    place = Place(node="far", host="far", address="127.0.0.1", prefix=PREFIX)
+    return spec.model_copy(update={"place": place})
+
+
+async def measure(folder: Path, count: int, distant: int, lines: int) -> dict[str, float]:
     """Every figure, in seconds, percent of one core, lines a second and bytes."""
     waiting = "import os, sys, time\nwhile not os.path.exists(sys.argv[2]):\n    time.sleep(0.2)\n" + FLOOD
     flag = folder / "go"
     parts = [child(f"c{i}", SLEEP if i % TALKERS else waiting, lines, flag) for i in range(count)]
+    parts[:distant] = map(far, parts[:distant])
     began = time.perf_counter()
     with supervised(folder, "many", *parts) as (client, process):
         while sum(row.state is State.HEALTHY for row in (await client.status()).components) < count:
@@ -73,11 +85,12 @@ async def measure(folder: Path, count: int, lines: int) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="many", description=__doc__)
     parser.add_argument("--components", type=int, default=500)
+    parser.add_argument("--far", type=int, default=0)
     parser.add_argument("--lines", type=int, default=20_000)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="atropos-many-") as folder:
-        found = asyncio.run(measure(Path(folder), options.components, options.lines))
+        found = asyncio.run(measure(Path(folder), options.components, options.far, options.lines))
     if options.json:
         print(json.dumps(found))
         return 0

@@ -8,11 +8,9 @@ Several ranks are `Ranks` in `world.py`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -23,7 +21,8 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import psutil
 
 from atropos_common.files import is_private, write_private
-from atropos_common.run_dir import ENV_NODE_ADDRESS, ENV_RANKS_DIR
+from atropos_common.node import NoSuchAddress, address_here
+from atropos_common.run_dir import ENV_RANKS_DIR
 from trainer_core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,28 +83,10 @@ def node_address() -> str:
     Raises:
         UsageError: the one that ATROPOS_NODE_ADDRESS names is not this machine's.
     """
-    named = os.environ.get(ENV_NODE_ADDRESS, "127.0.0.1")
     try:
-        numbers = {str(found[4][0]) for found in socket.getaddrinfo(named, None)}
-    except OSError as error:
-        raise UsageError(f"{ENV_NODE_ADDRESS}: {named} is no address that is known here ({error.strerror})") from None
-    if named in numbers and named.startswith("127."):
-        return named
-    own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses} & numbers
-    beyond = sorted(number for number in own if not number.startswith("127."))
-    if beyond:
-        return beyond[0]
-    if all(number.startswith("127.") for number in numbers):  # as /etc/hosts often has a machine's own name
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-            way.connect(("192.0.2.1", 9))  # of a datagram socket: nothing is sent
-            return str(way.getsockname()[0])
-    raise UsageError(f"no network interface here has the address {named}: see {ENV_NODE_ADDRESS}, and `ip address`")
-
-
-def interface_of(number: str) -> str:
-    """The network interface of this machine that has an address."""
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, found in interfaces if any(each.address == number for each in found)), "lo")
+        return address_here()
+    except NoSuchAddress as error:
+        raise UsageError(str(error)) from None
 
 
 def keep_master() -> None:

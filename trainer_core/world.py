@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from atropos_common.files import write_private
 from atropos_common.group import MAC_BYTES, SECRET_BYTES, Gloo, SealedStore, prove
+from atropos_common.node import interface_of
 from atropos_common.parent_death import die_with_parent
 from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
 from trainer_core.ranks import (
@@ -36,7 +37,6 @@ from trainer_core.ranks import (
     SEEN_S,
     World,
     first_rank,
-    interface_of,
     leave_word,
     meeting_place,
     node_address,

@@ -25,6 +25,7 @@ from vllm_server.config import (
     ConfigError,
     ServerConfig,
     prepare_environment,
+    prepare_network,
 )
 from vllm_server.plugin import configure_logging, die_with_parent
 
@@ -51,6 +52,8 @@ environment:
   ATROPOS_WAIT_FOR_GO=1            import everything, then wait for the line `go` on standard input
   OMP_NUM_THREADS=1                on a CPU: also lets the engine process start by fork, in half the time
   ATROPOS_FORK_ENGINE=0            never start it that way
+  ATROPOS_NODE_ADDRESS=ADDRESS     of this machine, for an engine over several: --nnodes N --node-rank R --master-addr
+                                   A --master-port P on each, and --headless on all but the first, which serves
 """
 
 
@@ -70,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
             _check_arguments(argv)
         _check_vllm()
         config = ServerConfig.from_env()
+        prepare_network(os.environ)
     except ConfigError as error:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2
@@ -100,12 +104,20 @@ def _check_arguments(argv: list[str]) -> None:
     parser.add_argument("--port", default=str(DEFAULT_PORT))
     parser.add_argument("--uds")
     parser.add_argument("--config")
+    parser.add_argument("--headless", action="store_true")
+    parser.add_argument("--nnodes", "-n", default="1")
+    parser.add_argument("--master-addr", default="127.0.0.1")
+    parser.add_argument("--master-port", default="29501")
     known, _ = parser.parse_known_args(argv)
     model = known.model or (argv[0] if argv and not argv[0].startswith("-") else None)
     if model is None and known.config is None:
         raise ConfigError("--model is missing: name a directory with config.json, or a hub id such as Qwen/Qwen3-0.6B")
     if model is not None:
         check_model(model)
+    if known.headless:
+        return  # a part of an engine that serves elsewhere
+    if known.nnodes != "1" and known.master_port.isdecimal():
+        check_port(known.master_addr, int(known.master_port), "--master-port")
     if known.uds is None:
         if not known.port.isdecimal() or not 0 < int(known.port) < 65536:
             raise ConfigError(f"--port {known.port}: a number from 1 to 65535 is needed")
@@ -127,14 +139,14 @@ def check_model(model: str) -> None:
         raise ConfigError(f"--model {model}: no such directory")
 
 
-def check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int, flag: str = "--port") -> None:
     """Raises ConfigError when something listens on the port already, saying what."""
     try:
         with ports.bind(host, port, held=ports.is_held(port, os.environ)) as probe:
             probe.listen(1)
     except OSError as error:
         raise ConfigError(
-            f"{host}:{port} cannot be bound ({error.strerror}{_listener(port)}); choose another --port"
+            f"{host}:{port} cannot be bound ({error.strerror}{_listener(port)}); choose another {flag}"
         ) from None
 
 

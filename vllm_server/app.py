@@ -23,7 +23,7 @@ from atropos_common.files import write_private
 from atropos_common.http import allowed_hosts, door_keys
 from atropos_common.manifest import Shard
 from vllm_server import bridge as bridge_routes
-from vllm_server import compat, generate, lora, plugin, refusals
+from vllm_server import compat, generate, lora, part, plugin, refusals
 from vllm_server.auth import Access, GenerationHold
 from vllm_server.bridge import WeightBridge
 from vllm_server.config import (
@@ -68,6 +68,8 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
                 remove_private_dir(config)
                 return 0
         check_arguments(args, config)
+        if args.headless:
+            return part.run(args)
     except ConfigError as error:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2
@@ -147,8 +149,9 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
             f"--logprobs-mode {args.logprobs_mode}: leave it at {LOGPROBS_MODE}. The trainer compares these logprobs "
             "with its own at the sampling temperature; raw ones are off as soon as the temperature is not 1"
         )
-    if (args.api_server_count or 1) > 1 or args.headless or getattr(args, "grpc", False):
-        raise ConfigError("one API server process is needed: leave out --api-server-count, --headless and --grpc")
+    if (args.api_server_count or 1) > 1 or getattr(args, "grpc", False):
+        raise ConfigError("one API server process is needed: leave out --api-server-count and --grpc")
+    part.check_arguments(args)
     if args.disable_access_log_for_endpoints is None:
         args.disable_access_log_for_endpoints = QUIET_ROUTES
     # The last is the outermost.
@@ -171,6 +174,7 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
 def _prepare_single_copy(args: Namespace) -> None:
     """Flags of single copy, and what it cannot be combined with."""
     refused = {
+        "--nnodes": part.machines(args) > 1,
         "--pipeline-parallel-size, --data-parallel-size": ranks(args) > int(args.tensor_parallel_size),
         "--quantization": bool(args.quantization),
         "--enable-sleep-mode": bool(args.enable_sleep_mode),

@@ -198,6 +198,19 @@ def forked_engine_client(
     return _find("build_async_engine_client_from_engine_args")(ForkingEngineArgs.from_cli_args(args))
 
 
+def executor_of_part(args: Namespace) -> Any:
+    """The executor of an engine's workers on this machine, where its first part is on another: what vLLM's own
+    `serve --headless` runs. Returns when they have loaded the model and have met all others."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
+        usage_context=UsageContext.OPENAI_API_SERVER, headless=True
+    )
+    return MultiprocExecutor(config, monitor_workers=False)
+
+
 def load_adapter_request(name: str, path: str) -> Any:
     """vLLM's request to load a LoRA adapter."""
     from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest

@@ -18,9 +18,11 @@ from typing import get_args
 
 from atropos_common.bridge import ENV_SAMPLING, SamplingPolicy
 from atropos_common.http import hosts_in
+from atropos_common.node import NoSuchAddress, address_here, interface_of
 from atropos_common.run_dir import (
     ENV_ALLOWED_HOSTS,
     ENV_HOLD_GENERATION,
+    ENV_NODE_ADDRESS,
     ENV_RUN_DIR,
     ENV_TOKEN,
     ENV_TRAINER_HOSTS,
@@ -183,6 +185,29 @@ def _sampling(env: Mapping[str, str]) -> SamplingPolicy:
         if named == policy:
             return policy  # type: ignore[no-any-return]
     raise ConfigError(f"{ENV_SAMPLING}={named!r}: it is one of {', '.join(get_args(SamplingPolicy))}")
+
+
+def prepare_network(env: dict[str, str] | os._Environ[str]) -> None:
+    """Where this machine is one of several that an engine is spread over: let vLLM, gloo and NCCL take the interface
+    that the others dial. They would choose one by themselves, and gloo that of the machine's name, which is often the
+    loopback.
+
+    Args:
+        env: changed in place; what is set there already stays.
+
+    Raises:
+        ConfigError: ATROPOS_NODE_ADDRESS is no address of this machine.
+    """
+    if ENV_NODE_ADDRESS not in env:
+        return
+    try:
+        address = address_here()
+    except NoSuchAddress as error:
+        raise ConfigError(str(error)) from None
+    interface = interface_of(address)
+    env.setdefault("VLLM_HOST_IP", address)
+    env.setdefault("GLOO_SOCKET_IFNAME", interface)
+    env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) -> list[str]:

@@ -19,7 +19,7 @@ from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.memory import VLLM_FRACTION
 from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
-from atropos_tui.profile.seats import host_names
+from atropos_tui.profile.seats import host_names, part_names
 from atropos_tui.profile.sections import ComponentOptions, EngineSection, Profile
 from atropos_tui.profile.site import (
     Site,
@@ -249,7 +249,12 @@ def _names(profile: Profile) -> list[Problem]:
     named = [("api", "api"), *((name, "trainer") for name in host_names("trainer", len(trainer_seats(profile)) or 1))]
     named += [(name, f"component.{name}") for name in profile.component]
     named += [(part.name, f"env.{index}.name") for index, part in enumerate(profile.env)]
-    named += [(part.name, f"vllm.{index}.name") for index, made in enumerate(profile.seated) for part, _ in made]
+    named += [
+        (name, f"vllm.{index}.name")
+        for index, made in enumerate(profile.seated)
+        for part, seats in made
+        for name in part_names(part.name, len(seats))
+    ]
     named += [(part.name, f"prepare.{index}.name") for index, part in enumerate(profile.prepare)]
     last = dict(named)
     return [
@@ -324,6 +329,10 @@ DERIVED_FLAGS = {
         "dtype": "vllm.dtype",
         "max-model-len": "vllm.max_model_len",
         "gpu-memory-utilization": "vllm.gpu_memory_utilization",
+        "nnodes": "vllm.machines",
+        "node-rank": "",
+        "headless": "",
+        "master-addr": "addresses of [[node]]",
     },
     "env": {
         "openai.base_url": "vllm.port",

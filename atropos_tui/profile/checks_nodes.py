@@ -26,7 +26,7 @@ def check_nodes(profile: Profile) -> list[Problem]:
         return wrong
     return [
         *_engine_seats(profile), *_trainer_seats(profile), *_crowded(profile), *_single_copy(profile), *_ports(profile),
-        *_dialled(profile), *_api_host(profile), *_probes(profile),
+        *_dialled(profile), *_api_host(profile), *_probes(profile), *_survival(profile),
     ]  # fmt: skip
 
 
@@ -49,6 +49,10 @@ def _without_cluster(profile: Profile) -> Iterator[Problem]:
         yield Problem("machines, and nothing that brings components there", ADD_CLUSTER, key="node.0")
     for key, name in _node_keys(profile):
         yield Problem(f"{name!r} is a machine, and this profile has only this one", ADD_CLUSTER, key=key)
+    for index, section in enumerate(profile.vllm):
+        if (section.machines or 1) > 1:
+            reason = f"a server over {section.machines} machines, and this profile has only this one"
+            yield Problem(reason, ADD_CLUSTER, key=f"vllm.{index}.machines")
 
 
 def _machines(profile: Profile) -> Iterator[Problem]:
@@ -112,6 +116,9 @@ def _engine_seats(profile: Profile) -> Iterator[Problem]:
         if len(set(section.gpus)) < len(section.gpus):
             yield Problem(f"names a GPU twice: {section.gpus}", "name each GPU once", key=f"{key}.gpus")
             continue
+        if wrong := _spread(profile, index):
+            yield wrong
+            continue
         if len(made) > 1 and index == 0 and not traits_of(profile).feeds_all:
             fix = 'set replicas = 1 and as many GPUs as one takes, or use mode = "broadcast"'
             yield Problem(f"{len(made)} engines, and the trainer feeds one in this mode", fix, key=f"{key}.replicas")
@@ -127,6 +134,39 @@ def _engine_seats(profile: Profile) -> Iterator[Problem]:
                 f"lower vllm.replicas or tensor_parallel, raise count or gpus of [[node]] {node}, or use another node",
                 key=f"{key}.node",
             )
+
+
+def _spread(profile: Profile, index: int) -> Problem | None:
+    """What keeps a server from being spread over several machines."""
+    section, parts = profile.vllm[index], len(next((seats for _, seats in profile.seated[index]), []))
+    key, node = f"vllm.{index}", section.node or profile.node[0].name
+    wanted, there, workers = section.machines or parts, len(profile.hosts_named(section.node)), section.gpus_needed
+    if wanted == 1:
+        return None
+    if section.flag_number("data-parallel-size", 1) > 1:
+        reason = "several copies of the weights in one server over several machines"
+        fix = "leave it out, and set vllm.replicas: a server for each copy"
+        return Problem(reason, fix, key=f"{key}.args.{section.flag_key('data-parallel-size')}")
+    if workers % wanted:
+        divisors = [str(number) for number in range(2, workers + 1) if workers % number == 0]
+        fix = f"set it to {' or '.join(divisors)}" if divisors else "leave it out, or raise tensor_parallel"
+        reason = f"{_counted(workers, 'worker')} cannot be divided evenly among {wanted} machines"
+        return Problem(reason, fix, key=f"{key}.machines")
+    if wanted > there:
+        reason = f"a server over {wanted} machines, and [[node]] {node} has {there}"
+        return Problem(reason, f"lower it, or raise count of [[node]] {node}", key=f"{key}.machines")
+    if index == 0 and traits_of(profile).shares_memory:
+        return Problem(
+            f"single copy needs every worker of the engine beside a rank of the trainer, and {section.name} is spread "
+            f"over {wanted} machines",
+            'use mode = "broadcast", "lora_only" or "none", or a machine with as many GPUs as it takes',
+            key=f"{key}.machines" if section.machines else f"{key}.tensor_parallel",
+        )
+    return None
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _beyond(gpus: list[int], node: str, there: int) -> tuple[str, str]:
@@ -188,6 +228,12 @@ def _single_copy(profile: Profile) -> Iterator[Problem]:
             f'leave it out, set it to {where!r}, or use mode = "broadcast"',
             key="trainer.node",
         )
+
+
+def _survival(profile: Profile) -> Iterator[Problem]:
+    if profile.survive and len(profile.machines) > 1:
+        reason = "keeps components on this machine only, and some are on others: those end with the supervisor"
+        yield Problem(reason, "leave it out", key="survive")
 
 
 def _ports(profile: Profile) -> Iterator[Problem]:

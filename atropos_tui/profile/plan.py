@@ -28,7 +28,7 @@ from atropos_common.run_dir import (
 from atropos_common.transfer import is_loopback
 from atropos_tui.profile.load import shipped_profiles
 from atropos_tui.profile.redact import hide_tree
-from atropos_tui.profile.seats import host_names
+from atropos_tui.profile.seats import Seat, host_names, part_names
 from atropos_tui.profile.sections import (
     ApiSection,
     ComponentOptions,
@@ -158,7 +158,7 @@ def stack_of(site: Site) -> StackSpec:
     stack = [
         *prepared,
         _api(site, profile.api, after),
-        *(_engine(site, engine, after, settings) for engine in profile.engines),
+        *(part for seated in profile.seated for each in seated for part in _engine(site, *each, after, settings)),
         *(_environment(site, section, after, settings) for section in profile.env),
         *(_extra(site, name, section) for name, section in profile.component.items()),
         *_trainer(site, settings, after),
@@ -258,7 +258,11 @@ def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
     )
 
 
-def _engine(site: Site, section: EngineSection, after: list[str], settings: TrainingConfig) -> ComponentSpec:
+def _engine(
+    site: Site, section: EngineSection, seats: list[Seat], after: list[str], settings: TrainingConfig
+) -> list[ComponentSpec]:
+    """The server; on several machines a part of it on each, the first of which serves."""
+    names = part_names(section.name, len(seats))
     fed, url = is_fed(site, section), site.engine_url(section)
     place = site.place(section.node if site.profile.is_spread else None)
     environment = {"LOGDIR": str(site.run.engine_bridge(section.name))} | _gpus(section.gpus)
@@ -272,13 +276,13 @@ def _engine(site: Site, section: EngineSection, after: list[str], settings: Trai
         manifest = str(site.run.manifest(section.name))
         checks.append(FileCheck(path=manifest))
         clears = [manifest, *_shm_files(site, section)]
-    return _spec(
+    spec = _spec(
         site,
         section,
         name=section.name,
         role=Role.ENGINE,
-        command=_engine_command(site, section, settings),
-        env=environment,
+        command=_engine_command(site, section, settings, _engine_part(site, section, seats, 0)),
+        env=environment | _node_address(site, seats, 0),
         depends_on=dict.fromkeys(after, "completed"),
         probes=Probes(
             readiness=Probe(checks=checks, interval_s=0.25, timeout_s=15),
@@ -296,12 +300,53 @@ def _engine(site: Site, section: EngineSection, after: list[str], settings: Trai
         clears=clears,
         scratch=True,  # vLLM leaves sockets and files of its groups there
         stages=ENGINE_STAGES,
-        restart_with=["trainer"] if fed and site.traits.trainer_follows_engine else [],
+        restart_with=[*names[1:], *(["trainer"] if fed and site.traits.trainer_follows_engine else [])],
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=15),
         start_timeout_s=1800,
-        standby=fed and site.traits.restarts_engine,
+        standby=fed and site.traits.restarts_engine and len(names) == 1,
     )
+    ready = Probe(
+        checks=[LogCheck(pattern=r"\[vllm_server\] ready after", label="its workers are ready")],
+        failure_threshold=1_000_000,
+    )
+    return [
+        spec,
+        *(
+            spec.model_copy(
+                update={
+                    "name": names[rank],
+                    "command": _engine_command(site, section, settings, _engine_part(site, section, seats, rank)),
+                    "env": spec.env | _gpus(seats[rank].gpus) | _node_address(site, seats, rank),
+                    "probes": Probes(startup=ready),
+                    "port": None,
+                    "port_held": False,
+                    "place": site.place(seats[rank].node),
+                    "gpus": seats[rank].gpus,
+                    "restart_with": [section.name],
+                }
+            )
+            for rank in range(1, len(seats))
+        ),
+    ]
+
+
+def _engine_part(site: Site, section: EngineSection, seats: list[Seat], rank: int) -> dict[str, Any]:
+    """Flags that tell a part of a server over several machines which it is, and where all of them meet."""
+    if len(seats) < 2:
+        return {}
+    return {
+        "nnodes": len(seats),
+        "node-rank": rank,
+        "master-addr": site.hosts.node(seats[0].node).address,
+        "master-port": site.profile.meeting_ports[section.name],
+        "headless": rank > 0,
+    }
+
+
+def _node_address(site: Site, seats: list[Seat], number: int) -> dict[str, str]:
+    """The address of one of several machines, by which the others of a component reach it."""
+    return {ENV_NODE_ADDRESS: site.hosts.node(seats[number].node).address} if len(seats) > 1 else {}
 
 
 def _is_held(place: Place | None, address: str) -> bool:
@@ -333,7 +378,7 @@ def _shm_name(site: Site, section: EngineSection) -> str:
     return f"atropos-{site.run_id}-{section.name}"
 
 
-def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig) -> list[str]:
+def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig, part: dict[str, Any]) -> list[str]:
     flags: dict[str, Any] = {
         "model": engine_model(site, section),
         "host": site.engine_address(section),
@@ -352,7 +397,7 @@ def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig
             flags["max-loras"] = LORA_SLOTS
     if site.traits.restarts_engine and not any(section.flag(name) is not None for name in GRAPH_FLAGS):
         flags["cudagraph-capture-sizes"] = few_graph_sizes(section.flag_number("max-num-seqs", MOST_SEQUENCES))
-    flags |= section.args
+    flags |= section.args | part
     return [*_module("vllm_server"), *site.texts(_flags(flags))]
 
 
@@ -523,8 +568,7 @@ def _ranks_meet(site: Site, number: int) -> dict[str, str]:
     seats = trainer_seats(site.profile)
     if len(seats) < 2:
         return {}
-    address = site.hosts.node(seats[number].node).address
-    return {ENV_RANKS_DIR: str(site.run.root / "ranks"), ENV_NODE_ADDRESS: address}
+    return {ENV_RANKS_DIR: str(site.run.root / "ranks")} | _node_address(site, seats, number)
 
 
 def _tracked(site: Site, settings: TrainingConfig, environment: str = "") -> dict[str, str]:

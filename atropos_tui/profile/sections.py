@@ -35,7 +35,7 @@ from atropos_tui.profile.errors import did_you_mean, in_words, key_text, problem
 from atropos_tui.profile.load import SET, Origins, apply_sets, file_text, find_profile, read_merged, shipped_profiles
 from atropos_tui.profile.redact import REDACTED
 from atropos_tui.profile.schema import KeyPath, Schema, build_schema
-from atropos_tui.profile.seats import Seat, Want, host_names, seat_engines
+from atropos_tui.profile.seats import Seat, Want, host_names, part_names, seat_engines
 from atropos_tui.profile.spec import (
     AlertSpec,
     ExecCheck,
@@ -140,6 +140,8 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 MOST_RANKS = 64
 """Of a trainer, parts of an engine, and GPUs of engines: more are no single machine's."""
+MEETING_PORT = 29501
+"""vLLM's own --master-port."""
 MOST_NODES = 1024
 """Machines of a stack; its engines, and its trainer's ranks."""
 
@@ -320,6 +322,8 @@ class EngineSection(ComponentOptions):
     `node`, of each of its machines; empty: those that nobody names."""
     tensor_parallel: int = Field(1, ge=1, le=MOST_RANKS)
     """GPUs that share one model."""
+    machines: int | None = Field(None, ge=1, le=MOST_NODES)
+    """Machines that one server is spread over, each with as many of its GPUs; default: as few as have them."""
     replicas: int | None = Field(None, ge=1, le=MOST_NODES)
     """Servers of this kind, each with GPUs of its own; default: as many as `gpus` are enough for."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
@@ -563,7 +567,10 @@ class Profile(Section):
     def _seated(self) -> list[list[tuple[EngineSection, list[Seat]]]]:
         if not self.is_spread:
             return [[(engine, []) for engine in section.engines] for section in self.vllm]
-        wants = [Want(self.hosts_named(each.node), each.gpus_needed, each.replicas, each.gpus) for each in self.vllm]
+        wants = [
+            Want(self.hosts_named(each.node), each.gpus_needed, each.machines, each.replicas, each.gpus)
+            for each in self.vllm
+        ]
         named = dict.fromkeys(self.hosts_named(self.trainer.node), self.trainer.gpus)
         found = seat_engines(wants, self.machines, named)
         return [section.seated(engines) for section, engines in zip(self.vllm, found, strict=True)]
@@ -573,11 +580,24 @@ class Profile(Section):
         """Every server, each as a section of its own."""
         return [engine for section in self.seated for engine, _ in section]
 
+    @property
+    def meeting_ports(self) -> dict[str, int]:
+        """Of each server over several machines, by its name: the port on the first at which its parts meet."""
+        found: dict[str, int] = {}
+        for section, made in zip(self.vllm, self.seated, strict=True):
+            port = section.flag_number("master-port", MEETING_PORT)
+            for engine in [engine for engine, seats in made if len(seats) > 1]:
+                while port in found.values():
+                    port += 1
+                found[engine.name] = port
+        return found
+
     def used_ports(self) -> list[tuple[str, int]]:
         """Every port of the profile with its key."""
         return [
             ("api.port", self.api.port),
             *((f"vllm.{i}.port", engine.port) for i, section in enumerate(self.seated) for engine, _ in section),
+            *((f"{self.section_of(name)}.args.master-port", port) for name, port in self.meeting_ports.items()),
             *((f"component.{name}.port", part.port) for name, part in self.component.items() if part.port),
             *([("metrics.port", self.metrics.port)] if self.metrics.port else []),
         ]
@@ -589,7 +609,7 @@ class Profile(Section):
     def section_of(self, component: str) -> str:
         """The key of the section that describes a component: `env.0`, `component.x`, `trainer`."""
         for index, seated in enumerate(self.seated):
-            if component in [engine.name for engine, _ in seated]:
+            if component in [name for engine, seats in seated for name in part_names(engine.name, len(seats))]:
                 return f"vllm.{index}"
         for key in ("env", "prepare"):
             for index, part in enumerate(getattr(self, key)):

@@ -32,7 +32,7 @@ from atropos_tui.supervisor.launch import Launch
 from atropos_tui.supervisor.launcher import Host, Living, Usage
 from atropos_tui.supervisor.logs import LogDrain
 from atropos_tui.supervisor.probe import Prober, ProbeResult, StageWatch
-from atropos_tui.supervisor.process import LaunchError, Leader
+from atropos_tui.supervisor.process import Ending, LaunchError, Leader
 from atropos_tui.supervisor.store import Store
 
 ENDS = frozenset({State.STOPPED, State.BACKOFF, State.FAILED, State.COMPLETED})
@@ -633,15 +633,16 @@ class Component:
     async def _end(self, child: Leader, attempt: int, number: int, grace_s: float) -> None:
         host, post = self._host, self._owner.post
         look = self._owner.task(host.look_at_gpus(self.name)) if self.spec.gpus and not self.spec.is_far else None
-        killed = await child.end_set(
-            lambda: host.tracker.members(self.name),
-            number,
-            grace_s,
-            self._hurry,
-            lambda count: post(self._left_over, attempt, count),
-            lambda who: post(self.diagnose, stuck(who)),
-            host.table.components[self.name].group,
+        ending = Ending(
+            number=number,
+            grace_s=grace_s,
+            hurry=self._hurry,
+            members=lambda: host.tracker.members(self.name),
+            on_leftover=lambda count: post(self._left_over, attempt, count),
+            on_stuck=lambda who: post(self.diagnose, stuck(who)),
+            group=host.table.components[self.name].group,
         )
+        killed = await child.end_set(ending)
         await child.settle()
         await host.remove_shared_memory(self.name)
         assert self.log is not None

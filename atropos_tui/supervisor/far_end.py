@@ -2,7 +2,7 @@
 
     PREFIX python -I -S -c 'import sys; sys.path.insert(0, sys.argv.pop(1)); from ... import main; main()' ROOT
 
-Its stdin and stdout are a line of frames (`keeper.KeeperLine`); nothing secret is on a command line. It says `MAGIC`
+Its stdin and stdout are a line of frames (`line.Line`); nothing secret is on a command line. It says `MAGIC`
 first, since a login shell may print before it. Then it hears one of two:
 
 - `start` with a job: it starts the component as its child, in a session of its own, and says `kept` (pids).
@@ -13,7 +13,7 @@ first, since a login shell may print before it. Then it hears one of two:
 
 The end of its stdin, or nothing heard for `OWNER_S`, means that the supervisor is gone: the component is killed. A
 program that asks the supervisor for something connects to a socket of this process in a private folder; what passes
-there goes through the line, too (`open`, `data`, `close`; `Channels`), so that nothing new listens on a network.
+there goes through the line, too (`open`, `data`, `close`; `outbox.Channels`), so that nothing new listens on a network.
 
 Output waits in the component's pipe while the line is full: nothing is dropped, and nothing grows. Imports only the
 standard library. Members are found as on the supervisor's own machine (`tracker.Tracker`, `process.end_set`).
@@ -22,29 +22,29 @@ standard library. Members are found as on the supervisor's own machine (`tracker
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import platform
 import signal
-import struct
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atropos_common.run_dir import ENV_CONTROL_SOCKET
 from atropos_tui.profile import redact
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.keeper import MOST_LEFT, Frame, KeeperLine
-from atropos_tui.supervisor.logs import CHUNK
+from atropos_tui.supervisor.line import Frame, Line
+from atropos_tui.supervisor.logs import MOST_LEFT, read_some
+from atropos_tui.supervisor.outbox import Beats, Channels, Outbox
 from atropos_tui.supervisor.process import (
     Child,
+    Ending,
     LaunchError,
     become_subreaper,
     end_set,
+    end_words,
     gpus_within,
     make_scratch,
     remove_files,
@@ -66,167 +66,8 @@ OWNER_BEAT_S = 3.0
 """How often the supervisor says so, if nothing else."""
 SURVEY_S = 5.0
 """How often members are looked for that have since left their session, and files in /dev/shm that they use."""
-MOST_WAITING = 1024 * 1024
-"""Bytes on their way out from which on nothing more is taken from the component."""
-MOST_UNREAD = 8 * 1024 * 1024
-"""A program that leaves so much of the supervisor's answer unread is cut off."""
 SWEEP_S = 8.0
 LONGEST_SOCKET = 107
-_NUMBER = struct.Struct("<I")
-
-
-def frame(kind: str, payload: bytes = b"") -> bytes:
-    """A frame as `KeeperLine` reads it."""
-    return f"{kind} {len(payload)}\n".encode() + payload
-
-
-class Outbox:
-    """Frames on their way out, inside the event loop, over a descriptor that it owns."""
-
-    def __init__(self, descriptor: int) -> None:
-        os.set_blocking(descriptor, False)
-        self._fd = descriptor
-        self.on_room: Callable[[], None] = lambda: None
-        """Called when it takes more again, after `is_full`."""
-        self._waiting: deque[bytes] = deque()
-        self._count = 0
-        self._room = asyncio.Event()
-        self._empty = asyncio.Event()
-        self._room.set()
-        self._empty.set()
-        self._loop = asyncio.get_running_loop()
-
-    @property
-    def is_full(self) -> bool:
-        return self._count > MOST_WAITING
-
-    def send(self, kind: str, payload: bytes = b"") -> None:
-        """Send a frame; if nobody is there to read it, it is lost."""
-        self.write(frame(kind, payload))
-
-    def write(self, data: bytes) -> None:
-        if self._fd < 0:
-            return
-        self._waiting.append(data)
-        self._count += len(data)
-        if len(self._waiting) == 1 and not self._flush():
-            self._empty.clear()
-            self._loop.add_writer(self._fd, self._flush)
-        if self.is_full:
-            self._room.clear()
-
-    async def room(self) -> None:
-        """Return when it is not full."""
-        await self._room.wait()
-
-    async def flush(self, timeout_s: float) -> None:
-        """Return when all has been sent, or can be sent no more."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
-
-    def close(self) -> None:
-        """Nothing more goes out: the other side sees the end."""
-        if self._fd >= 0:
-            self._loop.remove_writer(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-        self._waiting.clear()
-        self._sent()
-
-    def _flush(self) -> bool:
-        """Write what goes; whether that was all."""
-        while self._waiting:
-            try:
-                written = os.write(self._fd, self._waiting[0])
-            except BlockingIOError:
-                return False
-            except OSError:
-                self.close()
-                return True
-            self._count -= written
-            if written < len(self._waiting[0]):
-                self._waiting[0] = self._waiting[0][written:]
-            else:
-                self._waiting.popleft()
-        self._sent()
-        return True
-
-    def _sent(self) -> None:
-        self._count = 0
-        if self._fd >= 0:
-            self._loop.remove_writer(self._fd)
-        self._empty.set()
-        if not self._room.is_set():
-            self._room.set()
-            self.on_room()
-
-
-class Channels:
-    """Connections that go through a line, each by its number; the same at both ends."""
-
-    def __init__(self, out: Outbox) -> None:
-        self._out = out
-        self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._half: set[int] = set()
-        """One direction has ended."""
-        self._early: dict[int, list[Frame]] = {}
-        """What came for connections that are still being made."""
-
-    async def carry(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send on what `reader` gives, until its end; `take` gives `writer` what comes back."""
-        self._writers[number] = writer
-        for kind, payload in self._early.pop(number, ()):
-            self.take(kind, payload)
-        with contextlib.suppress(OSError):
-            while data := await reader.read(CHUNK):
-                await self._out.room()
-                self._out.send("data", _NUMBER.pack(number) + data)
-        self._out.send("close", _NUMBER.pack(number))
-        self._ended(number)
-
-    def expect(self, number: int) -> None:
-        """A connection is being made; what comes for it is kept until `carry`."""
-        self._early[number] = []
-
-    def take(self, kind: str, payload: bytes) -> None:
-        """`data` or `close` of a connection; one that is gone needs neither."""
-        number = number_of(payload)
-        if number in self._early:
-            self._early[number].append((kind, payload))
-            return
-        writer = self._writers.get(number)
-        if writer is None:
-            return
-        if kind == "data":
-            writer.write(payload[_NUMBER.size :])
-            if writer.transport.get_write_buffer_size() > MOST_UNREAD:
-                writer.transport.abort()
-        else:
-            with contextlib.suppress(OSError):
-                writer.write_eof()
-            self._ended(number)
-
-    def refuse(self, number: int) -> None:
-        """Nobody is there to be connected to."""
-        del self._early[number]
-        self._out.send("close", _NUMBER.pack(number))
-
-    def close(self) -> None:
-        """The line is going away."""
-        for writer in self._writers.values():
-            writer.transport.abort()
-
-    def _ended(self, number: int) -> None:
-        if number in self._half:
-            self._half.discard(number)
-            self._writers.pop(number).close()
-        else:
-            self._half.add(number)
-
-
-def number_of(payload: bytes) -> int:
-    """Which connection a frame is about."""
-    return int(_NUMBER.unpack_from(payload)[0])
 
 
 def environment(job: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, str]:
@@ -248,12 +89,11 @@ def environment(job: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, st
 class FarEnd:
     """One component on this node, for as long as it lives."""
 
-    def __init__(self, line: KeeperLine, out: Outbox, job: Mapping[str, Any]) -> None:
+    def __init__(self, line: Line, out: Outbox, job: Mapping[str, Any]) -> None:
         self._line, self._out, self._job = line, out, job
         out.on_room = self._resume
         self._loop = asyncio.get_running_loop()
         self._channels = Channels(out)
-        self._opened = 0
         self._machine = procfs.MachineMeter()
         self._tracker = Tracker(job["run_id"])
         self._name = str(job["name"])
@@ -272,6 +112,7 @@ class FarEnd:
 
     async def serve(self) -> None:
         """Until nothing of the component is left."""
+        beats = Beats(BEAT_S, lambda: [self._out])
         try:
             await self._start()
         except (OSError, LaunchError) as error:
@@ -279,8 +120,9 @@ class FarEnd:
         else:
             self._take(self._line.heard())
             self._loop.add_reader(self._line.reading, self._hear)
-            self._tasks = {self._loop.create_task(work) for work in (self._beat(), self._survey())}
+            self._tasks = {self._loop.create_task(work) for work in (self._watch_owner(), self._survey())}
             await self._over.wait()
+        beats.close()
         await self._out.flush(OWNER_S)
 
     def _failed(self, error: OSError | LaunchError) -> None:
@@ -325,9 +167,7 @@ class FarEnd:
         return str(path)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._opened += 1
-        self._out.send("open", _NUMBER.pack(self._opened))
-        await self._channels.carry(self._opened, reader, writer)
+        await self._channels.open(reader, writer)
 
     # What it hears.
 
@@ -344,8 +184,7 @@ class FarEnd:
             if kind in ("data", "close"):
                 self._channels.take(kind, payload)
             elif kind == "end":
-                number, grace_s = payload.split()
-                self._end(int(number), float(grace_s))
+                self._end(payload)
             elif kind == "hurry":
                 self._hurry.set()
             elif kind == "measure":
@@ -358,7 +197,7 @@ class FarEnd:
         self._loop.remove_reader(self._line.reading)
         self._out.close()
         self._hurry.set()
-        self._end(signal.SIGKILL, 0.0)
+        self._end(end_words(signal.SIGKILL, 0.0))
 
     # What it prints.
 
@@ -371,12 +210,9 @@ class FarEnd:
         """Move one chunk; how many bytes it had."""
         if self._pipe < 0:
             return 0
-        try:
-            data = os.read(self._pipe, CHUNK)
-        except BlockingIOError:
+        data = read_some(self._pipe)
+        if data is None:
             return 0
-        except OSError:
-            data = b""
         if data:
             self._out.send("output", data)
         if not data or self._out.is_full:
@@ -389,21 +225,22 @@ class FarEnd:
 
     # Its end.
 
-    def _end(self, number: int, grace_s: float) -> None:
+    def _end(self, words: bytes) -> None:
         if self._ending is None and self._child is not None:
-            self._ending = self._loop.create_task(self._end_all(self._child, number, grace_s))
+            number, grace_s = words.split()
+            ending = Ending(
+                number=int(number),
+                grace_s=float(grace_s),
+                hurry=self._hurry,
+                members=lambda: self._tracker.members(self._name),
+                on_leftover=lambda count: self._out.send("left", str(count).encode()),
+                on_stuck=lambda who: self._out.send("stuck", who.encode()),
+            )
+            self._ending = self._loop.create_task(self._end_all(self._child, ending))
 
-    async def _end_all(self, child: Child, number: int, grace_s: float) -> None:
+    async def _end_all(self, child: Child, ending: Ending) -> None:
         await self._look_at_shared_memory()
-        killed = await end_set(
-            child,
-            lambda: self._tracker.members(self._name),
-            number,
-            grace_s,
-            self._hurry,
-            lambda count: self._out.send("left", str(count).encode()),
-            lambda who: self._out.send("stuck", who.encode()),
-        )
+        killed = await end_set(child, ending)
         taken = 0
         while taken < MOST_LEFT and (count := self._copy()):
             taken += count
@@ -416,9 +253,8 @@ class FarEnd:
 
     # What it tells besides.
 
-    async def _beat(self) -> None:
+    async def _watch_owner(self) -> None:
         while True:
-            self._out.send("beat")
             await asyncio.sleep(BEAT_S)
             if time.monotonic() - self._heard > OWNER_S:
                 self._orphaned()
@@ -504,7 +340,7 @@ def sweep(job: Mapping[str, Any]) -> int:
 
 async def answer(reading: int, writing: int) -> None:
     """Do what the first frame asks for."""
-    out, line = Outbox(writing), KeeperLine(reading, -1)
+    out, line = Outbox(writing), Line(reading, -1)
     os.set_blocking(reading, True)
     out.write(MAGIC)
     try:

@@ -9,10 +9,9 @@ that pid and process group stay the component's. When the supervisor dies, all t
 connects and says `attach`. Nothing passes through the hands of a process that may be killed on the way: only the keeper
 reads the component's output.
 
-What the two say goes in frames over a `KeeperLine`, that is any two file descriptors: of a socket, two pipes, an ssh. A
-frame is `KIND LENGTH`, a newline, and LENGTH bytes. To the keeper: `start` or `attach`, later `finish`. From it: `kept`
+What the two say goes in frames over a `line.Line`. To the keeper: `start` or `attach`, later `finish`. From it: `kept`
 (its pid, the component's pid, start ticks and time), `notes`, `ready`; then `output` as it is printed, `exit` with the
-code, `problem`. The end of the file means that the other side is gone.
+code, `problem`.
 """
 
 from __future__ import annotations
@@ -30,113 +29,11 @@ from typing import Any
 
 from atropos_common.parent_death import become
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.logs import CHUNK, SAY_AGAIN_S, LogFile, widen
+from atropos_tui.supervisor.line import Line, LineClosedError
+from atropos_tui.supervisor.logs import MOST_LEFT, SAY_AGAIN_S, LogFile, read_some, widen
 
-MOST_LEFT = 64 * 1024 * 1024
-"""At the end at most so much is read from a pipe whose other end a stranger floods."""
 GREETING_S = 2.0
 """A supervisor that takes over must say so within this time."""
-
-Frame = tuple[str, bytes]
-
-
-class LineClosedError(OSError):
-    """The other side is gone, or says nothing for too long."""
-
-
-class KeeperLine:
-    """Both directions. Owns its descriptors, which may be one.
-
-    Args:
-        patience_s: so long a reader may be busy, where the descriptors do not block; None: for ever.
-        after: what comes before these bytes is not ours; they are told as a frame `began`.
-    """
-
-    def __init__(self, reading: int, writing: int, patience_s: float | None = None, after: bytes = b"") -> None:
-        self.reading, self.writing, self._patience_s, self._after = reading, writing, patience_s, after
-        self._data = bytearray()
-        self._frames: list[Frame] = []
-
-    def say(self, kind: str, payload: bytes = b"") -> None:
-        """Send one frame; waits for a busy reader.
-
-        Raises:
-            OSError: nobody is there to read it.
-        """
-        parts = [memoryview(f"{kind} {len(payload)}\n".encode()), memoryview(payload)]
-        while parts:
-            try:
-                written = os.writev(self.writing, parts)
-            except BlockingIOError:
-                waiting = select.poll()
-                waiting.register(self.writing, select.POLLOUT)
-                if not waiting.poll(None if self._patience_s is None else self._patience_s * 1000):
-                    raise LineClosedError(f"nothing was read for {self._patience_s:g} s") from None
-                continue
-            while parts and written >= len(parts[0]):
-                written -= len(parts.pop(0))
-            if parts:
-                parts[0] = parts[0][written:]
-
-    def read(self) -> list[Frame] | None:
-        """The frames that are complete with what can be read now; None at the end, or if it is no line of ours."""
-        try:
-            data = os.read(self.reading, CHUNK)
-        except BlockingIOError:
-            return []
-        except OSError:
-            data = b""
-        self._data += data
-        try:
-            return self._complete() if data else None
-        except ValueError:
-            return None
-
-    def hear(self, timeout_s: float | None = None) -> Frame:
-        """The next frame; blocking.
-
-        Raises:
-            LineClosedError: there is none within `timeout_s`, or ever.
-        """
-        waiting = select.poll()
-        waiting.register(self.reading, select.POLLIN)
-        while not self._frames:
-            if not waiting.poll(None if timeout_s is None else timeout_s * 1000):
-                raise LineClosedError(f"no answer within {timeout_s:g} s")
-            frames = self.read()
-            if frames is None:
-                raise LineClosedError("the other side has ended")
-            self._frames += frames
-        return self._frames.pop(0)
-
-    def heard(self) -> list[Frame]:
-        """Frames that came with the last one that `hear` gave."""
-        frames, self._frames = self._frames, []
-        return frames
-
-    def close(self) -> None:
-        for descriptor in {self.reading, self.writing} - {-1}:
-            os.close(descriptor)
-        self.reading = self.writing = -1
-
-    def _complete(self) -> list[Frame]:
-        frames = []
-        if self._after:
-            begin = self._data.find(self._after)
-            if begin < 0:
-                del self._data[: -len(self._after)]
-                return []
-            del self._data[: begin + len(self._after)]
-            self._after = b""
-            frames.append(("began", b""))
-        while (end := self._data.find(b"\n")) >= 0:
-            kind, _, length = bytes(self._data[:end]).partition(b" ")
-            stop = end + 1 + int(length)
-            if len(self._data) < stop:
-                break
-            frames.append((kind.decode(), bytes(self._data[end + 1 : stop])))
-            del self._data[:stop]
-        return frames
 
 
 class Keeper:
@@ -145,7 +42,7 @@ class Keeper:
     def __init__(self, job: dict[str, Any], listener: socket.socket) -> None:
         self._notes: str = job["notes"]
         self._listener = listener
-        self._line: KeeperLine | None = None
+        self._line: Line | None = None
         self._muted = False
         """Nobody reads the line any more: its end of file is yet to come."""
         self._exit: int | None = None
@@ -202,7 +99,7 @@ class Keeper:
         else:
             line.close()
 
-    def greet(self, line: KeeperLine) -> None:
+    def greet(self, line: Line) -> None:
         """Serve the supervisor at the other end of `line`."""
         self._let_go()
         self._line, self._muted = line, False
@@ -251,9 +148,8 @@ class Keeper:
         """Move one chunk; how many bytes it had."""
         if self._output < 0:
             return 0
-        try:
-            data = os.read(self._output, CHUNK)
-        except BlockingIOError:
+        data = read_some(self._output)
+        if data is None:
             return 0
         if not data:
             self._poll.unregister(self._output)
@@ -306,18 +202,18 @@ def _start(job: dict[str, Any], writing: int) -> int:
         os._exit(code)
 
 
-def accept(listener: socket.socket) -> KeeperLine | None:
+def accept(listener: socket.socket) -> Line | None:
     """The line to the next caller; None if it is another user, to whom nothing is said."""
     caller, _ = listener.accept()
     _, uid, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid == os.getuid():
         descriptor = caller.detach()
-        return KeeperLine(descriptor, descriptor)
+        return Line(descriptor, descriptor)
     caller.close()
     return None
 
 
-def begin(line: KeeperLine, listener: socket.socket) -> None:
+def begin(line: Line, listener: socket.socket) -> None:
     """Start and keep what the supervisor at the other end of `line` asks for; others may come by `listener`."""
     try:
         kind, job_fields = line.hear()

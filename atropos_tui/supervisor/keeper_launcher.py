@@ -31,9 +31,9 @@ from pathlib import Path
 from atropos_common.run_dir import ENV_RUN_ID, RunDir
 from atropos_tui.profile.spec import ComponentSpec, StackError, StackSpec
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.keeper import Frame, KeeperLine
 from atropos_tui.supervisor.launch import Launch, prepare
 from atropos_tui.supervisor.launcher import Inherited, Launcher, Living, OnExit, OnProblem, entry_of
+from atropos_tui.supervisor.line import Frame, Line
 from atropos_tui.supervisor.logs import FULL, TAIL_BYTES, LogDrain
 from atropos_tui.supervisor.process import LaunchError, Local, remove_files
 from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
@@ -58,7 +58,7 @@ class Handle:
     """A keeper that has answered, and what it said."""
 
     address: str
-    line: KeeperLine
+    line: Line
     keeper_pid: int = 0
     pid: int = 0
     ticks: int = 0
@@ -228,7 +228,7 @@ def lost(pid: int, ticks: int) -> Handle:
     """A stand-in for a keeper that was killed, and its component with it: ended by SIGKILL, nothing more to hear."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.close(writing)
-    return Handle("", KeeperLine(reading, -1), pid=pid, ticks=ticks, started_at=time.time(), exit_code=-signal.SIGKILL)
+    return Handle("", Line(reading, -1), pid=pid, ticks=ticks, started_at=time.time(), exit_code=-signal.SIGKILL)
 
 
 def attach(address: str) -> Handle:
@@ -240,7 +240,7 @@ def attach(address: str) -> Handle:
     return _exchange(address, _connect(address), "attach")
 
 
-def _connect(address: str) -> KeeperLine:
+def _connect(address: str) -> Line:
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         line.settimeout(GREETING_S)
@@ -253,10 +253,10 @@ def _connect(address: str) -> KeeperLine:
         raise KeeperError(f"its keeper cannot be reached: {error}") from None
     line.setblocking(False)
     descriptor = line.detach()
-    return KeeperLine(descriptor, descriptor, GREETING_S)
+    return Line(descriptor, descriptor, GREETING_S)
 
 
-def _exchange(address: str, line: KeeperLine, kind: str, payload: bytes = b"") -> Handle:
+def _exchange(address: str, line: Line, kind: str, payload: bytes = b"") -> Handle:
     """Say what is wanted, and hear the greeting."""
     handle = Handle(address, line)
     try:

@@ -31,6 +31,8 @@ from typing import BinaryIO
 
 CHUNK = 256 * 1024
 """Bytes read from a component's pipe at once."""
+MOST_LEFT = 64 * 1024 * 1024
+"""At the end at most so much is read from a pipe whose other end a stranger floods."""
 PIPE_BYTES = 1024 * 1024
 F_SETPIPE_SZ = 1031
 SAY_AGAIN_S = 60.0
@@ -88,17 +90,12 @@ class LogDrain:
         return bytes(self._tail).decode(errors="replace").splitlines()[-count:]
 
     def _read_once(self) -> bool:
-        try:
-            data = os.read(self._fd, CHUNK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if not data:
+        data = read_some(self._fd)
+        if data:
+            self.take(data)
+        elif data is not None:
             self._close_pipe()
-            return False
-        self.take(data)
-        return True
+        return bool(data)
 
     def take(self, data: bytes) -> None:
         """What the component printed next."""
@@ -147,6 +144,16 @@ class LogDrain:
             if self.file.lost_bytes > self._said[1]:
                 self._tell(f"{self.file.path}: the disk was full{room_beside(self.file.path)}")
             self.file.close()
+
+
+def read_some(descriptor: int) -> bytes | None:
+    """One chunk; empty at the end, whatever ended it, and None where there is nothing to read yet."""
+    try:
+        return os.read(descriptor, CHUNK)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
 
 
 def widen(pipe: int) -> None:

@@ -18,8 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from atropos_common import parent_death
 from atropos_common.files import is_private
@@ -90,6 +91,31 @@ def become_subreaper() -> bool:
     return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a whole set is ended."""
+
+    number: int
+    """First signal, sent to the process group; SIGKILL means at once."""
+    grace_s: float
+    """Seconds between that signal and SIGKILL."""
+    hurry: asyncio.Event
+    """Set by anyone who wants the rest killed now."""
+    members: Callable[[], list[procfs.Proc]]
+    """Live processes of the set; called in a thread."""
+    on_leftover: Callable[[int], None]
+    """Told how many were still there when the leader had already ended by itself."""
+    on_stuck: Callable[[str], None]
+    """Told once, by pid and state, what is still there `STUCK_S` after SIGKILL."""
+    group: str = ""
+    """Their control group, if they have one: it is killed as a whole, too."""
+
+
+def end_words(number: int, grace_s: float) -> bytes:
+    """What `end` says over a line."""
+    return f"{number:d} {grace_s}".encode()
+
+
 class Leader(Protocol):
     """The main process of a component, whoever its parent is: leader of a session and a process group of its own."""
 
@@ -105,16 +131,7 @@ class Leader(Protocol):
     def signal_group(self, number: int) -> None:
         """Signal its process group."""
 
-    async def end_set(
-        self,
-        members: Callable[[], list[procfs.Proc]],
-        number: int,
-        grace_s: float,
-        hurry: asyncio.Event,
-        on_leftover: Callable[[int], None],
-        on_stuck: Callable[[str], None],
-        group: str = "",
-    ) -> int:
+    async def end_set(self, ending: Ending) -> int:
         """End its whole set, as the function `end_set` does."""
 
     async def settle(self) -> None:
@@ -129,8 +146,8 @@ class Local:
 
     lost = ""
 
-    async def end_set(self: Leader, *about: Any, **more: Any) -> int:
-        return await end_set(self, *about, **more)
+    async def end_set(self: Leader, ending: Ending) -> int:
+        return await end_set(self, ending)
 
 
 class Child(Local):
@@ -241,49 +258,28 @@ def spawn(
         raise
 
 
-async def end_set(
-    child: Leader,
-    members: Callable[[], list[procfs.Proc]],
-    number: int,
-    grace_s: float,
-    hurry: asyncio.Event,
-    on_leftover: Callable[[int], None],
-    on_stuck: Callable[[str], None],
-    group: str = "",
-) -> int:
-    """Return when no process of the set is left; how many had to be killed.
-
-    Args:
-        members: live processes of the set; called in a thread.
-        number: first signal, sent to the process group; SIGKILL means at once.
-        grace_s: seconds between that signal and SIGKILL.
-        hurry: set by anyone who wants the rest killed now.
-        on_leftover: told how many were still there when the leader had already ended by itself.
-        on_stuck: told once, by pid and state, what is still there `STUCK_S` after SIGKILL.
-        group: their control group, if they have one: it is killed as a whole, too.
-    """
+async def end_set(child: Leader, ending: Ending) -> int:
+    """Return when no process of the set is left; how many had to be killed."""
     if child.exit_code is not None:
-        left = await asyncio.to_thread(members)
+        left = await asyncio.to_thread(ending.members)
         if left:
-            on_leftover(len(left))
-    elif number != signal.SIGKILL and grace_s > 0 and not hurry.is_set():
-        await _ask(child, members, number, grace_s, hurry)
-    return await _kill(child, members, on_stuck, group)
+            ending.on_leftover(len(left))
+    elif ending.number != signal.SIGKILL and ending.grace_s > 0 and not ending.hurry.is_set():
+        await _ask(child, ending)
+    return await _kill(child, ending)
 
 
-async def _ask(
-    child: Leader, members: Callable[[], list[procfs.Proc]], number: int, grace_s: float, hurry: asyncio.Event
-) -> None:
-    deadline = time.monotonic() + grace_s
-    child.signal_group(number)
+async def _ask(child: Leader, ending: Ending) -> None:
+    hurry, deadline = ending.hurry, time.monotonic() + ending.grace_s
+    child.signal_group(ending.number)
     waiting = [asyncio.create_task(child.exited.wait()), asyncio.create_task(hurry.wait())]
-    await asyncio.wait(waiting, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(waiting, timeout=ending.grace_s, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
     deadline = min(deadline, time.monotonic() + FOLLOWERS_S)
     pause = LOOK_S[0]
     while not hurry.is_set() and time.monotonic() < deadline:
-        rows = await asyncio.to_thread(members)
+        rows = await asyncio.to_thread(ending.members)
         if not any(child.pid in (row.pgrp, row.session) for row in rows):
             return
         with contextlib.suppress(TimeoutError):
@@ -291,14 +287,12 @@ async def _ask(
         pause = min(pause * 2, LOOK_S[1])
 
 
-async def _kill(
-    child: Leader, members: Callable[[], list[procfs.Proc]], on_stuck: Callable[[str], None], group: str
-) -> int:
+async def _kill(child: Leader, ending: Ending) -> int:
     told, patience = False, time.monotonic() + STUCK_S
     killed: set[tuple[int, int]] = set()
     pause = LOOK_S[0]
     while True:
-        rows = await asyncio.to_thread(members)
+        rows = await asyncio.to_thread(ending.members)
         if not rows and child.exit_code is not None:
             return len(killed)
         if child.exit_code is None:
@@ -306,11 +300,11 @@ async def _kill(
         for row in rows:
             if procfs.send(row, signal.SIGKILL):
                 killed.add(row.key)
-        if rows and group:
-            procfs.kill_group(group)  # and what they have forked since the look
+        if rows and ending.group:
+            procfs.kill_group(ending.group)  # and what they have forked since the look
         if not told and time.monotonic() > patience:
             told = True
-            on_stuck(describe(rows))
+            ending.on_stuck(describe(rows))
         await asyncio.sleep(pause)
         pause = min(pause * 2, LOOK_S[1])
 

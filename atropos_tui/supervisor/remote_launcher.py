@@ -31,12 +31,13 @@ from atropos_common.run_dir import ENV_RUN_ID
 from atropos_tui.diagnoses import Diagnosis, node_lost
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.far_end import CODE, MAGIC, OWNER_BEAT_S, ROOT, Channels, Outbox, frame, number_of
-from atropos_tui.supervisor.keeper import KeeperLine
+from atropos_tui.supervisor.far_end import CODE, MAGIC, OWNER_BEAT_S, ROOT
 from atropos_tui.supervisor.launch import Launch, scratch_name
 from atropos_tui.supervisor.launcher import DirectLauncher, Living, OnExit, OnProblem, Usage, entry_of
-from atropos_tui.supervisor.logs import CHUNK, LogDrain, LogFile, widen
-from atropos_tui.supervisor.process import spawn
+from atropos_tui.supervisor.line import Line, head
+from atropos_tui.supervisor.logs import LogDrain, LogFile, read_some, widen
+from atropos_tui.supervisor.outbox import Beats, Channels, Outbox, number_of
+from atropos_tui.supervisor.process import Ending, end_words, spawn
 from atropos_tui.supervisor.store import FarEntry, ProcessTable
 
 LOOK_S = 1.0
@@ -108,8 +109,7 @@ class Far:
         self._killed = 0
         self._gone = asyncio.Event()
         """Nothing of it is left there, or it is lost."""
-        self._on_leftover: Callable[[int], None] = lambda count: None
-        self._on_stuck: Callable[[str], None] = lambda who: None
+        self._ending: Ending | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._start_prefix()
         self._channels = Channels(self._out)
@@ -132,7 +132,7 @@ class Far:
             widen(descriptor)
         os.set_blocking(reading, False)
         os.set_blocking(self._stderr, False)
-        self._line, self._out = KeeperLine(reading, -1, after=MAGIC), Outbox(writing)
+        self._line, self._out = Line(reading, -1, after=MAGIC), Outbox(writing)
         self._loop.add_reader(reading, self._hear)
         self._loop.add_reader(self._stderr, self._hear_prefix)
         self.prefix.begin(lambda _: self._task(self._line_ended()))
@@ -159,8 +159,8 @@ class Far:
             case "output":
                 self._log.take(payload)
             case "began":
-                self._begun = True
                 self._out.send("start", json.dumps(self._job).encode())
+                self._begun = True
             case "kept":
                 self.entry = self.entry.model_copy(update=json.loads(payload))
                 self.pid, self.ticks = self.entry.pid, self.entry.ticks
@@ -171,9 +171,11 @@ class Far:
                 self._killed = int(payload)
                 self._gone.set()
             case "left":
-                self._on_leftover(int(payload))
+                if self._ending:
+                    self._ending.on_leftover(int(payload))
             case "stuck":
-                self._on_stuck(f"{payload.decode()} on node {self.entry.node}")
+                if self._ending:
+                    self._ending.on_stuck(f"{payload.decode()} on node {self.entry.node}")
             case "usage":
                 self._note_usage(json.loads(payload))
             case "open":
@@ -192,12 +194,9 @@ class Far:
             await self._channels.carry(number, reader, writer)
 
     def _hear_prefix(self) -> None:
-        try:
-            data = os.read(self._stderr, CHUNK)
-        except BlockingIOError:
+        data = read_some(self._stderr)
+        if data is None:
             return
-        except OSError:
-            data = b""
         if not data:
             self._loop.remove_reader(self._stderr)
             return
@@ -246,10 +245,10 @@ class Far:
             what = "has said nothing" if self._begun else "has not answered"
             self._say(f"{self._where} {what} for {quiet_s:.0f} s{f': {self._words}' if self._words else ''}")
 
-    def beat(self) -> None:
-        """Tell the far end that we are there."""
-        if self._begun:
-            self._out.send("beat")
+    @property
+    def outbox(self) -> Outbox | None:
+        """To the far end, once it listens."""
+        return self._out if self._begun else None
 
     @property
     def _where(self) -> str:
@@ -302,26 +301,17 @@ class Far:
     def signal_group(self, number: int) -> None:
         """Nothing here: its far end does that."""
 
-    async def end_set(
-        self,
-        members: Callable[[], list[procfs.Proc]],
-        number: int,
-        grace_s: float,
-        hurry: asyncio.Event,
-        on_leftover: Callable[[int], None],
-        on_stuck: Callable[[str], None],
-        group: str = "",
-    ) -> int:
+    async def end_set(self, ending: Ending) -> int:
         """Have its far end end it; what that means there is what `process.end_set` means here."""
-        self._on_leftover, self._on_stuck = on_leftover, on_stuck
+        self._ending = ending
         if not self._begun and not self.lost:
             self._leaving = True  # nothing was started there
             self._out.close()
             await self._end_prefix(LAST_WORDS_S)
-            self._end(-number)
+            self._end(-ending.number)
             return 0
-        self._out.send("end", f"{number} {grace_s}".encode())
-        hurrying = self._loop.create_task(self._hurry(hurry))
+        self._out.send("end", end_words(ending.number, ending.grace_s))
+        hurrying = self._loop.create_task(self._hurry(ending.hurry))
         await self._gone.wait()
         hurrying.cancel()
         if self.lost and self._begun:
@@ -368,6 +358,7 @@ class RemoteLauncher(DirectLauncher):
         pynvml = importlib.util.find_spec("pynvml")
         self._packages = str(Path(pynvml.origin).parent) if pynvml and pynvml.origin else ""
         self._watching = asyncio.create_task(self._watch())
+        self._beats = Beats(OWNER_BEAT_S, self._outboxes)
 
     def start(
         self, spec: ComponentSpec, attempt: int, launch: Launch, on_exit: OnExit, on_problem: OnProblem
@@ -426,6 +417,7 @@ class RemoteLauncher(DirectLauncher):
 
     def close(self) -> None:
         self._watching.cancel()
+        self._beats.close()
         super().close()
 
     async def usage(self) -> dict[str, Usage]:
@@ -454,15 +446,13 @@ class RemoteLauncher(DirectLauncher):
         return self._living
 
     async def _watch(self) -> None:
-        beaten = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_S)
-            due = time.monotonic() - beaten > OWNER_BEAT_S
-            beaten = time.monotonic() if due else beaten
             for far in list(self._alive().values()):
                 far.look()
-                if due:
-                    far.beat()
+
+    def _outboxes(self) -> list[Outbox]:
+        return [outbox for far in list(self._living.values()) if (outbox := far.outbox)]
 
 
 def turn_of_job() -> str:
@@ -490,7 +480,8 @@ def sweep_there(entry: FarEntry, run_id: str) -> str:
     killing = threading.Timer(SWEEP_S, lambda: os.killpg(prefix.pid, signal.SIGKILL))
     killing.start()
     try:
-        said, words = prefix.communicate(frame("sweep", json.dumps(job).encode()))
+        asked = json.dumps(job).encode()
+        said, words = prefix.communicate(head("sweep", asked) + asked)
     finally:
         killing.cancel()
         procfs.SPAWNED.discard(prefix.pid)

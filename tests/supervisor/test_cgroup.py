@@ -18,7 +18,7 @@ import pytest
 
 from atropos_common.control import CommandRequest, State
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.process import end_set, spawn
+from atropos_tui.supervisor.process import Ending, end_set, spawn
 from atropos_tui.supervisor.store import ProcessTable
 from tests.supervisor.harness import alive, part, pids_in, python, ready, script, wait_until
 from tests.supervisor.test_death import Background, background, guard_of
@@ -142,8 +142,9 @@ async def test_what_was_forked_since_the_look_dies_with_the_group(tmp_path: Path
             row = procfs.read(leader)
             return [row] if row is not None and row.alive else []
 
-        hurry, told = asyncio.Event(), list[object]()
-        assert await end_set(child, look, signal.SIGKILL, 0, hurry, told.append, told.append, group) == 1
+        told = list[object]()
+        ending = Ending(signal.SIGKILL, 0, asyncio.Event(), look, told.append, told.append, group)
+        assert await end_set(child, ending) == 1
         await wait_until(lambda: not alive(daemon), 1)
         assert told == []
         assert procfs.remove_group(run_group)

@@ -18,7 +18,7 @@ from atropos_common.control import CommandRequest
 from atropos_common.run_dir import RunDir
 from atropos_tui.profile.spec import LogPolicy, RestartPolicy, Stage
 from atropos_tui.supervisor import keeper_launcher, procfs, tracker
-from atropos_tui.supervisor.keeper import KeeperLine, LineClosedError
+from atropos_tui.supervisor.line import Line, LineClosedError
 from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.store import ProcessTable
 from tests.supervisor.harness import QUICK, alive, part, python, ready, script, wait_until
@@ -216,17 +216,17 @@ def test_the_line_needs_no_socket(tmp_path: Path) -> None:
     program = (
         "import socket, sys\n"
         "from atropos_tui.supervisor import keeper\n"
-        "from atropos_tui.supervisor.keeper import KeeperLine\n"
+        "from atropos_tui.supervisor.line import Line\n"
         "listener = socket.socket(socket.AF_UNIX)\n"
         "listener.bind('')\n"
         "listener.listen()\n"
-        "keeper.begin(KeeperLine(*map(int, sys.argv[1:])), listener)"
+        "keeper.begin(Line(*map(int, sys.argv[1:])), listener)"
     )
     command = [sys.executable, "-c", program, str(there[0]), str(ours[1])]
     keeper = subprocess.Popen(command, pass_fds=(there[0], ours[1]), env={"ATROPOS_RUN_ID": "line-test"})
     os.close(there[0])
     os.close(ours[1])
-    line = KeeperLine(ours[0], there[1])
+    line = Line(ours[0], there[1])
     code = "print('x' * 2_000_000, flush=True); raise SystemExit(7)"
     job = keeper_launcher.Job(python(code), {}, "/", "", str(tmp_path / "1.log"), 10**7, {})
     frames: list[tuple[str, bytes]] = []

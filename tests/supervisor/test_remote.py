@@ -20,6 +20,8 @@ from atropos_common.control import CommandRequest, State
 from atropos_common.records import DiagnosisRecord
 from atropos_tui.profile.spec import Place, StackError, StackSpec, check_stack
 from atropos_tui.supervisor import procfs, remote_launcher
+from atropos_tui.supervisor.line import Line
+from atropos_tui.supervisor.outbox import Beats, Outbox
 from atropos_tui.supervisor.remote_launcher import sweep_there
 from atropos_tui.supervisor.store import FarEntry, ProcessTable
 from tests.supervisor.conftest import far
@@ -307,3 +309,20 @@ def test_survive_and_other_nodes_do_not_go_together(tmp_path: Path) -> None:
     stack = StackSpec(run_id="r", name="n", mode="none", run_dir=str(tmp_path), components=[one], survive=True)
     with pytest.raises(StackError, match="survive = true keeps components on this machine only"):
         check_stack(stack)
+
+
+async def test_beats_go_on_while_the_event_loop_waits_for_a_disk() -> None:
+    """The loop stands still in here, as in a write to a folder that hangs; no frame is cut by a beat."""
+    reading, writing = os.pipe()
+    outbox, line = Outbox(writing), Line(reading, -1)
+    beats = Beats(0.02, lambda: [outbox])
+    try:
+        assert [line.hear(5) for _ in range(3)] == [("beat", b"")] * 3
+        outbox.send("output", b"x" * 300_000)  # more than the pipe holds
+        while (found := await asyncio.to_thread(line.hear, 5)) == ("beat", b""):
+            pass
+        assert found == ("output", b"x" * 300_000)
+    finally:
+        beats.close()
+        outbox.close()
+        line.close()

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from atropos_common.node import interface_of
 from atropos_common.run_dir import ENV_NODE_ADDRESS, ENV_RANKS_DIR
 from atropos_common.transfer import meeting_place
 from tests.unit.trainer_offline import STEPS, group_of, offline_config, write_lines
@@ -24,7 +25,6 @@ from trainer_core.ranks import (
     ENV_FIRST_RANK,
     ENV_MEETING,
     ENV_RANKS,
-    interface_of,
     keep_master,
     meet_nodes,
     node_address,

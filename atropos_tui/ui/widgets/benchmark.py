@@ -75,7 +75,12 @@ class Benchmark(TextPanel):
         used = f"MFU {mfu:.1%}" if mfu is not None and math.isfinite(mfu) else "trained"
         lines = [
             self._line("tokens/s", number(speed.tokens_per_s, 0), used),
-            *(line for row in view.rows if row.role is Role.ENGINE for line in self._engine(view, row.name)),
+            *(
+                line
+                for row in view.rows
+                if row.role is Role.ENGINE and row.port
+                for line in self._engine(view, row.name)
+            ),
             self._line("steps/h", number(speed.steps_per_hour, 0)),
             self._line("lag", number(lag, 1), f"max {number(most, 0)}" if most is not None else ""),
             *self._memory(view),

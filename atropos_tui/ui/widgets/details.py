@@ -70,7 +70,7 @@ class Details(VerticalScroll, Panel):
         if row.port:
             yield self._line("port", str(row.port))
         yield from self._planned(next((item for item in view.info.components if item.name == row.name), None))
-        if row.role is Role.ENGINE:
+        if row.role is Role.ENGINE and row.port:
             yield from self._engines(view, row)
         for stage in row.stages:
             at = f"after {duration(stage.reached_at - (row.started_at or 0))}" if stage.reached_at else "not yet"
@@ -103,7 +103,7 @@ class Details(VerticalScroll, Panel):
         """What each engine serves and has in flight, side by side."""
         yield self._line("engines", f"{'version':>8}{'running':>9}{'waiting':>9}{'tokens/s':>10}{'KV cache':>10}")
         for row in view.rows:
-            if row.role is Role.ENGINE:
+            if row.role is Role.ENGINE and row.port:
                 now = view.gauges.rates(row.name)
                 figures = (now.weight_version, now.running, now.waiting, now.generated_per_s) if now else (None,) * 4
                 widths = zip(figures, (8, 9, 9, 10), strict=True)

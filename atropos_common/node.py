@@ -1,0 +1,47 @@
+"""This machine among those of a run: the address that the others dial, and the network interface that has it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+import psutil
+
+from atropos_common.run_dir import ENV_NODE_ADDRESS
+
+
+class NoSuchAddress(ValueError):
+    """What ATROPOS_NODE_ADDRESS names is not this machine's; the message says so."""
+
+
+def address_here() -> str:
+    """The address, as a number, under which the other machines reach this one.
+
+    Raises:
+        NoSuchAddress: the one that ATROPOS_NODE_ADDRESS names is not this machine's.
+    """
+    named = os.environ.get(ENV_NODE_ADDRESS, "127.0.0.1")
+    try:
+        numbers = {str(found[4][0]) for found in socket.getaddrinfo(named, None)}
+    except OSError as error:
+        raise NoSuchAddress(
+            f"{ENV_NODE_ADDRESS}: {named} is no address that is known here ({error.strerror})"
+        ) from None
+    if named in numbers and named.startswith("127."):
+        return named
+    own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses} & numbers
+    beyond = sorted(number for number in own if not number.startswith("127."))
+    if beyond:
+        return beyond[0]
+    if all(number.startswith("127.") for number in numbers):  # as /etc/hosts often has a machine's own name
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect(("192.0.2.1", 9))  # of a datagram socket: nothing is sent
+            return str(way.getsockname()[0])
+    raise NoSuchAddress(f"no network interface here has the address {named}: see {ENV_NODE_ADDRESS}, and `ip address`")
+
+
+def interface_of(number: str) -> str:
+    """The network interface of this machine that has an address."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, found in interfaces if any(each.address == number for each in found)), "lo")
