@@ -117,6 +117,11 @@ class FlowWatch:
         self._http = httpx.Client(
             timeout=ANSWER_S, limits=LIMITS, trust_env=False, follow_redirects=True, headers=door_headers(os.environ)
         )
+        steps = next(
+            (_flag(spec.command, "--training-steps") for spec in stack.components if spec.role is Role.TRAINER), ""
+        )
+        self._last_step = int(steps) if steps and steps.isdecimal() else math.inf
+        """After it the trainer waits for nothing."""
         self._workers = {spec.name: _flag(spec.command, "--env.max_num_workers") for spec in stack.components}
 
     def count(self, record: EnvCountsRecord) -> None:
@@ -244,10 +249,10 @@ class FlowWatch:
         """Share of the time from `begin` on in which the trainer waited for a batch; a step begins with its wait."""
         own = self._of_trainer(trainer)
         waits = [(t.time - t.step_s, t.time - t.step_s + t.data_wait_s) for t in own]
-        if own:
+        if own and own[-1].step < self._last_step:
             busy = median_low([t.step_s - t.data_wait_s for t in own[-5:]])
             waits.append((own[-1].time, now - busy))
-        elif self._has_batch != trainer.attempt:
+        elif not own and self._has_batch != trainer.attempt:
             waits.append((trainer.since, now))
         return sum(max(0.0, min(end, now) - max(start, begin)) for start, end in waits) / (now - begin)
 
