@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atropos_common.control import Phase, RunStatus
@@ -16,19 +17,19 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show, slurm
 from atropos_tui.cli.logs import compiled
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.monitor.format import counted, duration, number, one_line
-from atropos_tui.monitor.run_files import RunInfo, component_rows, moment, read_info, status_from_files
+from atropos_tui.monitor.format import counted
+from atropos_tui.monitor.run_files import RunInfo, component_rows, read_info, status_from_files
 from atropos_tui.profile.errors import did_you_mean
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, StreamLost
 
 if TYPE_CHECKING:
     from atropos_tui.cli.answers import RunRow, Why
+    from atropos_tui.monitor.run_list import ListedRun
     from atropos_tui.monitor.state import RunState
     from atropos_tui.monitor.verdict import Verdict
     from atropos_tui.monitor.why import Picture
 
 RUNS_SHOWN = 20
-AGES = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 async def status_of(entry: runs.RunEntry) -> RunStatus:
@@ -239,74 +240,37 @@ def list_runs(options: argparse.Namespace) -> int:
     """Newest first; a terminal gets the newest `RUNS_SHOWN`, JSON all, unless --limit says otherwise."""
     found = runs.all_runs()
     limit = options.limit if options.limit is not None else (len(found) if options.json else RUNS_SHOWN)
-    rows = [run_row(entry) for entry in found[: limit or len(found)]]
+    shown = found[: limit or len(found)]
     if options.json:
         from atropos_tui.cli.schemas import answer_json
 
-        print(answer_json("runs", rows))
-    elif not rows:
+        print(answer_json("runs", [run_row(entry) for entry in shown]))
+    elif not shown:
         print("no runs yet: atropos-tui up PROFILE")
     else:
-        print(runs_table(rows, time.time()))
-        if more := len(found) - len(rows):
+        from atropos_tui.monitor.run_list import table
+
+        print("\n".join(table([_listed(entry) for entry in shown], time.time())))
+        if more := len(found) - len(shown):
             print(f"{counted(more, 'older run')}: --limit 0 shows all")
     return Exit.DONE
 
 
 def run_row(entry: runs.RunEntry) -> RunRow:
-    """How a run went, from the ends of its files."""
+    """How a run went, as data."""
     from atropos_tui.cli.answers import RunRow
-    from atropos_tui.monitor.last_figures import last_figures
 
-    result, info, figures = runs.read_result(entry.dir), read_info(entry.dir), last_figures(entry.dir)
-    live = entry.is_live
-    queued = "" if live else slurm.queued(entry.dir)
-    ended = moment(result.get("ended_at")) if result else None
-    until = time.time() if live else ended
-    return RunRow(
-        run=entry.run_id,
-        name=info.name,
-        mode=str(entry.info.get("mode", "")),
-        state="live" if live else "waits" if queued else f"ended {result['exit_code']}" if result else _crashed(entry),
-        reason=queued or ("" if live or not result else str(result.get("reason", ""))),
-        started_at=entry.started_at or None,
-        duration_s=max(0.0, until - entry.used_at) if until and entry.used_at else None,
-        step=figures.step,
-        training_steps=info.training_steps,
-        reward=figures.reward,
-        held_out=figures.held_out,
-        dir=str(entry.dir.root),
-    )
+    found = _listed(entry)
+    return RunRow.model_validate(vars(found) | {"dir": str(found.root)})
 
 
-def runs_table(rows: list[RunRow], now: float) -> str:
-    """One line a run; the directory is in `runs --json`, since every command takes the run's name."""
-    cells = [("RUN", "MODE", "STARTED", "TOOK", "STEPS", "REWARD", "HELD OUT", "STATE")]
-    for row in rows:
-        steps = "–" if row.step is None else f"{row.step}/{row.training_steps}" if row.training_steps else str(row.step)
-        ended = f": {row.reason}" if row.reason and row.state != "ended 0" else ""
-        cells.append(
-            (
-                one_line(row.run),
-                one_line(row.mode),
-                age(row.started_at, now),
-                duration(row.duration_s),
-                steps,
-                number(row.reward),
-                "–" if row.held_out is None else f"{100 * row.held_out:.1f} %",
-                one_line(f"{row.state}{ended}"),
-            )
-        )
-    return show.table(cells, right=range(3, 7))
+def _listed(entry: runs.RunEntry) -> ListedRun:
+    from atropos_tui.monitor.run_list import LIVE, UNFINISHED, listed
 
-
-def age(when: float | None, now: float) -> str:
-    """`2 h ago`; `–` where nobody knows."""
-    if when is None:
-        return "–"
-    seconds = max(0.0, now - when)
-    unit, size = next(((unit, size) for unit, size in AGES if seconds >= size), ("s", 1))
-    return f"{seconds // size:.0f} {unit} ago"
+    found = listed(entry.dir, is_live=entry.is_live, now=time.time())
+    if found.state != LIVE and (queued := slurm.queued(entry.dir)):
+        return replace(found, state="waits", reason=queued)
+    return replace(found, state=_crashed(entry)) if found.state == UNFINISHED else found
 
 
 def _crashed(entry: runs.RunEntry) -> str:

@@ -29,7 +29,17 @@ from atropos_common.records import (
     TimingRecord,
 )
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.format import TONES, Tone, bytes_text, duration, glyph_and_word, number, one_line, seconds_text
+from atropos_tui.monitor.format import (
+    TONES,
+    Tone,
+    bytes_text,
+    columns,
+    duration,
+    glyph_and_word,
+    number,
+    one_line,
+    seconds_text,
+)
 from atropos_tui.monitor.run_files import is_crashed
 from atropos_tui.monitor.why import next_stage
 
@@ -97,14 +107,7 @@ def event_line(record: Record) -> str:
 
 def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
     """Aligned columns; the first row is the head."""
-    right = set(right)
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        padded = [cell.rjust(w) if number in right else cell.ljust(w) for number, (cell, w) in enumerate(cells)]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+    return "\n".join(columns(rows, right))
 
 
 def ps_table(status: RunStatus, said: str = "", now: float | None = None) -> str:

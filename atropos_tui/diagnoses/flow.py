@@ -25,9 +25,12 @@ from atropos_tui.diagnoses.stall_rules import FLAT, RUNS, Flow, Part, asked_engi
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 WINDOW_S = 12.0
-"""Over which waiting is measured."""
+"""Over which waiting is measured, or over the newest `STEPS` steps where those are fewer seconds: whole steps say how
+it is now, and what was before them fades sooner."""
+STEPS, STEPS_S = 4, 6.0
+"""And over how many seconds at least, for an engine is looked at only now and then."""
 LEAST_S = 8.0
-"""Less of it says nothing."""
+"""Less says nothing where too few steps came."""
 PAUSE_S = 5.0
 """atroposlib's BaseEnv sleeps so long after its registration."""
 COUNTS_S = 30.0
@@ -114,6 +117,11 @@ class FlowWatch:
         self._http = httpx.Client(
             timeout=ANSWER_S, limits=LIMITS, trust_env=False, follow_redirects=True, headers=door_headers(os.environ)
         )
+        steps = next(
+            (_flag(spec.command, "--training-steps") for spec in stack.components if spec.role is Role.TRAINER), ""
+        )
+        self._last_step = int(steps) if steps and steps.isdecimal() else math.inf
+        """After it the trainer waits for nothing."""
         self._workers = {spec.name: _flag(spec.command, "--env.max_num_workers") for spec in stack.components}
 
     def count(self, record: EnvCountsRecord) -> None:
@@ -166,15 +174,15 @@ class FlowWatch:
     def view(self, parts: Sequence[Part], now: float) -> dict[str, Flow]:
         """By environment that runs, where its engine is known."""
         trainer = next((part for part in parts if part.role is Role.TRAINER and part.state is State.HEALTHY), None)
-        flows = {}
+        flows, span = {}, self._span(trainer, now)
         for part in parts:
             if part.role is Role.ENV and part.state in RUNS:
                 env = self._env(part)
                 flow = self._counted(part, env, now)
                 looks = self._of_engines(env, parts)
                 settled = max((each.since for each in parts if each.role is not Role.ENV), default=now)
-                begin = max(now - WINDOW_S, settled, env.asks_since or now, (env.registered_at or 0.0) + PAUSE_S)
-                if trainer is not None and looks and now - begin >= LEAST_S:
+                begin = max(now - span, settled, env.asks_since or now, (env.registered_at or 0.0) + PAUSE_S)
+                if trainer is not None and looks and now - begin >= min(span, LEAST_S):
                     flow = _with_engines(flow, looks, begin)
                     flow = replace(flow, waiting=self._waiting(trainer, begin, now))
                 flows[part.name] = flow
@@ -226,14 +234,25 @@ class FlowWatch:
             failures=_grown(new.failures if new else {}, old.failures if old else {}),
         )
 
+    def _of_trainer(self, trainer: Part) -> list[TimingRecord]:
+        """Steps of this attempt."""
+        return [timing for timing in self._timings if timing.time >= trainer.since]
+
+    def _span(self, trainer: Part | None, now: float) -> float:
+        """Seconds over which waiting is measured."""
+        newest = self._of_trainer(trainer)[-STEPS:] if trainer is not None else []
+        if len(newest) < STEPS:
+            return WINDOW_S
+        return min(WINDOW_S, max(STEPS_S, now - (newest[0].time - newest[0].step_s)))
+
     def _waiting(self, trainer: Part, begin: float, now: float) -> float:
         """Share of the time from `begin` on in which the trainer waited for a batch; a step begins with its wait."""
-        own = [timing for timing in self._timings if timing.time >= trainer.since]
+        own = self._of_trainer(trainer)
         waits = [(t.time - t.step_s, t.time - t.step_s + t.data_wait_s) for t in own]
-        if own:
+        if own and own[-1].step < self._last_step:
             busy = median_low([t.step_s - t.data_wait_s for t in own[-5:]])
             waits.append((own[-1].time, now - busy))
-        elif self._has_batch != trainer.attempt:
+        elif not own and self._has_batch != trainer.attempt:
             waits.append((trainer.since, now))
         return sum(max(0.0, min(end, now) - max(start, begin)) for start, end in waits) / (now - begin)
 

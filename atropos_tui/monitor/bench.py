@@ -21,7 +21,7 @@ from atropos_common import benchmark_summary as summary
 from atropos_common.control import State
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.charts import Series, mean
-from atropos_tui.monitor.format import bytes_text, counted, duration, number, one_line, real, seconds_text
+from atropos_tui.monitor.format import bytes_text, columns, counted, duration, number, one_line, real, seconds_text
 from atropos_tui.monitor.run_files import RunFeed, RunInfo, exit_code, load_run, read_info, read_json
 from atropos_tui.monitor.state import RunState
 
@@ -310,8 +310,7 @@ def _comparison(runs: Sequence[RunBenchmark]) -> str:
         ]
         table.append([title, *cells])
     table.append(["Exit code", *("no data" if run.exit_code is None else str(run.exit_code) for run in runs)])
-    widths = [max(len(row[column]) for row in table) for column in range(len(runs) + 1)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    lines = columns(table)
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from atropos_common.control import State
@@ -100,6 +101,18 @@ def plain_lines(text: str) -> str:
 def masked_line(text: str) -> str:
     """`one_line` for what is passed on to others: tokens of known services are left out."""
     return mask(one_line(text))
+
+
+def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """A line for each row, its cells below one another; `right`: numbers of the columns that end at the same place."""
+    right = set(right)
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        padded = [cell.rjust(w) if number in right else cell.ljust(w) for number, (cell, w) in enumerate(cells)]
+        lines.append("  ".join(padded).rstrip())
+    return lines
 
 
 def counted(count: int, noun: str) -> str:

@@ -21,22 +21,32 @@ from atropos_tui.monitor.format import plain_text
 from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs
 from atropos_tui.monitor.patterns import Pattern
 
-Kind = Literal["plain", "warning", "error", "note"]
-Level = Literal["all", "warning", "error"]
-LEVELS: tuple[Level, ...] = ("all", "warning", "error")
+Kind = Literal["plain", "poll", "warning", "error", "note"]
+Level = Literal["all", "warning", "error", "most"]
+LEVELS: tuple[Level, ...] = ("all", "warning", "error", "most")
 
 AROUND_S, AROUND_LINES = 30.0, 400
 """How much of a log is read about a moment that lies further back than what is kept."""
 ROWS_AT_ONCE = 1000
 """Searched as one text on the way to the next match."""
 _SHOWN: dict[Level, tuple[Kind, ...]] = {
-    "all": ("plain", "warning", "error", "note"),
+    "all": ("plain", "poll", "warning", "error", "note"),
     "warning": ("warning", "error", "note"),
     "error": ("error", "note"),
+    "most": ("plain", "warning", "error", "note"),
 }
 """What is shown of each level; notes always are."""
 _LEVEL = re.compile(r"\b(?:(WARN|WARNING)|ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
 _MAYBE = ("ERROR", "CRITICAL", "FATAL", "Traceback", "Error", "Exception", "WARN")
+_ANSWER = re.compile(r'"([A-Z]+) \S+ HTTP/[\d.]+" ([1-5])\d\d\b')
+"""What a web server says of a request that it has answered."""
+_CHANGING = re.compile(
+    r"\b(?:\d{4}-)?\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?|\b\d\d:\d\d:\d\d(?:[.,]\d+)?"
+    r"|(?<=\d\.\d\.\d\.\d:)\d+|(?<=127\.0\.0\.1:)\d+(?= - )"
+)
+"""Of a line: when it was said, and a client's port."""
+_SAME_END = 12
+"""Characters that two lines must have in common before they are looked at closely."""
 
 
 class LogEntry(NamedTuple):
@@ -47,12 +57,29 @@ class LogEntry(NamedTuple):
     component: str = ""
     time: float = 0.0
     """Unix seconds; 0 where nobody asked."""
+    times: int = 1
+    """It came so often in a row, the first time at `time`."""
+
+    @property
+    def shown(self) -> str:
+        return self.text if self.times == 1 else f"{self.text}  × {self.times:,}"
+
+    def repeats(self, other: LogEntry) -> bool:
+        """Whether it says what `other` said, but for the time of day and a client's port."""
+        if (self.kind, self.component) != (other.kind, other.component) or self.kind == "note":
+            return False
+        if self.text == other.text:
+            return bool(self.text.strip())
+        if self.text[-_SAME_END:] != other.text[-_SAME_END:]:
+            return False
+        return _CHANGING.sub("", self.text) == _CHANGING.sub("", other.text)
 
 
 class Classifier:
     """Tells the level of a component's lines by their first word of one: a warning that names an error is a warning.
 
-    A traceback's indented lines belong to it.
+    A traceback's indented lines belong to it. A request that was refused is a warning, one that was only a look is a
+    poll.
     """
 
     def __init__(self) -> None:
@@ -62,6 +89,8 @@ class Classifier:
         if self._in_traceback and line[:1] in (" ", "\t", ""):
             return "error"
         self._in_traceback = False
+        if "HTTP/" in line and (asked := _ANSWER.search(line)):
+            return "warning" if asked[2] in "45" else "poll" if asked[1] == "GET" else "plain"
         if not any(word in line for word in _MAYBE):
             return "plain"
         found = _LEVEL.search(line)
@@ -106,13 +135,21 @@ class LogBuffer:
         return len(self._entries) if self._rows is None else len(self._rows)
 
     def extend(self, entries: Iterable[LogEntry]) -> int:
-        """Append; how many rows left at the top."""
-        known = len(self._entries)
-        self._entries.extend(entries)
-        for _, text, *_ in self._entries[known:]:
+        """Append, or count what only repeats the newest entry; how many rows left at the top."""
+        kept = self._entries
+        first = len(kept)
+        for entry in entries:
+            if kept and entry.repeats(kept[-1]):
+                kept[-1] = kept[-1]._replace(times=kept[-1].times + 1)
+                first = min(first, len(kept) - 1)
+            else:
+                kept.append(entry)
+        for entry in kept[first:]:
+            text = entry.shown
             self.width = max(self.width, len(text) if text.isascii() else cell_len(text))
         if self._rows is not None:
-            self._rows.extend(self._rows_from(self._base + known))
+            del self._rows[bisect_left(self._rows, (self._base + first, 0)) :]
+            self._rows.extend(self._rows_from(self._base + first))
         return self._trim() if len(self._entries) > self.capacity else 0
 
     def _trim(self) -> int:
@@ -162,7 +199,7 @@ class LogBuffer:
         entry = self._entries[number - self._base]
         if self._wrap is None:
             return [(number, 0)]
-        return [(number, part) for part in range(len(self._parts(entry.text)))]
+        return [(number, part) for part in range(len(self._parts(entry.shown)))]
 
     def _has_level(self, entry: LogEntry) -> bool:
         return entry.kind in _SHOWN[self.level]
@@ -180,7 +217,7 @@ class LogBuffer:
             return None
         number, part = (self._base + y, 0) if self._rows is None else self._rows[y]
         entry = self._entries[number - self._base]
-        return number, part, entry, entry.text if self._wrap is None else self._parts(entry.text)[part]
+        return number, part, entry, entry.shown if self._wrap is None else self._parts(entry.shown)[part]
 
     def row_of(self, number: int) -> int | None:
         """The first row of an entry, or None when it is gone or not shown."""
@@ -216,9 +253,9 @@ class LogBuffer:
         return None
 
     def count(self, pattern: Pattern) -> int:
-        """How many shown entries match."""
-        texts = [self._entries[number - self._base].text for number in self._shown(self._base)]
-        return sum(1 for _ in pattern.matching(texts))
+        """How many shown lines match."""
+        entries = [self._entries[number - self._base] for number in self._shown(self._base)]
+        return sum(entries[at].times for at in pattern.matching([entry.text for entry in entries]))
 
 
 class EntryMaker:

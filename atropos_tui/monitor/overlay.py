@@ -18,7 +18,7 @@ from typing import Any
 from atropos_common.files import read_regular
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.charts import Series, mean
-from atropos_tui.monitor.format import duration, masked_line, number, seconds_text
+from atropos_tui.monitor.format import columns, duration, masked_line, number, seconds_text
 from atropos_tui.monitor.reading import Along, Ruler, is_smoothed, smooth
 from atropos_tui.monitor.run_files import RunInfo, load_run
 from atropos_tui.monitor.state import RunState
@@ -255,8 +255,7 @@ def _spread(values: Sequence[float | None]) -> str:
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Rows as lines, their cells below one another."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = columns(rows)
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 

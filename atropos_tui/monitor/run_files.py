@@ -1,4 +1,4 @@
-"""What the files of a run say: what it is, how it stands or ended, its records as one feed, and the runs beside it.
+"""What the files of a run say: what it is, how it stands or ended, and its records as one feed.
 
 Every file may be missing, half-written or of another version: what cannot be read is left out, nothing raises. That
 goes for figures that no run can have, too. Reading takes time: call `RunFeed.read` off the event loop.
@@ -18,7 +18,7 @@ from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, Stag
 from atropos_common.files import read_regular
 from atropos_common.record_tail import RecordTail, nth_from_end
 from atropos_common.records import Record, StateRecord
-from atropos_common.run_dir import LATEST_TIME, RunDir, registry
+from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.charts import MOST_STEPS
 from atropos_tui.monitor.format import counted, one_line, real
 from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
@@ -31,8 +31,6 @@ _ROLLOUT = b'"kind":"rollout"'
 """As the trainer writes it; inside a text its quotation marks would be escaped."""
 LOOKED_AT = 20
 """Neighbours among which a run of the same name is looked for, the newest."""
-MOST_OTHERS = 100
-"""Runs that are offered to be compared with, the newest."""
 E = TypeVar("E", bound=StrEnum)
 
 
@@ -88,7 +86,7 @@ def read_info(run: RunDir) -> RunInfo:
     return RunInfo(
         run_id=_text(plan.get("run_id")) or _text(meta.get("run_id")),
         name=_text(plan.get("name")) or _text(profile.get("name")) or run.root.name,
-        mode=_text(plan.get("mode")) or _text(profile.get("mode")),
+        mode=_text(plan.get("mode")) or _text(profile.get("mode")) or _text(meta.get("mode")),
         model=flag(command, "--model-name") or _text(profile.get("model")),
         training_steps=_step_count(steps),
         other_trainer=" ".join(PurePath(_text(word)).name for word in _list(own.get("command"))[:2]),
@@ -111,7 +109,7 @@ def start_seconds(transitions: Iterable[StateRecord]) -> dict[str, float]:
 
 def last_starts(run: RunDir, name: str) -> dict[str, float]:
     """`start_seconds` of the newest run of this name beside `run`."""
-    for root in sorted(_within(run.root.parent), key=_changed_at, reverse=True)[:LOOKED_AT]:
+    for root in sorted(within(run.root.parent), key=_changed_at, reverse=True)[:LOOKED_AT]:
         other = RunDir(root)
         if root.name != run.root.name and read_json(other.plan_json).get("name") == name:
             records = RecordTail(other.supervisor_jsonl).read()
@@ -403,36 +401,8 @@ def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:
     return replace(info, last_start_s=last_starts(feed.run, info.name)), state, feed
 
 
-@dataclass(frozen=True)
-class OtherRun:
-    """Another run directory."""
-
-    root: Path
-    name: str
-    mode: str
-    started_at: float
-    exit_code: int | None
-    """None while it runs, and where nothing tells."""
-
-
-def other_runs(root: Path) -> list[OtherRun]:
-    """The newest runs that have records of a trainer, beside `root` or anywhere of this user's; newest first."""
-    found = {}
-    for path in [*_within(root.parent), *_within(registry())]:
-        try:
-            run = RunDir(path.resolve())
-            if run.root != root.resolve() and run.telemetry_jsonl.is_file():
-                started = moment(read_json(run.run_json).get("started_at"))
-                found[run.root] = (path.stat().st_mtime if started is None else started, run)
-        except (OSError, RuntimeError):  # another user's, or gone by now; a loop of links
-            continue
-    newest = sorted(found.values(), key=lambda item: item[0], reverse=True)[:MOST_OTHERS]
-    return [
-        OtherRun(run.root, run.root.name, read_info(run).mode, started_at, exit_code(run)) for started_at, run in newest
-    ]
-
-
-def _within(folder: Path) -> list[Path]:
+def within(folder: Path) -> list[Path]:
+    """What lies in `folder`; nothing where it cannot be listed."""
     try:
         return list(folder.iterdir())
     except OSError:

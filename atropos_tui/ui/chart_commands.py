@@ -13,7 +13,8 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.bench import RunBenchmark, benchmark_state
 from atropos_tui.monitor.overlay import RunCurves, read_runs, settings_of
 from atropos_tui.monitor.reading import Looking
-from atropos_tui.monitor.run_files import RunInfo, exit_code, other_runs
+from atropos_tui.monitor.run_files import RunInfo, exit_code
+from atropos_tui.monitor.run_list import other_runs
 from atropos_tui.monitor.state import RunState
 from atropos_tui.ui import chosen
 from atropos_tui.ui.commands import CommandApp
@@ -137,7 +138,7 @@ class ChartApp(CommandApp):
     async def _compare(self) -> None:
         root = self.run_dir.root
         found = await asyncio.to_thread(other_runs, root)
-        wanted = await self.push_screen_wait(ChooseRunsDialog(found, self.others))
+        wanted = await self.push_screen_wait(ChooseRunsDialog(found, self.others, self.size.width))
         if not isinstance(wanted, list):
             return
         new = [path for path in wanted if path not in self.others]

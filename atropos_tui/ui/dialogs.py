@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -17,7 +18,7 @@ from textual.widgets.selection_list import Selection
 
 from atropos_common.control import Recipe
 from atropos_tui.monitor.format import one_line, plain_text
-from atropos_tui.monitor.run_files import OtherRun
+from atropos_tui.monitor.run_list import ListedRun, table
 
 Leave = Literal["detach", "stop"]
 
@@ -151,6 +152,12 @@ class TextDialog(_Dialog):
         self.app.notify("copied", timeout=2)
 
 
+BOX = 4
+"""Columns of what says whether a line is marked."""
+AROUND = 10
+"""Columns beside the lines of a dialog that is as wide as the terminal allows."""
+
+
 class _ChooseDialog(_Dialog):
     """Some of many. Space marks; Enter takes what is marked, or, of nothing marked, the line under the cursor."""
 
@@ -159,10 +166,10 @@ class _ChooseDialog(_Dialog):
     NOTHING: ClassVar[str]
     """What stands there where there is nothing to choose from."""
 
-    def __init__(self, lines: Sequence[Text], marked: Collection[int]) -> None:
-        """Args: `marked`: numbers of the lines that are chosen now."""
+    def __init__(self, lines: Sequence[str], marked: Collection[int], heads: str = "") -> None:
+        """Args: `marked`: numbers of the lines that are chosen now; `heads`: stands above the lines' columns."""
         super().__init__()
-        self._lines, self._marked = lines, marked
+        self._lines, self._marked, self._heads = lines, marked, heads
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog", id="choose") as box:
@@ -170,7 +177,11 @@ class _ChooseDialog(_Dialog):
             box.border_subtitle = "space marks, enter takes, esc leaves"
             if not self._lines:
                 yield Static(self.NOTHING, classes="dialog-text")
-            options = [Selection(line, at, at in self._marked) for at, line in enumerate(self._lines)]
+            elif self._heads:
+                yield Static(Text(" " * BOX + self._heads, no_wrap=True), classes="dialog-heads")
+            options = [
+                Selection(Text(line, no_wrap=True), at, at in self._marked) for at, line in enumerate(self._lines)
+            ]
             yield SelectionList[int](*options)
 
     def on_mount(self) -> None:
@@ -194,8 +205,10 @@ class ChooseRunsDialog(_ChooseDialog):
     HEADING = "Compare with"
     NOTHING = "There is no other run."
 
-    def __init__(self, runs: Sequence[OtherRun], chosen: Collection[Path]) -> None:
-        super().__init__([run_line(run) for run in runs], [at for at, run in enumerate(runs) if run.root in chosen])
+    def __init__(self, runs: Sequence[ListedRun], chosen: Collection[Path], columns: int) -> None:
+        """Args: `columns`: of the terminal."""
+        heads, *lines = table(runs, time.time(), columns - AROUND - BOX)
+        super().__init__(lines, [at for at, run in enumerate(runs) if run.root in chosen], heads)
         self._runs = runs
 
     def action_take(self) -> None:
@@ -209,25 +222,11 @@ class ChooseCurvesDialog(_ChooseDialog):
     NOTHING = "The run has no numbers yet."
 
     def __init__(self, names: Sequence[str], chosen: Collection[str]) -> None:
-        lines = [Text(one_line(name), no_wrap=True) for name in names]
-        super().__init__(lines, [at for at, name in enumerate(names) if name in chosen])
+        super().__init__([*map(one_line, names)], [at for at, name in enumerate(names) if name in chosen])
         self._names = names
 
     def action_take(self) -> None:
         self.dismiss([self._names[at] for at in self.chosen()])
-
-
-def run_line(run: OtherRun) -> Text:
-    """A run in one line."""
-    end = (
-        "running or cut off"
-        if run.exit_code is None
-        else "done"
-        if run.exit_code == 0
-        else f"ended with {run.exit_code}"
-    )
-    about = "  ".join(one_line(word) for word in (run.mode, end) if word)
-    return Text.assemble((one_line(run.name), "bold"), f"  {about}", no_wrap=True)
 
 
 def radius_text(recipe: Recipe) -> Text:

@@ -124,7 +124,7 @@ INKS = {
     "replay": "bold $background on $accent", "track": "$track", "grid": "$grid", "frame": "$frame",
     "limit": "$limit", "healthy": "on $healthy", "lit": "on $block-cursor-background",
     "found": "bold underline on $found", "gone": "strike $error", "new": "underline $success",
-    "plain": "$log", "note": "italic $quiet", "name of a log": "$log-name",
+    "plain": "$log", "poll": "$log", "note": "italic $quiet", "name of a log": "$log-name",
 }  # fmt: skip
 """Every style that panels draw with, by name: as CSS of each panel they would be matched against each of its nodes."""
 

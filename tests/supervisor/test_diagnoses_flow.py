@@ -194,6 +194,38 @@ def test_a_trainer_that_has_its_first_batch_does_not_wait() -> None:
     assert watch.view(PARTS, BEGAN + 19)["env"].waiting == 0.0
 
 
+def test_what_was_before_the_newest_whole_steps_fades_with_them() -> None:
+    """For 18 s nothing but waiting, then steps of a second that wait for a tenth of it."""
+    watch, env = FlowWatch(STACK), PARTS[2]
+    watch.registered(env, BEGAN)
+    for second in range(25):
+        idle = min(second, 18) * 0.9
+        watch.ask(PARTS, BEGAN + second, lambda _, at=second, idle=idle: page(idle, at, 1.0, 0.0))
+        if second in (6, 12, 18):
+            watch.step(TimingRecord(time=BEGAN + second, step=second, step_s=6.0, data_wait_s=5.0, **STEPPED))
+        elif second > 18:
+            watch.step(TimingRecord(time=BEGAN + second, step=second, step_s=1.0, data_wait_s=0.1, **STEPPED))
+        if second == 18:
+            before = watch.view(PARTS, BEGAN + second)["env"]
+    assert explain({"env": before}, ())["env"].rule == "environment_bound"
+    now = watch.view(PARTS, BEGAN + 24)["env"]
+    assert now.waiting == pytest.approx(0.1) and now.idle < 0.2
+    assert explain({"env": now}, ()) == {}
+
+
+def test_a_trainer_that_has_done_its_last_step_waits_for_nothing() -> None:
+    """It saves, and ends; the engine has nothing to do any more."""
+    trainer = STACK.components[-1].model_copy(update={"command": ["python", "--training-steps", "4"]})
+    watch = FlowWatch(STACK.model_copy(update={"components": [*STACK.components[:-1], trainer]}))
+    watch.registered(PARTS[2], BEGAN)
+    for second in range(31):
+        watch.ask(PARTS, BEGAN + second, lambda _, at=second: page(max(0.0, at - 20), at, 1.0, 0.0))
+        if 16 < second <= 20:
+            watch.step(TimingRecord(time=BEGAN + second, step=second - 16, step_s=1.0, data_wait_s=0.1, **STEPPED))
+    found = watch.view(PARTS, BEGAN + 30)["env"]
+    assert found.waiting < 0.1 and explain({"env": found}, ()) == {}
+
+
 def test_groups_of_one_that_nobody_hosts_are_counted_from_the_logs() -> None:
     watch = FlowWatch(STACK)
     assert watch.view(PARTS, BEGAN)["env"].counts is False

@@ -51,6 +51,36 @@ def test_levels() -> None:
     assert shown(buffer) == lines[2:7]
 
 
+REFUSED = 'INFO:     127.0.0.1:{port} - "POST /generate HTTP/1.1" 400 Bad Request'
+
+
+def test_a_line_that_repeats_itself_is_counted() -> None:
+    buffer = filled(*(REFUSED.format(port=50_000 + at) for at in range(331)), "step 1/9", "step 2/9", "", "")
+    assert shown(buffer) == [f"{REFUSED.format(port=50_000)}  × 331", "step 1/9", "step 2/9", "", ""]
+    buffer.show(level="warning", pattern=None, wrap=None)
+    assert len(shown(buffer)) == 1, "a refused request is worth a warning"
+    said = "2026-11-23 10:04:{:02d},{} ERROR math: no answer"
+    buffer = filled("ERROR: other", said.format(1, 377), said.format(2, 9), "ERROR math: no answer, 7 left")
+    assert shown(buffer) == ["ERROR: other", f"{said.format(1, 377)}  × 2", "ERROR math: no answer, 7 left"]
+
+
+def test_a_repeated_line_at_the_end_counts_on_while_it_is_wrapped_or_filtered() -> None:
+    buffer = filled("start", "four")
+    buffer.show(level="all", pattern=compiled("four"), wrap=4)
+    for _ in range(9):
+        buffer.extend([LogEntry("plain", "four")])
+    assert shown(buffer) == ["four", "  × ", "10"] and buffer.height == 3
+    buffer.extend([LogEntry("plain", "four", "another")])
+    assert shown(buffer)[-1] == "four", "another component's"
+
+
+def test_polls_can_be_left_out() -> None:
+    poll = 'INFO:     127.0.0.1:1 - "GET /status-env HTTP/1.1" 200 OK'
+    buffer = filled("begin", poll, 'INFO:     127.0.0.1:2 - "POST /scored_data HTTP/1.1" 200 OK')
+    buffer.show(level="most", pattern=None, wrap=None)
+    assert poll not in shown(buffer) and len(shown(buffer)) == 2
+
+
 def test_long_lines_wrap_into_rows_of_one_entry() -> None:
     buffer = filled("abcdefghij", "", "日本語")
     buffer.show(level="all", pattern=None, wrap=4)

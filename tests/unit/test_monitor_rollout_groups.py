@@ -26,7 +26,7 @@ from atropos_tui.monitor.rollout_groups import (
     question,
     shared_beginning,
 )
-from atropos_tui.monitor.run_files import other_runs
+from atropos_tui.monitor.run_list import HEADINGS, listed, other_runs, table
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.timeline import clock, timeline
 from tests.ui.run_maker import make_run, start_records
@@ -185,12 +185,19 @@ def test_neighbours_are_runs_with_records_newest_first(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     found = other_runs(tmp_path / "mine")
-    assert [(run.name, run.exit_code) for run in found] == [("new", None), ("old", 3)]
+    assert [(run.run, run.state, run.step) for run in found] == [("new", "unfinished", 1), ("old", "ended 3", 1)]
     assert found[0].mode == "shared_vllm"
     assert other_runs(tmp_path / "no" / "such") == []
     registry().mkdir(parents=True)
     (registry() / "far-away").symlink_to(make_run(tmp_path / "elsewhere" / "far", steps=1).root)
-    assert {run.name for run in other_runs(tmp_path / "mine")} == {"new", "old", "far"}
+    assert {run.run for run in other_runs(tmp_path / "mine")} == {"new", "old", "far"}
+
+
+def test_a_narrow_table_of_runs_leaves_out_the_least_telling_columns(tmp_path: Path) -> None:
+    found = listed(make_run(tmp_path / "run", steps=9), is_live=True, now=time.time())
+    assert table([found], time.time())[0].split() == " ".join(HEADINGS).split()
+    narrow = table([found], time.time(), width=50)
+    assert narrow[0].split() == ["RUN", "STARTED", "STEPS", "REWARD", "STATE"] and "9/60" in narrow[1]
 
 
 def test_a_neighbour_that_cannot_be_read_or_began_at_no_time_of_this_world_does_no_harm(
@@ -209,7 +216,7 @@ def test_a_neighbour_that_cannot_be_read_or_began_at_no_time_of_this_world_does_
 
     monkeypatch.setattr(Path, "is_file", refused)
     far, good = other_runs(tmp_path / "mine")
-    assert (far.name, good.name, good.started_at) == ("far", "good", 5.0)
+    assert (far.run, good.run, good.started_at) == ("far", "good", 5.0)
     assert far.started_at == pytest.approx(time.time(), abs=600), "by its directory"
 
 

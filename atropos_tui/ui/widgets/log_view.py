@@ -28,7 +28,7 @@ BENEATH_S = 1.0
 """Under a dialog, which is drawn over the whole screen anew at every change of what is beneath it."""
 ALL = "all components"
 TIME_CELLS = 9
-_LEVEL_WORDS = {"all": "", "warning": "warnings and errors", "error": "errors only"}
+_LEVEL_WORDS = {"all": "", "warning": "warnings and errors", "error": "errors only", "most": "without answered polls"}
 
 
 class LogView(ScrollView, can_focus=True):
@@ -51,7 +51,7 @@ class LogView(ScrollView, can_focus=True):
         Binding("N", "find(-1)", "Previous match", show=False, tooltip="Log: previous match of the search"),
         Binding("e", "error(1)", "Next error", show=False, tooltip="Log: jump to the next error"),
         Binding("E", "error(-1)", "Previous error", show=False, tooltip="Log: jump to the previous error"),
-        Binding("l", "level", "Level", show=False, tooltip="Log: all lines, warnings and errors, errors only"),
+        Binding("l", "level", "Level", show=False, tooltip="Log: all, warnings and errors, errors only, all but polls"),
         Binding("ampersand", "app.filter_log", "Filter", show=False, tooltip="Log: show only lines that match"),
         Binding("T", "times", "Times", show=False, tooltip="Log: when each line came, or not"),
         Binding("w", "wrap", "Wrap", show=False, tooltip="Log: wrap long lines"),
@@ -94,6 +94,8 @@ class LogView(ScrollView, can_focus=True):
     def switch(self, component: str) -> None:
         """Show another component, or all, from the latest lines on."""
         self.component, self.path, self._names = component, None, 0
+        if self._level in ("all", "most"):  # polls of several would drown the rest
+            self._level = "all" if component else "most"
         self.buffer.clear()
         self._marked = None
         self.following = self.is_begun = self._stale = True

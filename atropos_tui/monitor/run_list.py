@@ -1,0 +1,141 @@
+"""Runs in a list: what is told of each, as `runs` prints it, and those that the screen offers to compare with."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from atropos_common.run_dir import RunDir, registry
+from atropos_tui.monitor.format import columns, duration, number, one_line
+from atropos_tui.monitor.last_figures import last_figures
+from atropos_tui.monitor.run_files import exit_code, moment, read_info, read_json, within
+from atropos_tui.profile.ports import listens
+
+MOST_OTHERS = 100
+"""Runs that are offered to be compared with, the newest."""
+LIVE, UNFINISHED = "live", "unfinished"
+"""A state: its supervisor answers; nothing here tells how it ended."""
+AGES = (("d", 86400), ("h", 3600), ("min", 60))
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """One run, from the ends of its files; None where nothing tells."""
+
+    root: Path
+    run: str
+    name: str
+    mode: str
+    state: str
+    """`live`, `ended CODE`, or what is left of it."""
+    reason: str
+    """Why it ended; empty while it lives."""
+    started_at: float | None
+    """Unix seconds, of its first start."""
+    duration_s: float | None
+    """Since its newest start."""
+    step: int | None
+    training_steps: int | None
+    reward: float | None
+    """Mean of the newest steps."""
+    held_out: float | None
+
+    def cells(self, now: float) -> tuple[str, ...]:
+        """As `HEADINGS` name them."""
+        steps = "–" if self.step is None else f"{self.step}/{self.training_steps or '–'}"
+        ended = f": {self.reason}" if self.reason and self.state != "ended 0" else ""
+        return (
+            one_line(self.run),
+            one_line(self.mode),
+            age(self.started_at, now),
+            duration(self.duration_s),
+            steps,
+            number(self.reward),
+            "–" if self.held_out is None else f"{100 * self.held_out:.1f} %",
+            one_line(f"{self.state}{ended}"),
+        )
+
+
+HEADINGS = ("RUN", "MODE", "STARTED", "TOOK", "STEPS", "REWARD", "HELD OUT", "STATE")
+
+
+FIGURES = HEADINGS[3:7]
+SPARED = ("MODE", "TOOK", "HELD OUT")
+"""Left out where there is little room, in this order."""
+STATE_COLUMNS = 11
+"""So much of a state is worth more than those."""
+
+
+def table(runs: Sequence[ListedRun], now: float, width: int | None = None) -> list[str]:
+    """The headings, then a line for each run; with `width`, only the columns that fit, the last of which may not."""
+    rows = [HEADINGS, *(run.cells(now) for run in runs)]
+    kept = list(range(len(HEADINGS)))
+    for name in SPARED:
+        if width is None or sum(max(len(row[at]) for row in rows) + 2 for at in kept[:-1]) + STATE_COLUMNS <= width:
+            break
+        kept.remove(HEADINGS.index(name))
+    right = [place for place, at in enumerate(kept) if HEADINGS[at] in FIGURES]
+    return columns([[row[at] for at in kept] for row in rows], right)
+
+
+def listed(run: RunDir, *, is_live: bool, now: float) -> ListedRun:
+    """How `run` stands or went; where it neither lives nor told of its end, `UNFINISHED`."""
+    info, meta, result, figures = read_info(run), read_json(run.run_json), read_json(run.result_json), last_figures(run)
+    code = None if is_live else exit_code(run)
+    until = now if is_live else None if code is None else moment(result.get("ended_at"))
+    started = moment(meta.get("started_at"))
+    newest_start = moment(meta.get("resumed_at")) or started
+    return ListedRun(
+        root=run.root,
+        run=info.run_id or run.root.name,
+        name=info.name,
+        mode=info.mode,
+        state=LIVE if is_live else UNFINISHED if code is None else f"ended {code}",
+        reason="" if code is None else one_line(str(result.get("reason", ""))),
+        started_at=started,
+        duration_s=max(0.0, until - newest_start) if until and newest_start else None,
+        step=figures.step,
+        training_steps=info.training_steps,
+        reward=figures.reward,
+        held_out=figures.held_out,
+    )
+
+
+def age(when: float | None, now: float) -> str:
+    """`2 h ago`; `–` where nobody knows."""
+    if when is None:
+        return "–"
+    seconds = max(0.0, now - when)
+    unit, size = next(((unit, size) for unit, size in AGES if seconds >= size), ("s", 1))
+    return f"{seconds // size:.0f} {unit} ago"
+
+
+def has_supervisor(run: RunDir) -> bool:
+    """Whether somebody on this machine listens on the run's socket; a killed supervisor leaves only the file."""
+    try:
+        return listens(os.readlink(run.control_sock))  # noqa: PTH115 — its own path may be too long to connect to
+    except OSError:
+        return False
+
+
+def other_runs(root: Path) -> list[ListedRun]:
+    """The newest runs that have records of a trainer, beside `root` or anywhere of this user's, by the names of their
+    folders; newest first."""
+    found = {}
+    for path in [*within(root.parent), *within(registry())]:
+        try:
+            run = RunDir(path.resolve())
+            if run.root != root.resolve() and run.telemetry_jsonl.is_file():
+                started = moment(read_json(run.run_json).get("started_at"))
+                found[run.root] = (path.stat().st_mtime if started is None else started, run)
+        except (OSError, RuntimeError):  # another user's, or gone by now; a loop of links
+            continue
+    newest = sorted(found.values(), key=lambda item: item[0], reverse=True)[:MOST_OTHERS]
+    now = time.time()
+    return [
+        replace(listed(run, is_live=has_supervisor(run), now=now), run=run.root.name, started_at=started)
+        for started, run in newest
+    ]
