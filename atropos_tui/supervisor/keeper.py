@@ -34,6 +34,8 @@ from atropos_tui.supervisor.logs import CHUNK, SAY_AGAIN_S, LogFile, widen
 
 MOST_LEFT = 64 * 1024 * 1024
 """At the end at most so much is read from a pipe whose other end a stranger floods."""
+MOST_FRAME = 256 * 1024 * 1024
+"""Bytes of a frame: no more is waited for, whoever is at the other end."""
 GREETING_S = 2.0
 """A supervisor that takes over must say so within this time."""
 
@@ -131,6 +133,8 @@ class KeeperLine:
             frames.append(("began", b""))
         while (end := self._data.find(b"\n")) >= 0:
             kind, _, length = bytes(self._data[:end]).partition(b" ")
+            if not length.isdigit() or int(length[:20]) > MOST_FRAME:
+                raise ValueError
             stop = end + 1 + int(length)
             if len(self._data) < stop:
                 break
