@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+LARGEST = 64 * 1024 * 1024
+"""Bytes of a file that is read whole: a plan of 64 machines has a hundredth of that."""
+
 
 def open_regular(path: Path) -> BinaryIO:
     """`path`, to be read.
@@ -30,10 +33,12 @@ def read_regular(path: Path) -> str:
     """The text of `path`, UTF-8.
 
     Raises:
-        OSError: it is not there, or no file.
+        OSError: it is not there, no file, or larger than `LARGEST`.
         UnicodeDecodeError: it holds no text.
     """
     with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > LARGEST:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         return file.read().decode("utf-8")
 
 

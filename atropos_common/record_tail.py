@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from atropos_common.files import cut_torn_line, open_regular
 from atropos_common.records import Record, RecordError, parse_line
@@ -64,6 +66,16 @@ def nth_from_end(path: Path, words: bytes, count: int) -> int:
             return at
     except (OSError, ValueError):  # an empty file cannot be mapped
         return 0
+
+
+def whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file, in bounded memory: one of more than `MAX_LINE_BYTES` is left out."""
+    skipping = False
+    while line := file.readline(MAX_LINE_BYTES):
+        ends = line.endswith(b"\n")
+        if not skipping and (ends or len(line) < MAX_LINE_BYTES):
+            yield line
+        skipping = not ends
 
 
 @dataclass

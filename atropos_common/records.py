@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from atropos_common.control import GpuStatus
+from atropos_common.run_dir import LATEST_TIME
 
 SCHEMA_VERSION = 1
 
@@ -47,6 +48,8 @@ def _as_name(text: str) -> str:
     return text if is_name else _NO_NAME.sub("?", text[:MAX_NAME])
 
 
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""A whole number of a machine word."""
 MAX_NAME = 64
 _NO_NAME = re.compile("[^ -~]")
 Name = Annotated[str, AfterValidator(_as_name)]
@@ -62,9 +65,9 @@ class Record(BaseModel):
 
     v: int = SCHEMA_VERSION
     run_id: str = ""
-    time: float = 0.0
+    time: Annotated[float, Field(ge=0, le=LATEST_TIME)] = 0.0
     """Unix seconds."""
-    seq: int = 0
+    seq: Whole = 0
     """Position in its file, from 0, without gaps."""
     kind: str = ""
 
@@ -144,7 +147,7 @@ class TrainerRecord(Record):
 
     attempt: int = 1
     rank: int = 0
-    step: int = 0
+    step: Whole = 0
     """Optimizer step this record belongs to, from 1."""
 
 
@@ -164,7 +167,7 @@ class StepRecord(TrainerRecord):
     policy_lag_mean: Number | None = None
     """Weight versions between generation and training, by the oldest token; null when no version is known."""
     policy_lag_max: Number | None = None
-    weight_version: int
+    weight_version: Whole
     objective: str = ""
     kl_k3: Number | None = None
     """Estimate of KL(rollout policy || trainer) over the trained tokens, policy lag included."""
@@ -303,7 +306,7 @@ class SyncRecord(TrainerRecord):
 
     kind: Literal["sync"] = "sync"
     mode: str
-    weight_version: int
+    weight_version: Whole
     seconds: Number
     phases: dict[str, Number] = Field(default_factory=dict)
     moved: bool = True
@@ -368,8 +371,8 @@ class EvalRecord(Record):
     correct: int | None = None
     questions: int | None = None
     """How many; null where the environment tells only the share."""
-    weight_version: int | None = None
-    policy_step: int | None = None
+    weight_version: Whole | None = None
+    policy_step: Whole | None = None
     """run-api's step (batches drained) when the evaluation began."""
 
 
@@ -378,7 +381,7 @@ class EnvCountsRecord(Record):
 
     kind: Literal["env_counts"] = "env_counts"
     env: str
-    policy_step: int | None = None
+    policy_step: Whole | None = None
     sent: int
     """Groups that run-api took."""
     left_out: dict[str, int] = {}
@@ -394,7 +397,7 @@ class EnvMetricsRecord(Record):
 
     kind: Literal["env_metrics"] = "env_metrics"
     env: str
-    policy_step: int | None = None
+    policy_step: Whole | None = None
     metrics: dict[str, Number]
 
 

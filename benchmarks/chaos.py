@@ -1,6 +1,7 @@
 """The demo's real stack under random faults at random moments: does it go on, and is nothing left, lost or untrue?
 
     python -m benchmarks.chaos --minutes 60 --seed 0 [--mode lora_only] [--records FILE] [--faults SIGKILL ...]
+    python -m benchmarks.chaos --in-turn --faults "SIGKILL trainer" "SIGKILL API" ...   # each as often as the others
     python -m benchmarks.chaos --table FILE ...         # of what several of them recorded
 
 A fault (`benchmarks/faults.py`) comes at a random moment of a step, one in five with a second one on top. After it
@@ -49,8 +50,16 @@ KILLED = ("trainer", "engine core", "API server", "environment", "run-api", "sup
 """Rows of the table of recoveries."""
 
 
-def plan(number: int, seed: int, mode: str, offered: list[Fault]) -> tuple[random.Random, bool, Fault]:
-    """Dice of fault `number`, whether its run survives its supervisor, and the fault."""
+def plan(
+    number: int, seed: int, mode: str, offered: list[Fault], *, in_turn: bool = False
+) -> tuple[random.Random, bool, Fault]:
+    """Dice of fault `number`, whether its run survives its supervisor, and the fault.
+
+    In turn no run survives it: only so its restart is one of everything.
+    """
+    if in_turn:
+        offered = [fault for fault in offered if not fault.survive]
+        return random.Random(f"{seed} {mode} {number}"), False, offered[number % len(offered)]
     survives = random.Random(f"{seed} {mode} run {number // FAULTS_A_RUN}").random() < 0.3
     dice = random.Random(f"{seed} {mode} {number}")
     return dice, survives, dice.choice([fault for fault in offered if survives or not fault.survive])
@@ -85,7 +94,7 @@ def started(stack: Stack) -> None:
     stack.wait(answers, "the supervisor", 90)
 
 
-def one_fault(stack: Stack, fault: Fault, dice: random.Random, survives: bool) -> dict[str, Any]:
+def one_fault(stack: Stack, fault: Fault, dice: random.Random, survives: bool, *, alone: bool) -> dict[str, Any]:
     """Wait for a step, do harm, wait until the stack trains again, and look for what is wrong.
 
     Raises:
@@ -99,7 +108,7 @@ def one_fault(stack: Stack, fault: Fault, dice: random.Random, survives: bool) -
     left: list[str] = []
     if fault.ends:
         left = resumed(stack, fault, survives)
-    elif dice.random() < 0.2:
+    elif not alone and dice.random() < 0.2:
         time.sleep(dice.uniform(0, 5))
         with contextlib.suppress(NotRecovered):  # its victim is away already
             target += " + SIGKILL " + signalled(signal.SIGKILL, *KILLED[:-1])(stack, dice)
@@ -216,11 +225,12 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def one_run(
-    first: int, numbers: Iterator[int], seed: int, mode: str, folder: Path, offered: list[Fault], kept: Path
+    first: int, numbers: Iterator[int], options: argparse.Namespace, folder: Path, offered: list[Fault]
 ) -> Iterator[dict[str, Any]]:
     """One run: its faults until ten are done, time is over, or it does not recover; a record of each."""
     number, spoilt = first, False
-    _, survives, _ = plan(number, seed, mode, offered)
+    seed, mode, in_turn = options.seed, options.mode, options.in_turn
+    _, survives, _ = plan(number, seed, mode, offered, in_turn=in_turn)
     root = folder / "disk/run"
     base: dict[str, Any] = {"seed": seed, "mode": mode, "survive": survives}
     record = base | noted(number, "begin")
@@ -231,9 +241,9 @@ def one_run(
         while number >= 0:
             if screen is None or screen.process.poll() is not None:
                 screen = Screen(root)
-            dice, _, fault = plan(number, seed, mode, offered)
+            dice, _, fault = plan(number, seed, mode, offered, in_turn=in_turn)
             record = base | noted(number, fault.name)
-            record |= one_fault(stack, fault, dice, survives)
+            record |= one_fault(stack, fault, dice, survives, alone=in_turn)
             yield record
             spoilt = spoilt or bool(record["wrong"])
             number = -1 if (number + 1) % FAULTS_A_RUN == 0 else next(numbers, -1)
@@ -251,7 +261,7 @@ def one_run(
         yield record
     if record["wrong"] or spoilt:
         ignored = shutil.ignore_patterns("*.sock", "checkpoints")
-        kept = kept / f"chaos-{mode}-{seed}-{record['number']}"
+        kept = options.records.parent / f"chaos-{mode}-{seed}-{record['number']}"
         shutil.copytree(root, kept, symlinks=True, dirs_exist_ok=True, ignore=ignored)
     shutil.rmtree(root, ignore_errors=True)
 
@@ -300,6 +310,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=MODES, default="shared_vllm")
     parser.add_argument("--records", type=Path, default=Path("chaos.jsonl"), help="append a JSON line for each fault")
     parser.add_argument("--faults", nargs="+", default=[""], help="only those whose names begin so")
+    parser.add_argument("--in-turn", action="store_true", help="one after the other instead of by dice, none on top")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print the table of these records")
     options = parser.parse_args()
     if options.table:
@@ -328,7 +339,7 @@ def disturb(options: argparse.Namespace, isolated: bool) -> list[dict[str, Any]]
             offered = [fault for fault in offered if fault is not CLOCK]
         numbers = until(time.monotonic() + 60 * options.minutes, max(done, default=-1) + 1)
         for first in numbers:
-            for row in one_run(first, numbers, options.seed, options.mode, folder, offered, options.records.parent):
+            for row in one_run(first, numbers, options, folder, offered):
                 rows.append(row)
                 print(f"  {row}", file=sys.stderr, flush=True)
                 with options.records.open("a") as stream:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import tomli_w
 
+from atropos_common.files import read_regular
 from atropos_common.run_dir import ENV_TOKEN, RunDir
 from atropos_tui.cli import runs
 from atropos_tui.errors import Exit, Problem, UserError
@@ -261,7 +262,7 @@ def _dotenv(file: Path) -> dict[str, str]:
     from dotenv import dotenv_values
 
     try:
-        return {name: value for name, value in dotenv_values(file).items() if value}
+        return {name: value for name, value in dotenv_values(stream=io.StringIO(read_regular(file))).items() if value}
     except (OSError, ValueError):  # ValueError: not UTF-8
         return {}
 
@@ -271,7 +272,7 @@ def _names_in_secrets(run: RunDir) -> set[str]:
     names: set[str] = set()
     for path, parse in ((run.plan_json, json.loads), (run.profile_toml, tomllib.loads)):
         try:
-            names |= secret_references(parse(path.read_text(encoding="utf-8")))
+            names |= secret_references(parse(read_regular(path)))
         except (OSError, ValueError, RecursionError):
             continue
     return names

@@ -30,7 +30,7 @@ from atropos_tui.monitor.format import counted, one_line
 from atropos_tui.monitor.run_files import read_json
 from atropos_tui.supervisor import client, procfs, tracker
 from atropos_tui.supervisor.process import remove_files
-from atropos_tui.supervisor.remote_launcher import sweep_nodes
+from atropos_tui.supervisor.remote_launcher import far_ends, sweep_nodes
 from atropos_tui.supervisor.store import FarEntry, ProcessTable
 from atropos_tui.supervisor.tracker import Leftover
 
@@ -166,7 +166,7 @@ class DeadRun:
     @property
     def elsewhere(self) -> list[FarEntry]:
         """Components that it had on other nodes when its supervisor died: they end by themselves, but nobody saw it."""
-        return [entry.far for entry in self.table.components.values() if entry.far] if self.table else []
+        return [*far_ends(self.table)]
 
     @property
     def count_text(self) -> str:
@@ -267,7 +267,8 @@ def _clearable_files(run: RunDir, table: ProcessTable | None) -> list[Path]:
     for path in (Path(name) for name in dict.fromkeys(named) if isinstance(name, str)):
         if not path.is_absolute() or ".." in path.parts:
             continue
-        ours = path.is_relative_to(run.root) or path.parent == SHARED_MEMORY
+        there = path.parent.resolve()  # a recording's folder may be a link to one of yours
+        ours = there.is_relative_to(run.root.resolve()) or path.parent == SHARED_MEMORY
         scratch = path.name.startswith(procfs.SCRATCH) and is_private(path)
         if scratch or (ours and path.is_file() and not path.is_symlink()):
             found.append(path)

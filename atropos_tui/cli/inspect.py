@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atropos_common.control import Phase, RunStatus
+from atropos_common.files import open_regular
+from atropos_common.record_tail import whole_lines
 from atropos_common.records import RECORD_TYPES, ComponentRecord, Record, RecordError, parse_line
 from atropos_common.run_dir import RunDir
 from atropos_tui.cli import runs, show, slurm
@@ -74,8 +76,8 @@ def _unheard(entry: runs.RunEntry, info: RunInfo, state: RunState, phase: Phase,
 def read_events(run: RunDir) -> Iterator[Record]:
     """Records of supervisor.jsonl; a torn or foreign line is passed over."""
     try:
-        with run.supervisor_jsonl.open("rb") as file:
-            for line in file:
+        with open_regular(run.supervisor_jsonl) as file:
+            for line in whole_lines(file):
                 try:
                     yield parse_line(line)
                 except RecordError:

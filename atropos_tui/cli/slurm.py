@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atropos_common.files import write_private
+from atropos_common.files import read_regular, write_private
 from atropos_common.run_dir import RunDir
 from atropos_tui.errors import Elsewhere, Exit, Problem, UserError
 
@@ -108,10 +108,10 @@ def job_of(run: RunDir) -> Job | None:
 def number(run: RunDir) -> str:
     """The number of a run's newest job; empty where it had none."""
     try:
-        job_id = run.slurm_job.read_text(encoding="ascii").strip()
+        job_id = read_regular(run.slurm_job).strip()
     except (OSError, ValueError):
         return ""
-    return job_id if job_id.isdecimal() else ""
+    return job_id if job_id.isascii() and job_id.isdecimal() else ""
 
 
 def elsewhere(run: RunDir) -> Job | None:
@@ -302,7 +302,7 @@ def components_of(profile: Profile) -> list[list[NodeSection]]:
 def _once(cluster: ClusterSection, run: RunDir, run_id: str) -> Iterator[str]:
     """What belongs to the job as a whole."""
     yield f"--job-name={run_id}"
-    yield f"--output={run.slurm_log}"
+    yield shlex.quote(f"--output={run.slurm_log}".replace("%", "%%"))  # %j and the like are SLURM's own
     yield "--open-mode=append"
     yield "--requeue" if cluster.requeue else "--no-requeue"
     yield f"--signal=B:USR1@{lead_s(cluster.time)}"
@@ -321,7 +321,7 @@ def _each(cluster: ClusterSection, nodes: list[NodeSection]) -> Iterator[str]:
     partition = nodes[0].partition or cluster.partition
     asked = {"time": cluster.time, "account": cluster.account, "partition": partition}
     asked["constraint"] = nodes[0].constraint
-    yield from (f"--{name}={value}" for name, value in asked.items() if value)
+    yield from (shlex.quote(f"--{name}={value}") for name, value in asked.items() if value)
     yield from cluster.sbatch
 
 

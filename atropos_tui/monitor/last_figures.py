@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from atropos_common.files import open_regular
-from atropos_common.record_tail import nth_from_end
+from atropos_common.record_tail import nth_from_end, whole_lines
 from atropos_common.records import EvalRecord, Record, RecordError, StepRecord, parse_line
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.bench import WINDOW
@@ -67,7 +67,7 @@ def _records(path: Path, kind: type[R], words: bytes, begin: int) -> Iterator[R]
     try:
         with open_regular(path) as file:
             file.seek(begin)
-            for line in file:
+            for line in whole_lines(file):
                 try:
                     record = parse_line(line) if words in line else None
                 except RecordError:

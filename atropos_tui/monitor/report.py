@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from atropos_common.control import Phase, RunStatus, State
+from atropos_common.files import read_regular
 from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecord
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
@@ -363,6 +364,6 @@ def _profile(run: RunDir) -> str:
     if run.profile_toml.is_symlink():  # the page is passed on, and what it leads to may not be
         return ""
     try:
-        return _block(run.profile_toml.read_text(encoding="utf-8", errors="replace"), PROFILE_CHARS)
-    except OSError:
+        return _block(read_regular(run.profile_toml), PROFILE_CHARS)
+    except (OSError, UnicodeDecodeError):
         return ""

@@ -126,6 +126,12 @@ def _host(value: str) -> str:
     return value
 
 
+def _words(value: str) -> str:
+    if not value.isprintable():
+        raise mistake(f"holds control characters (got {value_text(value)})", "write it in one line, without any")
+    return value
+
+
 Port = Annotated[int, Field(ge=1, le=65535)]
 GpuIndex = Annotated[int, Field(ge=0)]
 Condition = Literal["started", "healthy", "completed"]
@@ -135,6 +141,8 @@ EnvName = Annotated[str, AfterValidator(_variable)]
 Module = Annotated[str, AfterValidator(_module)]
 Argv = Annotated[list[str], Field(min_length=1), AfterValidator(_argv)]
 HostName = Annotated[str, AfterValidator(_host)]
+Words = Annotated[str, Field(min_length=1), AfterValidator(_words)]
+"""What becomes part of a line of a batch script, where another line would be a command."""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -181,13 +189,13 @@ class ClusterSection(Section):
     question. kubernetes: pods, by kubectl exec. ray: the nodes of a Ray cluster. local: all here."""
     python: str | None = Field(None, min_length=1)
     """The interpreter on every node; default: the path of the one that runs atropos-tui."""
-    time: str | None = Field(None, min_length=1)
+    time: Words | None = None
     """slurm: the time limit, such as 04:00:00; default: the partition's."""
-    partition: str | None = Field(None, min_length=1)
+    partition: Words | None = None
     """slurm: of the nodes that name none of their own."""
-    account: str | None = Field(None, min_length=1)
+    account: Words | None = None
     """slurm: who pays."""
-    sbatch: list[str] = Field(default_factory=list)
+    sbatch: list[Words] = Field(default_factory=list)
     """slurm: further options, such as "--qos=high", one each."""
     requeue: bool = True
     """slurm: at the time limit or after a preemption the run saves, waits for its turn again and goes on."""
@@ -212,9 +220,9 @@ class NodeSection(Section):
     """ssh, ray, kubernetes: `count` names, as the launcher knows them, such as "user@10.0.0.2"; slurm chooses them."""
     addresses: list[HostName] = Field(default_factory=list)
     """What the other nodes dial, one for each of `hosts`; default: the host's name."""
-    partition: str | None = Field(None, min_length=1)
+    partition: Words | None = None
     """slurm: where these nodes come from."""
-    constraint: str | None = Field(None, min_length=1)
+    constraint: Words | None = None
     """slurm: what they must have, such as "h100"."""
 
 

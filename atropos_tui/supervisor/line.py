@@ -12,6 +12,9 @@ import select
 
 from atropos_tui.supervisor.logs import read_some
 
+MOST_FRAME = 256 * 1024 * 1024
+"""Bytes of a frame: no more is waited for, whoever is at the other end."""
+
 Frame = tuple[str, bytes]
 
 
@@ -108,6 +111,8 @@ class Line:
             frames.append(("began", b""))
         while (end := self._data.find(b"\n")) >= 0:
             kind, _, length = bytes(self._data[:end]).partition(b" ")
+            if not length.isdigit() or int(length[:20]) > MOST_FRAME:
+                raise ValueError
             stop = end + 1 + int(length)
             if len(self._data) < stop:
                 break

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import threading
 import time
@@ -25,6 +26,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, Field, TypeAdapter
 
 from atropos_common.control import SILENT_S, GpuStatus
 from atropos_common.run_dir import ENV_RUN_ID
@@ -61,6 +64,8 @@ OF_THIS_HOST = re.compile(
 )
 """Variables that mean something on one machine, or in one step of a batch system: the far end has its own."""
 
+_USAGE = TypeAdapter(Usage)
+
 _SWEEPERS = ThreadPoolExecutor(16, "sweep")
 """A node that is gone keeps each for `SWEEP_S`; ends of other components must not wait for that."""
 
@@ -68,6 +73,23 @@ _SWEEPERS = ThreadPoolExecutor(16, "sweep")
 def prefix_env(run_id: str) -> dict[str, str]:
     """The environment of a prefix: ours. It bears the run's marker, but no component's: that one is what is ended."""
     return {name: value for name, value in os.environ.items() if not name.startswith("ATROPOS_")} | {ENV_RUN_ID: run_id}
+
+
+class Kept(BaseModel):
+    """What a far end says of what it has started; nothing else of an entry is the other machine's to say."""
+
+    pid: int = Field(gt=0)
+    ticks: int
+    end_pid: int = Field(gt=0)
+    end_ticks: int
+
+
+class Machine(BaseModel):
+    """What a far end says of its machine: fields of `NodeStatus`."""
+
+    cpu_percent: float | None = None
+    memory_used: int | None = None
+    memory_total: int | None = None
 
 
 class Far:
@@ -151,8 +173,12 @@ class Far:
             self._task(self._line_ended())
             return
         self._heard, self._told = time.monotonic(), False
-        for kind, payload in frames:
-            self._take(kind, payload)
+        try:
+            for kind, payload in frames:
+                self._take(kind, payload)
+        except (ValueError, TypeError, KeyError, struct.error):  # another machine is believed in nothing else
+            self._loop.remove_reader(self._line.reading)
+            self._task(self._lose("it said what no far end of ours says"))
 
     def _take(self, kind: str, payload: bytes) -> None:
         match kind:
@@ -162,7 +188,8 @@ class Far:
                 self._out.send("start", json.dumps(self._job).encode())
                 self._begun = True
             case "kept":
-                self.entry = self.entry.model_copy(update=json.loads(payload))
+                told = Kept.model_validate_json(payload)
+                self.entry = self.entry.model_copy(update=told.model_dump())
                 self.pid, self.ticks = self.entry.pid, self.entry.ticks
                 self._on_kept(self.entry)
             case "exit":
@@ -206,9 +233,9 @@ class Far:
         self._words = telling[-1] if telling else self._words
 
     def _note_usage(self, found: dict[str, Any]) -> None:
-        cards, machine = found.pop("cards", []), found.pop("machine")
-        self.machine = machine
-        self.usage = Usage(**found, at=time.time())
+        cards = found.pop("cards", [])
+        self.machine = Machine.model_validate(found.pop("machine")).model_dump()
+        self.usage = _USAGE.validate_python(found | {"at": time.time()})
         self.cards = [
             GpuStatus(**card | {"held_bytes": {self._job["name"]: card["held_bytes"]}}, node=self.entry.node)
             for card in cards
@@ -491,6 +518,14 @@ def sweep_there(entry: FarEntry, run_id: str) -> str:
     return last[0] if last else f"no answer within {SWEEP_S:g} s"
 
 
+def far_ends(table: ProcessTable | None) -> list[FarEntry]:
+    """What a supervisor of this boot has noted of other nodes. What one of another boot had there has ended with its
+    line, `OWNER_S` after it at the latest; and a table that names no boot of this machine came with a recording: the
+    commands in it are not ours to run."""
+    entries = table.components.values() if table else ()
+    return [entry.far for entry in entries if entry.far and entry.boot_id == procfs.boot_id()]
+
+
 def sweep_nodes(table: ProcessTable | None) -> dict[str, Diagnosis]:
     """End what a supervisor that was killed has left on other nodes, all at once; blocking.
 
@@ -499,10 +534,9 @@ def sweep_nodes(table: ProcessTable | None) -> dict[str, Diagnosis]:
     """
     if table is None:
         return {}
-    found = {name: entry.far for name, entry in table.components.items() if entry.far}
-    entries = {name: far for name, far in found.items() if not far.turn or far.turn == turn_of_job()}
-    said = _SWEEPERS.map(lambda entry: sweep_there(entry, table.run_id), entries.values())
-    problems = zip(entries.values(), said, strict=True)
+    entries = [far for far in far_ends(table) if not far.turn or far.turn == turn_of_job()]
+    said = _SWEEPERS.map(lambda entry: sweep_there(entry, table.run_id), entries)
+    problems = zip(entries, said, strict=True)
     return {
         entry.name: node_lost(f"node {entry.node} ({entry.host}): what a supervisor left there may run on: {problem}")
         for entry, problem in problems

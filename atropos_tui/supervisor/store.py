@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from atropos_common.files import cut_torn_line, is_own, write_private
+from atropos_common.files import cut_torn_line, is_own, read_regular, write_private
 from atropos_common.records import ComponentRecord, Record
 from atropos_tui.profile.spec import StackSpec
 
@@ -194,9 +194,9 @@ class ProcessTable(BaseModel):
         if not (is_own(path) and is_own(path.parent)):
             return None
         try:
-            table = cls.model_validate(json.loads(path.read_bytes()))
+            table = cls.model_validate(json.loads(read_regular(path)))
             table.written_at = path.stat().st_mtime
-        except (OSError, ValueError, ValidationError):
+        except (OSError, ValueError, RecursionError):
             return None
         return table
 
@@ -222,7 +222,7 @@ class RunResult(BaseModel):
     def load(cls, path: Path) -> RunResult | None:
         """The result in `path`; None while the run goes on, or when it was cut short."""
         try:
-            return cls.model_validate_json(path.read_bytes())
+            return cls.model_validate_json(read_regular(path))
         except (OSError, ValueError):
             return None
 

@@ -55,6 +55,14 @@ def test_a_run_is_handed_in_and_its_end_is_the_end_of_the_job(slurm: SlurmNodes,
     seen.until_nothing_is_left(slurm)
 
 
+def test_a_run_in_a_folder_whose_name_a_batch_script_could_misread(slurm: SlurmNodes, user: User) -> None:
+    profile = light(user.folder, slurm_tables(), steps=2)
+    root = 'it\'s "mine" $(id) #100%j'
+    done = user.gives("up", str(profile), "--headless", "--run-dir", root)
+    assert done.returncode == 0 and "trainer finished" in done.stdout, done.stdout + done.stderr
+    Observed(user.folder / root).until_nothing_is_left(slurm)
+
+
 def test_a_bad_end_of_the_run_is_that_of_the_job(slurm: SlurmNodes, user: User) -> None:
     profile = light(user.folder, slurm_tables(), steps=5)
     bad = 'prepare.0.command=["false"]'

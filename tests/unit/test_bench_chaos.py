@@ -22,6 +22,14 @@ def test_a_fault_depends_on_seed_mode_and_number_alone() -> None:
         assert len({survives for survives, _ in told[first : first + FAULTS_A_RUN]}) == 1, "a run is of one kind"
 
 
+def test_faults_in_turn_come_equally_often_and_no_run_outlives_its_supervisor() -> None:
+    offered = list(FAULTS)
+    told = [plan(number, 1, "none", offered, in_turn=True)[1:] for number in range(2 * len(FAULTS))]
+    usual = [fault.name for fault in FAULTS if not fault.survive]
+    assert [fault.name for _, fault in told[: 2 * len(usual)]] == usual * 2
+    assert not any(survives for survives, _ in told)
+
+
 def test_steps_that_come_again_are_counted() -> None:
     steps = [(float(number), step) for number, step in enumerate([1, 2, 3, 4, 5, 4, 5, 6, 3, 4])]
     assert lost_steps(steps, 5) == 2 + 4

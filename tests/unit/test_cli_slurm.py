@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -64,6 +65,24 @@ def test_nodes_that_differ_are_a_component_each(tmp_path: Path) -> None:
     assert "#SBATCH --nodes=1" in first and "#SBATCH --nodes=2" in second
     assert {"#SBATCH --partition=h100", "#SBATCH --constraint=sxm", "#SBATCH --gpus-per-node=8"} <= set(second)
     assert any("--signal" in line for line in first) and not any("--signal" in line for line in second)
+
+
+def test_a_folder_of_any_name_stays_one_word_of_one_option(tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s "mine" $(id) #100%j'
+    folder.mkdir()
+    line = next(line for line in script_of(folder, 'account = "a b\'c"') if "--output" in line)
+    assert shlex.split(line) == ["#SBATCH", f"--output={folder}/a run/slurm.log".replace("%", "%%")]
+    assert "#SBATCH '--account=a b'\"'\"'c'" in script_of(folder, 'account = "a b\'c"')
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['account = "a\\ntouch x"', 'partition = "a\\ntouch x"', 'time = "1\\ntouch x"', 'sbatch = ["-q a\\ntouch x"]'],
+)
+def test_no_option_becomes_a_line_of_its_own(tmp_path: Path, value: str) -> None:
+    with pytest.raises(UserError) as refused:
+        script_of(tmp_path, value)
+    assert "control characters" in str(refused.value.problems[0])
 
 
 def test_dry_run_prints_the_script_and_leaves_no_run(

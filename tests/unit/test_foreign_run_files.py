@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 from pathlib import Path
 
+import psutil
 import pytest
 
-from atropos_common.files import open_regular, read_regular
+from atropos_common import record_tail
+from atropos_common.files import LARGEST, open_regular, read_regular
 from atropos_common.records import StateRecord
 from atropos_common.run_dir import RunDir
-from atropos_tui.cli import runs
+from atropos_tui.cli import main, runs
 from atropos_tui.monitor.run_files import RunFeed, load_run, status_from_files
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.remote_launcher import far_ends
+from atropos_tui.supervisor.store import ProcessTable
 from tests.ui.run_maker import make_run, write_records
 
 pytestmark = pytest.mark.timeout(20)
@@ -68,3 +75,89 @@ def test_a_run_of_no_known_time_is_the_oldest(run: RunDir, when: object) -> None
     run.run_json.write_text(json.dumps(info | {"started_at": when, "resumed_at": when}))
     entry = runs.read_run(run.root)
     assert entry is not None and entry.used_at == (1.0 if when is True else 0.0)
+
+
+PATHS = ("run.json", "plan.json", "profile.toml", "result.json", "journal.json", "supervisor.jsonl", ".env")
+COMMANDS = (
+    ["ps"],
+    ["events"],
+    ["bench"],
+    ["report", "-o", "page.html"],
+    ["bundle", "-o", "all.tar.gz"],
+    ["clean", "--yes"],
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("shape", ["pipe", "endless", "huge"])
+def test_no_command_waits_for_a_pipe_or_reads_without_end(
+    run: RunDir, shape: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own with bounded memory, so that one which reads on and on ends here."""
+    path = run.root / name
+    path.unlink(missing_ok=True)
+    if shape == "pipe":
+        os.mkfifo(path)
+    elif shape == "endless":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, LARGEST + 1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    own = psutil.Process().memory_info().vms
+    for command in COMMANDS:
+        child = os.fork()
+        if child == 0:
+            code = 99
+            try:
+                resource.setrlimit(resource.RLIMIT_AS, (own + (1 << 30), own + (1 << 30)))
+                code = main.run([*command, str(run.root)])
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) in (0, 2, 5), command
+
+
+def test_a_line_without_an_end_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_tail, "MAX_LINE_BYTES", 1000)
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\n" + b"x" * 999 + b"\n" + b"x" * 1000 + b"\n" + b"x" * 5000 + b"\ntwo\n" + b"x" * 1000)
+    with open_regular(path) as file:
+        assert list(record_tail.whole_lines(file)) == [b"one\n", b"x" * 999 + b"\n", b"two\n"]
+
+
+@pytest.mark.parametrize("number", [-(10**20), 10**20, -1e308, 1e308])
+def test_numbers_that_no_clock_and_no_counter_shows(run: RunDir, number: float) -> None:
+    for path in (run.telemetry_jsonl, run.supervisor_jsonl):
+        text = re.sub(r'"(time|step|seq)":[0-9.]+', rf'"\1":{json.dumps(number)}', path.read_text())
+        path.write_text(text)
+    for command in ("ps", "why", "events", "bench"):
+        assert main.run([command, str(run.root)]) in (0, 5), command
+
+
+def test_a_recording_s_folder_that_leads_elsewhere_is_not_cleared(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "diary").mkdir()
+    (tmp_path / "diary/mine.txt").write_text("precious")
+    (run.root / "out").symlink_to(tmp_path / "diary")
+    plan = json.loads(run.plan_json.read_text())
+    plan["components"][0]["clears"] = [str(run.root / "out/mine.txt"), str(run.root / "left.json")]
+    run.plan_json.write_text(json.dumps(plan))
+    (run.root / "left.json").touch()
+    assert main.run(["clean", "--yes", str(run.root)]) == 0
+    assert (tmp_path / "diary/mine.txt").exists() and not (run.root / "left.json").exists()
+
+
+def test_a_recording_s_journal_has_no_command_run(run: RunDir, tmp_path: Path) -> None:
+    """It names other nodes, and what reaches them; a boot of this machine it cannot name."""
+    far = {"name": "vllm", "node": "n", "host": "h", "command": ["touch", str(tmp_path / "ran")]}
+    entry = {"pid": 2**22 + 1, "create_time": 0, "ticks": 1, "pgid": 1, "boot_id": "another", "far": far}
+    run.journal_json.write_text(json.dumps({"run_id": "demo-test", "components": {"vllm": entry}}))
+    run.journal_json.chmod(0o600)
+    assert main.run(["clean", "--yes", str(run.root)]) == 0
+    assert not (tmp_path / "ran").exists()
+    assert far_ends(ProcessTable.load(run.journal_json)) == []
+    entry["boot_id"] = procfs.boot_id()
+    run.journal_json.write_text(json.dumps({"run_id": "demo-test", "components": {"vllm": entry}}))
+    assert [each.name for each in far_ends(ProcessTable.load(run.journal_json))] == ["vllm"]

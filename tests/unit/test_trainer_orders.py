@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -13,6 +14,36 @@ from atropos_common.run_dir import ENV_NODE_ADDRESS
 from trainer_core.ranks import ENV_MEETING
 from trainer_core.weight_sync.orders import FIRST_WORD, Follower, Order, Orders
 from trainer_core.weight_sync.outgoing import Outgoing
+
+
+def test_strangers_who_say_nothing_hold_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another, each had `FIRST_WORD_S`; half a minute of them, and the ranks came too late."""
+    monkeypatch.setenv(ENV_MEETING, "/shared/ranks")
+    monkeypatch.setenv(ENV_NODE_ADDRESS, "127.0.0.2")
+    monkeypatch.setattr("trainer_core.weight_sync.orders.FIRST_WORD_S", 600.0)
+    monkeypatch.setattr("trainer_core.weight_sync.orders.MOST_WAITING", 4, raising=False)
+    orders = Orders(2)
+    meeting = orders.meeting
+    assert meeting is not None
+    strangers = [socket.create_connection((meeting.at, meeting.port)) for _ in range(20)]
+    for stranger in strangers[::2]:
+        stranger.sendall(b"0")
+    made: list[Follower] = []
+    thread = threading.Thread(
+        target=lambda: made.append(Follower(meeting, 1, torch.device("cpu"), Outgoing.__new__(Outgoing)))
+    )
+    thread.start()
+    meeting_all = threading.Thread(target=orders.meet, daemon=True)
+    meeting_all.start()
+    meeting_all.join(60)
+    assert not meeting_all.is_alive(), "the rank waits behind strangers"
+    thread.join()
+    for stranger in strangers:
+        stranger.settimeout(30)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b"", "still listened to"
+    made[0].close()
+    orders.close()
 
 
 @pytest.mark.parametrize("several", [True, False])

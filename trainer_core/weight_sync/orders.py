@@ -12,11 +12,13 @@ import contextlib
 import hmac
 import os
 import secrets
+import selectors
 import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +37,8 @@ MEET_S = 60.0
 FIRST_WORD_S = 5.0
 """A rank says at once which it is."""
 SECRET_BYTES = 32
+MOST_WAITING = 512
+"""So many may be about to say it; then the oldest is shown the door."""
 RANK_WIDTH = 6
 FIRST_WORD = 2 * SECRET_BYTES + 1 + RANK_WIDTH
 """Characters of the secret and the rank."""
@@ -76,7 +80,6 @@ class Orders:
         self.meeting: Meeting | None = None
         if self._others:
             self.meeting, self._listener = _listen()
-            self._listener.settimeout(MEET_S)
 
     def meet(self) -> None:
         """Wait for every other rank; from then on the folder is needed no more, and nobody would remove it after a
@@ -85,28 +88,18 @@ class Orders:
         Raises:
             RankGone: one does not come.
         """
-        while len(self._lines) < len(self._others):
-            try:
-                come, _ = self._listener.accept()
-            except TimeoutError:
-                raise RankGone(f"not every rank of the trainer came for its orders within {MEET_S:.0f} s") from None
-            if (rank := self._rank_of(come)) is None:
-                come.close()
-                continue
-            self._lines[rank] = come.makefile("rwb")
-            threading.Thread(target=self._listen, args=(rank, self._lines[rank]), daemon=True).start()
+        if self.meeting is None:
+            return
+        until = time.monotonic() + MEET_S
+        with Door(self._listener, self.meeting.secret) as door:
+            while len(self._lines) < len(self._others):
+                for rank, come in door.come(FIRST_WORD_S):
+                    self._lines[rank] = come.makefile("rwb")
+                    threading.Thread(target=self._listen, args=(rank, self._lines[rank]), daemon=True).start()
+                    until = time.monotonic() + MEET_S
+                if time.monotonic() > until:
+                    raise RankGone(f"not every rank of the trainer came for its orders within {MEET_S:.0f} s")
         self._close_door()
-
-    def _rank_of(self, come: socket.socket) -> int | None:
-        """Which of the ranks has come; nothing for a stranger."""
-        assert self.meeting is not None
-        come.settimeout(FIRST_WORD_S)
-        try:
-            secret, rank = come.recv(FIRST_WORD, socket.MSG_WAITALL).decode().split()
-        except (OSError, ValueError):
-            return None
-        come.settimeout(None)
-        return int(rank) if hmac.compare_digest(secret.encode(), self.meeting.secret.encode()) else None
 
     def give(self, order: Order) -> None:
         """Let every other rank do this next."""
@@ -159,6 +152,70 @@ class Orders:
                         self._failed[rank] = text
                     self._awaited.discard(rank)
         self._ended.add(rank)
+
+
+class Door:
+    """Who comes to rank 0. A stranger who says nothing holds nobody up: all are listened to at the same time."""
+
+    def __init__(self, listener: socket.socket, secret: str) -> None:
+        self._listener, self._secret = listener, secret
+        self._waiting: dict[socket.socket, tuple[float, bytes]] = {}
+        """Since when each waits that has not said its whole first word, oldest first, and what it has said."""
+
+    def __enter__(self) -> Door:
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stranger in [*self._waiting]:
+            self._refuse(stranger)
+        self._selector.close()
+
+    def come(self, timeout_s: float) -> Iterator[tuple[int, socket.socket]]:
+        """The ranks that have come, after `timeout_s` at the latest."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                with contextlib.suppress(OSError):  # it has left again
+                    come, _ = self._listener.accept()
+                    come.setblocking(False)
+                    self._selector.register(come, selectors.EVENT_READ)
+                    self._waiting[come] = time.monotonic(), b""
+            elif isinstance(key.fileobj, socket.socket) and (rank := self._rank_of(key.fileobj)) is not None:
+                yield rank, key.fileobj
+        late = time.monotonic() - FIRST_WORD_S
+        for stranger in [each for each, (since, _) in self._waiting.items() if since < late]:
+            self._refuse(stranger)
+        while len(self._waiting) > MOST_WAITING:
+            self._refuse(next(iter(self._waiting)))
+
+    def _rank_of(self, come: socket.socket) -> int | None:
+        """Which of the ranks it is; nothing for a stranger, and for one that has not said it all yet."""
+        since, said = self._waiting[come]
+        try:
+            more = come.recv(FIRST_WORD - len(said))
+        except OSError:
+            more = b""
+        said += more
+        if more and len(said) < FIRST_WORD:
+            self._waiting[come] = since, said
+            return None
+        secret, rank = said[: 2 * SECRET_BYTES], said[2 * SECRET_BYTES :].strip()
+        if not (hmac.compare_digest(secret, self._secret.encode()) and rank.isdigit()):
+            self._refuse(come)
+            return None
+        self._leave(come)
+        come.setblocking(True)
+        return int(rank)
+
+    def _refuse(self, come: socket.socket) -> None:
+        self._leave(come)
+        come.close()
+
+    def _leave(self, come: socket.socket) -> None:
+        del self._waiting[come]
+        self._selector.unregister(come)
 
 
 class Follower:
