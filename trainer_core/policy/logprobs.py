@@ -257,9 +257,11 @@ class _HeadScores(torch.autograd.Function):
         for a in range(0, len(labels), ctx.size):
             part = slice(a, a + ctx.size)
             logits = ctx.kept.pop(0) if ctx.kept else _logits(hidden[part], weight, bias, ctx.wide)
-            to_logits = _spread(
-                logits, labels[part], temperatures[part], normalizers[part], grads[0][part], ctx.cap, weight.dtype
-            )
+            to_logits = logits.to(weight.dtype)
+            if logits.shape[1]:
+                to_logits = _spread(
+                    logits, labels[part], temperatures[part], normalizers[part], grads[0][part], ctx.cap, weight.dtype
+                )
             if to_hidden is not None:
                 torch.mm(to_logits, weight, out=to_hidden[part])
             if to_weight is not None:
@@ -314,9 +316,15 @@ def _pick_own(
     logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, cap: float | None
 ) -> tuple[torch.Tensor, ...]:
     """As `_pick`, of all ranks' logits; labels count from the first one here, those of other ranks lie outside."""
-    scaled, largest = _scaled(logits, temperatures, cap)
-    largest = over_ranks(largest, "max")
-    sums = over_ranks(_own_sums(scaled, largest, labels.view(len(labels), -1)))
+    labels_of = labels.view(len(labels), -1)
+    if logits.shape[1]:
+        scaled, largest = _scaled(logits, temperatures, cap)
+        largest = over_ranks(largest, "max")
+        sums = over_ranks(_own_sums(scaled, largest, labels_of))
+    else:  # a vocabulary so small that this rank has none of it
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        largest = over_ranks(torch.full_like(temperatures, -torch.inf, dtype=wide), "max")
+        sums = over_ranks(largest.new_zeros(len(labels), labels_of.shape[1] + 2))
     own, total, weighed = sums[:, :-2], sums[:, -2], sums[:, -1]
     normalizers = total.log()
     logprobs = (own - normalizers[:, None]).view(labels.shape)
