@@ -13,6 +13,7 @@ the same weights, write and publish the new version, report, now and then a chec
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -88,6 +89,7 @@ The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
   --master-weights kahan or stochastic, --optimizer adamw_8bit or adafactor: less state
   --optimizer-offload true, --activation-offload true: into the host's memory; --gradient-dtype bfloat16: half of it
   a lower --gpu-memory-utilization of the server (vllm.gpu_memory_utilization in a profile)
+  --context-parallel 2 on several GPUs: each computes a part of every row
   --train-layer-indices for the upper layers alone, or a shorter --seq-len
   another GPU, or a smaller model"""
 
@@ -181,6 +183,7 @@ def train(
         world = opened.enter_context(_world(config, stop))
         if problems := sharding_contradictions(config, world.size):
             raise UsageError("\n".join(problems))
+        world.split(config.context_parallel)
         start = world.share(lambda: start or checkpoint.starting_point(config))
         print(checkpoint.describe(start, config))
         source = world.first(lambda: api or _source(config, rollouts, start.step, stop))
@@ -239,14 +242,14 @@ class Run:
         self.sync = make_sync(config, self.device, stop, world)
         opened.callback(self.sync.close)
         _seed(config.seed)
-        self.dealt = self.sync.dealt
+        self.dealt = self.sync.spread.dealt
         self.model = self.sync.attach(Start(start.path, start.version))
         train_only(self.model, config.train_layer_indices)
         print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         use_head(self.model, config.head_dtype)
         self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)
         self.threads = use_cores(self.model, config, self.device, world.size)
-        self.reference = Reference(config, self.model, self.device, self.dealt) if config.ref_kl_coef else None
+        self.reference = Reference(config, self.model, self.device, self.sync.spread) if config.ref_kl_coef else None
         self.stepper = _stepper(self.model, config, self.device, start.path, world)
         self.minibatches = Minibatches(
             config, self.model, self.objective, threads=self.threads, reference=self.reference, world=self.dealt
@@ -327,7 +330,7 @@ class Run:
         fetched = time.perf_counter()
         parts = self.minibatches.rows(batch.rollouts, step)
         rows = next(parts)
-        tokens = sum(len(row.tokens) for row in rows)
+        tokens = sum(len(row.tokens) for row in rows) // self.config.context_parallel
         packed = time.perf_counter()
         outcomes = [self.accumulate(rows, step)]
         probe_diffs = self.probe.finish(self.model, self.world)
@@ -644,7 +647,8 @@ def _stepper(
     if weights is not None:
         checkpoint.restore(weights, stepper)
     use_checkpointing(
-        model, config.gradient_checkpointing, device=device, tokens=max(config.tokens_per_pass, config.seq_len),
+        model, config.gradient_checkpointing, device=device,
+        tokens=math.ceil(max(config.tokens_per_pass, config.seq_len) / config.context_parallel),
         optimizer="" if config.optimizer_offload else config.optimizer, offload=config.activation_offload,
         gradient_bytes=4 if config.gradient_dtype == "float32" else 2, world=world,
     )  # fmt: skip

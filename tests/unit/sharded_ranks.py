@@ -7,6 +7,7 @@ import json
 import os
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,22 @@ COMPILED = {"compiled": ("Qwen3", {"dtype": "float32", "compile": "on", "gradien
 class Trainer:
     """A policy and its optimizer, on one rank or on all."""
 
-    def __init__(self, folder: Path, model: str, world: World, *, resume: Path | None = None, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, model: str, world: World, *, resume: Path | None = None, double: bool = False,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        """Args:
+        double: the model computes in float64, so that the order of a sum tells nothing.
+        """
         self.world = world
         values = {"model_name": str(folder / model), "optimizer": "adamw", "lr": 1e-4, "max_grad_norm": 0.5}
         self.config = config = TrainingConfig.model_validate(values | settings)
-        dtype = getattr(torch, config.dtype)
+        dtype = torch.float64 if double else getattr(torch, config.dtype)
         torch.manual_seed(0)
         weights = config.model_name if resume is None or config.trains_adapters else resume
         self.model = load_for(world, weights, dtype, CPU)
+        if double:  # torch's products of groups have no such type
+            self.model.config._experts_implementation = "eager"
         if config.trains_adapters:
             add_adapter(self.model, config)
             if resume is not None:
@@ -84,12 +93,13 @@ class Trainer:
             flat.advantages[:] = 0.0
         rows = pack(rollouts, 40)
         rows = rows if len(rows) % 2 else rows[:-1]
-        mine = rows[self.world.rank :: self.world.size]
-        return mine + [empty_row()] * (-(-len(rows) // self.world.size) - len(mine))
+        dealt = self.world.dealt
+        mine = rows[dealt.rank :: dealt.size]
+        return mine + [empty_row()] * (-(-len(rows) // dealt.size) - len(mine))
 
     def step(self, number: int) -> StepOutcome:
         outcome = accumulate(
-            self.model, self.stepper, self.rows(number), self.objective, number, world=self.world,
+            self.model, self.stepper, self.rows(number), self.objective, number, world=self.world.dealt,
             reference=self.reference,
         )  # fmt: skip
         self.gradients = [self._whole(i, g) for i, g in enumerate(self.stepper._collected()) if g is not None]
@@ -216,16 +226,43 @@ def broken_disk(folder: Path, world: World) -> dict[str, float]:
     return {}
 
 
+EXACT = {"dtype": "float32", "double": True}
+SHARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "as many keys as ranks": ("Qwen3", EXACT),
+    "one key for all heads": ("one key", EXACT | {"gradient_checkpointing": "on"}),
+    "windows and caps": ("Gemma 2", EXACT),
+    "sinks and experts": ("GPT-OSS", EXACT),
+    "latent": ("DeepSeek-V3", EXACT),
+    "balance of experts": ("Qwen3-MoE", EXACT | {"router_aux_loss_coef": 0.1}),
+    "adapters": ("Qwen3", EXACT | {"weight_bridge_mode": "lora_only"}),
+    "sequences": ("Qwen3", EXACT | {"ratio_base": "proximal", "objective": "gspo"}),
+    "reference": ("Qwen3", EXACT | {"ref_kl_coef": 0.1}),
+}
+"""Of rows that two ranks share."""
+
+
+def shared_rows(folder: Path, *only: str) -> int:
+    """`SHARED`, each beside the same on one rank."""
+    world = join(CPU, 60.0)
+    world.split(2)
+    assert world.context is not None and world.dealt.size == world.size // 2
+    work = {name: partial(one_case, folder, world, *case) for name, case in SHARED.items() if name in (only or SHARED)}
+    return _all(folder, world, work)
+
+
 def all_cases(folder: Path, *only: str) -> int:
     world = join(CPU, 60.0)
-    torch.set_num_threads(1)
-    found: dict[str, Any] = {}
     work = {name: partial(one_case, folder, world, *case) for name, case in (CASES | COMPILED).items()}
     work |= {f"resume {name}": partial(one_resume, folder, world, name) for name in RESUMED}
     work["broken disk"] = partial(broken_disk, folder, world)
+    wanted = only or [*CASES, *map("resume {}".format, RESUMED), "broken disk"]
+    return _all(folder, world, {name: do for name, do in work.items() if name in wanted})
+
+
+def _all(folder: Path, world: World, work: dict[str, Callable[[], dict[str, float]]]) -> int:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
     for name, do in work.items():
-        if name not in (only or [*CASES, *map("resume {}".format, RESUMED), "broken disk"]):
-            continue
         began = time.perf_counter()
         try:
             found[name] = do()
