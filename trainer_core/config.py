@@ -84,6 +84,9 @@ class TrainingConfig(BaseModel):
     use_shared_memory it broadcasts to other GPUs instead."""
     training_steps: int = Field(10, ge=1)
     """Optimizer steps of the whole run, those before a resume included."""
+    checkpoint_in_background: bool = False
+    """Train on while a checkpoint is written: a step waits for the copy into the host's memory alone. One at a time;
+    adapters are small, and are waited for."""
     checkpoint_interval: int = Field(3, ge=0)
     """Save a checkpoint every N optimizer steps; 0 saves the final model only."""
     batch_size: int = Field(2, ge=1)

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,10 @@ import torch
 from atropos_common.records import BenchmarkRecord, CheckpointRecord
 from atropos_common.run_dir import RunDir
 from trainer_core import checkpoint
+from trainer_core.background import BackgroundSave
 from trainer_core.callbacks import Callback, Callbacks, TrainResult
 from trainer_core.config import TrainingConfig, sharding_contradictions, validate
+from trainer_core.durable import why_full
 from trainer_core.errors import (
     DiskFull,
     EngineGone,
@@ -220,6 +222,7 @@ class Run:
         self.config = config = for_device(config, self.device)
         self.step, self.version = start.step, start.version
         self.saved_step = start.step
+        self.saving: BackgroundSave | None = None
         self.skipped = 0
         """Steps in a row without an update."""
         self.partly = False
@@ -287,6 +290,7 @@ class Run:
             self.tell("on_end", result)
             return result
         except (Stopped, MismatchError, NonFiniteError):
+            self.finish_saving()
             raise
         except Exception as error:
             if self.world.known(error):
@@ -457,6 +461,8 @@ class Run:
         """After `error`: save what is not saved yet, if the weights are still the policy's, and say what remains."""
         cause = "the server" if isinstance(error, EngineGone) else "the error"
         try:
+            with suppress(OSError):  # it is saved anew
+                self.finish_saving()
             lost = self.sync.let_go(self.stepper.copies())
             if self.partly and not self.stepper.unwritten:
                 self.stepper.zero_grad()  # of a minibatch that broke off; the batch counts with what it has changed
@@ -496,8 +502,36 @@ class Run:
 
     def save_if_due(self) -> float:
         """Seconds spent on a checkpoint, 0 when none is due."""
+        if self.saving is not None and self.world.share(self.saving.over):
+            self.finish_saving()
         interval = self.config.checkpoint_interval
-        return self.save().seconds if interval and self.step % interval == 0 else 0.0
+        if not interval or self.step % interval:
+            return 0.0
+        if not self.config.checkpoint_in_background or self.config.trains_adapters:
+            return self.save().seconds
+        began = time.perf_counter()
+        self.finish_saving()
+        self.saving = BackgroundSave(
+            self.model, self.config, self.stepper, step=self.step, version=self.version,
+            stopping=self.stopping.state(), world=self.world,
+        )  # fmt: skip
+        return time.perf_counter() - began
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, if any; where the disk was full the present step is saved in
+        its place, which waits for room."""
+        if self.saving is None:
+            return
+        saving, self.saving = self.saving, None
+        try:
+            saved = saving.finish()
+        except OSError as error:
+            if not why_full(error):
+                raise
+            self.save()
+            return
+        self.saved_step = saving.step
+        self.world.share(lambda: self._record(saved, saving.step))
 
     def save(self) -> checkpoint.Saved:
         """Write step_N/ for the present step."""
@@ -506,7 +540,7 @@ class Run:
             wait_for_room=self.wait_for_room, world=self.world,
         )  # fmt: skip
         self.saved_step = self.step
-        self.world.share(lambda: self._record(saved))
+        self.world.share(lambda: self._record(saved, self.step))
         return saved
 
     def wait_for_room(self, folder: Path, words: str) -> None:
@@ -529,6 +563,7 @@ class Run:
         """A checkpoint of what was trained since the last one."""
         # A server that has died may have taken the weights with it: what is read then is nobody's model.
         self.world.share(self.sync.check)
+        self.finish_saving()
         path = self.save().path if self.step > self.saved_step else None
         self.world.share(lambda: self.tracker.finish({}))
         print(f"Stopped after step {self.step}. {_last_checkpoint(self.config)}")
@@ -536,6 +571,7 @@ class Run:
 
     def finish(self) -> TrainResult:
         """The final model and the benchmark."""
+        self.finish_saving()
         final = checkpoint.save_final(
             self.model, self.config, step=self.step, version=self.version, wait_for_room=self.wait_for_room,
             world=self.world,
@@ -548,17 +584,15 @@ class Run:
         return TrainResult(self.step, self.version, True, final.path, reason, self.history)
 
     def _finished(self, final: checkpoint.Saved) -> None:
-        self._record(final)
+        self._record(final, self.step)
         fields = self.bench.fields()
         self.telemetry.write(BenchmarkRecord, self.step, **fields)
         self.tracker.finish(fields)
         if self.config.benchmark or RunDir.from_env() is not None:
             print(self.bench.summary())
 
-    def _record(self, saved: checkpoint.Saved) -> None:
-        self.telemetry.write(
-            CheckpointRecord, self.step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes
-        )
+    def _record(self, saved: checkpoint.Saved, step: int) -> None:
+        self.telemetry.write(CheckpointRecord, step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes)
         print(f"Saved {saved.path.name} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
         self.callbacks.tell("on_checkpoint", saved)
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core import checkpoint
+from trainer_core.background import BackgroundSave
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
@@ -223,7 +224,44 @@ def broken_disk(folder: Path, world: World) -> dict[str, float]:
                                  wait_for_room=lambda _, words: room.append(words))  # fmt: skip
     checkpoint._save_state = real
     assert len(room) == (world.rank == 0) and checkpoint._why_damaged(saved.path, deep=True) is None
-    return {}
+    return _in_background(many, world, out)
+
+
+def _in_background(many: Trainer, world: World, out: Path) -> dict[str, float]:
+    """The same of a write beside the training: all ranks hear of it, and the next one is whole."""
+    config = many.config.model_copy(update={"save_path": str(out)})
+
+    def begun(step: int) -> BackgroundSave:
+        return BackgroundSave(
+            many.model, config, many.stepper, step=step, version=step, stopping={}, world=world
+        )  # fmt: skip
+
+    real = checkpoint.write_state
+    for broken in (0, 1):
+
+        def fail(*values: Any, broken: int = broken) -> None:
+            if world.rank == broken:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(*values)
+
+        checkpoint.write_state = fail
+        try:
+            begun(2).finish()
+            raise AssertionError("it was written")
+        except OSError as error:
+            assert os.strerror(errno.ENOSPC) in str(error), error
+        finally:
+            checkpoint.write_state = real
+        world.gather(0)
+        assert [path.name for path in out.iterdir()] == ["step_1"]
+    saving = begun(2)
+    state = [part.clone() for part in many.weights()]
+    many.step(2)
+    saved = saving.finish()
+    assert checkpoint._why_damaged(saved.path, deep=True) is None
+    assert not [path for path in saved.path.iterdir() if path.name.startswith(".")]
+    again = Trainer(out.parent, "Qwen3", world, resume=saved.path, dtype="float32")
+    return {"in background": apart(again.weights(), state)}
 
 
 EXACT = {"dtype": "float32", "double": True}

@@ -61,7 +61,9 @@ def test_four_ranks_of_which_two_share(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_shared_is_said() -> None:
-    config = TrainingConfig(model_name="m", context_parallel=2, use_shared_memory=True)
+    config = TrainingConfig(
+        model_name="m", context_parallel=2, weight_bridge_mode="shared_vllm", use_shared_memory=True
+    )
     assert sharding_contradictions(config, 4) == []
     (said,) = sharding_contradictions(config, 3)
     assert "--context-parallel 2" in said and "the trainer has 3" in said and "trainer.gpus" in said
