@@ -94,7 +94,7 @@ class Shard(BaseModel):
             whole = self.param_mappings.get(view.parameter)
             if whole is None:
                 raise ValueError(f"{name} lies in {view.parameter}, which is no parameter")
-            if len(view.shape) != len(view.stride) or min([1, *view.shape]) < 1 or min([0, *view.stride]) < 0:
+            if len(view.shape) != len(view.stride) or min([0, *view.shape]) < 0 or min([0, *view.stride]) < 0:
                 raise ValueError(f"{name} has shape {view.shape} and stride {view.stride}")
             if (view.begin is None) != (view.whole is None) or not _inside(view):
                 raise ValueError(f"{name} begins at {view.begin} with shape {view.shape} of {view.whole}")

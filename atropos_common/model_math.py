@@ -109,6 +109,18 @@ def why_not_spread(config: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
+def why_not_shared(config: Mapping[str, Any], context: int) -> tuple[str, str] | None:
+    """Why `context` ranks cannot compute rows of the model of this config.json together, and the way out."""
+    heads = int(next((config[name] for name in HEADS if config.get(name)), 1))
+    if heads % context:
+        most = max(n for n in range(1, context) if heads % n == 0)
+        return (
+            f"context_parallel = {context} shares {heads} attention heads among as many ranks: they do not divide",
+            f"set trainer.context_parallel to {most}, or to another divisor of {heads}",
+        )
+    return None
+
+
 def suspects(config: Mapping[str, Any]) -> list[str]:
     """What in a configuration explains most likely that a forward pass of our own differs from the model's."""
     found = [f"{name} = {config[name]}" for name in _UNLIKE if config.get(name) not in (None, False, 0, 1)]

@@ -41,8 +41,8 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """From the first element of a tensor that has any to behind its last one."""
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    """From the first element of a tensor to behind its last one; 0 where it has none."""
+    return math.prod(shape) and 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def joined(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[int, tuple[int, ...]] | None:

@@ -180,26 +180,32 @@ def save(
 
     world = world or ALONE
     began = time.perf_counter()
-    aside = target.with_name(f".{target.name}.writing")
+    aside = written_in(target)
     adapters = config.trains_adapters and not merged
     tensors = {} if adapters or model is None else weights(model)
     while True:
         try:
-            world.share(lambda: _begin(aside))
+            world.share(lambda: begin(aside))
             state = on_all(world, lambda: _write(model, tensors, config, aside, stepper, world, adapters=adapters))
             kept = {} if stepper is None else {"stopping": stopping or {}, "state": state, "parts": stepper.parts}
-            world.share(lambda kept=kept: _complete(config, aside, step, version, kept))  # type: ignore[misc]
+            world.share(lambda kept=kept: complete(config, aside, step, version, kept))  # type: ignore[misc]
             break
         except OSError as error:
             world.share(lambda: shutil.rmtree(aside, ignore_errors=True))
             if wait_for_room is None or not (words := why_full(error)):
                 raise
             world.share(lambda words=words: wait_for_room(target.parent, words))  # type: ignore[misc]
-    size = world.share(lambda: _replace(target, aside))
+    size = world.share(lambda: replace_folder(target, aside))
     return Saved(target, time.perf_counter() - began, size)
 
 
-def _begin(aside: Path) -> None:
+def written_in(target: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return target.with_name(f".{target.name}.writing")
+
+
+def begin(aside: Path) -> None:
+    """An empty folder to write in."""
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
 
@@ -228,15 +234,23 @@ def _write(
 
             write_adapter(model, aside)
         else:
-            _write_model(model, tensors, config, aside)
+            write_model(model, tensors, config, aside)
     if stepper is None:
         return None
-    name = STATE_TENSORS if world.size == 1 else f"trainer_state/tensors-{world.rank}-of-{world.size}.safetensors"
-    return _save_state(aside / name, stepper)
+    return _save_state(aside / state_file(world), stepper)
 
 
-def _complete(config: TrainingConfig, aside: Path, step: int, version: int, kept: dict[str, Any]) -> None:
-    """Bring the whole folder to the disk; what says that it is whole comes last."""
+def state_file(world: World) -> str:
+    """Where this rank's state lies in a checkpoint."""
+    return STATE_TENSORS if world.size == 1 else f"trainer_state/tensors-{world.rank}-of-{world.size}.safetensors"
+
+
+def complete(config: TrainingConfig, aside: Path, step: int, version: int, kept: dict[str, Any]) -> None:
+    """Bring the whole folder to the disk; what says that it is whole comes last.
+
+    Args:
+        kept: what goes into JSON of an exact resume; nothing, where the model alone is kept.
+    """
     facts = {"step": step, "weight_version": version, "model": config.model_name, "optimizer": config.optimizer} | kept
     facts["files"] = seal(aside)
     facts = json.loads(json.dumps(facts))  # as it will be read
@@ -252,15 +266,25 @@ def save_step(
     world: World | None = None,
 ) -> Saved:  # fmt: skip
     """Write step_N/ or adapter_step_N/, and drop what `keep_checkpoints` no longer keeps: damaged ones do not count."""
-    save_path, name = Path(config.save_path), f"{'adapter_' if config.trains_adapters else ''}step_{step}"
     saved = save(
-        model, config, save_path / name, step=step, version=version, stepper=stepper, stopping=stopping,
+        model, config, step_folder(config, step), step=step, version=version, stepper=stepper, stopping=stopping,
         wait_for_room=wait_for_room, world=world,
     )  # fmt: skip
-    if config.keep_checkpoints and not (world and world.rank):
-        for old in complete_checkpoints(save_path, config.trains_adapters)[: -config.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)
+    if not (world and world.rank):
+        drop_old(config)
     return saved
+
+
+def step_folder(config: TrainingConfig, step: int) -> Path:
+    """Where the checkpoint of `step` lies."""
+    return Path(config.save_path) / f"{'adapter_' if config.trains_adapters else ''}step_{step}"
+
+
+def drop_old(config: TrainingConfig) -> None:
+    """Remove what `keep_checkpoints` no longer keeps."""
+    if config.keep_checkpoints:
+        for old in complete_checkpoints(Path(config.save_path), config.trains_adapters)[: -config.keep_checkpoints]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def save_final(
@@ -341,9 +365,7 @@ def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write_model(
-    model: torch.nn.Module, tensors: dict[str, torch.Tensor], config: TrainingConfig, target: Path
-) -> None:
+def write_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], config: TrainingConfig, target: Path) -> None:
     """A folder that serves as a model."""
     from huggingface_hub import save_torch_state_dict
 
@@ -354,11 +376,24 @@ def _write_model(
 
 def _save_state(path: Path, stepper: Stepper) -> Any:
     """Write the tensors; returns the rest, ready for JSON, which ranks beside the first write with them."""
-    import numpy as np
-    import torch
+    plain, tensors = state_of(stepper)
+    write_state(path, plain, tensors, stepper.world)
+    return plain
+
+
+def write_state(path: Path, plain: Any, tensors: dict[str, torch.Tensor], world: World) -> None:
+    """What `state_of` gave, as this rank's file."""
     from safetensors.torch import save_file
 
     path.parent.mkdir(exist_ok=True)
+    save_file(tensors, path, metadata={"state": json.dumps(plain)} if world.rank else None)
+
+
+def state_of(stepper: Stepper) -> tuple[Any, dict[str, torch.Tensor]]:
+    """All that an exact resume needs beside the weights: what goes into JSON, and copies of the tensors."""
+    import numpy as np
+    import torch
+
     name, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "stepper": stepper.state_dict(),
@@ -367,9 +402,7 @@ def _save_state(path: Path, stepper: Stepper) -> Any:
         "python_rng": json.dumps(random.getstate()),
         "numpy_rng": json.dumps([name, np.asarray(keys).tolist(), *rest]),
     }
-    plain, tensors = split_tensors(state)
-    save_file(tensors, path, metadata={"state": json.dumps(plain)} if stepper.world.rank else None)
-    return plain
+    return split_tensors(state)
 
 
 def _tuples(value: Any) -> Any:
@@ -387,7 +420,7 @@ def _save_companions(model_name: str, target: Path) -> None:
             continue
 
 
-def _replace(target: Path, aside: Path) -> int:
+def replace_folder(target: Path, aside: Path) -> int:
     """Put the complete directory under its name; an older one there goes last. Returns its bytes."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)

@@ -84,6 +84,9 @@ class TrainingConfig(BaseModel):
     use_shared_memory it broadcasts to other GPUs instead."""
     training_steps: int = Field(10, ge=1)
     """Optimizer steps of the whole run, those before a resume included."""
+    checkpoint_in_background: bool = False
+    """Train on while a checkpoint is written: a step waits for the copy into the host's memory alone. One at a time;
+    adapters are small, and are waited for."""
     checkpoint_interval: int = Field(3, ge=0)
     """Save a checkpoint every N optimizer steps; 0 saves the final model only."""
     batch_size: int = Field(2, ge=1)
@@ -325,6 +328,9 @@ class TrainingConfig(BaseModel):
     pack_tokens: int | None = Field(None, ge=2)
     """Tokens of one forward pass; sequences are packed up to it. Default: batch_size x seq_len, on a CPU at most 2048.
     Loss and gradient do not depend on it."""
+    context_parallel: int = Field(1, ge=1)
+    """Neighbouring ranks that compute each row together, every one a part of its tokens: for rows that are too long for
+    one GPU, of more than about 32,000 tokens. It divides the number of ranks and of attention heads."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Compute activations anew in the backward pass (non-reentrant): about a third slower, far less memory. auto does
     so when those of one forward pass would not fit into the free memory of the GPU; on a CPU it does not."""
@@ -520,6 +526,17 @@ def contradictions(config: TrainingConfig) -> list[str]:
 
 def sharding_contradictions(config: TrainingConfig, ranks: int) -> list[str]:
     """Settings that cannot be, with the model spread over so many ranks."""
+    context = config.context_parallel
+    if context > 1 and (config.mode == "shared_vllm" or config.single_copy):
+        return [
+            f"--context-parallel {context} shares rows among ranks, and in single copy all ranks compute the same rows "
+            "already: leave it out, or use mode broadcast"
+        ]
+    if ranks % context:
+        return [
+            f"--context-parallel {context} shares each row among as many ranks, and the trainer has {ranks}: give it a "
+            f"multiple of {context} (trainer.gpus or trainer.processes), or leave it out"
+        ]
     if ranks > 1 and config.optimizer == "adafactor" and not config.trains_adapters:
         return [
             f"--optimizer adafactor keeps means over the rows and columns of whole matrices, and each of {ranks} ranks "

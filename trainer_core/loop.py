@@ -13,6 +13,7 @@ the same weights, write and publish the new version, report, now and then a chec
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -21,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ import torch
 from atropos_common.records import BenchmarkRecord, CheckpointRecord
 from atropos_common.run_dir import RunDir
 from trainer_core import checkpoint
+from trainer_core.background import BackgroundSave
 from trainer_core.callbacks import Callback, Callbacks, TrainResult
 from trainer_core.config import TrainingConfig, sharding_contradictions, validate
+from trainer_core.durable import why_full
 from trainer_core.errors import (
     DiskFull,
     EngineGone,
@@ -88,6 +91,7 @@ The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
   --master-weights kahan or stochastic, --optimizer adamw_8bit or adafactor: less state
   --optimizer-offload true, --activation-offload true: into the host's memory; --gradient-dtype bfloat16: half of it
   a lower --gpu-memory-utilization of the server (vllm.gpu_memory_utilization in a profile)
+  --context-parallel 2 on several GPUs: each computes a part of every row
   --train-layer-indices for the upper layers alone, or a shorter --seq-len
   another GPU, or a smaller model"""
 
@@ -181,6 +185,7 @@ def train(
         world = opened.enter_context(_world(config, stop))
         if problems := sharding_contradictions(config, world.size):
             raise UsageError("\n".join(problems))
+        world.split(config.context_parallel)
         start = world.share(lambda: start or checkpoint.starting_point(config))
         print(checkpoint.describe(start, config))
         source = world.first(lambda: api or _source(config, rollouts, start.step, stop))
@@ -218,6 +223,7 @@ class Run:
         self.config = config = for_device(config, self.device)
         self.step, self.version = start.step, start.version
         self.saved_step = start.step
+        self.saving: BackgroundSave | None = None
         self.skipped = 0
         """Steps in a row without an update."""
         self.partly = False
@@ -240,14 +246,14 @@ class Run:
         self.sync = make_sync(config, self.device, stop, world)
         opened.callback(self.sync.close)
         _seed(config.seed)
-        self.dealt = self.sync.dealt
+        self.dealt = self.sync.spread.dealt
         self.model = self.sync.attach(Start(start.path, start.version))
         train_only(self.model, config.train_layer_indices)
         print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         use_head(self.model, config.head_dtype)
         self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)
         self.threads = use_cores(self.model, config, self.device, world.size)
-        self.reference = Reference(config, self.model, self.device, self.dealt) if config.ref_kl_coef else None
+        self.reference = Reference(config, self.model, self.device, self.sync.spread) if config.ref_kl_coef else None
         self.stepper = _stepper(self.model, config, self.device, start.path, world)
         self.minibatches = Minibatches(
             config, self.model, self.objective, threads=self.threads, reference=self.reference, world=self.dealt
@@ -285,6 +291,7 @@ class Run:
             self.tell("on_end", result)
             return result
         except (Stopped, MismatchError, NonFiniteError):
+            self.finish_saving()
             raise
         except Exception as error:
             if self.world.known(error):
@@ -328,7 +335,7 @@ class Run:
         fetched = time.perf_counter()
         parts = self.minibatches.rows(batch.rollouts, step)
         rows = next(parts)
-        tokens = sum(len(row.tokens) for row in rows)
+        tokens = sum(len(row.tokens) for row in rows) // self.config.context_parallel
         packed = time.perf_counter()
         outcomes = [self.accumulate(rows, step)]
         probe_diffs = self.probe.finish(self.model, self.world)
@@ -455,6 +462,8 @@ class Run:
         """After `error`: save what is not saved yet, if the weights are still the policy's, and say what remains."""
         cause = "the server" if isinstance(error, EngineGone) else "the error"
         try:
+            with suppress(OSError):  # it is saved anew
+                self.finish_saving()
             lost = self.sync.let_go(self.stepper.copies())
             if self.partly and not self.stepper.unwritten:
                 self.stepper.zero_grad()  # of a minibatch that broke off; the batch counts with what it has changed
@@ -494,8 +503,36 @@ class Run:
 
     def save_if_due(self) -> float:
         """Seconds spent on a checkpoint, 0 when none is due."""
+        if self.saving is not None and self.world.share(self.saving.over):
+            self.finish_saving()
         interval = self.config.checkpoint_interval
-        return self.save().seconds if interval and self.step % interval == 0 else 0.0
+        if not interval or self.step % interval:
+            return 0.0
+        if not self.config.checkpoint_in_background or self.config.trains_adapters:
+            return self.save().seconds
+        began = time.perf_counter()
+        self.finish_saving()
+        self.saving = BackgroundSave(
+            self.model, self.config, self.stepper, step=self.step, version=self.version,
+            stopping=self.stopping.state(), world=self.world,
+        )  # fmt: skip
+        return time.perf_counter() - began
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, if any; where the disk was full the present step is saved in
+        its place, which waits for room."""
+        if self.saving is None:
+            return
+        saving, self.saving = self.saving, None
+        try:
+            saved = saving.finish()
+        except OSError as error:
+            if not why_full(error):
+                raise
+            self.save()
+            return
+        self.saved_step = saving.step
+        self.world.share(lambda: self._record(saved, saving.step))
 
     def save(self) -> checkpoint.Saved:
         """Write step_N/ for the present step."""
@@ -504,7 +541,7 @@ class Run:
             wait_for_room=self.wait_for_room, world=self.world,
         )  # fmt: skip
         self.saved_step = self.step
-        self.world.share(lambda: self._record(saved))
+        self.world.share(lambda: self._record(saved, self.step))
         return saved
 
     def wait_for_room(self, folder: Path, words: str) -> None:
@@ -527,6 +564,7 @@ class Run:
         """A checkpoint of what was trained since the last one."""
         # A server that has died may have taken the weights with it: what is read then is nobody's model.
         self.world.share(self.sync.check)
+        self.finish_saving()
         path = self.save().path if self.step > self.saved_step else None
         self.world.share(lambda: self.tracker.finish({}))
         print(f"Stopped after step {self.step}. {_last_checkpoint(self.config)}")
@@ -534,6 +572,7 @@ class Run:
 
     def finish(self) -> TrainResult:
         """The final model and the benchmark."""
+        self.finish_saving()
         final = checkpoint.save_final(
             self.model, self.config, step=self.step, version=self.version, wait_for_room=self.wait_for_room,
             world=self.world,
@@ -546,17 +585,15 @@ class Run:
         return TrainResult(self.step, self.version, True, final.path, reason, self.history)
 
     def _finished(self, final: checkpoint.Saved) -> None:
-        self._record(final)
+        self._record(final, self.step)
         fields = self.bench.fields()
         self.telemetry.write(BenchmarkRecord, self.step, **fields)
         self.tracker.finish(fields)
         if self.config.benchmark or RunDir.from_env() is not None:
             print(self.bench.summary())
 
-    def _record(self, saved: checkpoint.Saved) -> None:
-        self.telemetry.write(
-            CheckpointRecord, self.step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes
-        )
+    def _record(self, saved: checkpoint.Saved, step: int) -> None:
+        self.telemetry.write(CheckpointRecord, step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes)
         print(f"Saved {saved.path.name} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
         self.callbacks.tell("on_checkpoint", saved)
 
@@ -646,7 +683,8 @@ def _stepper(
         checkpoint.restore(weights, stepper)
     compiled = compiles(model, config.compile, device)
     use_checkpointing(
-        model, config.gradient_checkpointing, device=device, tokens=max(config.tokens_per_pass, config.seq_len),
+        model, config.gradient_checkpointing, device=device,
+        tokens=math.ceil(max(config.tokens_per_pass, config.seq_len) / config.context_parallel),
         optimizer="" if config.optimizer_offload else config.optimizer, offload=config.activation_offload,
         gradient_bytes=4 if config.gradient_dtype == "float32" else 2, compiled=compiled, world=world,
     )  # fmt: skip

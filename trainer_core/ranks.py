@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from trainer_core.context_parallel import Context
+
 T = TypeVar("T")
 
 KNOWN = "on_every_rank"
@@ -208,6 +210,16 @@ class World:
         self.rank, self.size = 0, 1
         self.mesh: DeviceMesh | None = None
         """One-dimensional, "fsdp"; null for a single rank."""
+        self.context: Context | None = None
+        """The ranks that share rows with this one; null: each has rows of its own."""
+
+    @property
+    def dealt(self) -> World:
+        """The ranks among which rows are dealt out; of those that share rows one each."""
+        return self
+
+    def split(self, context: int) -> None:
+        """Let each `context` neighbours share rows from now on."""
 
     def share(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, or the exception that it raises there, on every rank. Rank 0 alone calls it,

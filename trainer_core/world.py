@@ -29,6 +29,7 @@ from atropos_common.files import write_private
 from atropos_common.group import MAC_BYTES, SECRET_BYTES, Gloo, SealedStore, prove
 from atropos_common.node import interface_of
 from atropos_common.parent_death import die_with_parent
+from trainer_core.context_parallel import Context
 from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
 from trainer_core.ranks import (
     ALONE,
@@ -96,6 +97,7 @@ class Ranks(World):
         self._leaving, self._closed = threading.Event(), threading.Event()
         self._said = 0
         self._stop = stop
+        self._dealt: World = self
         secret = self._meet(stop)
         try:
             self._connect(device, timedelta(seconds=timeout_s), secret)
@@ -127,6 +129,27 @@ class Ranks(World):
         )  # fmt: skip
         prove(dist.group.WORLD, self._sealed, self.rank, self.size)
         self.mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("fsdp",))
+
+    @property
+    def dealt(self) -> World:
+        return self._dealt
+
+    def split(self, context: int) -> None:
+        if context == 1:
+            return
+        own: dict[bool, Any] = {}
+        every = range(self.size)
+        for beside, several in (
+            (True, [every[first : first + context] for first in every[::context]]),
+            (False, [every[first::context] for first in range(context)]),
+        ):
+            for ranks in several:
+                group = dist.new_group(list(ranks))
+                if self.rank in ranks:
+                    prove(group, self._sealed, ranks.index(self.rank), len(ranks))
+                    own[beside] = group
+        self.context = Context(own[True], self.rank % context, context)
+        self._dealt = Dealt(self, own[False], context)
 
     def share(self, make: Callable[[], T]) -> T:
         if self.rank:
@@ -232,9 +255,9 @@ class Ranks(World):
             raise RankGone(f"a stranger speaks in the place of rank {rank}")
         return said
 
-    def _reduced(self, tensor: torch.Tensor, how: Any) -> torch.Tensor:
+    def _reduced(self, tensor: torch.Tensor, how: Any, group: Any = None) -> torch.Tensor:
         try:
-            dist.all_reduce(tensor, how)
+            dist.all_reduce(tensor, how, group)
         except RuntimeError as error:
             self._blame(error)
         return tensor
@@ -295,6 +318,25 @@ class Ranks(World):
             leave_word(self._folder, rank, "its process is gone")
             return f"rank {rank} has ended"
         return f"rank {rank} has ended: {said.splitlines()[0]}" if said else ""
+
+
+class Dealt(World):
+    """Of the ranks that share rows one each, with this one."""
+
+    def __init__(self, all_ranks: Ranks, group: Any, context: int) -> None:
+        super().__init__()
+        self.rank, self.size = all_ranks.rank // context, all_ranks.size // context
+        self._all, self._group = all_ranks, group
+        self._own = slice(all_ranks.rank % context, None, context)
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._all._reduced(tensor, dist.ReduceOp.SUM, self._group)
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._all._reduced(tensor, dist.ReduceOp.MAX, self._group)
+
+    def gather(self, value: T) -> list[T]:
+        return self._all.gather(value)[self._own]
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -16,6 +16,8 @@ from atropos_tui.diagnoses.model import ANSI, USUAL, Diagnosis, LogMatch, LogPat
 from atropos_tui.diagnoses.roots import is_passing, root_error
 from atropos_tui.profile.spec import ComponentSpec
 
+RANK_SIGKILL = re.compile(r"error: rank \d+ was killed by SIGKILL")
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -170,6 +172,8 @@ PASSING_RULES = frozenset(rule.name for rule in (*LOG_RULES, *EXIT_RULES) if rul
 def diagnose(found: Evidence) -> Diagnosis:
     """The first rule that recognises the case, else the plain exit code with the last log line."""
     found = replace(found, lines=[ANSI.sub("", line) for line in found.lines])
+    if killed := [line for line in found.lines if RANK_SIGKILL.match(line)]:  # what else was said does not explain that
+        found = replace(found, lines=killed)
     said = _from_lines(found, waits=False) or _first(BY_EXIT, found)
     said = said or _from_lines(found, waits=True) or _first(AT_LAST, found)
     assert said is not None

@@ -259,6 +259,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "itself. If it does not come back, restart it: atropos-tui restart ENGINE",
         (LogPattern("is left out of the broadcast", r"\[WARNING\] (\S+ is left out of the broadcast: .*)"),),
         roles=(Role.TRAINER,),
+        at_exit=False,
         passing=True,
     ),
     LogRule(

@@ -38,6 +38,8 @@ CONTEXT = 750 * 1024**2
 """A process's CUDA context and libraries, in bytes; 0.73 GiB on an H200."""
 GRAPH = 512 * 1024
 """A CUDA graph of one size and layer, in bytes: about 0.8 GiB for the 51 sizes of a model with 32 layers."""
+LONG_ROW = 16_384
+"""Tokens of a sequence from which sharing rows among ranks is worth a word."""
 LARGE_MODEL = 100_000_000
 """Parameters from which the trainer compiles on a GPU; its own figure stands in trainer_core/policy/speed.py."""
 MASTERS = {"fp32": "float32", "kahan": "what rounding lost"}
@@ -507,11 +509,13 @@ def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list
     engines = {engine.name for engine in profile.engines}
     has_engine = any(item.component in engines for item in device.items)
     ranks = len(profile.trainer.gpus)
+    shared = settings.mode != "shared_vllm" and settings.seq_len >= LONG_ROW
     return [
         *([f"lower {profile.short_key(cache)}" if cache else share_text] if has_engine else []),
         f"lower trainer.{row} (now {getattr(settings, row)})",
         f"raise trainer.gradient_accumulation_steps as much (now {settings.gradient_accumulation_steps})",
         f"lower trainer.seq_len (now {settings.seq_len})",
+        *(["raise trainer.context_parallel, by which ranks share a row"] if ranks > 1 and shared else []),
         f"name more than {ranks} under trainer.gpus"
         if ranks > 1
         else f'set trainer.optimizer = "adafactor" (now {settings.optimizer})',
@@ -581,8 +585,9 @@ def working_memory(section: EngineSection, model: Model, width: int, total: int 
 
 def tokens_per_pass(settings: TrainingConfig, longest: int | None, ranks: int = 1) -> int:
     """Upper bound of tokens in one pass of a rank of the trainer, given the longest sequence that the engine makes."""
-    sequence = min(settings.seq_len, longest or settings.seq_len)
-    return min(max(settings.tokens_per_pass, sequence), math.ceil(settings.sequences_per_step / ranks) * sequence)
+    sequence, context = min(settings.seq_len, longest or settings.seq_len), settings.context_parallel
+    of_a_rank = math.ceil(settings.sequences_per_step * context / ranks) * sequence
+    return math.ceil(min(max(settings.tokens_per_pass, sequence), of_a_rank) / context)
 
 
 def effective_optimizer(settings: TrainingConfig, *, on_gpu: bool) -> str:

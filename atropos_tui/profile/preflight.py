@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from atropos_common.model_math import why_not_spread, why_refused
+from atropos_common.model_math import why_not_shared, why_not_spread, why_refused
 from atropos_common.run_dir import (
     ENV_ATTEMPT,
     ENV_COMPONENT,
@@ -374,6 +374,8 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
     spread = trainer_ranks(site.profile) > 1 and not site.traits.shares_memory
     if spread and (refused := why_not_spread(first.config)):
         yield Problem(*refused, key="model")
+    if refused := why_not_shared(first.config, settings.context_parallel):
+        yield Problem(*refused, key="trainer.context_parallel")
     beyond = [layer for layer in settings.train_layer_indices or [] if layer >= first.dimensions.layers]
     if beyond:
         reason = f"the model has layers 0-{first.dimensions.layers - 1}, and no {', '.join(map(str, beyond[:5]))}"

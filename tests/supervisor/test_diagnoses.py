@@ -32,6 +32,7 @@ FORGOT = 'RuntimeError: run-api: {"error": "Trainer not registered"}'
 USAGE = ["usage: x [-h]", "x: error: unrecognized arguments: --nope"]
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:40312"
 RANK_KILLED = "error: rank 1 was killed by SIGKILL"
+LEFT_OUT = "[WARNING] http://127.0.0.1:9002 is left out of the broadcast: it has not answered for 5 s"
 RANK_FAILED = "error: rank 2 ended first, with exit code 1"
 RAISED = [
     "Traceback (most recent call last):",
@@ -46,6 +47,14 @@ RAISED = [
     [
         (
             [GLOO, RANK_KILLED],
+            1,
+            "rank 1 of x was killed by SIGKILL",
+            RANK_KILLED,
+            "out-of-memory killer",
+            "rank_killed",
+        ),
+        (
+            [LEFT_OUT, OOM, RANK_KILLED],
             1,
             "rank 1 of x was killed by SIGKILL",
             RANK_KILLED,

@@ -7,6 +7,7 @@ import json
 import os
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core import checkpoint
+from trainer_core.background import BackgroundSave
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
@@ -54,14 +56,22 @@ COMPILED = {"compiled": ("Qwen3", {"dtype": "float32", "compile": "on", "gradien
 class Trainer:
     """A policy and its optimizer, on one rank or on all."""
 
-    def __init__(self, folder: Path, model: str, world: World, *, resume: Path | None = None, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, model: str, world: World, *, resume: Path | None = None, double: bool = False,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        """Args:
+        double: the model computes in float64, so that the order of a sum tells nothing.
+        """
         self.world = world
         values = {"model_name": str(folder / model), "optimizer": "adamw", "lr": 1e-4, "max_grad_norm": 0.5}
         self.config = config = TrainingConfig.model_validate(values | settings)
-        dtype = getattr(torch, config.dtype)
+        dtype = torch.float64 if double else getattr(torch, config.dtype)
         torch.manual_seed(0)
         weights = config.model_name if resume is None or config.trains_adapters else resume
         self.model = load_for(world, weights, dtype, CPU)
+        if double:  # torch's products of groups have no such type
+            self.model.config._experts_implementation = "eager"
         if config.trains_adapters:
             add_adapter(self.model, config)
             if resume is not None:
@@ -85,12 +95,13 @@ class Trainer:
             flat.advantages[:] = 0.0
         rows = pack(rollouts, 40)
         rows = rows if len(rows) % 2 else rows[:-1]
-        mine = rows[self.world.rank :: self.world.size]
-        return mine + [empty_row()] * (-(-len(rows) // self.world.size) - len(mine))
+        dealt = self.world.dealt
+        mine = rows[dealt.rank :: dealt.size]
+        return mine + [empty_row()] * (-(-len(rows) // dealt.size) - len(mine))
 
     def step(self, number: int) -> StepOutcome:
         outcome = accumulate(
-            self.model, self.stepper, self.rows(number), self.objective, number, world=self.world,
+            self.model, self.stepper, self.rows(number), self.objective, number, world=self.world.dealt,
             reference=self.reference,
         )  # fmt: skip
         self.gradients = [self._whole(i, g) for i, g in enumerate(self.stepper._collected()) if g is not None]
@@ -214,19 +225,83 @@ def broken_disk(folder: Path, world: World) -> dict[str, float]:
                                  wait_for_room=lambda _, words: room.append(words))  # fmt: skip
     checkpoint._save_state = real
     assert len(room) == (world.rank == 0) and checkpoint._why_damaged(saved.path, deep=True) is None
-    return {}
+    return _in_background(many, world, out)
+
+
+def _in_background(many: Trainer, world: World, out: Path) -> dict[str, float]:
+    """The same of a write beside the training: all ranks hear of it, and the next one is whole."""
+    config = many.config.model_copy(update={"save_path": str(out)})
+
+    def begun(step: int) -> BackgroundSave:
+        return BackgroundSave(
+            many.model, config, many.stepper, step=step, version=step, stopping={}, world=world
+        )  # fmt: skip
+
+    real = checkpoint.write_state
+    for broken in (0, 1):
+
+        def fail(*values: Any, broken: int = broken) -> None:
+            if world.rank == broken:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(*values)
+
+        checkpoint.write_state = fail
+        try:
+            begun(2).finish()
+            raise AssertionError("it was written")
+        except OSError as error:
+            assert os.strerror(errno.ENOSPC) in str(error), error
+        finally:
+            checkpoint.write_state = real
+        world.gather(0)
+        assert [path.name for path in out.iterdir()] == ["step_1"]
+    saving = begun(2)
+    state = [part.clone() for part in many.weights()]
+    many.step(2)
+    saved = saving.finish()
+    assert checkpoint._why_damaged(saved.path, deep=True) is None
+    assert not [path for path in saved.path.iterdir() if path.name.startswith(".")]
+    again = Trainer(out.parent, "Qwen3", world, resume=saved.path, dtype="float32")
+    return {"in background": apart(again.weights(), state)}
+
+
+EXACT = {"dtype": "float32", "double": True}
+SHARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "as many keys as ranks": ("Qwen3", EXACT),
+    "one key for all heads": ("one key", EXACT | {"gradient_checkpointing": "on"}),
+    "windows and caps": ("Gemma 2", EXACT),
+    "sinks and experts": ("GPT-OSS", EXACT),
+    "latent": ("DeepSeek-V3", EXACT),
+    "balance of experts": ("Qwen3-MoE", EXACT | {"router_aux_loss_coef": 0.1}),
+    "adapters": ("Qwen3", EXACT | {"weight_bridge_mode": "lora_only"}),
+    "sequences": ("Qwen3", EXACT | {"ratio_base": "proximal", "objective": "gspo"}),
+    "reference": ("Qwen3", EXACT | {"ref_kl_coef": 0.1}),
+}
+"""Of rows that two ranks share."""
+
+
+def shared_rows(folder: Path, *only: str) -> int:
+    """`SHARED`, each beside the same on one rank."""
+    world = join(CPU, 60.0)
+    world.split(2)
+    assert world.context is not None and world.dealt.size == world.size // 2
+    work = {name: partial(one_case, folder, world, *case) for name, case in SHARED.items() if name in (only or SHARED)}
+    return _all(folder, world, work)
 
 
 def all_cases(folder: Path, *only: str) -> int:
     world = join(CPU, 60.0)
-    torch.set_num_threads(1)
-    found: dict[str, Any] = {}
     work = {name: partial(one_case, folder, world, *case) for name, case in (CASES | COMPILED).items()}
     work |= {f"resume {name}": partial(one_resume, folder, world, name) for name in RESUMED}
     work["broken disk"] = partial(broken_disk, folder, world)
+    wanted = only or [*CASES, *map("resume {}".format, RESUMED), "broken disk"]
+    return _all(folder, world, {name: do for name, do in work.items() if name in wanted})
+
+
+def _all(folder: Path, world: World, work: dict[str, Callable[[], dict[str, float]]]) -> int:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
     for name, do in work.items():
-        if name not in (only or [*CASES, *map("resume {}".format, RESUMED), "broken disk"]):
-            continue
         began = time.perf_counter()
         try:
             found[name] = do()

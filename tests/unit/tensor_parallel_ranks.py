@@ -75,7 +75,8 @@ def served(model: torch.nn.Module, rank: int, size: int) -> tuple[dict[str, torc
             part, begin[1] = value.chunk(size, dim=1)[rank], rank * (value.shape[1] // size)
         elif leaf in ("embed_tokens", "lm_head"):
             rows = -(-len(value) // PADDING) * PADDING // size
-            part, begin[0] = value[rank * rows : (rank + 1) * rows], rank * rows
+            part = value[rank * rows : (rank + 1) * rows]  # of the last one nothing, where the padding is all it has
+            begin[0] = rank * rows if len(part) else 0
         else:
             part = value
         holder = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
@@ -124,7 +125,9 @@ def largest_gap(model: torch.nn.Module, wanted: dict[str, torch.Tensor], found: 
     worst = 0.0
     for name, whole in wanted.items():
         mine = model.parallel.part(name).take(whole)
-        worst = max(worst, ((mine - found[name]).abs().max() / whole.abs().max().clamp(min=1e-3)).item())
+        assert mine.shape == found[name].shape
+        if mine.numel():
+            worst = max(worst, ((mine - found[name]).abs().max() / whole.abs().max().clamp(min=1e-3)).item())
     return worst
 
 
@@ -236,7 +239,7 @@ def _copies() -> dict[str, Any]:
         apart += _differ(model)
         model.parallel.settle()
     moved = max((model.parallel.part(n).take(p) - model.get_parameter(n)).abs().max().item()
-                for n, p in whole.named_parameters())  # fmt: skip
+                for n, p in whole.named_parameters() if model.get_parameter(n).numel())  # fmt: skip
     return {"before": apart, "after": _differ(model), "moved": moved}
 
 

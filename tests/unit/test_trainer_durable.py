@@ -18,11 +18,13 @@ import torch
 from tests.tmpfs import mounted
 from tests.unit.trainer_stand_ins import Engine, Recorded, group, plain_model, run_config
 from trainer_core import checkpoint
+from trainer_core.background import BackgroundSave
 from trainer_core.config import TrainingConfig
 from trainer_core.durable import PART_BYTES, checksums, damage, seal
 from trainer_core.errors import DiskFull, UsageError
 from trainer_core.loop import Run, train
 from trainer_core.optim import Stepper
+from trainer_core.ranks import ALONE
 
 
 @pytest.fixture
@@ -47,12 +49,59 @@ def _save_for_ever(model: torch.nn.Module, settings: TrainingConfig, first: int)
     torch.set_num_threads(1)
     stepper = Stepper(model, settings)
     for step in range(first, first + 1000):
-        _save(model, stepper, settings, step)
+        if settings.checkpoint_in_background:
+            _in_background(model, stepper, settings, step).finish()
+        else:
+            _save(model, stepper, settings, step)
 
 
-def test_killed_at_any_moment_the_last_good_one_stays(base: Path, tmp_path: Path) -> None:
+def _in_background(model: torch.nn.Module, stepper: Stepper, settings: TrainingConfig, step: int) -> BackgroundSave:
+    return BackgroundSave(model, settings, stepper, step=step, version=step, stopping={}, world=ALONE)
+
+
+def test_what_is_written_in_the_background_is_what_was_when_it_began(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes its time, and weights, optimizer and everything else go on meanwhile."""
+    settings = _settings(base, tmp_path / "out", resume="auto")
+    model = plain_model(base)
+    stepper = Stepper(model, settings)
+    at_once = _save(model, stepper, settings.model_copy(update={"save_path": str(tmp_path / "wait")}), 1)
+    slow, write = threading.Event(), checkpoint.write_state
+
+    def waits(*values: Any) -> None:
+        assert slow.wait(30)
+        write(*values)
+
+    monkeypatch.setattr(checkpoint, "write_state", waits)
+    saving = _in_background(model, stepper, settings, 1)
+    assert not saving.over() and not checkpoint.complete_checkpoints(tmp_path / "out")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *(copy for copy in stepper.copies().values())]:
+            tensor.add_(1.0)
+    torch.rand(3)
+    slow.set()
+    path = saving.finish().path
+    assert checkpoint.starting_point(settings).path == path
+    for name in ("model.safetensors", "trainer_state/tensors.safetensors"):
+        assert (path / name).read_bytes() == (at_once / name).read_bytes(), name
+
+
+def test_a_full_disk_in_the_background_leaves_nothing_and_is_said(base: Path, tmpfs: Path) -> None:
+    settings = _settings(base, tmpfs, resume="auto")
+    model = plain_model(base)
+    stepper = Stepper(model, settings)
+    good = _in_background(model, stepper, settings, 1).finish().path
+    (tmpfs / "ballast").write_bytes(bytes(shutil.disk_usage(tmpfs).free - 200_000))
+    with pytest.raises(OSError, match="No space left on device"):
+        _in_background(model, stepper, settings, 2).finish()
+    assert not list(tmpfs.glob(".*")) and checkpoint.starting_point(settings).path == good
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_killed_at_any_moment_the_last_good_one_stays(base: Path, tmp_path: Path, background: bool) -> None:
     """Also where a checkpoint is written again under its own name, and one alone is kept."""
-    settings = _settings(base, tmp_path / "out", keep_checkpoints=1, resume="auto")
+    settings = _settings(base, tmp_path / "out", keep_checkpoints=1, resume="auto", checkpoint_in_background=background)
     model = plain_model(base)
     saved = _save(model, Stepper(model, settings), settings, 1)
     assert saved.name == "step_1"
@@ -128,14 +177,22 @@ def test_a_file_of_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert damage(tmp_path, sealed) == "the content of one is not what was written"
 
 
+@pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_pauses_the_run_until_there_is_room(
-    engine: Engine, base: Path, tmpfs: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, base: Path, tmpfs: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     ballast = tmpfs / "ballast"
     ballast.write_bytes(bytes(shutil.disk_usage(tmpfs).free - 200_000))
     batches = [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)]] * 2
     config = run_config(
-        engine, base, tmpfs, training_steps=2, checkpoint_interval=1, keep_checkpoints=1, probe_interval=0
+        engine,
+        base,
+        tmpfs,
+        training_steps=2,
+        checkpoint_interval=1,
+        keep_checkpoints=1,
+        probe_interval=0,
+        checkpoint_in_background=background,
     )
     paused = threading.Event()
 
@@ -156,7 +213,10 @@ def test_a_full_disk_pauses_the_run_until_there_is_room(
     threading.Thread(target=make_room, daemon=True).start()
     result = train(config, api=Recorded(batches))  # type: ignore[arg-type]
     assert result.done and paused.is_set()
-    assert "No space left on device: step 1 cannot be saved in" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "No space left on device: step 1 cannot be saved in" in said or (background and "step 2 cannot" in said), (
+        said
+    )
     assert checkpoint.starting_point(config.model_copy(update={"resume": "auto"})).step == 2
 
 

@@ -50,17 +50,20 @@ def trained(_: Path, *flags: str) -> int:
     return main(list(flags))
 
 
-def test_two_ranks_train_what_one_does(folder: Path) -> None:
-    """Every part of the objective that runs a model, two minibatches twice, and an end by the end of the rollouts."""
+@pytest.mark.parametrize("shared", [1, 2])
+def test_two_ranks_train_what_one_does(folder: Path, shared: int) -> None:
+    """Every part of the objective that runs a model, two minibatches twice, and an end by the end of the rollouts; with
+    rows of their own, and sharing each."""
     lines = [{"batch": [group_of(2 * i), group_of(2 * i + 1, size=3)]} for i in range(2)]
     rollouts = write_lines(folder / "rollouts.jsonl", lines)
     several = {"minibatches": 2, "epochs": 2, "ratio_base": "proximal", "ref_kl_coef": 0.1}
     config = offline_config(
-        folder / "tiny", folder, rollouts=str(rollouts), checkpoint_interval=1, lr=1e-4, **several
+        folder / "tiny", folder, rollouts=str(rollouts), checkpoint_interval=1, lr=1e-4, context_parallel=shared,
+        **several,
     )  # fmt: skip
     first, second = run_ranks("tests.unit.test_trainer_ranks:trained", folder, *config.to_args())
     assert (first.code, second.code) == (0, 0), (first, second)
-    one = train(config.model_copy(update={"save_path": str(folder / "one")}))
+    one = train(config.model_copy(update={"save_path": str(folder / "one"), "context_parallel": 1}))
     said = first.output
     assert said.count("Training finished: 2 steps (") == 1 and "holds no more rollouts" in said, said
     assert "Training finished" not in second.output

@@ -86,6 +86,25 @@ def test_every_tensor_that_was_copied_as_it_is_has_its_view() -> None:
     }  # fmt: skip
 
 
+def test_a_tensor_of_which_this_rank_has_nothing_is_a_part_without_rows() -> None:
+    class Last(torch.nn.Module):
+        """The last of four ranks, of a vocabulary of 5 that is padded to 8."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Parameter(torch.full((2, 4), -1.0), requires_grad=False)
+
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+            rows = weights[0][1].narrow(0, 5, 0)
+            self.embed.data[: len(rows)].copy_(rows)
+            self.embed.data[len(rows) :].fill_(0)
+
+    recorder, _ = loaded(Last(), SENT[:1])  # type: ignore[arg-type]
+    views, without = recorder.views()
+    assert not without and not recorder.gaps()
+    assert (views["embed"].shape, views["embed"].begin, views["embed"].whole) == ([0, 4], [0, 0], [5, 4])
+
+
 def test_every_tensor_without_a_view_is_told_why() -> None:
     class Odd(torch.nn.Module):
         def __init__(self) -> None:

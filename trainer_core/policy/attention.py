@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from trainer_core.context_parallel import Context
+
 NAME = "atropos_packed"
 KERNEL_HEAD = 256
 """Largest head that the kernel for variable lengths computes."""
@@ -38,22 +40,27 @@ class Layout:
     all lengths are equal."""
     unpad: torch.Tensor | None
     """[N] int64, cell of every position."""
+    context: Context | None = None
+    """Where other ranks have some of these tokens."""
 
 
-def layout(lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Layout:
+def layout(
+    lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype, context: Context | None = None
+) -> Layout:
     """The layout of a row whose sequences have these lengths, for weights of `dtype`."""
     varlen = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     longest = max(lengths)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
     if varlen:
-        return Layout(varlen, lengths, max(256, 1 << (longest - 1).bit_length()), starts, None, None)
+        return Layout(varlen, lengths, max(256, 1 << (longest - 1).bit_length()), starts, None, None, context)
     if min(lengths) == longest:
-        return Layout(varlen, lengths, longest, starts, None, None)
+        return Layout(varlen, lengths, longest, starts, None, None, context)
     cells = torch.arange(longest)
     sizes = torch.tensor(lengths)
     real = cells[None, :] < sizes[:, None]
     pad = torch.where(real, starts[:-1, None].long().cpu() + cells[None, :], 0).flatten()
-    return Layout(varlen, lengths, longest, starts, pad.to(device), torch.nonzero(real.flatten()).flatten().to(device))
+    unpad = torch.nonzero(real.flatten()).flatten()
+    return Layout(varlen, lengths, longest, starts, pad.to(device), unpad.to(device), context)
 
 
 def register() -> str:
@@ -99,13 +106,24 @@ def packed_attention(
         raise ValueError("its attention leaves out where the sequences of a row lie")
     if attention_mask is not None or dropout:
         raise ValueError("packed attention takes its layout from `packing`, without mask and dropout")
-    groups = query.shape[1] // key.shape[1]
+    if packing.context is not None:
+        query, key, value, s_aux = packing.context.heads(query, key, value, s_aux)
+    result = _attend(query[0], key[0], value[0], packing, scaling, sliding_window, softcap, s_aux)
+    return (result if packing.context is None else packing.context.tokens(result)), None
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Layout, scaling: float | None,
+    window: int | None, softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """[1, N, heads, head_dim]."""
+    groups = query.shape[0] // key.shape[0]
     # The kernel takes half precision (the proof on a GPU does not), and heads up to a size.
     beyond = packing.varlen and (query.dtype == torch.float32 or query.shape[-1] > KERNEL_HEAD)
-    if softcap is not None or s_aux is not None or beyond:
-        return _one_by_one(query[0], key[0], value[0], packing, groups, scaling, sliding_window, softcap, s_aux), None
+    if softcap is not None or sinks is not None or beyond:
+        return _one_by_one(query, key, value, packing, groups, scaling, window, softcap, sinks)
     run = _varlen if packing.varlen else _padded
-    return run(query[0], key[0], value[0], packing, groups, scaling, sliding_window)[None], None
+    return run(query, key, value, packing, groups, scaling, window)[None]
 
 
 def _varlen(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from atropos_common.model_math import LOGITS_AT_ONCE, carries_state
+from trainer_core.context_parallel import Context, Part, context_of
 from trainer_core.policy.attention import layout
 from trainer_core.policy.sharding import compute_dtype, gathered
 from trainer_core.policy.speed import compiled_on_cuda
@@ -43,12 +44,25 @@ def row_scores(
         labels: [T, K] int64, several at each position in the place of the row's own; then [T, K] are returned.
         routing: takes what the routers of a mixture of experts say, [N, experts] for each sparse layer, with gradient.
     """
-    labels = row.labels if labels is None else labels
+    labels, context = row.labels if labels is None else labels, context_of(model)
+    if context is not None:
+        return gathered(model, lambda: _shared_scores(model, row, head_dtype, labels, routing, context))
 
     def compute() -> TokenScores:
         return _head_scores(model, _predicting_states(model, row, routing), labels, row.temperatures, head_dtype)
 
     return gathered(model, compute)
+
+
+def _shared_scores(
+    model: torch.nn.Module, row: PackedRow, head_dtype: torch.dtype | None, labels: torch.Tensor,
+    routing: list[torch.Tensor] | None, context: Context,
+) -> TokenScores:  # fmt: skip
+    """All of the row's, of which this rank computes a part."""
+    part = context.part(row)
+    hidden = _part_states(model, part, len(row.tokens), routing, context)
+    own = _head_scores(model, hidden, labels[part.labels], row.temperatures[part.labels], head_dtype)
+    return TokenScores(*(context.whole(each, part.labels, len(labels)) for each in own))
 
 
 def head_scores(
@@ -92,7 +106,24 @@ def use_head(model: torch.nn.Module, head_dtype: str) -> None:
 
 def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
     """Hidden states that predict the labels of `row`, [T, H]: what the head is multiplied with."""
-    return gathered(model, lambda: _predicting_states(model, row, None))
+    context = context_of(model)
+    if context is None:
+        return gathered(model, lambda: _predicting_states(model, row, None))
+    part = context.part(row)
+    hidden = gathered(model, lambda: _part_states(model, part, len(row.tokens), None, context))
+    return context.whole(hidden, part.labels, len(row.labels))
+
+
+def _part_states(
+    model: torch.nn.Module, part: Part, count: int, routing: list[torch.Tensor] | None, context: Context
+) -> torch.Tensor:
+    """Those that predict the labels of this part of a row of `count` tokens."""
+    said: list[torch.Tensor] | None = None if routing is None else []
+    hidden = _states(model, part.tokens, part.positions, part.lengths, said, context)
+    if routing is not None and said is not None:
+        here = context.tokens_of(count)
+        routing += [context.whole(each[: here.stop - here.start], here, count) for each in said]
+    return hidden.index_select(0, part.predict)
 
 
 def _predicting_states(model: torch.nn.Module, row: PackedRow, routing: list[torch.Tensor] | None) -> torch.Tensor:
@@ -110,14 +141,14 @@ def _predicting_states(model: torch.nn.Module, row: PackedRow, routing: list[tor
 
 def _states(
     model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...],
-    routing: list[torch.Tensor] | None,
+    routing: list[torch.Tensor] | None, context: Context | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[N, H], of sequences that stand behind one another."""
+    """[N, H], of sequences that stand behind one another; of the tokens that are here."""
     output = model.base_model(
         input_ids=tokens[None],
         position_ids=positions[None],
         use_cache=False,
-        packing=layout(lengths, tokens.device, compute_dtype(model)),
+        packing=layout(lengths, tokens.device, compute_dtype(model), context),
         **({} if routing is None else {"output_router_logits": True}),
     )
     if routing is not None:
@@ -239,8 +270,10 @@ class _HeadScores(torch.autograd.Function):
             parts.append(pick(logits, labels[a : a + size], temperatures[a : a + size], cap))
             if keep:
                 ctx.kept.append(logits)
-        nothing = (temperatures.new_zeros(0),)
-        logprobs, normalizers, entropy = map(torch.cat, zip(*parts, strict=True) if parts else [nothing] * 3)
+        if not parts:
+            nothing = temperatures.new_zeros(0, dtype=torch.promote_types(weight.dtype, torch.float32))
+            parts = [(nothing.new_zeros(labels.shape), nothing, nothing)]
+        logprobs, normalizers, entropy = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, labels, temperatures, normalizers)
         ctx.mark_non_differentiable(entropy)
         ctx.size, ctx.cap, ctx.wide = size, cap, wide
@@ -257,9 +290,11 @@ class _HeadScores(torch.autograd.Function):
         for a in range(0, len(labels), ctx.size):
             part = slice(a, a + ctx.size)
             logits = ctx.kept.pop(0) if ctx.kept else _logits(hidden[part], weight, bias, ctx.wide)
-            to_logits = _spread(
-                logits, labels[part], temperatures[part], normalizers[part], grads[0][part], ctx.cap, weight.dtype
-            )
+            to_logits = logits.to(weight.dtype)
+            if logits.shape[1]:
+                to_logits = _spread(
+                    logits, labels[part], temperatures[part], normalizers[part], grads[0][part], ctx.cap, weight.dtype
+                )
             if to_hidden is not None:
                 torch.mm(to_logits, weight, out=to_hidden[part])
             if to_weight is not None:
@@ -314,9 +349,15 @@ def _pick_own(
     logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, cap: float | None
 ) -> tuple[torch.Tensor, ...]:
     """As `_pick`, of all ranks' logits; labels count from the first one here, those of other ranks lie outside."""
-    scaled, largest = _scaled(logits, temperatures, cap)
-    largest = over_ranks(largest, "max")
-    sums = over_ranks(_own_sums(scaled, largest, labels.view(len(labels), -1)))
+    labels_of = labels.view(len(labels), -1)
+    if logits.shape[1]:
+        scaled, largest = _scaled(logits, temperatures, cap)
+        largest = over_ranks(largest, "max")
+        sums = over_ranks(_own_sums(scaled, largest, labels_of))
+    else:  # a vocabulary so small that this rank has none of it
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        largest = over_ranks(torch.full_like(temperatures, -torch.inf, dtype=wide), "max")
+        sums = over_ranks(largest.new_zeros(len(labels), labels_of.shape[1] + 2))
     own, total, weighed = sums[:, :-2], sums[:, -2], sums[:, -1]
     normalizers = total.log()
     logprobs = (own - normalizers[:, None]).view(labels.shape)

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from atropos_common.model_math import why_not_spread
+from atropos_common.model_math import why_not_shared, why_not_spread
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import checkpoint_tensors
@@ -46,7 +46,8 @@ def load_for(world: World, name: str | Path, dtype: torch.dtype, device: torch.d
     """
     if world.size == 1:
         return load_model(name, dtype, device)
-    if refused := why_not_spread(vars(load_config(str(name)))):
+    fields = vars(load_config(str(name)))
+    if refused := why_not_spread(fields) or why_not_shared(fields, world.context.size if world.context else 1):
         raise UsageError(f"--model-name {name}: {': '.join(refused)}")
     if world.rank == 0:
         return load_model(name, dtype, torch.device("cpu"))
@@ -80,6 +81,7 @@ def shard(model: nn.Module, world: World, device: torch.device, config: Training
         part.set_force_sum_reduction_for_comms(True)
     _distribute(model, world, device, source, stored)
     model.compute_dtype = compute  # type: ignore[assignment]
+    model.context = world.context  # type: ignore[assignment]
     model.compute_gathered = lambda compute: compute()  # type: ignore[assignment]
     register_fsdp_forward_method(model, "compute_gathered")
     if config.gradient_dtype == "float32":

@@ -207,7 +207,7 @@ class TensorParallel:
             self.vocabulary = rows
             module.forward = partial(_whole_logits, module.forward, rows)
         else:
-            module.forward = partial(_look_up, module.forward, rows)
+            module.forward = partial(_look_up, module, module.forward, rows)
             if module.padding_idx is not None:  # that row learns nothing
                 here = module.padding_idx - rows.begin
                 module.padding_idx = here if 0 <= here < rows.size else None
@@ -310,9 +310,14 @@ def _row_product(module: nn.Linear, states: torch.Tensor) -> torch.Tensor:
     return summed if module.bias is None else summed + module.bias
 
 
-def _look_up(forward: Callable[[torch.Tensor], torch.Tensor], rows: Vocabulary, tokens: torch.Tensor) -> torch.Tensor:
-    here, elsewhere = rows.own(tokens)
-    found: torch.Tensor = _Leave.apply(forward(here).masked_fill(elsewhere[..., None], 0))
+def _look_up(module: nn.Embedding, forward: Callable[[torch.Tensor], torch.Tensor], rows: Vocabulary,
+             tokens: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    if rows.size:
+        here, elsewhere = rows.own(tokens)
+        own = forward(here).masked_fill(elsewhere[..., None], 0)
+    else:  # a vocabulary so small that this rank has none of it; the gradient of nothing is there all the same
+        own = module.weight.sum(0).expand(*tokens.shape, -1)
+    found: torch.Tensor = _Leave.apply(own)
     return found
 
 

@@ -95,8 +95,9 @@ class WeightSync(ABC):
         self._coming = supervisor.coming if supervisor else lambda: None
 
     @property
-    def dealt(self) -> World:
-        """The ranks among which the rows of a step are dealt out, each with all of the policy as far as it can tell."""
+    def spread(self) -> World:
+        """The ranks over which models are spread, each with all of the policy as far as it can tell; `dealt` of them
+        are those among which the rows of a step are dealt out."""
         return self.world
 
     def _spread(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -70,7 +70,7 @@ class SingleCopy(WeightSync):
         return self.engines[0]
 
     @property
-    def dealt(self) -> World:
+    def spread(self) -> World:
         """Each rank has a part of the policy here, and computes the same rows with it."""
         return ALONE
 

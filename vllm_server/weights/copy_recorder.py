@@ -111,8 +111,12 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
             return f"is a buffer of the model, {parameter}"
         if parameter in self._computed:
             return f"is computed with while it is loaded into {parameter}"
-        if not (filled := [box for box in parts if math.prod(box.shape)]):
-            return "leaves nothing for one of the tensor-parallel ranks, it is that small"
+        if not (filled := [box for box in parts if math.prod(box.shape)]):  # so small that this rank has none of it
+            nothing = list(parts[0].shape)
+            at = [0] * len(shape)
+            return View(
+                parameter=parameter, offset=0, shape=nothing, stride=[1] * len(shape), begin=at, whole=list(shape)
+            )
         if (place := joined_part(shape, filled)) is None:
             return f"does not lie evenly in {parameter}"
         view = View(parameter=parameter, offset=place.offset, shape=list(place.shape), stride=list(place.stride))
