@@ -6,9 +6,9 @@
 
 A record is what `benchmarks.large_models` writes: `shape` (or `config`: config.json itself, or its folder), `mode`,
 `settings` of the trainer (a table, or KEY=VALUE), `kv_cache_gib`, and of the bytes that were measured those that there
-are: `trainer_peak_bytes` (torch.cuda.max_memory_allocated), `server_bytes` and `device_peak_bytes` (NVML). The budget
-is that of `atropos-tui plan` for the same settings on a GPU of `memory_limit_gib`, which decides what
-`gradient_checkpointing = auto` does.
+are: `trainer_peak_bytes` (torch.cuda.max_memory_allocated), `server_bytes` and `device_peak_bytes` (NVML), of several
+devices the largest. The budget is that of `atropos-tui plan` for the same settings on GPUs of `memory_limit_gib`, which
+decides what `gradient_checkpointing = auto` does.
 """
 
 from __future__ import annotations
@@ -91,25 +91,26 @@ def budget_of(record: dict[str, Any]) -> Budget:
     """What plan says of the same settings."""
     length = record.get("seq_len") or record.get("prompt", 128) + record.get("completion", 512)
     sequences = record.get("sequences", 64)
+    gpus = list(range(record.get("parallel", 1)))
     adapters = {"lora_target_modules": ["all-linear"]} if record["mode"].startswith("lora") else {}
     profile = parse_profile(
         {
             "name": "check", "mode": record["mode"], "model": "/model", "env": {"module": "json"},
             "vllm": {
-                "gpus": [0], "max_model_len": length,
+                "gpus": gpus, "tensor_parallel": len(gpus), "max_model_len": length,
                 "args": {
                     "kv-cache-memory-bytes": int(record.get("kv_cache_gib", 6) * GIB), "max-num-seqs": sequences,
                     "max-loras": 1,
                 },
             },
             "trainer": {
-                "gpus": [0], "batch_size": max(1, sequences // 8), "gradient_accumulation_steps": 8, "seq_len": length,
+                "gpus": gpus, "batch_size": max(1, sequences // 8), "gradient_accumulation_steps": 8, "seq_len": length,
                 "pack_tokens": 16_384, "memory": "speed", **adapters, **settings_of(record),
             },
         },
         "record",
     )  # fmt: skip
-    machine = Hardware((Gpu("GPU", int((record.get("memory_limit_gib") or H200) * GIB)),), None)
+    machine = Hardware((Gpu("GPU", int((record.get("memory_limit_gib") or H200) * GIB)),) * len(gpus), None)
     settings = training_config(make_site(profile, Path("/run"), run_id="check"))
     return make_budget(profile, settings, {"vllm": model_of(record)}, machine)
 
@@ -124,15 +125,16 @@ def compare(record: dict[str, Any]) -> list[dict[str, Any]]:
         "device_peak_bytes": device.wanted,
     }
     settings = " ".join(f"{key}={value}" for key, value in settings_of(record).items())
+    found = {what: record.get(what) for what in planned}
+    measured = {what: max(size) if isinstance(size, list) else size for what, size in found.items() if size}
     name = record.get("name") or f"{record.get('shape', 'model')}, {record['mode']}, {settings}"
     return [
         {
-            "name": name, "what": what.removesuffix("_bytes"), "planned": size, "measured": record[what],
-            "error": size / record[what] - 1,
+            "name": name, "what": what.removesuffix("_bytes"), "planned": planned[what], "measured": size,
+            "error": planned[what] / size - 1,
             "items": {f"{i.component} {i.what}": i.bytes for i in device.items},
         }
-        for what, size in planned.items()
-        if record.get(what)
+        for what, size in measured.items()
     ]  # fmt: skip
 
 
