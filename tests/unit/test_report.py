@@ -25,7 +25,7 @@ from atropos_common.records import (
     StateRecord,
     StepRecord,
 )
-from atropos_common.run_dir import RunDir
+from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.charts import PAGE, Series, averaged, thin
 from atropos_tui.monitor.format import number
 from atropos_tui.monitor.report import lanes, render_report
@@ -324,7 +324,7 @@ def test_steps_and_times_beyond_any_clock_do_not_stop_it(tmp_path: Path) -> None
         ):
             file.write(json.dumps(step | changes) + "\n")
         file.write(json.dumps({"kind": "memory", "step": 5, "rss_bytes": 10**400, "allocated_bytes": 10**400}) + "\n")
-    far = StateRecord(time=1e300, component="vllm", old="healthy", new="failed", reason="far away")
+    far = StateRecord(time=LATEST_TIME, component="vllm", old="healthy", new="failed", reason="far away")
     write_records(run.supervisor_jsonl, [far], start=50)
     assert "far away" in text_of(parsed(page_of(run)))
 
