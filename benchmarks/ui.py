@@ -1,4 +1,4 @@
-"""What the screen costs and how fast it answers: attaching to a long run, keys in a flood, half an hour, idle.
+"""What the screen costs and how fast it answers: attaching to a long run, keys in a flood, idle, memory.
 
     python -m benchmarks.ui [--seconds 30] [--json]
 
@@ -43,6 +43,7 @@ RECORDS_PER_S = 20.0
 HALF_HOUR_RECORDS = 36_000
 SIMULATED_S = 60.0
 """So long it takes to write half an hour of telemetry."""
+LONG_STEPS = (1_000, 10_000, 50_000, 100_000)
 IDLE_S = 20.0
 HISTORY_STEPS = 5_556
 """Steps of 9 records each: 50,004 records."""
@@ -284,16 +285,35 @@ def half_hour(screen: Screen, telemetry: Telemetry) -> dict[str, float]:
     }
 
 
+def long(folder: Path) -> dict[str, float]:
+    """Memory after so many steps, one after the other, and what each of the last half takes."""
+    rng, found = random.Random(1), {}
+    with screen_of(folder, "long", 100, flood=False) as (run, screen):
+        screen.wait(b"step 101 is overdue")
+        step = 100
+        for goal in LONG_STEPS:
+            while step < goal:
+                batch = range(step + 1, min(step + 100, goal) + 1)
+                records = [record for at in batch for record in step_records(at, rng, time=time.time())]
+                write_records(run.telemetry_jsonl, records)
+                step = batch[-1]
+            screen.wait(f"{goal}/".encode(), timeout_s=120)
+            found[f"after_{goal}_steps_mb"] = screen.memory_mb()
+    (before, after), (first, last) = list(found.values())[-2:], LONG_STEPS[-2:]
+    return found | {"bytes_a_step": (after - before) * 1e6 / (last - first)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0, help="length of the flood (default: %(default)s)")
-    parser.add_argument("--only", choices=("attach", "idle", "rest", "flood"), help="measure this alone")
+    parser.add_argument("--only", choices=("attach", "idle", "rest", "flood", "long"), help="measure this alone")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found: dict[str, Any] = {"load_average": os.getloadavg()[0], "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        parts = {"attach": attach, "idle": idle, "rest": rest, "flood": lambda at: flood(at, options.seconds)}
+        parts = {"attach": attach, "idle": idle, "rest": rest, "long": long}
+        parts["flood"] = lambda at: flood(at, options.seconds)
         for part, measure in parts.items():
             if options.only in (None, part):
                 found |= measure(folder)
