@@ -4,8 +4,8 @@
 
 The whole product: `atropos-tui up` with the engine on GPU 0 and the trainer on GPU 1 (on a machine without GPUs a tiny
 model on its cores). Weights are random, of the named shape, and never end a completion, so all have `--tokens` tokens;
-this module is the environment as well, whose scores are the toss of a coin. Shares are of the steps after the first
-three, as `atropos-tui bench` gives them; the sentence is the one on the screen.
+this module is the environment as well, whose scores are the toss of a coin. Shares are of all steps,
+as `atropos-tui bench` gives them; the sentence is the one on the screen.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def bench(product: list[str], root: Path) -> dict[str, Any]:
     """What `atropos-tui bench` says of the run so far; nothing before it has steps."""
     done = subprocess.run([*product, "bench", str(root), "--json"], capture_output=True, text=True)
-    return json.loads(done.stdout) if done.returncode == 0 else {}
+    if done.returncode:
+        return {}
+    (found,) = json.loads(done.stdout)["runs"]
+    return {name: found[name] for name in ("steps", "avg_step_s", "waiting_share", "engine_idle_fraction")}
 
 
 def main() -> int:
