@@ -4,8 +4,8 @@
 
 The whole product: `atropos-tui up` with the engine on GPU 0 and the trainer on GPU 1 (on a machine without GPUs a tiny
 model on its cores). Weights are random, of the named shape, and never end a completion, so all have `--tokens` tokens;
-this module is the environment as well, whose scores are the toss of a coin. Shares are of all steps,
-as `atropos-tui bench` gives them; the sentence is the one on the screen.
+this module is the environment as well, whose scores are the toss of a coin. Shares are of all steps, as `atropos-tui
+bench` gives them; the sentence is the one on the screen.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 
 from atropos_envs.base import StackEnv, run
@@ -92,18 +93,10 @@ def profile(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def toml(table: dict[str, Any], path: str = "") -> str:
-    """Tables of plain values."""
-    lines = [f"[{path}]"] if path else []
-    lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, dict)]
-    inner = [(key, value) for key, value in table.items() if isinstance(value, dict)]
-    return "\n".join([*lines, *(toml(value, f"{path}.{key}" if path else key) for key, value in inner)])
-
-
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Shares and sentence of one run."""
     save_model(options.shape, folder / "model", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    (folder / "idle.toml").write_text(toml(profile(options, folder / "model")))
+    (folder / "idle.toml").write_text(tomli_w.dumps(profile(options, folder / "model")))
     root, product = folder / "run", [sys.executable, "-m", "atropos_tui"]
     command = [*product, "up", str(folder / "idle.toml"), "--headless", "--run-dir", str(root)]
     with (folder / "log").open("wb") as log:

@@ -28,6 +28,7 @@ from atropos_tui.cli import runs, show
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import counted, one_line
 from atropos_tui.monitor.run_files import read_json
+from atropos_tui.profile.ports import listens
 from atropos_tui.supervisor import client, procfs, tracker
 from atropos_tui.supervisor.process import remove_files
 from atropos_tui.supervisor.remote_launcher import far_ends, sweep_nodes
@@ -211,7 +212,7 @@ def with_processes(but: Collection[str] = ()) -> list[DeadRun]:
         env = procfs.environ(pid) if _owner(pid) == os.getuid() else {}
         if env.get(ENV_RUN_ID, "") not in {"", *but} and env.get(ENV_RUN_DIR):
             found[env[ENV_RUN_ID]] = env
-    unsupervised = {id_: env for id_, env in found.items() if not runs.listens(env.get(ENV_CONTROL_SOCKET, ""))}
+    unsupervised = {id_: env for id_, env in found.items() if not listens(env.get(ENV_CONTROL_SOCKET, ""))}
     dead = (find_dead(Path(env[ENV_RUN_DIR]), {"run_id": id_}) for id_, env in unsupervised.items())
     return [run for run in dead if run is not None and run.processes]
 
@@ -288,7 +289,7 @@ def _socket_files(run: RunDir) -> list[Path]:
 
 def _is_stale(path: Path) -> bool:
     try:
-        return time.time() - path.lstat().st_ctime > SETTLED_S and path.is_socket() and not runs.listens(str(path))
+        return time.time() - path.lstat().st_ctime > SETTLED_S and path.is_socket() and not listens(str(path))
     except OSError:
         return False
 

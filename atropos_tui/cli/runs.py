@@ -20,7 +20,7 @@ from atropos_common.files import is_own, read_regular
 from atropos_common.run_dir import LATEST_TIME, RunDir, is_safe_name, registry
 from atropos_tui.cli import slurm
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.profile.ports import listens
+from atropos_tui.profile.ports import has_supervisor
 
 MOST_NAMED = 5
 """Runs that a message about several lists."""
@@ -56,10 +56,7 @@ class RunEntry:
     def is_live(self) -> bool:
         """Whether its supervisor runs: somebody listens on its socket (a killed one leaves only the file), or its job
         does on another node."""
-        with contextlib.suppress(OSError):
-            if listens(os.readlink(self.dir.control_sock)):  # noqa: PTH115  (its own path may be too long to connect to)
-                return True
-        return slurm.runs_elsewhere(self.dir)
+        return has_supervisor(self.dir) or slurm.runs_elsewhere(self.dir)
 
 
 def _seconds(value: object) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from atropos_common.run_dir import RunDir, registry
 from atropos_tui.monitor.format import columns, duration, number, one_line
 from atropos_tui.monitor.last_figures import last_figures
 from atropos_tui.monitor.run_files import exit_code, moment, read_info, read_json, within
-from atropos_tui.profile.ports import listens
+from atropos_tui.profile.ports import has_supervisor
 
 MOST_OTHERS = 100
 """Runs that are offered to be compared with, the newest."""
@@ -111,14 +110,6 @@ def age(when: float | None, now: float) -> str:
     seconds = max(0.0, now - when)
     unit, size = next(((unit, size) for unit, size in AGES if seconds >= size), ("s", 1))
     return f"{seconds // size:.0f} {unit} ago"
-
-
-def has_supervisor(run: RunDir) -> bool:
-    """Whether somebody on this machine listens on the run's socket; a killed supervisor leaves only the file."""
-    try:
-        return listens(os.readlink(run.control_sock))  # noqa: PTH115 — its own path may be too long to connect to
-    except OSError:
-        return False
 
 
 def other_runs(root: Path) -> list[ListedRun]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import socket
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atropos_common.ports import LOOPBACK, bind, is_held
-from atropos_common.run_dir import ENV_COMPONENT, ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID
+from atropos_common.run_dir import ENV_COMPONENT, ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_RUN_ID, RunDir
 
 if TYPE_CHECKING:
     import psutil
@@ -36,6 +37,14 @@ def listens(address: str) -> bool:
     except (OSError, ValueError):  # ValueError: a NUL in the address
         return False
     return True
+
+
+def has_supervisor(run: RunDir) -> bool:
+    """Whether somebody on this machine listens on the run's socket; a killed supervisor leaves only the file."""
+    try:
+        return listens(os.readlink(run.control_sock))  # noqa: PTH115 — its own path may be too long to connect to
+    except OSError:
+        return False
 
 
 def is_free(port: int, *, held: bool = False) -> bool:
