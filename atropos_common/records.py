@@ -218,9 +218,10 @@ OTHER_WEIGHTS = "other weights"
 SAMPLING = "sampling"
 POLICY_LAG = "policy lag"
 OUTLIER = "outlier"
+ROUNDING = "rounding"
 ALIGNMENT_CAUSES = (
     STALE_WEIGHTS, STALE_PREFIX, TEMPERATURE, SHIFTED, MISSING, HEAD_DTYPE, BROKEN_WEIGHTS, OTHER_WEIGHTS, SAMPLING,
-    POLICY_LAG, OUTLIER,
+    POLICY_LAG, OUTLIER, ROUNDING,
 )  # fmt: skip
 """What `AlignmentRecord.cause` begins with, before a colon and what was seen."""
 

@@ -65,7 +65,7 @@ def plan(
     return dice, survives, dice.choice([fault for fault in offered if survives or not fault.survive])
 
 
-def begin(root: Path, mode: str, survives: bool) -> Stack:
+def begin(root: Path, mode: str, survives: bool, profile: str = "demo", more: dict[str, str] | None = None) -> Stack:
     """A new run."""
     given: dict[str, Any] = {
         "survive": str(survives).lower(),
@@ -74,7 +74,7 @@ def begin(root: Path, mode: str, survives: bool) -> Stack:
         f"component.{COUNTER}.command": json.dumps([sys.executable, "-c", COUNTING]),
         f"component.{COUNTER}.restart.max_restarts": 10_000,
     }
-    stack = Stack(root, mode, workers=1, profile="demo", given=given)
+    stack = Stack(root, mode, workers=1, profile=profile, given=given | (more or {}))
     stack.live.up()
     return stack
 
@@ -234,7 +234,7 @@ def one_run(
     root = folder / "disk/run"
     base: dict[str, Any] = {"seed": seed, "mode": mode, "survive": survives}
     record = base | noted(number, "begin")
-    stack = begin(root, mode, survives)
+    stack = begin(root, mode, survives, options.profile, dict(pair.split("=", 1) for pair in options.set))
     screen = None
     try:
         started(stack)
@@ -308,6 +308,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=MODES, default="shared_vllm")
+    parser.add_argument("--profile", default="demo", help="the demo, or the demo on a GPU: arithmetic-gpu")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the profile")
     parser.add_argument("--records", type=Path, default=Path("chaos.jsonl"), help="append a JSON line for each fault")
     parser.add_argument("--faults", nargs="+", default=[""], help="only those whose names begin so")
     parser.add_argument("--in-turn", action="store_true", help="one after the other instead of by dice, none on top")
@@ -318,7 +320,7 @@ def main() -> int:
         return 0
     isolated = enter_isolation()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its run is ended like that of an interrupted one
-    prepare("demo", 0)
+    prepare(options.profile, 0)
     rows = disturb(options, isolated)
     print(table(rows))
     return int(any(row["wrong"] for row in rows))

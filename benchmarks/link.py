@@ -12,7 +12,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -36,6 +37,11 @@ def timed(work: Callable[[], Any], rounds: int, ready: Callable[[], Any] = lambd
     return median(seconds[1:])
 
 
+def _broadcast_all(parts: Sequence[torch.Tensor]) -> None:
+    for part in parts:
+        dist.broadcast(part, 0)
+
+
 def broadcasts(rank: int, store: str, total: int, rounds: int, results: Any) -> None:
     """One of two processes: broadcast `total` bytes from GPU 0 to GPU 1, whole and in the product's chunks."""
     torch.cuda.set_device(rank)
@@ -44,7 +50,7 @@ def broadcasts(rank: int, store: str, total: int, rounds: int, results: Any) -> 
     data = torch.zeros(total, dtype=torch.uint8, device=device)
     for name, size in (("NCCL, chunks as in the product", CHUNK_BYTES), ("NCCL, all at once", total)):
         parts = data.split(size)
-        seconds = timed(lambda parts=parts: [dist.broadcast(part, 0) for part in parts], rounds, dist.barrier)
+        seconds = timed(partial(_broadcast_all, parts), rounds, dist.barrier)
         if rank == 1:
             results.put((name, seconds))
     dist.barrier()

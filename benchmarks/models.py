@@ -1,13 +1,15 @@
 """Which models train in which mode: architectures of the zoo against real vLLM, and the table of docs/models.md.
 
     python -m benchmarks.models [--only NAME ...] [--modes MODE ...] [--records models.jsonl] [--again] [--limit S]
-    python -m benchmarks.models --table [--write docs/models.md]
+    python -m benchmarks.models --device cuda [--part 1/12 ...]     # on one GPU, a twelfth of the architectures
+    python -m benchmarks.models --table [--device cuda] [--write docs/models.md]
 
-A cell is one architecture in one mode, in float32 on a CPU: a real `python -m vllm_server` starts, the
-trainer's own strategy attaches, proves its path, makes two optimizer steps with a publish each, and then compares
-logprobs of what the server decodes with its own at the same weights. `works` needs every token within `BOUND`, where
-the two steps have moved logprobs by much more: a server that kept old weights would be seen. Anything else is refused,
-with the words. Each cell is a line of the records; a later run goes on with those that are missing.
+A cell is one architecture in one mode: a real `python -m vllm_server` starts, the trainer's own strategy attaches,
+proves its path, makes two optimizer steps with a publish each, and then compares logprobs of what the server decodes
+with its own at the same weights. `works` needs them within a `Bound`, where the two steps have moved logprobs by much
+more: a server that kept old weights would be seen. Anything else is refused, with the words. On a CPU all is float32;
+on a GPU too where vLLM has kernels for it, else bfloat16. Each cell is a line of the records; a later run goes on with
+those that are missing. A broadcast needs a card for either side, so on one GPU it is not measured.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ import torch
 
 from atropos_common.model_math import Dimensions, carries_state, why_refused
 from atropos_common.run_dir import ENV_TOKEN
-from benchmarks.children import TOKEN, Child, ChildError, environment, free_ports
+from benchmarks.children import TOKEN, Child, ChildError, Server, environment, free_ports
 from benchmarks.model_zoo import ZOO, save
 from benchmarks.nursery import VLLM, Forked
 from trainer_core.config import TrainingConfig
@@ -55,21 +58,37 @@ SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 """Flags and environment of a mode's server."""
 BRIDGE = {"broadcast": {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True}}
-BOUND = 5e-3
-"""Nats: |server - trainer| of any token, in float32."""
-MOVED = 10 * BOUND
-"""Nats that two steps must have moved some token by."""
+MOVED = 10
+"""Two steps must have moved logprobs by so many times the bound."""
 PROMPTS, PROMPT_TOKENS, TOKENS, STEPS = 4, 40, 24, 2
 ERROR = re.compile(r"(?:^|\]) *(?:[\w.]+Error|[\w.]+Exception): (?!EngineCore|Engine core)|vllm_server: ")
 """A line that names a cause."""
-BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
 ENGINE_FLAGS = [
-    "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "16", "--generation-config", "vllm",
+    "--max-model-len", "256", "--max-num-seqs", "16", "--generation-config", "vllm",
     "--logprobs-mode", "processed_logprobs", "--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32",
     "--enforce-eager",
 ]  # fmt: skip
 
+CUDA_FLAGS = ["--gpu-memory-utilization", "0.05"]
+CUDA_ENV = {"TRITON_F32_DEFAULT": "ieee", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+"""float32 in vLLM's kernels is float32, not what tensor cores make of it."""
+
 Pairs = list[tuple[list[int], GeneratedTokens]]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """|server - trainer| in nats: `measure` over the tokens must stay below `nats`."""
+
+    nats: float
+    measure: Callable[[torch.Tensor], torch.Tensor]
+
+    def of(self, ours: torch.Tensor, theirs: torch.Tensor) -> float:
+        return float(self.measure((ours - theirs).abs()))
+
+
+BOUNDS = {"float32": Bound(5e-3, torch.max), "bfloat16": Bound(0.1, torch.mean)}
+"""In half precision a rare token is rounded far: there the mean, the product's own bound (`alignment_ok`)."""
 
 
 def ask(engine: ServerClient, vocabulary: int) -> Pairs:
@@ -100,8 +119,9 @@ def own_logprobs(model: torch.nn.Module, pairs: Pairs) -> torch.Tensor:
 class Cell:
     """One architecture in one mode, below `folder`."""
 
-    def __init__(self, name: str, mode: str, folder: Path, nursery: Child) -> None:
-        self.name, self.mode, self.folder, self.nursery = name, mode, folder, nursery
+    def __init__(self, name: str, mode: str, folder: Path, nursery: Child | None, dtype: str) -> None:
+        self.name, self.mode, self.folder, self.nursery, self.dtype = name, mode, folder, nursery, dtype
+        self.device = "cpu" if nursery else "cuda:0"
         self.own_server = mode == "lora_restart"
         """The trainer starts it, and restarts it."""
         self.model = folder.parent / "model"
@@ -113,7 +133,7 @@ class Cell:
             settings = settings | {"lora_target_modules": list(ZOO[self.name].lora_targets)}
         return TrainingConfig.model_validate(
             settings | {
-                "model_name": str(self.model), "vllm_port": self.port, "dtype": "float32", "device": "cpu",
+                "model_name": str(self.model), "vllm_port": self.port, "dtype": self.dtype, "device": self.device,
                 "batch_size": 8, "optimizer": "adamw", "lr": 1e-2, "lora_r": 8, "save_path": str(self.folder / "saved"),
                 "log_dir": str(self.folder / "logs"), "vllm_restart_interval": STEPS, "engine_timeout": 240,
                 "max_model_len": 256, "vllm_config_path": str(self.folder / "server/bridge/vllm_bridge_config.json"),
@@ -134,24 +154,31 @@ class Cell:
         with ExitStack() as opened:
             if not self.own_server:
                 self._serve(opened)
-            sync = make_sync(self.config(), torch.device("cpu"), threading.Event())
+            sync = make_sync(self.config(), torch.device(self.device), threading.Event())
             opened.callback(sync.close)
-            if getattr(sync, "lifecycle", None) is not None:
-                sync.lifecycle.flags += [*ENGINE_FLAGS, *self._lora_flags()]
+            if (lifecycle := getattr(sync, "lifecycle", None)) is not None:
+                lifecycle.flags += self._engine_flags()
             return self._train(sync)
 
     def _serve(self, opened: ExitStack) -> None:
         flags, extra = SERVERS[self.mode]
         folder = self.folder / "server"
-        common = ["--model", str(self.model), "--served-model-name", "m", *ENGINE_FLAGS]
-        env = environment(folder, None, extra)
-        server = Forked(self.nursery, folder, self.port, [*common, *flags, *self._lora_flags()], env)
+        argv = ["--model", str(self.model), "--served-model-name", "m", *self._engine_flags(), *flags]
+        server: Server
+        if self.nursery:
+            server = Forked(self.nursery, folder, self.port, argv, environment(folder, None, extra))
+        else:
+            server = Server(folder, self.port, argv, environment(folder, 0, extra | CUDA_ENV))
         opened.callback(server.close)
         server.wait_ready(time.perf_counter() + 300)
 
+    def _engine_flags(self) -> list[str]:
+        place = [] if self.nursery else CUDA_FLAGS
+        return ["--dtype", self.dtype, *ENGINE_FLAGS, *place, *self._lora_flags()]
+
     def _lora_flags(self) -> list[str]:
         """vLLM's adapters over experts need Triton, which a CPU does not have: leave the experts alone."""
-        wanted = self.mode.startswith("lora") and self._experts
+        wanted = self.nursery and self.mode.startswith("lora") and self._experts
         return ["--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj"] if wanted else []
 
     @property
@@ -162,30 +189,32 @@ class Cell:
         model = sync.attach(Start())
         proved = prove(model)
         stepper = Stepper(model, sync.config)
-        assert sync.engine is not None
         vocabulary = model.config.vocab_size
-        first = pairs = ask(sync.engine, vocabulary)
+        first = pairs = ask(sync.engines[0], vocabulary)
         before = own_logprobs(model, first)
-        at_start = float((before - _theirs(first)).abs().max())
+        bound = BOUNDS[self.dtype]
+        at_start = bound.of(before, _theirs(first))
         for step in range(1, STEPS + 1):
             outcome = accumulate(model, stepper, pack(rollouts_of(pairs), 256), Objective(sync.config), step)
             if not outcome.finite:
                 raise ChildError("the gradient is not finite")
             stepper.compute()
             report = sync.publish(step, stepper.write)
-            pairs = ask(sync.engine, vocabulary)
-        moved = float((own_logprobs(model, first) - before).abs().max())
-        probe = float((own_logprobs(model, pairs) - _theirs(pairs)).abs().max())
-        right = max(probe, at_start) <= BOUND and moved >= MOVED
+            pairs = ask(sync.engines[0], vocabulary)
+        moved = bound.of(own_logprobs(model, first), before)
+        probe = bound.of(own_logprobs(model, pairs), _theirs(pairs))
+        right = max(probe, at_start) <= bound.nats and moved >= MOVED * bound.nats
         notes = list(self._notes(model))
         if self.mode == "none" and report and "restart" in report.phases:
             notes.append("the server is restarted for each load")
         return {
-            "result": "works" if right else "WRONG", "words": "; ".join(notes), "probe_max": probe, "moved": moved,
+            "result": "works" if right else "WRONG", "words": "; ".join(notes), "probe": probe, "moved": moved,
             "at_start": at_start, "proved": proved,
         }  # fmt: skip
 
     def _notes(self, model: torch.nn.Module) -> Iterator[str]:
+        if self.dtype != "float32":
+            yield "in bfloat16, the mean over tokens"
         if carries_state(vars(model.config)):
             yield "its sequences are computed one by one"
         if self.mode.startswith("lora") and (targets := ZOO[self.name].lora_targets):
@@ -209,7 +238,7 @@ def saved_model(name: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def measure(name: str, modes: list[str], records: Path, until: float, nursery: Child) -> None:
+def measure(name: str, modes: list[str], records: Path, until: float, nursery: Child | None) -> None:
     """Append a line for each mode of this architecture, until `until` (`time.monotonic()` seconds)."""
     with saved_model(name) as folder:
         config = json.loads((folder / "model/config.json").read_text())
@@ -219,13 +248,23 @@ def measure(name: str, modes: list[str], records: Path, until: float, nursery: C
             if time.monotonic() > until:
                 return
             if refused:
-                cell = {"result": "refused", "when": "before anything starts", "words": "; ".join(refused)}
+                found = {"result": "refused", "when": "before anything starts", "words": "; ".join(refused)}
             else:
-                cell = attempt(Cell(name, mode, folder / mode, nursery))
-            cell = {"architecture": name, "mode": mode, "seconds": round(time.perf_counter() - began, 1)} | cell
+                for dtype in types_of(mode, nursery):
+                    found = attempt(Cell(name, mode, folder / dtype / mode, nursery, dtype))
+                    if "when" not in found:
+                        break
+            cell = {"architecture": name, "mode": mode, "seconds": round(time.perf_counter() - began, 1)} | found
             print(json.dumps(cell), flush=True)
             with records.open("a") as stream:
                 stream.write(json.dumps(cell) + "\n")
+
+
+def types_of(mode: str, nursery: Child | None) -> tuple[str, ...]:
+    """Tried in turn. vLLM's kernels for adapters and some for attention know half precision alone."""
+    if nursery:
+        return ("float32",)
+    return ("bfloat16",) if mode.startswith("lora") else ("float32", "bfloat16")
 
 
 def attempt(cell: Cell) -> dict[str, Any]:
@@ -275,31 +314,38 @@ def _cell(cell: dict[str, Any] | None, notes: dict[str, int]) -> str:
         return ""
     words = f"{cell['when']}: {cell['words']}" if "when" in cell else cell["words"]
     mark = f" ({notes.setdefault(words, len(notes) + 1)})" if words else ""
-    return (f"{cell['probe_max']:.0e}" if cell["result"] == "works" else cell["result"]) + mark
+    return (f"{cell['probe']:.0e}" if cell["result"] == "works" else cell["result"]) + mark
 
 
 def measure_all(options: argparse.Namespace) -> None:
     """What is asked for and missing, while there is time."""
     os.environ[ENV_TOKEN] = TOKEN
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     until = time.monotonic() + options.limit
-    with tempfile.TemporaryDirectory(prefix="models-") as folder:
-        env = environment(Path(folder), None, {})
-        nursery = Child(Path(folder) / "nursery", ["-m", "benchmarks.nursery", VLLM], env)
-        try:
+    part, parts = map(int, options.part.split("/"))
+    with ExitStack() as opened:
+        nursery = None
+        if options.device == "cpu":
+            folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="models-")))
+            command = ["-m", "benchmarks.nursery", VLLM]
+            nursery = Child(folder / "nursery", command, environment(folder, None, {}))
+            opened.callback(nursery.close)
             nursery.wait(300)
-            for name in options.only:
-                known = {} if options.again else read_records(options.records)
-                if missing := [mode for mode in options.modes if (name, mode) not in known]:
-                    measure(name, missing, options.records, until, nursery)
-        finally:
-            nursery.close()
+        else:
+            os.environ.update(CUDA_ENV)  # for servers that the trainer starts
+        for name in options.only[part - 1 :: parts]:
+            known = {} if options.again else read_records(options.records)
+            if missing := [mode for mode in options.modes if (name, mode) not in known]:
+                measure(name, missing, options.records, until, nursery)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", nargs="+", choices=list(ZOO), default=list(ZOO), metavar="NAME")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="every Nth architecture, from the Ith on")
     parser.add_argument("--records", type=Path, default=Path("models.jsonl"))
     parser.add_argument("--again", action="store_true", help="measure what is in the records already, too")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further cell begins")
@@ -312,9 +358,10 @@ def main() -> None:
     text = table(read_records(options.records))
     print(text)
     if options.write:
-        before, _, rest = options.write.read_text().partition(BEGIN)
-        after = rest.partition(END)[2]
-        options.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        begin, end = (f"<!-- models on {options.device}: {word} -->" for word in ("begin", "end"))
+        before, _, rest = options.write.read_text().partition(begin)
+        after = rest.partition(end)[2]
+        options.write.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 if __name__ == "__main__":

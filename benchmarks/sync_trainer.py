@@ -119,7 +119,8 @@ class Trainer:
         return {"attach_s": seconds, "map_s": float(mapped[1]) if mapped else None, "weight_bytes": weights}
 
     def train(self, steps: int) -> dict[str, Any]:
-        reports, lasted, prepared = [], [], []
+        reports, lasted = [], []
+        prepared: list[float] = []
         since = time.monotonic()
         for step in range(1, steps + 1):
             if self.mode == "lora_restart" and step > 1 and step % self.config.vllm_restart_interval == 0:
@@ -139,8 +140,7 @@ class Trainer:
         # A mode that reloads every N steps only writes in between.
         whole = [report for report in reports if report.moved]
         names = list(dict.fromkeys(name for report in whole for name in report.phases))
-        assert self.sync.engine is not None
-        answers = ask(self.sync.engine, self.model.config.vocab_size)
+        answers = ask(self.sync.engines[0], self.model.config.vocab_size)
         ours = completions_logprobs(self.model, [(prompt, c.token_ids) for prompt, c in answers])
         total = sum((diff_sums(mine, c.logprobs) for mine, (_, c) in zip(ours, answers, strict=True)), DiffSums())
         cuda = self.device.type == "cuda"
@@ -154,7 +154,7 @@ class Trainer:
             "probe_abs_mean": total.abs_diff / total.tokens, "probe_abs_max": total.abs_max,
             "probe_tokens": total.tokens, "cached_tokens": sum(c.cached_tokens or 0 for _, c in answers),
             "state_bytes": allocated(self.device) if cuda else None,
-            "version": self.sync.engine.info().weight_version, "prepared_s": median(prepared) if prepared else None,
+            "version": self.sync.engines[0].info().weight_version, "prepared_s": median(prepared) if prepared else None,
         }  # fmt: skip
 
     def await_successor(self, number: int) -> None:

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -255,13 +256,13 @@ def compare(options: argparse.Namespace, mix: str, device: torch.device) -> dict
     flops = step_flops(Dimensions.of(model_config(options.shape).to_dict()), sizes(batch), generated)
     cores = {} if options.threads is None else {"torch_threads": options.threads}
     runs: dict[str, Callable[[], Ours | Peer]] = {
-        f"peer, micro-batch {n}": lambda n=n: Peer(options.shape, device, n, len(sizes(batch))) for n in options.peer
+        f"peer, micro-batch {n}": partial(Peer, options.shape, device, n, len(sizes(batch))) for n in options.peer
     }
     runs["ours"] = lambda: Ours(options.shape, device, **cores)
     for text in options.also:
         settings = json.loads(text)
-        runs["ours " + " ".join(f"{k}={v}" for k, v in settings.items())] = lambda s=settings: Ours(
-            options.shape, device, **(cores | s)
+        runs["ours " + " ".join(f"{k}={v}" for k, v in settings.items())] = partial(
+            Ours, options.shape, device, **(cores | settings)
         )
     threads = options.threads or torch.get_num_threads()
     rows = {}

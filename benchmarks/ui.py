@@ -25,7 +25,7 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -312,8 +312,9 @@ def main() -> int:
     found: dict[str, Any] = {"load_average": os.getloadavg()[0], "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        parts = {"attach": attach, "idle": idle, "rest": rest, "long": long}
-        parts["flood"] = lambda at: flood(at, options.seconds)
+        parts: dict[str, Callable[[Path], dict[str, Any]]] = {
+            "attach": attach, "idle": idle, "rest": rest, "long": long, "flood": lambda at: flood(at, options.seconds),
+        }  # fmt: skip
         for part, measure in parts.items():
             if options.only in (None, part):
                 found |= measure(folder)

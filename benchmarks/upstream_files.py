@@ -62,7 +62,7 @@ def find(checkout: Path) -> list[Candidate]:
         except SyntaxError:
             continue
     classes = {
-        path: [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] for path, tree in trees.items()
+        name: [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] for name, tree in trees.items()
     }
     envs = {"BaseEnv"}
     while new := {
@@ -70,12 +70,12 @@ def find(checkout: Path) -> list[Candidate]:
     }:
         envs |= new
     found = []
-    for path, nodes in classes.items():
+    for name, nodes in classes.items():
         mine = [node for node in nodes if node.name != "BaseEnv" and _bases(node) & envs]
         leaves = [node for node in mine if not any(node.name in _bases(other) for other in mine)]
         if leaves:
-            calls = any(isinstance(node, ast.Attribute) and node.attr == "cli" for node in ast.walk(trees[path]))
-            found.append(Candidate(path, tuple(n.name for n in leaves), calls, any(map(_makes_groups, mine))))
+            calls = any(isinstance(node, ast.Attribute) and node.attr == "cli" for node in ast.walk(trees[name]))
+            found.append(Candidate(name, tuple(n.name for n in leaves), calls, any(map(_makes_groups, mine))))
     return found
 
 

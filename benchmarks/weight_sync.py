@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -128,11 +129,11 @@ class Bench:
         self.part("model", lambda: save_model(self.options.shape, self.model, self.device))
         self.start()
         for name in [*self.servers, *self.loads]:
-            self.part(f"start of {name}", lambda name=name: self.await_start(name))
+            self.part(f"start of {name}", partial(self.await_start, name))
         if "fp32_head" in self.servers and "none" in self.servers:
             self.part("heads", self.heads)
         for mode in self.modes:
-            self.part(mode, lambda mode=mode: self.mode(mode))
+            self.part(mode, partial(self.mode, mode))
         if not self.options.no_decode:
             self.part("decode", lambda: self.decode("decode", self.options.requests, self.servers))
             self.part("decode of one", lambda: self.decode("decode_one", 1, ("plain", "eager", "shared_vllm")))

@@ -364,7 +364,8 @@ class TrainingConfig(BaseModel):
     probe_tokens: int = Field(8, ge=8, le=256)
     """Tokens decoded for each."""
     alignment_ok: float | None = Field(None, gt=0)
-    """Mean |difference| of logprobs up to which the verdict is ok. Default: 0.1 in half precision, 1e-3 in float32."""
+    """Mean |difference| of logprobs up to which the verdict is ok. Default: in half precision 0.1,
+    or twice what the first probe reads where that is more, and 1e-3 in float32."""
     alignment_mismatch: float | None = Field(None, gt=0)
     """From here on it is mismatch, in between drift. Default: 0.5 in half precision, 0.05 in float32."""
 

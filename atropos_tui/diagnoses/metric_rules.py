@@ -21,6 +21,7 @@ from atropos_common.records import (
     MISSING,
     OTHER_WEIGHTS,
     OUTLIER,
+    ROUNDING,
     SAMPLING,
     SHIFTED,
     STALE_PREFIX,
@@ -231,7 +232,7 @@ def mismatch(record: AlignmentRecord) -> str | None:
 def drift(record: AlignmentRecord) -> str | None:
     mean = record.logprob_diff_abs_mean
     far = mean is not None and mean >= HEALTHY_LOGPROB_DIFF
-    drifts = record.verdict == "drift" and not record.cause.startswith(OUTLIER)
+    drifts = record.verdict == "drift" and not record.cause.startswith((OUTLIER, ROUNDING))
     return _alignment(record) if drifts or (far and record.verdict == "ok") else None
 
 

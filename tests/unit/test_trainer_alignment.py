@@ -102,6 +102,35 @@ def test_stale_weights_stand_still_or_follow_in_part(anchor: DiffSums, words: st
     assert found.verdict == "mismatch" and found.cause.startswith("stale weights: ") and words in found.cause
 
 
+def _rough(by: float, shift: float = 0.0) -> ProbeDiffs:
+    """Half of the tokens differ by `by` to one side, half to the other; both means have moved by `shift`."""
+    one = diff_sums([SERVER + shift + by, SERVER + shift - by] * 8, [SERVER + shift] * 16)
+    return ProbeDiffs(one, one)
+
+
+def test_what_the_first_probe_rounds_by_is_no_drift_later() -> None:
+    """Seen with 64 layers in bf16: 0.08 nats with untouched weights, 0.11 later, called a tensor that is not shared."""
+    gate = AlignmentGate(thresholds("bfloat16"))
+    assert gate.judge(_off(0.0), _rough(0.08)).verdict == "ok"
+    assert gate.judge(_off(0.12), _rough(0.11, 0.05), lag_max=2).verdict == "ok"
+    found = gate.judge(_off(0.0), _rough(0.17, 0.05))
+    assert found.verdict == "drift" and found.cause.startswith("rounding: both sides moved alike")
+    still = gate.judge(_off(0.0), ProbeDiffs(_sums(-1.25, -0.95), _sums(-1.25, -0.95)))
+    assert still.cause.startswith("stale weights: the server's mean stands still")
+
+
+def test_a_bound_that_somebody_chose_stays_and_a_calm_model_keeps_the_plain_one() -> None:
+    for bounds, first in ((thresholds("bfloat16", ok=0.09), 0.08), (thresholds("bfloat16"), 0.01)):
+        gate = AlignmentGate(bounds)
+        assert gate.judge(_off(0.0), _rough(first)).verdict == "ok"
+        assert gate.judge(_off(0.0), _rough(0.11)).verdict == "drift"
+
+
+def test_a_first_probe_that_is_not_ok_sets_no_bound() -> None:
+    gate = AlignmentGate(thresholds("bfloat16"))
+    assert [gate.judge(_off(0.0), _rough(0.2)).verdict for _ in range(3)] == ["drift"] * 3
+
+
 def test_stale_weights_are_seen_in_rollouts_where_there_is_no_probe() -> None:
     gate = AlignmentGate(BOUNDS)
     assert gate.judge(_off(0.001), None, lag_max=1, version=1).verdict == "ok"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal
 
@@ -17,6 +17,7 @@ from atropos_common.records import (
     OTHER_WEIGHTS,
     OUTLIER,
     POLICY_LAG,
+    ROUNDING,
     SAMPLING,
     STALE_PREFIX,
     STALE_WEIGHTS,
@@ -33,6 +34,15 @@ class Thresholds:
     mismatch: float
     half: bool = False
     """Half precision: it rounds a rare token far."""
+    follows: bool = False
+    """`ok` was chosen by nobody: it grows with what the first probe reads, when nothing has been trained yet."""
+
+    def after(self, first: float) -> Thresholds:
+        """These bounds where the first probe differs by `first` nats on average, and is ok: that is rounding, which a
+        deep model has much of, and training changes from one step to the next."""
+        if not self.follows:
+            return self
+        return replace(self, ok=min(max(self.ok, FIRST_PROBE * first), self.mismatch), follows=False)
 
 
 @dataclass(frozen=True)
@@ -103,9 +113,12 @@ def diff_sums(train: Sequence[float], inference: Sequence[float]) -> DiffSums:
 
 def thresholds(dtype: str, ok: float | None = None, mismatch: float | None = None) -> Thresholds:
     """Bounds for weights of `dtype` (torch's name), where the configuration names none."""
-    default = Thresholds(1e-3, 0.05) if dtype == "float32" else Thresholds(0.1, 0.5, half=True)
-    ok = default.ok if ok is None else ok
-    return Thresholds(ok, max(ok, default.mismatch if mismatch is None else mismatch), default.half)
+    half = dtype != "float32"
+    bounds = Thresholds(0.1, 0.5) if half else Thresholds(1e-3, 0.05)
+    least = bounds.ok if ok is None else ok
+    return Thresholds(
+        least, max(least, bounds.mismatch if mismatch is None else mismatch), half, follows=half and ok is None
+    )
 
 
 class AlignmentGate:
@@ -136,6 +149,7 @@ class AlignmentGate:
             alignment = self._judge_probe(probe)
             if alignment.verdict == "ok":
                 self._agreed = probe.anchor or probe.both
+                self.bounds = self.bounds.after(max(probe.fresh.abs_mean or 0.0, probe.cached.abs_mean or 0.0))
         lone = alignment.cause.startswith(OUTLIER)
         if alignment.verdict == "ok" or lone:
             more = self._judge_rollouts(rollouts, probe, lag_max, oldest)
@@ -156,7 +170,10 @@ class AlignmentGate:
         if fresh == "ok":
             return Alignment(worst, f"{STALE_PREFIX}: only answers on a cached prefix differ")
         if self._agreed is not None:
-            return Alignment(worst, f"{STALE_WEIGHTS}: {_how_stale(self._agreed, probe.anchor or probe.both)}")
+            now = probe.anchor or probe.both
+            if worst == "drift" and (noise := _alike(self._agreed, now)):
+                return Alignment(worst, f"{ROUNDING}: {noise}")
+            return Alignment(worst, f"{STALE_WEIGHTS}: {_how_stale(self._agreed, now)}")
         return Alignment(worst, f"{OTHER_WEIGHTS}: trainer and server differ from the start")
 
     def _judge_rollouts(
@@ -172,7 +189,7 @@ class AlignmentGate:
             if verdict != "ok" and mean >= ROLLOUT_MISMATCH:
                 verdict = "mismatch"
             return Alignment(verdict, "" if verdict == "ok" else _fresh_cause(mean, probe))
-        if mean < ROLLOUT_DRIFT:
+        if mean < max(ROLLOUT_DRIFT, self.bounds.ok if self.bounds.half else 0.0):
             return Alignment("ok")
         if probe is None and (how := self._stale(rollouts, oldest)):
             return Alignment("mismatch", f"{STALE_WEIGHTS}: {how}")
@@ -221,6 +238,19 @@ def _moved(then: DiffSums, now: DiffSums) -> tuple[float, float]:
     return abs(train), abs(inference)
 
 
+def _alike(then: DiffSums, now: DiffSums) -> str | None:
+    """What to say where both sides moved together, to within the difference that they had when they agreed."""
+    noise = then.abs_mean or 0.0
+    apart = abs((now.mean(now.diff) or 0.0) - (then.mean(then.diff) or 0.0))
+    if apart > noise:
+        return None
+    train, inference = _moved(then, now)
+    return (
+        f"both sides moved alike (means by {train:.2g} here, {inference:.2g} there), single tokens differ by "
+        f"{now.abs_mean or 0.0:.2g} nats, {noise:.2g} before"
+    )
+
+
 def _how_stale(then: DiffSums, now: DiffSums) -> str:
     train, inference = _moved(then, now)
     if inference <= STILL * train:
@@ -241,6 +271,8 @@ _FRESH = (
     f"{SAMPLING}: fresh rollouts differ: top-p, top-k, min-p or penalties, a temperature that generation_params does "
     "not tell, or raw logprobs"
 )
+FIRST_PROBE = 2.0
+"""A probe in half precision may differ by so many times what the first one did, of weights that nobody had changed."""
 ROLLOUT_DRIFT = 0.1
 """The guides' bound on mean |difference| over rollouts."""
 ROLLOUT_MISMATCH = 1.0
