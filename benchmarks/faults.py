@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import random
 import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -30,6 +32,8 @@ from benchmarks.stack import NotRecovered, Stack
 ENV_ISOLATED = "CHAOS_ISOLATED"
 DISK_MB = 512
 """Of the run's own disk, and of its own /dev/shm."""
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+"""Of <linux/sockios.h> and <net/if.h>."""
 MOUNT = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=0700", "none"]
 LONGEST_S = 20.0
 """How long a process stands still, and a resource is used up, at most."""
@@ -46,7 +50,7 @@ def enter_isolation() -> bool:
     """
     if os.environ.get(ENV_ISOLATED):
         subprocess.run([*MOUNT, "/dev/shm"], check=True)
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        loopback(up=True)
         return True
     unshare = ["unshare", "--mount", "--net", *(["--map-root-user"] if os.geteuid() else [])]
     if subprocess.run([*unshare, *MOUNT, "/dev/shm"], capture_output=True, check=False).returncode:
@@ -54,6 +58,13 @@ def enter_isolation() -> bool:
         return False
     os.environ[ENV_ISOLATED] = "1"
     return os.execvp("unshare", [*unshare, sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]])
+
+
+def loopback(*, up: bool) -> None:
+    """Of this network namespace: carry packets, or none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sh", b"lo", IFF_UP if up else 0)
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, request)
 
 
 @contextlib.contextmanager
@@ -206,11 +217,11 @@ def cut(stack: Stack, dice: random.Random) -> str:
 def parted(stack: Stack, dice: random.Random) -> str:
     """Nothing reaches anybody for a while."""
     seconds = dice.uniform(1, LONGEST_S)
-    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+    loopback(up=False)
     try:
         time.sleep(seconds)
     finally:
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        loopback(up=True)
     return f"loopback, {seconds:.0f} s"
 
 
