@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed
 
+import trainer_core.world
 from tests.unit.ranks import run_ranks
 from trainer_core.errors import EngineGone, RankGone, TrainerError, UsageError
 from trainer_core.ranks import ALONE, GONE_CODE, World, meeting_place
@@ -100,6 +102,36 @@ def test_end_of_one_is_seen_by_the_other(tmp_path: Path, how: str, code: int, wo
     first, second = run_ranks("tests.unit.test_trainer_world:dies_while_others_wait", tmp_path, how)
     assert (first.code, words in first.output) == (code, True), first
     assert second.code == (1 if how == "raised" else -signal.SIGKILL)
+    assert first.at - float((tmp_path / "died").read_text()) < LIMIT_S
+
+
+def dies_while_a_group_forms(folder: Path, before: str) -> int:
+    """Rank 1 has come, and ends on its way into a group for which rank 0 waits."""
+
+    def die(*_: object, **__: object) -> None:
+        (folder / "died").write_text(repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == "1":
+        owner, name = {
+            "the control group": (trainer_core.world, "Gloo"),
+            "the model's group": (torch.distributed, "init_process_group"),
+            "a group of some": (torch.distributed, "new_group"),
+        }[before]
+        setattr(owner, name, die)
+    try:
+        joined().split(2)
+    except RankGone as error:
+        print(error)
+        return 5
+    return 0
+
+
+@pytest.mark.parametrize("before", ["the control group", "the model's group", "a group of some"])
+def test_end_of_one_is_seen_while_they_meet(tmp_path: Path, before: str) -> None:
+    first, second = run_ranks("tests.unit.test_trainer_world:dies_while_a_group_forms", tmp_path, before)
+    assert first.code in (5, GONE_CODE) and "rank 1 has ended" in first.output, first
+    assert second.code == -signal.SIGKILL
     assert first.at - float((tmp_path / "died").read_text()) < LIMIT_S
 
 
