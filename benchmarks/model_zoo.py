@@ -6,11 +6,14 @@ own. Windows are short, so that a sequence of some tens of tokens reaches past t
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 WINDOW = 8
 _SMALL: dict[str, Any] = {
@@ -175,4 +178,66 @@ def build(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 def save(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> None:
     """Write the model of this name as a checkpoint that loads by itself, without a tokenizer."""
-    build(name, dtype=dtype).save_pretrained(folder)
+    base, write = QUANTIZED.get(name, (name, None))
+    model = build(base, dtype=dtype)
+    if write is None:
+        model.save_pretrained(folder)
+    else:
+        write(model, folder)
+
+
+@torch.no_grad()
+def _save_fp8(model: Any, folder: Path) -> None:
+    """Matrices of layers in float8_e4m3, with a scale for each block, as DeepSeek and Qwen publish them."""
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = tensors[name].shape
+        blocks = tensors[name].reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        small = (blocks / scales[:, None, :, None]).reshape(rows, columns)
+        tensors |= {name: small.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@torch.no_grad()
+def _save_4_bits(model: Any, folder: Path) -> None:
+    """Linear layers in integers of 4 bits, a scale for each group of a row, as llm-compressor writes them."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=BLOCK)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    config = QuantizationConfig(
+        config_groups={"linear": scheme}, ignore=["lm_head"], format="pack-quantized", quantization_status="frozen"
+    )
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            groups = module.weight.reshape(module.weight.shape[0], -1, BLOCK)
+            scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+            module.weight_scale.copy_(scale)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+
+
+BLOCK = 32
+"""Weights that share a scale, to each side."""
+QUANTIZED: dict[str, tuple[str, Callable[[Any, Path], None]]] = {
+    "Llama 3 in FP8": ("Llama 3", _save_fp8),
+    "Qwen3 in 4 bits": ("Qwen3", _save_4_bits),
+}
+"""Checkpoints of models of the zoo whose weights are quantized: a base for adapters."""

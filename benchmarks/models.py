@@ -7,9 +7,10 @@
 A cell is one architecture in one mode: a real `python -m vllm_server` starts, the trainer's own strategy attaches,
 proves its path, makes two optimizer steps with a publish each, and then compares logprobs of what the server decodes
 with its own at the same weights. `works` needs them within a `Bound`, where the two steps have moved logprobs by much
-more: a server that kept old weights would be seen. Anything else is refused, with the words. On a CPU all is float32;
-on a GPU too where vLLM has kernels for it, else bfloat16. Each cell is a line of the records; a later run goes on with
-those that are missing. A broadcast needs a card for either side, so on one GPU it is not measured.
+more: a server that kept old weights would be seen. Anything else is refused, with the words. On a CPU all is float32,
+but for quantized weights; on a GPU too where vLLM has kernels for it, else bfloat16. Each cell is a line of the
+records; a later run goes on with those that are missing. A broadcast needs a card for either side, so on one GPU it is
+not measured.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ import numpy as np
 import torch
 
 from atropos_common.model_math import Dimensions, carries_state, why_refused
+from atropos_common.quantized import why_not_base
 from atropos_common.run_dir import ENV_TOKEN
 from benchmarks.children import TOKEN, Child, ChildError, Server, environment, free_ports
-from benchmarks.model_zoo import ZOO, save
+from benchmarks.model_zoo import QUANTIZED, ZOO, save
 from benchmarks.nursery import VLLM, Forked
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import TrainerError
@@ -49,6 +51,7 @@ from trainer_core.server.client import GeneratedTokens, ServerClient
 from trainer_core.step import accumulate
 from trainer_core.weight_sync.base import Start, WeightSync, make_sync
 
+NAMES = [*ZOO, *QUANTIZED]
 MODES = ("shared_vllm", "broadcast", "lora_only", "lora_restart", "none")
 SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
     "shared_vllm": ([], {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "ATROPOS_HOLD_GENERATION": "1"}),
@@ -59,7 +62,7 @@ SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
 """Flags and environment of a mode's server."""
 BRIDGE = {"broadcast": {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True}}
 MOVED = 10
-"""Two steps must have moved logprobs by so many times the bound."""
+"""Two steps must have moved logprobs by so many times what server and trainer are apart."""
 PROMPTS, PROMPT_TOKENS, TOKENS, STEPS = 4, 40, 24, 2
 ERROR = re.compile(r"(?:^|\]) *(?:[\w.]+Error|[\w.]+Exception): (?!EngineCore|Engine core)|vllm_server: ")
 """A line that names a cause."""
@@ -117,20 +120,21 @@ def own_logprobs(model: torch.nn.Module, pairs: Pairs) -> torch.Tensor:
 
 
 class Cell:
-    """One architecture in one mode, below `folder`."""
+    """One architecture in one mode, whose model lies in `place`."""
 
-    def __init__(self, name: str, mode: str, folder: Path, nursery: Child | None, dtype: str) -> None:
-        self.name, self.mode, self.folder, self.nursery, self.dtype = name, mode, folder, nursery, dtype
+    def __init__(self, name: str, mode: str, place: Path, nursery: Child | None, dtype: str) -> None:
+        self.name, self.mode, self.nursery, self.dtype = name, mode, nursery, dtype
+        self.model, self.folder = place / "model", place / dtype / mode
         self.device = "cpu" if nursery else "cuda:0"
+        self.lora_targets = ZOO[QUANTIZED.get(name, (name,))[0]].lora_targets
         self.own_server = mode == "lora_restart"
         """The trainer starts it, and restarts it."""
-        self.model = folder.parent / "model"
         self.port = free_ports(1)[0]
 
     def config(self) -> TrainingConfig:
         settings = BRIDGE.get(self.mode, {"weight_bridge_mode": self.mode})
-        if self.mode.startswith("lora") and ZOO[self.name].lora_targets:
-            settings = settings | {"lora_target_modules": list(ZOO[self.name].lora_targets)}
+        if self.mode.startswith("lora") and self.lora_targets:
+            settings = settings | {"lora_target_modules": list(self.lora_targets)}
         return TrainingConfig.model_validate(
             settings | {
                 "model_name": str(self.model), "vllm_port": self.port, "dtype": self.dtype, "device": self.device,
@@ -203,7 +207,8 @@ class Cell:
             pairs = ask(sync.engines[0], vocabulary)
         moved = bound.of(own_logprobs(model, first), before)
         probe = bound.of(own_logprobs(model, pairs), _theirs(pairs))
-        right = max(probe, at_start) <= bound.nats and moved >= MOVED * bound.nats
+        apart = max(probe, at_start)
+        right = apart <= bound.nats and moved >= MOVED * apart
         notes = list(self._notes(model))
         if self.mode == "none" and report and "restart" in report.phases:
             notes.append("the server is restarted for each load")
@@ -217,7 +222,7 @@ class Cell:
             yield "in bfloat16, the mean over tokens"
         if carries_state(vars(model.config)):
             yield "its sequences are computed one by one"
-        if self.mode.startswith("lora") and (targets := ZOO[self.name].lora_targets):
+        if self.mode.startswith("lora") and (targets := self.lora_targets):
             yield f"`lora_target_modules = {json.dumps(list(targets))}`"
         if self._lora_flags():
             yield "on a CPU with `--lora-target-modules q_proj k_proj v_proj o_proj` for vLLM"
@@ -242,16 +247,16 @@ def measure(name: str, modes: list[str], records: Path, until: float, nursery: C
     """Append a line for each mode of this architecture, until `until` (`time.monotonic()` seconds)."""
     with saved_model(name) as folder:
         config = json.loads((folder / "model/config.json").read_text())
-        refused = why_refused(config)
         for mode in modes:
             began = time.perf_counter()
             if time.monotonic() > until:
                 return
-            if refused:
+            adapters, shared = mode.startswith("lora"), mode == "shared_vllm"
+            if refused := why_refused(config) or why_not_base(config, frozen=adapters, shared=shared):
                 found = {"result": "refused", "when": "before anything starts", "words": "; ".join(refused)}
             else:
-                for dtype in types_of(mode, nursery):
-                    found = attempt(Cell(name, mode, folder / dtype / mode, nursery, dtype))
+                for dtype in types_of(mode, nursery, quantized=name in QUANTIZED):
+                    found = attempt(Cell(name, mode, folder, nursery, dtype))
                     if "when" not in found:
                         break
             cell = {"architecture": name, "mode": mode, "seconds": round(time.perf_counter() - began, 1)} | found
@@ -260,8 +265,11 @@ def measure(name: str, modes: list[str], records: Path, until: float, nursery: C
                 stream.write(json.dumps(cell) + "\n")
 
 
-def types_of(mode: str, nursery: Child | None) -> tuple[str, ...]:
-    """Tried in turn. vLLM's kernels for adapters and some for attention know half precision alone."""
+def types_of(mode: str, nursery: Child | None, *, quantized: bool) -> tuple[str, ...]:
+    """Tried in turn. vLLM's kernels for adapters, some for attention and all for quantized weights know half precision
+    alone."""
+    if quantized:
+        return ("bfloat16",)
     if nursery:
         return ("float32",)
     return ("bfloat16",) if mode.startswith("lora") else ("float32", "bfloat16")
@@ -289,7 +297,7 @@ def said(error: str, cell: Cell) -> str:
     last = [line.strip() for line in error.splitlines() if line.strip()][-1]
     ours = not any(word in error for word in ("ended", "EngineDead", "not ready", "gone", "crashed"))
     words = last if ours or not raised else raised[0]
-    return re.sub(r"^.*?\.py:\d+\]\s*", "", words).replace(str(cell.folder.parent), "")[:400]
+    return re.sub(r"^.*?\.py:\d+\]\s*", "", words).replace(str(cell.model.parent), "")[:400]
 
 
 def read_records(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -303,7 +311,7 @@ def table(cells: dict[tuple[str, str], dict[str, Any]]) -> str:
     """Markdown: architectures, modes, and the words as notes below."""
     notes: dict[str, int] = {}
     rows = [f"| | {' | '.join(f'`{mode}`' for mode in MODES)} |", "|---|" + "---|" * len(MODES)]
-    for name in ZOO:
+    for name in NAMES:
         if any((name, mode) in cells for mode in MODES):
             rows.append(f"| {name} | {' | '.join(_cell(cells.get((name, mode)), notes) for mode in MODES)} |")
     return "\n".join([*rows, "", *(f"{number}. {words}" for words, number in notes.items())])
@@ -342,7 +350,7 @@ def measure_all(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--only", nargs="+", choices=list(ZOO), default=list(ZOO), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every Nth architecture, from the Ith on")

@@ -258,7 +258,7 @@ class _Builder:
             self.add(names, section.name, what, size, note, estimate=estimate)
 
         only = "the only copy: the trainer attaches to it" if self.traits.shares_memory and fed else ""
-        add("weights", math.ceil(model.parameters * width / section.gpus_per_copy), only)
+        add("weights", math.ceil(model.stored_bytes(width) / section.gpus_per_copy), only)
         if self.traits.lora and fed:
             add("adapters", math.ceil(slot_elements(model, section, self.settings) * width / section.gpus_per_copy))
         if not is_host(names[0]):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_common.model_math import Dimensions
+from atropos_common.quantized import bits_of
 from atropos_tui.profile.model_files import build, config_file
 
 Shape = tuple[int, ...]
@@ -41,6 +42,14 @@ class Model:
     def parameters(self) -> int:
         """Parameters in all."""
         return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def stored_bytes(self, width: int) -> int:
+        """Of all weights in memory where plain ones take `width` bytes each: matrices of layers may be quantized."""
+        bits = bits_of(self.config)
+        if bits is None:
+            return self.parameters * width
+        layers = sum(math.prod(s) for n, s in self.shapes.items() if len(s) > 1 and LAYER.search(n))
+        return int(layers * bits / 8) + (self.parameters - layers) * width
 
     @property
     def largest(self) -> int:

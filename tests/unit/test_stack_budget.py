@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,16 @@ def test_lora_trains_adapters_alone() -> None:
     assert found["trainer optimizer state"] == 8 * adapters
     assert "trainer master weights" not in found and found["trainer weights"] == 2 * PARAMETERS
     assert 0 < (found["vllm adapters"] or 0) < PARAMETERS
+
+
+def test_quantized_layers_are_counted_by_their_bits() -> None:
+    """In the engine's memory alone: what is no matrix of a layer stays as it is, and the trainer has plain weights."""
+    sizes, quantized = sizes_of(QWEN), {"quantization_config": {"quant_method": "mxfp4"}}
+    layers = sum(math.prod(size) for name, size in sizes.items() if ".layers." in name and len(size) == 2)
+    chosen = profile(mode="lora_only", trainer={"gpus": [0], "optimizer": "adamw"})
+    found = items(budget_of(chosen, H200, model=Model("m", QWEN.to_dict() | quantized, sizes, "")), "GPU 0")
+    assert found["vllm weights"] == 2 * (PARAMETERS - layers) + int(layers * 4.25 / 8)
+    assert found["trainer weights"] == 2 * PARAMETERS
 
 
 def test_adapters_over_the_one_copy_need_no_weights_of_their_own() -> None:

@@ -161,6 +161,23 @@ def test_a_model_that_the_trainer_refuses(tmp_path: Path, name: str, mode: str) 
         load_config(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("mode", "trainer", "words"),
+    [
+        ("shared_vllm", {}, "train adapters over it: mode = lora_only"),
+        ("none", {}, "train adapters over it: mode = lora_only"),
+        ("lora_only", {"single_copy": True}, "set trainer.single_copy = false"),
+        ("lora_only", {}, None),
+        ("lora_restart", {}, None),
+    ],
+)
+def test_a_quantized_model_is_a_base_for_adapters_alone(mode: str, trainer: dict[str, Any], words: str | None) -> None:
+    quantized = LLAMA | {"quantization_config": {"quant_method": "fp8"}}
+    problems = found(profile(model="a/b", mode=mode, trainer=trainer), config=quantized, gpus=2)
+    said = [problem.fix for problem in problems if problem.key == "model"]
+    assert len(said) == bool(words) and all(words in fix for fix in said if words)
+
+
 def test_a_model_that_several_ranks_refuse(tmp_path: Path) -> None:
     """In the trainer's own words, and on several ranks alone."""
     config = LLAMA | {"layer_types": ["linear_attention", "full_attention"] * 2}

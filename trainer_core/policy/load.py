@@ -8,6 +8,7 @@ mapped is refused with the list.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch import nn
 
 from atropos_common.manifest import Shard, View
 from atropos_common.model_math import Dimensions, why_refused
+from atropos_common.quantized import method_of, why_not_base
 from atropos_common.strided import Box, joined
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
@@ -36,11 +38,14 @@ ANOTHER_MODE = "Another weight bridge mode needs no shared tensors: broadcast, l
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
-def load_config(model_name: str) -> Any:
-    """The model's configuration by transformers.
+def load_config(model_name: str, *, frozen: bool = False, shared: bool = False) -> Any:
+    """The model's configuration by transformers, as of plain weights: quantized ones are made plain when they are read.
+
+    Args:
+        frozen, shared: as in `why_not_base`.
 
     Raises:
-        UsageError: no such model, or one that `why_refused` refuses.
+        UsageError: no such model, or one that `why_refused` or `why_not_base` refuses.
     """
     from transformers import AutoConfig
 
@@ -49,8 +54,16 @@ def load_config(model_name: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise UsageError(f"--model-name {model_name}: no model there ({first})") from None
-    if refused := why_refused(config.to_dict()):
+    said = config.to_dict()
+    if refused := why_refused(said) or why_not_base(said, frozen=frozen, shared=shared):
         raise UsageError(f"--model-name {model_name}: {refused[0]}; {refused[1]}")
+    return _plain(config)
+
+
+def _plain(config: Any) -> Any:
+    """`config` of a model whose weights are not quantized, changed in place."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     return config
 
 
@@ -101,15 +114,48 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model with memory of its own, weights from disk."""
-    from transformers import AutoModelForCausalLM
+    """The model with memory of its own, weights from disk, plain ones where those are quantized.
+
+    Raises:
+        UsageError: what makes plain weights of them is not installed, or cannot read them.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
+    if method := method_of(config.to_dict()):
+        return _dequantized(model_name, method, config, dtype).to(device)
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         model_name, dtype=dtype, attn_implementation=register(), trust_remote_code=False
     )
     return _windows_as_served(model).to(device).eval()
+
+
+def _dequantized(model_name: str | Path, method: str, config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model on the CPU, with the weights that its quantized ones stand for."""
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    kind = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config", "compressed-tensors": "CompressedTensorsConfig"}
+    how = getattr(transformers, kind[method])(dequantize=True) if method in kind else None
+    more = {"quantization_config": how} if how is not None else {}
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that `how` changes what is there
+            read = AutoModelForCausalLM.from_pretrained(
+                model_name, dtype=dtype, trust_remote_code=False, device_map="cpu", **more
+            )
+        weights = (read if how is not None else read.dequantize(dtype)).state_dict()
+    except (ImportError, ValueError, RuntimeError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UsageError(f"--model-name {model_name}: its weights are quantized ({method}): {first}") from None
+    model = empty_model(_plain(config), dtype)
+    wanted = model.state_dict()
+    if missing := sorted(wanted.keys() - weights.keys()):
+        raise UsageError(f"--model-name {model_name}: quantized ({method}), and without {', '.join(missing[:3])}")
+    model.load_state_dict({name: weights[name].to(dtype) for name in wanted}, assign=True)
+    model.tie_weights()  # type: ignore[operator]
+    return model.requires_grad_(True)
 
 
 def _windows_as_served(model: nn.Module) -> nn.Module:

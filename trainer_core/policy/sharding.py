@@ -46,12 +46,12 @@ def load_for(world: World, name: str | Path, dtype: torch.dtype, device: torch.d
     """
     if world.size == 1:
         return load_model(name, dtype, device)
-    fields = vars(load_config(str(name)))
+    fields = vars(load_config(str(name), frozen=True))  # who trains them has asked before
     if refused := why_not_spread(fields) or why_not_shared(fields, world.context.size if world.context else 1):
         raise UsageError(f"--model-name {name}: {': '.join(refused)}")
     if world.rank == 0:
         return load_model(name, dtype, torch.device("cpu"))
-    return empty_model(load_config(str(name)), dtype)
+    return empty_model(load_config(str(name), frozen=True), dtype)
 
 
 def shard(model: nn.Module, world: World, device: torch.device, config: TrainingConfig) -> nn.Module:

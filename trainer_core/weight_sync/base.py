@@ -227,7 +227,7 @@ class SeparateWeights(WeightSync):
         from trainer_core.policy.load import dtype_of, load_config
         from trainer_core.policy.sharding import load_for
 
-        dtype = dtype_of(load_config(self.config.model_name), self.config.dtype)
+        dtype = dtype_of(load_config(self.config.model_name, frozen=self.config.trains_adapters), self.config.dtype)
         return load_for(self.world, weights or self.config.model_name, dtype, self.device)
 
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:

@@ -206,7 +206,7 @@ class SingleCopy(WeightSync):
                 "single copy takes a rank for each worker, on the worker's GPU. In a profile: trainer.gpus = vllm.gpus "
                 f"(on a CPU trainer.processes = {workers}); by hand: torchrun --nproc-per-node {workers}"
             )
-        config = load_config(self.config.model_name)
+        config = load_config(self.config.model_name, frozen=self.config.trains_adapters, shared=True)
         odd = differences(config.to_dict(), manifest.config)
         if odd:
             raise ManifestError(f"{self.path} is of another model, {manifest.model}: {'; '.join(odd)}")
