@@ -59,9 +59,12 @@ _UNLIKE = (
     "attention_chunk_size", "sliding_window", "residual_multiplier",
 )  # fmt: skip
 """Fields of config.json that a forward pass of our own can miss."""
+OWN_ATTENTION = ("its attention in transformers takes no packed rows", "use another model, such as Llama or Qwen3")
+_BIASED = ("its positions are biases of the scores, which packed rows do not have", OWN_ATTENTION[1])
 _REFUSED = {
     "llama4": ("its layers attend within chunks", "use another model, such as Qwen3-MoE or Mixtral"),
-    "nemotron": ("its attention in transformers takes no packed rows", "use another model, such as Llama or Qwen3"),
+    **dict.fromkeys(("codegen", "falcon", "gpt_neo", "gptj", "nemotron", "stablelm"), OWN_ATTENTION),
+    **dict.fromkeys(("bloom", "mpt"), _BIASED),
 }
 """model_type -> why the trainer does not compute this architecture right, and the way out."""
 

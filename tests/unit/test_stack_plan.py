@@ -14,11 +14,12 @@ import tomli_w
 from atropos_tui.cli.up import _profile_data
 from atropos_tui.errors import UserError
 from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile
-from atropos_tui.profile.plan import build_stack, redacted
+from atropos_tui.profile.plan import build_stack, redacted, stack_of
+from atropos_tui.profile.preflight import preflight
 from atropos_tui.profile.recipes import recipe
 from atropos_tui.profile.redact import hide_command, hide_tree
 from atropos_tui.profile.sections import Profile, load_profile, parse_profile
-from atropos_tui.profile.site import Site, make_site
+from atropos_tui.profile.site import Site, engine_model, make_site
 from atropos_tui.profile.spec import ComponentSpec, RestartPolicy, StackSpec, StopPolicy
 
 
@@ -66,6 +67,17 @@ def test_derived_values_agree() -> None:
     assert trainer["vllm-config-path"] in parts["engine"].clears
     assert parts["engine"].env["ATROPOS_HOLD_GENERATION"] == "1"
     assert parts["api"].command[-4:] == ["--host", "127.0.0.1", "--port", "8123"]
+
+
+def test_a_model_may_be_named_by_a_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`MODEL=DIR`, as with the trainer of before: who plans has to know which model that is."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("MODEL", str(tmp_path))
+    chosen = profile(model="${MODEL}", vllm=[{"name": "vllm"}, {"name": "judge", "model": "${JUDGE}/x", "port": 9002}])
+    site = make_site(chosen, Path("/runs/r"), run_id="r", dotenv={"MODEL": "not this", "JUDGE": "org"})
+    assert site.model == str(tmp_path) and engine_model(site, chosen.vllm[1]) == "org/x"
+    assert flags(stack_of(site).component("trainer").command)["model-name"] == str(tmp_path)
+    assert not [problem for problem in preflight(site, stack_of(site)) if problem.key.endswith("model")]
 
 
 def test_each_program_of_the_stack_has_a_temporary_folder_that_goes_with_it() -> None:

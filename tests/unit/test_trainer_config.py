@@ -86,7 +86,7 @@ def test_all_problems_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         ("--weight-bridge-mode shared_vllm --use-shared-memory --init-method file://x", "--init-method"),
         ("--weight-bridge-mode shared_vllm --vllm-urls http://a", "--vllm-urls does nothing in single copy"),
         ("--weight-bridge-mode lora_only --in-flight wait", "--in-flight wait does nothing with adapters"),
-        ("--world-size 2", "one process"),
+        ("--world-size 2", "torchrun tells the ranks"),
         ("--lr inf", "--lr 'inf': Input should be a finite number"),
         ("--stop-reward nan", "finite"),
         ("--train-layer-indices 3-1", "backwards"),

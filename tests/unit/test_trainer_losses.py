@@ -18,6 +18,7 @@ from trainer_core.objective.loss import Bounds, Correction, Sequences, cispo_los
 from trainer_core.objective.registry import OBJECTIVES, Counts, Objective, count
 from trainer_core.optim import Stepper
 from trainer_core.policy.load import load_model
+from trainer_core.policy.logprobs import row_logprobs
 from trainer_core.ranks import ALONE
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
@@ -157,7 +158,7 @@ def _reference(model: torch.nn.Module, rollouts: list[Rollout], config: Training
             continue
         q = (logprobs - rollout).exp()
         loss = weight[keep] * _published(config.objective, logprobs[keep], base[keep], advantage[keep])
-        loss = loss + config.kl_coef * (q - 1 - q.log())[keep]
+        loss = loss + config.kl_coef * (q - 1 - q.log()).clamp(max=10.0)[keep]  # where verl bounds it, too
         total = total + (loss.mean() if per == "sequences" else loss.sum())
         tokens, sequences = tokens + int(keep.sum()), sequences + 1
     return total / {"tokens": tokens, "sequences": sequences, "constant": sequences * config.seq_len}[per]
@@ -193,6 +194,19 @@ def test_gradient_against_float64(base: Path, name: str, ratio: dict[str, object
     if not ratio and name in ("grpo", "dapo", "dr_grpo"):
         assert outcome.dual_clip > 0 and outcome.ratio_max > 3
     assert (outcome.tis_masked or 0) > 0 if "tis_mask" in ratio else not outcome.tis_masked
+
+
+@pytest.mark.parametrize(("mask", "passes"), [("none", 0), ("token", 1)])
+def test_a_single_step_asks_the_model_once_unless_a_mask_wants_to_know_first(
+    base: Path, monkeypatch: pytest.MonkeyPatch, mask: str, passes: int
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "trainer_core.step.row_logprobs", lambda model, row: asked.append(row) or row_logprobs(model, row)
+    )
+    config = _config(ratio_base="proximal", tis_mask=mask)
+    outcome, _ = _gradient(load_model(str(base), torch.float32, CPU), pack(rollouts_of(), 10_000), config)
+    assert len(asked) == passes and outcome.ratio_mean == pytest.approx(1.0) and outcome.tis_mean is not None
 
 
 @pytest.mark.parametrize("ratio", RATIOS[:2], ids=["rollout", "proximal"])
@@ -233,8 +247,6 @@ def test_no_split_changes_anything(base: Path, name: str, ratio: dict[str, objec
 
 
 def _counts(model: torch.nn.Module, rows: list[PackedRow], config: TrainingConfig) -> Counts:
-    from trainer_core.policy.logprobs import row_logprobs
-
     objective, found = Objective(config), []
     for row in rows:
         sequences = Sequences(row.sequences, len(row.lengths))

@@ -89,7 +89,7 @@ def _by_hand(policy: torch.nn.Module, frozen: torch.nn.Module, rollouts: list[Ro
             torch.full_like(own, math.nan) if r.reference is None else torch.from_numpy(r.reference[r.trained]).double()
         )
         gap = torch.where(sent.isnan(), own, sent) - logprobs
-        k3 = gap.exp() - 1 - gap
+        k3 = (gap.exp() - 1 - gap).clamp(max=10.0)  # where verl bounds it, too
         weight = (logprobs.detach() - torch.from_numpy(r.logprobs[r.trained])).exp().clamp(max=2.0)
         ratio = (logprobs - logprobs.detach()).exp()
         objective = -weight * ratio * torch.from_numpy(r.advantages[r.trained]).double()

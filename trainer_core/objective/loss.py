@@ -26,6 +26,8 @@ from trainer_core.errors import LossError
 
 MAX_LOG_RATIO = 20.0
 """exp of more would overflow, and its gradient is meaningless."""
+MOST_K3 = 10.0
+"""k3 of one token, in nats, as in verl (`kl_penalty`): beyond it a token has no gradient, instead of one of e^20."""
 
 
 class Sequences(NamedTuple):
@@ -70,7 +72,8 @@ class LossSums(NamedTuple):
     loss: torch.Tensor
     ratio: torch.Tensor
     clipped: torch.Tensor
-    """Tokens whose ratio lies outside [1 - clip_eps, 1 + clip_eps_high]: `clipped_low` and `clipped_high` together."""
+    """Tokens whose ratio lies outside [1 - clip_eps, 1 + clip_eps_high]: `clipped_low` and `clipped_high` together. TRL
+    and verl count those alone whose advantage makes the clipped term the one that holds."""
     kl_k3: torch.Tensor
     tokens: torch.Tensor
     clipped_low: torch.Tensor
@@ -141,8 +144,9 @@ def gspo_loss(
 
     s = (pi(y) / pi_base(y)) ** (1 / |y|) is one ratio for the whole sequence (GSPO, Zheng et al. 2025,
     arXiv:2507.18071, eq. 5-7; clip range of section 5.1). Written as sg(s) pi / sg(pi) at every token (eq. 13-14), so
-    that advantages may differ within a sequence; where they do not, value and gradient are those of eq. 5. Divided by
-    the sequences it equals verl's `compute_policy_loss_gspo` (`seq-mean-token-mean`) and TRL's
+    that advantages may differ within a sequence; where they do not, value and gradient are those of eq. 5. A weight
+    of each token (`ratio_base = proximal` with `tis_cap`) makes it eq. 13 with that weight, no longer eq. 5. Divided
+    by the sequences it equals verl's `compute_policy_loss_gspo` (`seq-mean-token-mean`) and TRL's
     `importance_sampling_level="sequence"` with `loss_type="grpo"`.
 
     Raises:
@@ -259,7 +263,7 @@ def _sums(
     if correction is not None:
         loss = loss * correction.weight
     log_ratio = _bounded(logprobs, rollout_logprobs)
-    k3 = log_ratio.expm1() - log_ratio
+    k3 = bounded_k3(log_ratio)
     if common.get("kl_coef"):
         loss = loss + common["kl_coef"] * k3
     if (penalty := common.get("penalty")) is not None:
@@ -289,6 +293,11 @@ def _sums(
 def _log_ratio(logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, common: Common) -> torch.Tensor:
     correction = common.get("correction")
     return _bounded(logprobs, rollout_logprobs if correction is None else correction.base)
+
+
+def bounded_k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(d) - 1 - d of each log ratio d, at most `MOST_K3`."""
+    return (log_ratio.expm1() - log_ratio).clamp(max=MOST_K3)
 
 
 def _bounded(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -328,9 +337,9 @@ def correct(
 
     Truncated importance sampling (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training"): verl's `rollout_is="token"` with `rollout_is_threshold`, TRL's
-    `vllm_importance_sampling_correction` with `vllm_importance_sampling_cap`. The mask is verl's rejection sampling
-    `rollout_rs` "token", and "geometric" for sequences: the geometric mean over a sequence, whose bounds do not depend
-    on its length. What is masked counts in no denominator.
+    `vllm_importance_sampling_correction`, where it goes by token. The mask is rejection sampling as in verl's
+    `rollout_rs`, by token or by the geometric mean over a sequence, whose bounds do not depend on its length. What is
+    masked counts in no denominator.
 
     Args:
         base: [T] trainer logprobs at batch start; no gradient goes through it.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer_core.errors import UsageError
-from trainer_core.objective.loss import MAX_LOG_RATIO
+from trainer_core.objective.loss import MAX_LOG_RATIO, bounded_k3
 
 LEAST_TAIL = 1e-6
 """Probability that the tokens which a teacher does not name have at least: log 0 would be an infinite pull, and float32
@@ -28,7 +28,7 @@ def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tenso
     """
     known = ~reference.isnan()
     gap = (torch.where(known, reference, 0.0) - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.where(known, gap.expm1() - gap, 0.0)
+    return torch.where(known, bounded_k3(gap), 0.0)
 
 
 def teacher_kl(logprobs: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,8 @@ class PublishedObjective:
 OBJECTIVES: dict[str, PublishedObjective] = {
     "grpo": PublishedObjective(loss.grpo_loss),
     # "Understanding R1-Zero-like training" (Liu et al. 2025, arXiv:2503.20783, section 3.2): advantages are scores
-    # minus their mean, and the sum over tokens is divided by sequences x a constant, not by lengths. Equals TRL's
-    # `loss_type="dr_grpo"` with `scale_rewards="none"` (divided by sequences x max_completion_length) and verl's
+    # minus their mean, and the sum over tokens is divided by sequences x a constant, not by lengths: TRL's
+    # `loss_type="dr_grpo"` with `scale_rewards="none"`, whose constant is its max_completion_length, and verl's
     # `loss_agg_mode="seq-mean-token-sum-norm"` with `norm_adv_by_std_in_grpo=False`.
     "dr_grpo": PublishedObjective(loss.grpo_loss, per="constant", advantage_std=False),
     # DAPO (Yu et al. 2025, arXiv:2503.14476): clip-higher and a token-level loss (eq. 8) here, groups of equal scores

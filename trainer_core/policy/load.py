@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from atropos_common.manifest import Shard, View
-from atropos_common.model_math import Dimensions, why_refused
+from atropos_common.model_math import OWN_ATTENTION, Dimensions, why_refused
 from atropos_common.quantized import method_of, why_not_base
 from atropos_common.strided import Box, joined
 from trainer_core.errors import UsageError
@@ -91,9 +91,25 @@ def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
     buffers, such as rotary frequencies, are transformers' own, on the CPU."""
     from transformers import AutoModelForCausalLM
 
-    with _parameters_without_memory():
+    with _parameters_without_memory(), _packed_attention(config):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register())
     return _windows_as_served(model).eval()
+
+
+@contextmanager
+def _packed_attention(config: Any) -> Iterator[None]:
+    """Classes of transformers that pick their attention out of a table of their own know no other.
+
+    Raises:
+        UsageError: for a model of such a class.
+    """
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (register(),):
+            raise
+        name = (config.architectures or [type(config).__name__])[0]
+        raise UsageError(f"{name} does not train here: {OWN_ATTENTION[0]}; {OWN_ATTENTION[1]}") from None
 
 
 @contextmanager
@@ -126,9 +142,10 @@ def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device)
     config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     if method := method_of(config.to_dict()):
         return _dequantized(model_name, method, config, dtype).to(device)
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        model_name, dtype=dtype, attn_implementation=register(), trust_remote_code=False
-    )
+    with _packed_attention(config):
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            model_name, dtype=dtype, attn_implementation=register(), trust_remote_code=False
+        )
     return _windows_as_served(model).to(device).eval()
 
 
