@@ -80,7 +80,7 @@ def test_without_the_plot_library_it_names_the_extra(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main.run(["report"]) == 2
-    assert "pip install 'atropos-tui[report]'" in capsys.readouterr().err
+    assert "pip install '.[report]'" in capsys.readouterr().err
 
 
 def test_a_loop_of_links_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

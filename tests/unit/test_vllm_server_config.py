@@ -188,7 +188,7 @@ def test_vllm_missing_says_how_to_install(monkeypatch: pytest.MonkeyPatch, capsy
     )
     monkeypatch.setattr(start, "check_port", lambda host, port: None)
     assert start.main(["--model", "Qwen/Qwen3-0.6B"]) == 2
-    assert "atropos-tui[cpu]" in capsys.readouterr().err
+    assert "make install EXTRA=gpu" in capsys.readouterr().err
 
 
 def test_help_and_config_import_neither_vllm_nor_torch() -> None:
