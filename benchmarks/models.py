@@ -66,6 +66,8 @@ MOVED = 10
 PROMPTS, PROMPT_TOKENS, TOKENS, STEPS = 4, 40, 24, 2
 ERROR = re.compile(r"(?:^|\]) *(?:[\w.]+Error|[\w.]+Exception): (?!EngineCore|Engine core)|vllm_server: ")
 """A line that names a cause."""
+TYPE = re.compile(r"bf16|bfloat16|half|float32|dtype|attention backend", re.IGNORECASE)
+"""In the words of a refusal: that another type may do."""
 ENGINE_FLAGS = [
     "--max-model-len", "256", "--max-num-seqs", "16", "--generation-config", "vllm",
     "--logprobs-mode", "processed_logprobs", "--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32",
@@ -257,7 +259,7 @@ def measure(name: str, modes: list[str], records: Path, until: float, nursery: C
             else:
                 for dtype in types_of(mode, nursery, quantized=name in QUANTIZED):
                     found = attempt(Cell(name, mode, folder, nursery, dtype))
-                    if "when" not in found:
+                    if "when" not in found or not TYPE.search(found["words"]):
                         break
             cell = {"architecture": name, "mode": mode, "seconds": round(time.perf_counter() - began, 1)} | found
             print(json.dumps(cell), flush=True)
@@ -270,9 +272,7 @@ def types_of(mode: str, nursery: Child | None, *, quantized: bool) -> tuple[str,
     alone."""
     if quantized:
         return ("bfloat16",)
-    if nursery:
-        return ("float32",)
-    return ("bfloat16",) if mode.startswith("lora") else ("float32", "bfloat16")
+    return ("bfloat16",) if mode.startswith("lora") and not nursery else ("float32", "bfloat16")
 
 
 def attempt(cell: Cell) -> dict[str, Any]:
