@@ -96,7 +96,9 @@ ZOO: dict[str, Architecture] = {
     "Mixtral": Architecture("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "OLMoE": Architecture("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "GLM-4-MoE": Architecture("Glm4MoeConfig", _MANY | {"head_dim": 32}),
-    "DeepSeek-V3": Architecture("DeepseekV3Config", _MANY | _MLA | {"topk_method": "noaux_tc"}, lora_targets=("o_proj",)),
+    "DeepSeek-V3": Architecture(
+        "DeepseekV3Config", _MANY | _MLA | {"topk_method": "noaux_tc"}, lora_targets=("o_proj",)
+    ),
     "GPT-OSS": Architecture(
         "GptOssConfig", _MIXED | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
     ),
@@ -109,7 +111,10 @@ ZOO: dict[str, Architecture] = {
         {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16,
          "lm_head_multiplier": 0.5},
     ),
-    "LFM2": Architecture("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_dim": 128}),
+    "LFM2": Architecture(
+        "Lfm2Config",
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_dim": 128},
+    ),
     "Llama 4": Architecture(
         "Llama4TextConfig",
         {"head_dim": 32, "intermediate_size_mlp": 160, "num_local_experts": 2, "attention_chunk_size": 64},
