@@ -18,7 +18,8 @@ from benchmarks.nursery import ForkedProcess
 START_S = 240.0
 TRAINER = (
     "pytest", "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto", "trainer_core.loop",
-    "trainer_core.policy.sharding", "trainer_core.policy.lora", "trainer_core.world", "torch.distributed.fsdp",
+    "trainer_core.launch", "trainer_core.policy.sharding", "trainer_core.policy.lora", "trainer_core.world",
+    "torch.distributed.fsdp",
 )  # fmt: skip
 SUPERVISOR = ("atropos_tui.supervisor.runner", "atropos_tui.supervisor.__main__")
 
