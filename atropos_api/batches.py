@@ -22,6 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
+from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -132,3 +133,18 @@ def _encoded(group: Group) -> bytes:
     except (ValueError, TypeError, RecursionError) as error:
         print(f"[WARNING] a group of environment {group.get('env_id')} cannot be sent as JSON: {error}", flush=True)
         return b"null"
+
+
+def add_listing(app: FastAPI) -> None:
+    """Give atroposlib's application this route."""
+
+    @app.get("/envs")
+    async def envs() -> dict[str, list[dict[str, Any]]]:
+        """Every environment since the trainer's registration; `registered_at` in Unix seconds."""
+        known = getattr(app.state, "envs", [])
+        return {
+            "envs": [
+                {"name": env["desired_name"], "connected": env["connected"], "registered_at": env["last_update"]}
+                for env in known
+            ]
+        }

@@ -21,12 +21,11 @@ import torch
 
 from atropos_common.bridge import InFlight
 from atropos_common.records import StepRecord
-from benchmarks.nursery import VLLM
 from tests.e2e.gate import PROMPTS, Live, alignments, shift, stopped_for, train_on, train_on_copies
 from tests.e2e.small_models import ARCHITECTURES, make_model
 from tests.e2e.streams import Streams
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, largest_gap, start_server
-from tests.nursery import forked
+from tests.nursery import SERVER, forked
 from trainer_core.errors import EngineGone
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync import shared_vllm
@@ -224,7 +223,7 @@ def test_a_trainer_killed_while_it_writes(server: Server, tmp_path: Path) -> Non
     with Streams(server.url, TOKEN, with_token=True, patient=True) as load:
         load.until(16)
         log = tmp_path / "killed.log"
-        child = forked([VLLM], "tests.e2e.test_single_copy:killed_at_two", [server.url, *paths], log)
+        child = forked(SERVER, "tests.e2e.test_single_copy:killed_at_two", [server.url, *paths], log)
         assert child.wait(120) == -signal.SIGKILL, log.read_text()
         killed = time.monotonic()
         while server.get("/health", token=False).status_code != 503:

@@ -13,8 +13,7 @@ from tests.unit.test_vllm_server_graph_check import Model
 from tests.unit.test_vllm_server_graph_check import Server as Engine
 from vllm_server import app
 from vllm_server.weights import loaders
-from vllm_server.weights.loaders import SharedWeightsError, Trace
-from vllm_server.weights.plain_layers import PlainLayers
+from vllm_server.weights.loaders import PlainLayers, SharedWeightsError, Trace
 
 VIEW = View(parameter="w", offset=0, shape=[2], stride=[1])
 
