@@ -26,13 +26,14 @@ from atropos_common.control import Action, CommandRequest, CommandStatus, Recipe
 from atropos_common.records import Number
 from atropos_tui import __version__
 from atropos_tui.cli import inspect, runs, slurm
-from atropos_tui.cli.answers import LogRow, RunRow, Why
+from atropos_tui.cli.answers import LogRow, Why
 from atropos_tui.cli.logs import Filter, compiled, moment
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import benchmark_runs, benchmarks_json
 from atropos_tui.monitor.format import masked_line, one_line
 from atropos_tui.monitor.log_reader import LogReader, MergedLogs
 from atropos_tui.monitor.run_files import load_run
+from atropos_tui.monitor.run_list import RunRow
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 
 Tool = Callable[..., Awaitable[Any]]

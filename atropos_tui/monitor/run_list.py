@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from atropos_common.files import open_regular
 from atropos_common.record_tail import nth_from_end, whole_lines
-from atropos_common.records import EvalRecord, Record, RecordError, StepRecord, parse_line
+from atropos_common.records import EvalRecord, Number, Record, RecordError, StepRecord, parse_line
 from atropos_common.run_dir import RunDir, registry
 from atropos_tui.monitor.bench import WINDOW
 from atropos_tui.monitor.charts import mean
@@ -26,26 +26,30 @@ AGES = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 @dataclass(frozen=True)
-class ListedRun:
-    """One run, from the ends of its files; None where nothing tells."""
+class RunRow:
+    """One run, from its files."""
 
-    root: Path
     run: str
+    """Its id."""
     name: str
     mode: str
     state: str
-    """`live`, `ended CODE`, or what is left of it."""
+    """`live`, `waits` (in SLURM's queue), `ended CODE` or `crashed`, the last with what is left of it."""
     reason: str
-    """Why it ended; empty while it lives."""
+    """Why it ended, or what it waits for; empty while it lives."""
     started_at: float | None
     """Unix seconds, of its first start."""
     duration_s: float | None
-    """Since its newest start."""
+    """Since its newest start; null where nothing tells when it ended."""
     step: int | None
+    """Newest optimizer step."""
     training_steps: int | None
-    reward: float | None
-    """Mean of the newest steps."""
-    held_out: float | None
+    """How many it was asked for."""
+    reward: Number | None
+    """Mean of the newest steps, 20 at most."""
+    held_out: Number | None
+    """Newest held-out accuracy, from 0 to 1."""
+    dir: Path
 
     def cells(self, now: float) -> tuple[str, ...]:
         """As `HEADINGS` name them."""
@@ -73,7 +77,7 @@ STATE_COLUMNS = 11
 """So much of a state is worth more than those."""
 
 
-def table(runs: Sequence[ListedRun], now: float, width: int | None = None) -> list[str]:
+def table(runs: Sequence[RunRow], now: float, width: int | None = None) -> list[str]:
     """The headings, then a line for each run; with `width`, only the columns that fit, the last of which may not."""
     rows = [HEADINGS, *(run.cells(now) for run in runs)]
     kept = list(range(len(HEADINGS)))
@@ -85,15 +89,14 @@ def table(runs: Sequence[ListedRun], now: float, width: int | None = None) -> li
     return columns([[row[at] for at in kept] for row in rows], right)
 
 
-def listed(run: RunDir, *, is_live: bool, now: float) -> ListedRun:
+def listed(run: RunDir, *, is_live: bool, now: float) -> RunRow:
     """How `run` stands or went; where it neither lives nor told of its end, `UNFINISHED`."""
     info, meta, result, figures = read_info(run), read_json(run.run_json), read_json(run.result_json), last_figures(run)
     code = None if is_live else exit_code(run)
     until = now if is_live else None if code is None else moment(result.get("ended_at"))
     started = moment(meta.get("started_at"))
     newest_start = moment(meta.get("resumed_at")) or started
-    return ListedRun(
-        root=run.root,
+    return RunRow(
         run=info.run_id or run.root.name,
         name=info.name,
         mode=info.mode,
@@ -105,6 +108,7 @@ def listed(run: RunDir, *, is_live: bool, now: float) -> ListedRun:
         training_steps=info.training_steps,
         reward=figures.reward,
         held_out=figures.held_out,
+        dir=run.root,
     )
 
 
@@ -117,7 +121,7 @@ def age(when: float | None, now: float) -> str:
     return f"{seconds // size:.0f} {unit} ago"
 
 
-def other_runs(root: Path) -> list[ListedRun]:
+def other_runs(root: Path) -> list[RunRow]:
     """The newest runs that have records of a trainer, beside `root` or anywhere of this user's, by the names of their
     folders; newest first."""
     found = {}
