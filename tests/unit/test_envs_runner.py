@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from tenacity import RetryError, retry, stop_after_attempt
 
 from atropos_common.control import Role
 from atropos_common.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord, parse_line
-from atropos_envs import EnvFault, runner
+from atropos_envs import EnvFault, needs_no_torch, runner
 from atropos_envs.base import StackEnv
 from atropos_envs.engine_client import EngineClient
 from atropos_envs.evaluation import EvalLog
@@ -70,6 +72,30 @@ def test_the_class_whose_command_line_the_file_calls_is_hosted(tmp_path: Path, m
     runner.run([f"{tmp_path / 'e.py'}:A", "serve"])
     assert [each.__name__ for each in ran] == ["B", "A"] and all(issubclass(each, Foreign) for each in ran)
     assert hosted(StackEnv) is StackEnv and issubclass(StackEnv, Hosted), "ours are hosted already"
+
+
+@pytest.mark.parametrize(
+    ("code", "light"),
+    [
+        ("import random, math\nfrom atroposlib.envs.base import BaseEnv", True),
+        ("from atroposlib.envs.base import BaseEnv\ndef f():\n    import torch", False),
+        ("from atroposlib.utils import x", False), ("from . import rewards", False), ("import importlib", False),
+        ("import rewards", False), ("def", False),
+    ],
+)  # fmt: skip
+def test_torch_is_left_out_where_nothing_can_want_it(tmp_path: Path, code: str, light: bool) -> None:
+    (tmp_path / "e.py").write_text(code)
+    assert needs_no_torch(tmp_path / "e.py") is light and not needs_no_torch(tmp_path / "none.py")
+
+
+def test_a_program_without_torch_begins_without_it(tmp_path: Path) -> None:
+    """And ends as every file that defines no environment."""
+    (tmp_path / "e.py").write_text(
+        "import sys\nfrom atroposlib.envs.base import BaseEnv\nprint('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-m", "atropos_envs.runner", str(tmp_path / "e.py"), "serve"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "False\n") and "defines no environment class" in done.stderr
 
 
 def _env(servers: Any, **members: Any) -> type[BaseEnv]:
