@@ -56,7 +56,7 @@ class Streams:
         url: str,
         token: str = "",
         *,
-        count: int = 6,
+        count: int = 16,
         recorded: int = 2,
         max_tokens: int = 48,
         prompt: list[int] | None = None,

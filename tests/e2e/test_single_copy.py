@@ -144,7 +144,7 @@ def test_a_publish_and_completions_in_flight(server: Server, in_flight: InFlight
         if answer := asyncio.run(_across(server, engine, in_flight)):
             break
     else:
-        pytest.fail("at no attempt was a completion in flight when generation was paused")
+        pytest.fail("at no attempt were all completions in flight when generation was paused")
     engine.close()
     assert {len(tokens) for tokens in answer["token_ids"]} == {240} and set(answer["finish_reasons"]) == {"length"}
     assert answer["weight_versions"] == [versions] * AT_ONCE
@@ -159,7 +159,8 @@ async def _across(server: Server, engine: ServerClient, in_flight: InFlight) -> 
         body = {"prompt": PROMPTS[0][:6], "n": AT_ONCE, "max_tokens": 240, "ignore_eos": True}
         running = asyncio.create_task(http.post(server.url + "/generate", json=body))
         while await asyncio.to_thread(_running, server) < AT_ONCE:
-            assert not running.done(), "all of them run at the same time, for as long as 240 tokens take"
+            if running.done():  # before it was seen that all of them run
+                return None
         pausing = asyncio.create_task(asyncio.to_thread(engine.pause, dirty=True, in_flight=in_flight, wait_s=30.0))
         while not (await asyncio.to_thread(server.get, "/bridge/is_paused")).json()["paused"]:
             pass

@@ -71,7 +71,7 @@ def test_broadcasts_under_streams(layout: tuple[str, ...], tmp_path: Path) -> No
         model, "", vllm_urls=[each.url for each in servers], dtype="bfloat16", device="cuda:0", lr=2e-4
     )  # fmt: skip
     trainer = Whole(Broadcast, settings, device=torch.device("cuda:0"))  # type: ignore[arg-type]
-    loads = [Streams(each.url, TOKEN, prompt=PROMPT, max_tokens=24, count=16) for each in servers]
+    loads = [Streams(each.url, TOKEN, prompt=PROMPT, max_tokens=24) for each in servers]
     # A run of two servers on four GPUs was silent here for two minutes: every wait below has a limit of its own, so the
     # last line, or the threads' places after two minutes, tell which part it was.
     faulthandler.dump_traceback_later(120, repeat=True)

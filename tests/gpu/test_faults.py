@@ -60,7 +60,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_planted_stays_aligned(clean: Server, tmp_path: Path) -> None:
     """The same run as below, as long: what the gate says there is the fault's doing."""
-    with Streams(clean.url, TOKEN, with_token=True, count=16) as load:
+    with Streams(clean.url, TOKEN, with_token=True) as load:
         found = alignments(train_on(clean, tmp_path, training_steps=40, stop_on_mismatch=True, **HERE))
     load.assert_whole()
     probes = [record.probe_diff_abs_mean for record in found if record.probe_diff_abs_mean is not None]

@@ -52,7 +52,7 @@ def test_two_ranks_load_under_streams(tmp_path: Path, monkeypatch: pytest.Monkey
     settings = config(model, tmp_path, server.url, dtype="bfloat16", device="cuda:0", lr=2e-4)
     trainer = Whole(Reload, settings, device=torch.device("cuda:0"))
     try:
-        with Streams(server.url, TOKEN, prompt=PROMPT, max_tokens=24, count=16) as load:
+        with Streams(server.url, TOKEN, prompt=PROMPT, max_tokens=24) as load:
             load.until(20)
             reports = []
             for _ in range(STEPS):

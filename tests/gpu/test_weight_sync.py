@@ -147,7 +147,7 @@ def test_aligned_after_every_publish(
     until_ready(server)
     monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
     monkeypatch.setenv("VLLM_BRIDGE_CONFIG_PATH", str(server.bridge_dir / "vllm_bridge_config.json"))
-    load = Streams(server.url, TOKEN, count=16)
+    load = Streams(server.url, TOKEN)
     every = 5 if mode == "none" else 1
     records = run(mode, base, server.url, tmp_path, load, vllm_restart_interval=every)
     ended = time.monotonic()
@@ -171,7 +171,7 @@ def test_aligned_after_restarts(base: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    load = Streams(url, TOKEN, patient=True, count=16)
+    load = Streams(url, TOKEN, patient=True)
     records = run("lora_restart", base, url, tmp_path, load, vllm_restart_interval=STEPS // 2)
     load.__exit__()
     check_aligned("lora_restart", records, 1)
