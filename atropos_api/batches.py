@@ -39,7 +39,7 @@ UNREGISTERED = b'{"status":"error","message":"Trainer not registered. Call /regi
 
 
 @dataclass(frozen=True)
-class Kept:
+class HandedOut:
     """A batch that was handed out and not let go yet: its groups are still in the queue."""
 
     name: str
@@ -54,7 +54,7 @@ class Batches:
         state: of atroposlib's application, `app.state`.
         """
         self._app, self._state = app, state
-        self._kept: Kept | None = None
+        self._kept: HandedOut | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "GET":
@@ -79,7 +79,7 @@ class Batches:
                     return Response(b'{"batch":null}', media_type="application/json")
                 await asyncio.sleep(LOOK_S)
 
-    def _next(self, after: str | None) -> Kept | None:
+    def _next(self, after: str | None) -> HandedOut | None:
         """The batch behind the one named `after`, which is let go; the same again for who did not get it."""
         state = self._state
         if self._kept and not set(map(id, self._kept.groups)) <= set(map(id, state.queue)):
@@ -87,7 +87,7 @@ class Batches:
         if self._kept and self._kept.name == after:
             self._let_go()
         if not self._kept and (groups := form_batch(state.queue, state.batchsize, getattr(state, "envs", []))):
-            self._kept = Kept(uuid4().hex, groups)
+            self._kept = HandedOut(uuid4().hex, groups)
         found = self._kept
         if found and after is None:
             self._let_go()

@@ -85,7 +85,7 @@ class Validated(Answer):
     """What has to be changed; empty where the profile is valid."""
 
 
-class Budget(Answer):
+class MemoryBudget(Answer):
     """The memory that a stack wants; bytes, null where it is not known."""
 
     notes: list[str]
@@ -113,7 +113,7 @@ class Plan(Answer):
     nodes: list[Node]
     """The machines, the supervisor's own first; empty where there is only that."""
     notes: list[str]
-    budget: Budget
+    budget: MemoryBudget
     advice: list[str]
     """Settings that fit better."""
     problems: list[Problem]

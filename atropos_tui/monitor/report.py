@@ -30,7 +30,7 @@ from atropos_tui.monitor.log_buffer import Classifier
 from atropos_tui.monitor.log_reader import LogReader
 from atropos_tui.monitor.overlay import LAST, final, settings_of
 from atropos_tui.monitor.report_charts import PageChart, charts, draw, system_charts
-from atropos_tui.monitor.rollout_groups import Group, groups, question, shared_beginning
+from atropos_tui.monitor.rollout_groups import RolloutGroup, groups, question, shared_beginning
 from atropos_tui.monitor.run_files import RunInfo, is_crashed, load_run, read_json
 from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
 from atropos_tui.monitor.timeline import timeline
@@ -271,7 +271,7 @@ def _settings(run: RunDir) -> list[tuple[str, str, str]]:
 
 def _rollouts(state: RunState) -> list[dict[str, Any]]:
     """The newest groups, newest step first: the question without what all begin with, and every completion."""
-    newest: list[Group] = []
+    newest: list[RolloutGroup] = []
     for group in groups(state.rollouts):
         if sum(len(one.rollouts) for one in newest) >= SAMPLES:
             break
@@ -280,7 +280,7 @@ def _rollouts(state: RunState) -> list[dict[str, Any]]:
     return [_group(group, shared) for group in newest]
 
 
-def _group(group: Group, shared: int) -> dict[str, Any]:
+def _group(group: RolloutGroup, shared: int) -> dict[str, Any]:
     asked = masked_line(question(group.prompt)[shared:])
     cut = "…" if len(asked) > QUESTION_CHARS else ""
     best_first = sorted(group.rollouts, key=lambda one: one.reward, reverse=True)
@@ -295,7 +295,7 @@ def _group(group: Group, shared: int) -> dict[str, Any]:
     }
 
 
-def _spread(group: Group) -> str:
+def _spread(group: RolloutGroup) -> str:
     """How the rewards of a group differ, in words: what it teaches."""
     rewards = [one.reward for one in group.rollouts]
     whole = group.rollouts[0].group_size

@@ -22,7 +22,7 @@ from atropos_tui.profile.spec import Place, StackError, StackSpec, check_stack
 from atropos_tui.supervisor import procfs, remote_launcher
 from atropos_tui.supervisor.line import Line
 from atropos_tui.supervisor.outbox import Beats, Outbox
-from atropos_tui.supervisor.remote_launcher import Kept, sweep_there
+from atropos_tui.supervisor.remote_launcher import StartedThere, sweep_there
 from atropos_tui.supervisor.store import FarEntry, ProcessTable
 from tests.supervisor.conftest import far
 from tests.supervisor.harness import QUICK, Running, alive, part, pids_in, python, ready, script, wait_until
@@ -283,7 +283,7 @@ async def test_another_machine_that_says_anything_is_lost_and_nothing_else_is(
 
 def test_what_another_machine_has_started_is_numbers() -> None:
     said = b'{"pid": 7, "ticks": 1, "end_pid": 6, "end_ticks": 1, "command": ["touch", "x"], "clears": ["/x"]}'
-    assert Kept.model_validate_json(said).model_dump() == {"pid": 7, "ticks": 1, "end_pid": 6, "end_ticks": 1}
+    assert StartedThere.model_validate_json(said).model_dump() == {"pid": 7, "ticks": 1, "end_pid": 6, "end_ticks": 1}
 
 
 @remote

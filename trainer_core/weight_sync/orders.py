@@ -90,7 +90,7 @@ class Orders:
         if self.meeting is None:
             return
         until = time.monotonic() + MEET_S
-        with Door(self._listener, self.meeting.secret) as door:
+        with RankDoor(self._listener, self.meeting.secret) as door:
             while len(self._lines) < len(self._others):
                 for rank, come in door.come(FIRST_WORD_S):
                     self._lines[rank] = come.makefile("rwb")
@@ -153,7 +153,7 @@ class Orders:
         self._ended.add(rank)
 
 
-class Door:
+class RankDoor:
     """Who comes to rank 0. A stranger who says nothing holds nobody up: all are listened to at the same time."""
 
     def __init__(self, listener: socket.socket, secret: str) -> None:
@@ -161,7 +161,7 @@ class Door:
         self._waiting: dict[socket.socket, tuple[float, bytes]] = {}
         """Since when each waits that has not said its whole first word, oldest first, and what it has said."""
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> RankDoor:
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)

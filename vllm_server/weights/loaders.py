@@ -32,7 +32,7 @@ from torch.nn.functional import linear
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, View, left_out, write_manifest
+from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, TensorView, left_out, write_manifest
 from atropos_common.strided import extent
 from vllm_server.config import ENV_SHM_PATH, ENV_START_WEIGHTS, ServerConfig
 from vllm_server.weights.copy_recorder import CopyRecorder, Named
@@ -67,10 +67,10 @@ def register_loaders() -> None:
 
 
 @dataclass(frozen=True)
-class Trace:
+class LoadTrace:
     """What a worker saw while its model was loaded."""
 
-    views: dict[str, View]
+    views: dict[str, TensorView]
     """Where the tensors of the checkpoint lie, under its own names."""
     without_view: dict[str, str]
     """The others, and why, as the end of a sentence."""
@@ -78,7 +78,7 @@ class Trace:
     """Parameters that vLLM gave another layout after its loader had filled them."""
 
 
-_trace: Trace | None = None
+_trace: LoadTrace | None = None
 """Of this process's model, draft models aside; null where another loader, or a quantized model's own, was at work."""
 
 
@@ -112,7 +112,7 @@ class FolderLoader(DefaultModelLoader):
         if (recorder := self._recorder) is not None:
             now = dict(model.named_parameters())
             anew = [name for name, was in self._samples.items() if name not in now or not _same(was, now[name])]
-            _trace = Trace(*recorder.views(), anew)
+            _trace = LoadTrace(*recorder.views(), anew)
             self._recorder, self._samples = None, {}
         return model
 
@@ -292,7 +292,7 @@ def describe_cuda(model: torch.nn.Module) -> Shard:
     return Shard(kind="cuda_ipc", gpu=gpu, param_mappings=entries, aliases=_aliases(model), views=_views())
 
 
-def _views() -> dict[str, View]:
+def _views() -> dict[str, TensorView]:
     """Of every tensor of the checkpoint.
 
     Raises:
