@@ -17,7 +17,7 @@ MODEL_TESTS := tests/supervisor/test_ranks.py \
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-gpu cuda-driver test test-all test-cluster cluster-tools check format requirements dist docs clean
+.PHONY: help install demo demo-gpu cuda-driver test test-waiting test-computing test-all test-cluster cluster-tools check format requirements dist docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,11 +51,17 @@ demo-gpu: cuda-driver $(VENV)/.installed-gpu  ## train SmolLM2-135M on one CUDA 
 cuda-driver:
 	@[ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || { echo "No NVIDIA driver answers here. In a container: --gpus all. Without a GPU: make demo"; exit 1; }
 
-# Two calls: what imports torch or vLLM has processes of its own, since most of what collecting costs is that import. Three
-# share the first, whose tests mostly wait for what they start; two the second, whose tests compute and look at the clock.
+# Two calls at once: what imports torch or vLLM has processes of its own, since most of what collecting costs is that
+# import. The tests of the first mostly wait for what they start, and look at the clock; those of the second compute, at a
+# lower priority, in the time that the first leave. Each shows what it says when it is through.
 test: install  ## unit, supervisor, screen and end-to-end tests
+	$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-waiting test-computing MARKS='$(MARKS)'
+
+test-waiting:
 	$(PYTEST) $(MARKS) --numprocesses 3 --ignore tests/e2e --ignore tests/gpu --ignore tests/cluster $(addprefix --ignore-glob=,$(MODEL_TESTS))
-	$(PYTEST) $(MARKS) --numprocesses 2 tests/e2e $(MODEL_TESTS)
+
+test-computing:
+	nice -n 5 $(PYTEST) $(MARKS) --numprocesses 2 tests/e2e $(MODEL_TESTS)
 
 test-all: MARKS := -m "not gpu and not cluster"
 test-all: test docs dist  ## the same with the tests marked slow, the site of the docs, and the packages

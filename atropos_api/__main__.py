@@ -9,9 +9,8 @@ import sys
 
 import uvicorn
 
-from atropos_api.batches import Batches
+from atropos_api.batches import Batches, add_listing
 from atropos_api.door import ENV_MAX_BODY, ENV_UIDS, Door, Settings
-from atropos_api.listing import add_listing
 from atropos_common import ports
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN

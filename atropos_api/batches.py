@@ -22,6 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
+from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -38,7 +39,7 @@ UNREGISTERED = b'{"status":"error","message":"Trainer not registered. Call /regi
 
 
 @dataclass(frozen=True)
-class Kept:
+class HandedOut:
     """A batch that was handed out and not let go yet: its groups are still in the queue."""
 
     name: str
@@ -53,7 +54,7 @@ class Batches:
         state: of atroposlib's application, `app.state`.
         """
         self._app, self._state = app, state
-        self._kept: Kept | None = None
+        self._kept: HandedOut | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "GET":
@@ -78,7 +79,7 @@ class Batches:
                     return Response(b'{"batch":null}', media_type="application/json")
                 await asyncio.sleep(LOOK_S)
 
-    def _next(self, after: str | None) -> Kept | None:
+    def _next(self, after: str | None) -> HandedOut | None:
         """The batch behind the one named `after`, which is let go; the same again for who did not get it."""
         state = self._state
         if self._kept and not set(map(id, self._kept.groups)) <= set(map(id, state.queue)):
@@ -86,7 +87,7 @@ class Batches:
         if self._kept and self._kept.name == after:
             self._let_go()
         if not self._kept and (groups := form_batch(state.queue, state.batchsize, getattr(state, "envs", []))):
-            self._kept = Kept(uuid4().hex, groups)
+            self._kept = HandedOut(uuid4().hex, groups)
         found = self._kept
         if found and after is None:
             self._let_go()
@@ -132,3 +133,18 @@ def _encoded(group: Group) -> bytes:
     except (ValueError, TypeError, RecursionError) as error:
         print(f"[WARNING] a group of environment {group.get('env_id')} cannot be sent as JSON: {error}", flush=True)
         return b"null"
+
+
+def add_listing(app: FastAPI) -> None:
+    """Give atroposlib's application this route."""
+
+    @app.get("/envs")
+    async def envs() -> dict[str, list[dict[str, Any]]]:
+        """Every environment since the trainer's registration; `registered_at` in Unix seconds."""
+        known = getattr(app.state, "envs", [])
+        return {
+            "envs": [
+                {"name": env["desired_name"], "connected": env["connected"], "registered_at": env["last_update"]}
+                for env in known
+            ]
+        }

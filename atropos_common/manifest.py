@@ -58,7 +58,7 @@ class TensorEntry(BaseModel):
     """Present for CUDA; null for the shared file."""
 
 
-class View(BaseModel):
+class TensorView(BaseModel):
     """Where one tensor of the checkpoint lies in a parameter of the server, in elements from the parameter's first."""
 
     model_config = ConfigDict(extra="forbid")
@@ -85,7 +85,7 @@ class Shard(BaseModel):
     param_mappings: dict[str, TensorEntry]
     aliases: dict[str, str] = Field(default_factory=dict)
     """Names that share a tensor already listed, such as a tied `lm_head`."""
-    views: dict[str, View]
+    views: dict[str, TensorView]
     """Every tensor of the checkpoint under the checkpoint's own name."""
 
     @model_validator(mode="after")
@@ -104,7 +104,7 @@ class Shard(BaseModel):
         return self
 
 
-def _inside(view: View) -> bool:
+def _inside(view: TensorView) -> bool:
     """Whether a part lies within its tensor."""
     if view.begin is None or view.whole is None:
         return True
@@ -119,7 +119,7 @@ def left_out(ranks: Mapping[int, Shard]) -> list[str]:
     return sorted(name for name in names if not _is_whole([shard.views.get(name) for shard in ranks.values()]))
 
 
-def _is_whole(views: Sequence[View | None]) -> bool:
+def _is_whole(views: Sequence[TensorView | None]) -> bool:
     held = [view for view in views if view is not None]
     wholes = {tuple(view.whole or view.shape) for view in held}
     if len(held) < len(views) or len(wholes) > 1:

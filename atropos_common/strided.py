@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class PartPlace(NamedTuple):
     """Where a part of a tensor, evenly cut out of it, lies elsewhere."""
 
     begin: tuple[int, ...]
@@ -55,7 +55,7 @@ def joined(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[int, tuple[int, 
     return None if place is None or place.shape != tuple(shape) else (place.offset, place.stride)
 
 
-def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> Place | None:
+def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> PartPlace | None:
     """Where the boxes lie elsewhere that make up all of a contiguous tensor, or a part between two corners of it.
 
     Returns:
@@ -96,7 +96,7 @@ def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> Place | None:
             return None
     if any(step < 1 for step in steps.values()):
         return None
-    return Place(begin, size_of, start, tuple(steps.get(dim, own[dim]) for dim in range(len(shape))))
+    return PartPlace(begin, size_of, start, tuple(steps.get(dim, own[dim]) for dim in range(len(shape))))
 
 
 def _index(offset: int, stride: Sequence[int]) -> tuple[int, ...]:

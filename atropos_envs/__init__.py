@@ -8,9 +8,14 @@ python -m atropos_envs.math_zero_server serve --help
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import sys
+from pathlib import Path
+
+NEEDS_NO_TORCH = (sys.stdlib_module_names - {"importlib", "runpy"}) | {"numpy", "pydantic"}
+"""Modules that an environment can use where transformers has no models."""
 
 
 class EnvFault(Exception):
@@ -52,3 +57,18 @@ def without_torch() -> None:
         importlib.import_module("transformers").is_torch_available()  # which it remembers
     finally:
         del sys.modules["torch"]
+
+
+def needs_no_torch(file: Path) -> bool:
+    """Whether all that an environment's file imports, wherever in it, is known to do without torch."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append("." * node.level + (node.module or ""))
+    return all(name.startswith("atroposlib.envs.") or name.split(".")[0] in NEEDS_NO_TORCH for name in names)

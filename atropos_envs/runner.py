@@ -18,10 +18,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from atropos_envs import EnvFault, needs_no_torch, without_torch
+
+if __name__ == "__main__" and needs_no_torch(Path("".join(sys.argv[1:2]).partition(":")[0])):
+    without_torch()
+
 from atroposlib.envs import base
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 
-from atropos_envs import EnvFault
 from atropos_envs.base import configure_logging, exit_code_of, leave, one_off_defaults
 from atropos_envs.hosted import hosted, missing_package
 from atropos_envs.tally import reason_of

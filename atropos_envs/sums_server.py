@@ -40,7 +40,7 @@ NEAR = 50
 NUMBER = re.compile(r"[0-9]+")
 
 
-class Sum(NamedTuple):
+class TwoDigitSum(NamedTuple):
     """`left + right`, both from 10 to 99."""
 
     left: int
@@ -51,7 +51,7 @@ class Sum(NamedTuple):
         return [*SHOWN, {"role": "user", "content": f"{self.left} + {self.right}"}]
 
 
-def reward(question: Sum, text: str) -> float:
+def reward(question: TwoDigitSum, text: str) -> float:
     """1 for the right number alone, 0.2 to 0.5 for a wrong one by how near it is, 0.1 for the right number among words,
     else 0: nearness ranks the answers of a group in which none is right."""
     answer, text = question.left + question.right, text.strip()
@@ -62,9 +62,9 @@ def reward(question: Sum, text: str) -> float:
     return 0.2 + 0.3 * max(0.0, 1 - abs(int(text) - answer) / NEAR)
 
 
-def split(seed: int) -> tuple[list[Sum], list[Sum]]:
+def split(seed: int) -> tuple[list[TwoDigitSum], list[TwoDigitSum]]:
     """All 8,100 sums in an order by `seed`, as training and held-out questions."""
-    sums = [Sum(left, right) for left in range(10, 100) for right in range(10, 100)]
+    sums = [TwoDigitSum(left, right) for left in range(10, 100) for right in range(10, 100)]
     random.Random(seed).shuffle(sums)
     return sums[HELD_OUT:], sums[:HELD_OUT]
 
@@ -98,7 +98,7 @@ class SumsEnv(StackEnv):
         training, self._held_out = split(self.config.seed)
         self.items = epochs(training, random.Random(self.config.seed))
 
-    async def rollout(self, item: Sum) -> dict[str, Any]:
+    async def rollout(self, item: TwoDigitSum) -> dict[str, Any]:
         """`group_size` completions of one question, scored."""
         sampling = {"temperature": self.config.temperature, "max_tokens": MAX_NEW_TOKENS}
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
@@ -107,10 +107,10 @@ class SumsEnv(StackEnv):
         scores = [reward(item, choice.message.content or "") for choice in answer.choices]
         return self.scored_group(nodes, scores, sampling)
 
-    def eval_questions(self) -> dict[str, Sequence[Sum]]:
+    def eval_questions(self) -> dict[str, Sequence[TwoDigitSum]]:
         return {"held_out": self._held_out}
 
-    async def grade(self, question: Sum, *, wait: bool) -> Graded:
+    async def grade(self, question: TwoDigitSum, *, wait: bool) -> Graded:
         prompt = self.tokenizer.apply_chat_template(question.messages, tokenize=False, add_generation_prompt=True)
         done = await self.greedy(self.tokenizer.encode(prompt), wait=wait, max_tokens=MAX_NEW_TOKENS)
         text = self.tokenizer.decode(done.token_ids[0], skip_special_tokens=True)

@@ -73,6 +73,7 @@ class ForkedProcess:
     ) -> None:
         self._exit = Path(f"{log}.exit")
         self._exit.unlink(missing_ok=True)  # of an earlier one in this place
+        log.write_bytes(b"")  # it can be read at once
         request = {"call": call, "args": args, "env": env, "cwd": str(Path.cwd()), "log": str(log)}
         self.pid: int = nursery.ask(request | {"stdin": str(stdin or os.devnull)}, 30)["pid"]
         self.returncode: int | None = None

@@ -1,36 +1,44 @@
 """Processes of the tests that start at once: forked from one that has imported already what takes them long.
 
-There is one for each set of modules and each test process, and it ends with that.
+Each test process has one for as many sets of modules as can be, and it ends with that.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.children import Child, environment
-from benchmarks.nursery import ForkedProcess
+from benchmarks.nursery import VLLM, ForkedProcess
 
 START_S = 240.0
 TRAINER = (
     "pytest", "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto", "trainer_core.loop",
-    "trainer_core.policy.sharding", "trainer_core.policy.lora", "trainer_core.world", "torch.distributed.fsdp",
+    "trainer_core.launch", "trainer_core.policy.sharding", "trainer_core.policy.lora", "trainer_core.world",
+    "torch.distributed.fsdp",
 )  # fmt: skip
+SERVER = (VLLM, *TRAINER)
+"""Of an inference server; whoever tests one has trainers as well."""
 SUPERVISOR = ("atropos_tui.supervisor.runner", "atropos_tui.supervisor.__main__")
 
 
-@functools.cache
+_started: dict[tuple[str, ...], Child] = {}
+
+
 def nursery(*modules: str) -> Child:
-    """It has imported `modules`."""
+    """It has imported `modules`, and perhaps more."""
+    for imported, there in _started.items():
+        if set(modules) <= set(imported):
+            return there
     folder = tempfile.TemporaryDirectory(prefix="atropos-nursery-")
     place = Path(folder.name)
     made = Child(place, ["-m", "benchmarks.nursery", *modules], environment(place, None, {}))
     atexit.register(lambda: (made.close(), folder.cleanup()))
     made.wait(START_S)
+    _started[modules] = made
     return made
 
 

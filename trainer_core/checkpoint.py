@@ -338,8 +338,7 @@ def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    from trainer_core.resharding import Saved as Part
-    from trainer_core.resharding import cut
+    from trainer_core.resharding import SavedTensor, cut
 
     facts = json.loads((path / STATE_JSON).read_text())
     if (parts := facts.get("parts", 1)) != stepper.parts:
@@ -358,7 +357,7 @@ def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
             plain = json.loads(safe_open(mine, "pt").metadata()["state"])
         return cast(dict[str, Any], join_tensors(plain, load_file(mine)))
     handles = [safe_open(file, "pt") for file in files]
-    state = join_tensors(plain, {name: Part(name, handles) for name in handles[0].keys()})  # noqa: SIM118
+    state = join_tensors(plain, {name: SavedTensor(name, handles) for name in handles[0].keys()})  # noqa: SIM118
     return state | {
         "stepper": cut(state["stepper"], stepper.rows, stepper.halves), "torch_rng": state["torch_rng"].whole(),
         "cuda_rng": [part.whole() for part in state["cuda_rng"]],

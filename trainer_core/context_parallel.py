@@ -32,7 +32,7 @@ class Row(Protocol):
     def predict(self) -> torch.Tensor: ...
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """What one rank has of a row of N tokens; n on each rank, with padding behind the last token."""
 
     tokens: torch.Tensor
@@ -55,7 +55,7 @@ class Context:
     rank: int
     size: int
 
-    def part(self, row: Row) -> Part:
+    def part(self, row: Row) -> RowPart:
         """This rank's part of `row`, which the others have as well."""
         count = len(row.tokens)
         each = -(-count // self.size)
@@ -66,7 +66,7 @@ class Context:
         bounds = torch.arange(self.size + 1, device=row.predict.device) * each
         starts = torch.searchsorted(row.predict, bounds).tolist()  # labels stand in the order of tokens
         labels = list(map(slice, starts, starts[1:]))[self.rank]
-        return Part(
+        return RowPart(
             torch.cat([row.tokens, torch.zeros_like(padding)])[own], torch.cat([row.positions, padding])[own], lengths,
             row.predict[labels] - self.rank * each, labels,
         )  # fmt: skip

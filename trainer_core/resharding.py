@@ -17,7 +17,7 @@ from trainer_core.errors import UsageError
 from trainer_core.policy.sharding import Rows
 
 
-class Saved:
+class SavedTensor:
     """A tensor in the files of a checkpoint."""
 
     def __init__(self, name: str, files: Sequence[Any]) -> None:
@@ -43,7 +43,7 @@ class Saved:
             return self.whole()
         return self._cut(rows.first, rows.count, len(pieces))
 
-    def scales(self, rows: Rows, of: Saved) -> torch.Tensor:
+    def scales(self, rows: Rows, of: SavedTensor) -> torch.Tensor:
         """The part for `rows` of the scales of blocks of `of`.
 
         Raises:
@@ -76,7 +76,7 @@ def cut(stepper: Mapping[str, Any], rows: Sequence[Rows], halves: Sequence[int])
     """The state of a `Stepper` for one rank.
 
     Args:
-        stepper: as it was written, with `Saved` in the place of tensors.
+        stepper: as it was written, with `SavedTensor` in the place of tensors.
         rows: of each trained parameter.
         halves: which of them have something in "weights", in that order.
     """
@@ -98,8 +98,8 @@ def _entry(entry: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
     for name, value in entry.items():
         if isinstance(value, Mapping):
             found[name] = _entry(value, rows)
-        elif isinstance(value, Saved) and name.startswith("absmax"):
+        elif isinstance(value, SavedTensor) and name.startswith("absmax"):
             found[name] = value.scales(rows, entry[name.replace("absmax", "state")])
         else:
-            found[name] = value.like(rows) if isinstance(value, Saved) else value
+            found[name] = value.like(rows) if isinstance(value, SavedTensor) else value
     return found

@@ -93,7 +93,7 @@ class EngineStartError(RuntimeError):
     """vLLM's engine did not start; its own lines say why."""
 
 
-class Place(NamedTuple):
+class ServerPlace(NamedTuple):
     """Where the server serves."""
 
     since: float
@@ -236,11 +236,11 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
         clean_up(config)
         os._exit(code)
 
-    def arrive() -> Place:
+    def arrive() -> ServerPlace:
         since = time.monotonic()
         prepare_bridge_dir(config)
         with _taking_the_port(args):
-            return Place(since, *compat.setup_server(args, reuse_port=ports.is_held(args.port, os.environ)))
+            return ServerPlace(since, *compat.setup_server(args, reuse_port=ports.is_held(args.port, os.environ)))
 
     # vLLM replaces these once it serves.
     for number in (signal.SIGTERM, signal.SIGINT):

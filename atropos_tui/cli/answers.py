@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from atropos_common.records import DiagnosisRecord, Number
+from atropos_common.records import DiagnosisRecord
 from atropos_tui.cli.doctor_machine import Check, Verdict
 from atropos_tui.cli.show import ascii_json
 from atropos_tui.errors import Problem
@@ -34,32 +34,6 @@ class Answer(BaseModel):
     def as_json(self) -> str:
         """As it is printed: ASCII, since a terminal obeys some of the rest."""
         return ascii_json(self.model_dump_json(indent=2))
-
-
-class RunRow(Answer):
-    """One run, from its files."""
-
-    run: str
-    """Its id."""
-    name: str
-    mode: str
-    state: str
-    """`live`, `waits` (in SLURM's queue), `ended CODE` or `crashed`, the last with what is left of it."""
-    reason: str
-    """Why it ended, or what it waits for; empty while it lives."""
-    started_at: float | None
-    """Unix seconds, of its first start."""
-    duration_s: float | None
-    """Since its newest start; null where nothing tells when it ended."""
-    step: int | None
-    """Newest optimizer step."""
-    training_steps: int | None
-    """How many it was asked for."""
-    reward: Number | None
-    """Mean of the newest steps, 20 at most."""
-    held_out: Number | None
-    """Newest held-out accuracy, from 0 to 1."""
-    dir: str
 
 
 class ComponentWhy(Answer):
@@ -111,7 +85,7 @@ class Validated(Answer):
     """What has to be changed; empty where the profile is valid."""
 
 
-class Budget(Answer):
+class MemoryBudget(Answer):
     """The memory that a stack wants; bytes, null where it is not known."""
 
     notes: list[str]
@@ -139,7 +113,7 @@ class Plan(Answer):
     nodes: list[Node]
     """The machines, the supervisor's own first; empty where there is only that."""
     notes: list[str]
-    budget: Budget
+    budget: MemoryBudget
     advice: list[str]
     """Settings that fit better."""
     problems: list[Problem]

@@ -25,8 +25,8 @@ from atropos_tui.profile.errors import did_you_mean
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, StreamLost
 
 if TYPE_CHECKING:
-    from atropos_tui.cli.answers import RunRow, Why
-    from atropos_tui.monitor.run_list import ListedRun
+    from atropos_tui.cli.answers import Why
+    from atropos_tui.monitor.run_list import RunRow
     from atropos_tui.monitor.state import RunState
     from atropos_tui.monitor.verdict import Verdict
     from atropos_tui.monitor.why import Picture
@@ -252,7 +252,7 @@ def list_runs(options: argparse.Namespace) -> int:
     else:
         from atropos_tui.monitor.run_list import table
 
-        print("\n".join(table([_listed(entry) for entry in shown], time.time())))
+        print("\n".join(table([run_row(entry) for entry in shown], time.time())))
         if more := len(found) - len(shown):
             print(f"{counted(more, 'older run')}: --limit 0 shows all")
     return Exit.DONE
@@ -260,13 +260,6 @@ def list_runs(options: argparse.Namespace) -> int:
 
 def run_row(entry: runs.RunEntry) -> RunRow:
     """How a run went, as data."""
-    from atropos_tui.cli.answers import RunRow
-
-    found = _listed(entry)
-    return RunRow.model_validate(vars(found) | {"dir": str(found.root)})
-
-
-def _listed(entry: runs.RunEntry) -> ListedRun:
     from atropos_tui.monitor.run_list import LIVE, UNFINISHED, listed
 
     found = listed(entry.dir, is_live=entry.is_live, now=time.time())

@@ -26,13 +26,14 @@ from atropos_common.control import Action, CommandRequest, CommandStatus, Recipe
 from atropos_common.records import Number
 from atropos_tui import __version__
 from atropos_tui.cli import inspect, runs, slurm
-from atropos_tui.cli.answers import LogRow, RunRow, Why
+from atropos_tui.cli.answers import LogRow, Why
 from atropos_tui.cli.logs import Filter, compiled, moment
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import benchmark_runs, benchmarks_json
 from atropos_tui.monitor.format import masked_line, one_line
 from atropos_tui.monitor.log_reader import LogReader, MergedLogs
 from atropos_tui.monitor.run_files import load_run
+from atropos_tui.monitor.run_list import RunRow
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 
 Tool = Callable[..., Awaitable[Any]]
@@ -52,14 +53,14 @@ RunName = Annotated[str, Field(description="id, name or beginning of the id of a
 Several = Annotated[int, Field(ge=1, le=MOST)]
 
 
-class Curve(BaseModel):
+class CurveValues(BaseModel):
     """Values of one figure over optimizer steps (held-out accuracy: over weight versions)."""
 
     steps: list[int]
     values: list[Number]
 
 
-class Rollout(BaseModel):
+class RolloutText(BaseModel):
     """One completion that was trained on. Prompt and completion are data from a model, cut where they are long."""
 
     step: int
@@ -123,7 +124,7 @@ async def why(run: RunName = "", component: str = "") -> Why:
     return await inspect.why_answer(_pick(run), [component] if component else [])
 
 
-async def curves(run: RunName = "", names: list[str] | None = None, points: Several = 50) -> dict[str, Curve]:
+async def curves(run: RunName = "", names: list[str] | None = None, points: Several = 50) -> dict[str, CurveValues]:
     """Figures over steps, such as reward_mean, loss, step_s, data_wait_s; without names the newest value of each."""
     _, state, _ = await asyncio.to_thread(load_run, _pick(run).dir.root)
     known = state.series | {f"held_out/{name}": series for name, series in state.evals.items()}
@@ -135,7 +136,7 @@ async def curves(run: RunName = "", names: list[str] | None = None, points: Seve
         series = known[name]
         every = max(1, -(-len(series.steps) // count))
         at = range((len(series.steps) - 1) % every, len(series.steps), every)  # the newest is among them
-        found[name] = Curve(steps=[series.steps[i] for i in at], values=[series.values[i] for i in at])
+        found[name] = CurveValues(steps=[series.steps[i] for i in at], values=[series.values[i] for i in at])
     return found
 
 
@@ -175,12 +176,12 @@ async def logs(
     return await asyncio.to_thread(read)
 
 
-async def rollouts(run: RunName = "", last: Several = 8, step: int | None = None) -> list[Rollout]:
+async def rollouts(run: RunName = "", last: Several = 8, step: int | None = None) -> list[RolloutText]:
     """The newest recorded completions with their rewards, or those of one step. Texts are data from a model."""
     _, state, _ = await asyncio.to_thread(load_run, _pick(run).dir.root)
     found = [record for record in state.rollouts if step in (None, record.step)][-last:]
     return [
-        Rollout(
+        RolloutText(
             step=record.step,
             env=record.env,
             reward=record.reward,

@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Any
 
 from atropos_tui.cli import node_probe
-from atropos_tui.diagnoses.launcher_rules import LAUNCHER_RULES
 from atropos_tui.diagnoses.model import plain
+from atropos_tui.diagnoses.node_rules import LAUNCHER_RULES
 from atropos_tui.errors import Problem
 from atropos_tui.profile.spec import Place
 

@@ -17,8 +17,7 @@ from atropos_tui.monitor.format import one_line
 from atropos_tui.profile import memory
 from atropos_tui.profile.checks import check_commands, check_graph, check_notes, check_profile, placed
 from atropos_tui.profile.errors import did_you_mean, in_words, printable, refused
-from atropos_tui.profile.fit import advice, settle
-from atropos_tui.profile.gpu_split import split_gpus, split_text
+from atropos_tui.profile.fit import advice, settle, split_gpus, split_text
 from atropos_tui.profile.hardware import EXAMPLES, Hardware, named_machine
 from atropos_tui.profile.memory import Inventory, as_data, as_lines, site_budget, take_inventory
 from atropos_tui.profile.places import lacking

@@ -91,7 +91,7 @@ def _pass_on(stream: IO[bytes], last: deque[str]) -> None:
 
 
 def _why(host: str, lines: Sequence[str]) -> Problem:
-    from atropos_tui.diagnoses.launcher_rules import LAUNCHER_RULES
+    from atropos_tui.diagnoses.node_rules import LAUNCHER_RULES
 
     for rule in LAUNCHER_RULES:
         for line in reversed(lines):

@@ -19,6 +19,7 @@ from atropos_common.control import RunStatus
 from atropos_common.records import RECORD_TYPES, ComponentRecord
 from atropos_tui.cli import answers
 from atropos_tui.cli.show import ascii_json
+from atropos_tui.monitor.run_list import RunRow
 
 EVENTS: Any = Union[tuple(kind for kind in RECORD_TYPES.values() if issubclass(kind, ComponentRecord))]  # noqa: UP007
 ANSWERS: dict[str, Any] = {
@@ -30,7 +31,7 @@ ANSWERS: dict[str, Any] = {
     "logs": answers.LogRow,
     "plan": answers.Plan,
     "ps": RunStatus,
-    "runs": list[answers.RunRow],
+    "runs": list[RunRow],
     "sweep": answers.Sweep,
     "validate": answers.Validated,
     "why": answers.Why,

@@ -25,7 +25,7 @@ STEP_S = 10.0
 """A step is told no more often."""
 
 
-class Changes:
+class NewLines:
     """What is new since the last look, as lines."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Changes:
 async def follow(entry: runs.RunEntry) -> None:
     """Print until the run is over."""
     info, state, feed = load_run(entry.dir.root)
-    changes, begun = Changes(), False
+    changes, begun = NewLines(), False
     while True:
         state = feed.catch_up(state)
         try:

@@ -34,8 +34,8 @@ from atropos_tui.cli.profiles import checked, read_env_files, tell_unused
 from atropos_tui.cli.show import Printer, StepLines
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.last_figures import last_figures
 from atropos_tui.monitor.run_files import read_info
+from atropos_tui.monitor.run_list import last_figures
 from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.load import read_toml
 from atropos_tui.profile.plan import redacted

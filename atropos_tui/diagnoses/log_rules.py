@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 
 from atropos_common.control import Role
-from atropos_tui.diagnoses.launcher_rules import LAUNCHER_RULES
 from atropos_tui.diagnoses.model import Diagnosis, LogMatch, LogPattern, LogRule
-from atropos_tui.diagnoses.node_rules import NODE_SILENT
+from atropos_tui.diagnoses.node_rules import LAUNCHER_RULES, NODE_SILENT
 from atropos_tui.diagnoses.roots import VANISHED, root_error
 from atropos_tui.profile import ports
 

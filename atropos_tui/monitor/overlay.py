@@ -56,7 +56,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Line:
+class MetricLine:
     """A metric of one setting along an axis. With several runs the values are means, beside the lowest and highest."""
 
     label: str
@@ -137,7 +137,7 @@ def _label(keys: Sequence[str], values: Sequence[str], runs: Sequence[RunCurves]
     return ", ".join([*words, f"{len(runs)} runs"] if len(runs) > 1 else words)
 
 
-def line(setting: Setting, metric: str, along: Along, smoothing: int = 0) -> Line | None:
+def line(setting: Setting, metric: str, along: Along, smoothing: int = 0) -> MetricLine | None:
     """The curve of `metric`; None where no run of the setting has it."""
     found = [(run, run.state.metric(metric)) for run in setting.runs]
     found = [(run, series) for run, series in found if len(series)]
@@ -149,8 +149,8 @@ def line(setting: Setting, metric: str, along: Along, smoothing: int = 0) -> Lin
     ends = [series.last if metric in run.state.evals else final(series) for run, series in found]
     last = mean([value for value in ends if value is not None])
     if len(curves) == 1:
-        return Line(setting.label, *curves[0], smoothing=span, last=last)
-    return Line(setting.label, *_band(curves), smoothing=span, last=last)
+        return MetricLine(setting.label, *curves[0], smoothing=span, last=last)
+    return MetricLine(setting.label, *_band(curves), smoothing=span, last=last)
 
 
 def _band(

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import pstdev
 from typing import Any
 
@@ -24,10 +26,11 @@ from atropos_tui import __version__
 from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections, tokens_per_second
 from atropos_tui.monitor.charts import mean
 from atropos_tui.monitor.format import counted, duration, glyph_and_word, masked_line, number, plain_text
-from atropos_tui.monitor.log_errors import errors_of
+from atropos_tui.monitor.log_buffer import Classifier
+from atropos_tui.monitor.log_reader import LogReader
 from atropos_tui.monitor.overlay import LAST, final, settings_of
 from atropos_tui.monitor.report_charts import PageChart, charts, draw, system_charts
-from atropos_tui.monitor.rollout_groups import Group, groups, question, shared_beginning
+from atropos_tui.monitor.rollout_groups import RolloutGroup, groups, question, shared_beginning
 from atropos_tui.monitor.run_files import RunInfo, is_crashed, load_run, read_json
 from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
 from atropos_tui.monitor.timeline import timeline
@@ -268,7 +271,7 @@ def _settings(run: RunDir) -> list[tuple[str, str, str]]:
 
 def _rollouts(state: RunState) -> list[dict[str, Any]]:
     """The newest groups, newest step first: the question without what all begin with, and every completion."""
-    newest: list[Group] = []
+    newest: list[RolloutGroup] = []
     for group in groups(state.rollouts):
         if sum(len(one.rollouts) for one in newest) >= SAMPLES:
             break
@@ -277,7 +280,7 @@ def _rollouts(state: RunState) -> list[dict[str, Any]]:
     return [_group(group, shared) for group in newest]
 
 
-def _group(group: Group, shared: int) -> dict[str, Any]:
+def _group(group: RolloutGroup, shared: int) -> dict[str, Any]:
     asked = masked_line(question(group.prompt)[shared:])
     cut = "…" if len(asked) > QUESTION_CHARS else ""
     best_first = sorted(group.rollouts, key=lambda one: one.reward, reverse=True)
@@ -292,7 +295,7 @@ def _group(group: Group, shared: int) -> dict[str, Any]:
     }
 
 
-def _spread(group: Group) -> str:
+def _spread(group: RolloutGroup) -> str:
     """How the rewards of a group differ, in words: what it teaches."""
     rewards = [one.reward for one in group.rollouts]
     whole = group.rollouts[0].group_size
@@ -367,3 +370,44 @@ def _profile(run: RunDir) -> str:
         return _block(read_regular(run.profile_toml), PROFILE_CHARS)
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+LINES = 50_000
+"""Of each component, the newest."""
+KINDS = 8
+"""Kinds of errors of a component that are kept, the newest."""
+_FIGURES = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+@dataclass
+class Errors:
+    """Of one component."""
+
+    component: str
+    count: int
+    kinds: list[tuple[float, int, str]]
+    """Time of the newest, how many, and its text; the newest kind first."""
+
+
+def errors_of(run: RunDir) -> list[Errors]:
+    """The errors of every component that printed any. Lines that differ only in figures are of one kind."""
+    try:
+        folders = sorted(folder for folder in run.logs.iterdir() if folder.is_dir())
+    except OSError:
+        return []
+    found = []
+    for folder in folders:
+        reader, classifier = LogReader(folder, "all"), Classifier()
+        reader.skip(count=LINES)
+        kinds: dict[str, tuple[float, int, str]] = {}
+        count = 0
+        for line in chain(reader.drain(), reader.rest()):
+            is_first = not line.text.startswith((" ", "\t"))  # what a traceback holds belongs to its error
+            if classifier.kind(line.text) == "error" and is_first and line.text.strip():
+                count += 1
+                kind = _FIGURES.sub("#", line.text)
+                kinds[kind] = line.time, kinds.pop(kind, (0.0, 0, ""))[1] + 1, masked_line(line.text)
+        reader.close()
+        if count:
+            found.append(Errors(masked_line(folder.name), count, list(kinds.values())[: -KINDS - 1 : -1]))
+    return found

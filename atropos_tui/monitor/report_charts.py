@@ -294,7 +294,7 @@ def draw(chart: PageChart, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Spot:
+class HoverSpot:
     """A part of a picture that says its values when pointed at, in units of the SVG."""
 
     left: float
@@ -304,7 +304,7 @@ class Spot:
     words: str
 
 
-def _spots(axes: Axes, chart: PageChart) -> Iterator[Spot]:
+def _spots(axes: Axes, chart: PageChart) -> Iterator[HoverSpot]:
     """Strips over the whole height, one for each place that has a value, or for some of them where there are many."""
     places = sorted({place for line in chart.lines for place in line.along})
     places = places[:: max(1, math.ceil(len(places) / SPOTS))]
@@ -316,7 +316,7 @@ def _spots(axes: Axes, chart: PageChart) -> Iterator[Spot]:
         right = (x + xs[at + 1]) / 2 if at + 1 < len(xs) else x + 2
         named = "step " if chart.over in ("optimizer steps", Along.STEPS) else f"{chart.over} "
         words = [f"{named}{place:,.6g}", *_values(chart, place)]
-        yield Spot(left, right - left, height - box.y1 * scale, box.height * scale, "\n".join(words))
+        yield HoverSpot(left, right - left, height - box.y1 * scale, box.height * scale, "\n".join(words))
 
 
 def _values(chart: PageChart, place: float) -> Iterator[str]:
@@ -408,7 +408,7 @@ def _colour(number_: int) -> str:
     return f"#0102{(number_ - 1) % PALETTE + 1:02x}"
 
 
-def _embedded(data: bytes, chart: PageChart, name: str, spots: Sequence[Spot]) -> str:
+def _embedded(data: bytes, chart: PageChart, name: str, spots: Sequence[HoverSpot]) -> str:
     """What matplotlib wrote as an element for an HTML page: ids of its own, the page's colours, title, description,
     and values to point at."""
     root = ElementTree.fromstring(data)

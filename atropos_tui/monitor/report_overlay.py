@@ -15,7 +15,7 @@ from atropos_tui.monitor.charts import CHARTS, WRITERS, ChartSpec, CurveSpec, Se
 from atropos_tui.monitor.overlay import (
     LAST,
     PLACES,
-    Line,
+    MetricLine,
     RunCurves,
     Setting,
     by_setting,
@@ -77,7 +77,7 @@ def chart_over(name: str, settings: Sequence[Setting], along: Along) -> PageChar
     return PageChart(spec, lines, [], note, over=along) if lines else None
 
 
-def _curve(found: Line, colour: int, spec: ChartSpec) -> PageCurve:
+def _curve(found: MetricLine, colour: int, spec: ChartSpec) -> PageCurve:
     write = WRITERS[spec.unit]
     values = Series(range(len(found.values)), found.values, [0.0] * len(found.values))
     low, high = (found.low, found.high) if found.low else (found.values, found.values)

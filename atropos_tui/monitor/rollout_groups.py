@@ -18,7 +18,7 @@ DIFF_WORDS = 4000
 
 
 @dataclass(frozen=True)
-class Group:
+class RolloutGroup:
     """Completions of one prompt in one step, as far as the stream holds them."""
 
     step: int
@@ -27,7 +27,7 @@ class Group:
     rollouts: tuple[RolloutRecord, ...]
 
 
-def groups(rollouts: Iterable[RolloutRecord], pattern: Pattern | None = None) -> list[Group]:
+def groups(rollouts: Iterable[RolloutRecord], pattern: Pattern | None = None) -> list[RolloutGroup]:
     """Newest step first; within a step by prompt, in the order of the stream. With `pattern`, only what matches it.
 
     A match in the prompt keeps the whole group, one in a completion keeps that completion.
@@ -37,7 +37,7 @@ def groups(rollouts: Iterable[RolloutRecord], pattern: Pattern | None = None) ->
     for at, rollout in enumerate(wanted):
         order.setdefault(_key(rollout), at)
     ranked = sorted(wanted, key=lambda rollout: (-rollout.step, order[_key(rollout)]))
-    return [Group(*key, tuple(members)) for key, members in groupby(ranked, key=_key)]
+    return [RolloutGroup(*key, tuple(members)) for key, members in groupby(ranked, key=_key)]
 
 
 def _key(rollout: RolloutRecord) -> tuple[int, str, str]:
@@ -89,7 +89,7 @@ Order = Literal["newest", "worst", "best"]
 ORDERS: tuple[Order, ...] = ("newest", "worst", "best")
 
 
-def chosen(found: Iterable[Group], only: Only) -> list[Group]:
+def chosen(found: Iterable[RolloutGroup], only: Only) -> list[RolloutGroup]:
     """Of `found`, all; or what did worse than its group, and what failed where all did; or groups without a spread."""
     if only == "all":
         return list(found)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
+from atropos_common.files import open_regular
+from atropos_common.record_tail import nth_from_end, whole_lines
+from atropos_common.records import EvalRecord, Number, Record, RecordError, StepRecord, parse_line
 from atropos_common.run_dir import RunDir, registry
-from atropos_tui.monitor.format import columns, duration, number, one_line
-from atropos_tui.monitor.last_figures import last_figures
+from atropos_tui.monitor.bench import WINDOW
+from atropos_tui.monitor.charts import mean
+from atropos_tui.monitor.format import columns, duration, number, one_line, real
 from atropos_tui.monitor.run_files import exit_code, moment, read_info, read_json, within
 from atropos_tui.profile.ports import has_supervisor
 
@@ -21,26 +26,30 @@ AGES = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 @dataclass(frozen=True)
-class ListedRun:
-    """One run, from the ends of its files; None where nothing tells."""
+class RunRow:
+    """One run, from its files."""
 
-    root: Path
     run: str
+    """Its id."""
     name: str
     mode: str
     state: str
-    """`live`, `ended CODE`, or what is left of it."""
+    """`live`, `waits` (in SLURM's queue), `ended CODE` or `crashed`, the last with what is left of it."""
     reason: str
-    """Why it ended; empty while it lives."""
+    """Why it ended, or what it waits for; empty while it lives."""
     started_at: float | None
     """Unix seconds, of its first start."""
     duration_s: float | None
-    """Since its newest start."""
+    """Since its newest start; null where nothing tells when it ended."""
     step: int | None
+    """Newest optimizer step."""
     training_steps: int | None
-    reward: float | None
-    """Mean of the newest steps."""
-    held_out: float | None
+    """How many it was asked for."""
+    reward: Number | None
+    """Mean of the newest steps, 20 at most."""
+    held_out: Number | None
+    """Newest held-out accuracy, from 0 to 1."""
+    dir: Path
 
     def cells(self, now: float) -> tuple[str, ...]:
         """As `HEADINGS` name them."""
@@ -68,7 +77,7 @@ STATE_COLUMNS = 11
 """So much of a state is worth more than those."""
 
 
-def table(runs: Sequence[ListedRun], now: float, width: int | None = None) -> list[str]:
+def table(runs: Sequence[RunRow], now: float, width: int | None = None) -> list[str]:
     """The headings, then a line for each run; with `width`, only the columns that fit, the last of which may not."""
     rows = [HEADINGS, *(run.cells(now) for run in runs)]
     kept = list(range(len(HEADINGS)))
@@ -80,15 +89,14 @@ def table(runs: Sequence[ListedRun], now: float, width: int | None = None) -> li
     return columns([[row[at] for at in kept] for row in rows], right)
 
 
-def listed(run: RunDir, *, is_live: bool, now: float) -> ListedRun:
+def listed(run: RunDir, *, is_live: bool, now: float) -> RunRow:
     """How `run` stands or went; where it neither lives nor told of its end, `UNFINISHED`."""
     info, meta, result, figures = read_info(run), read_json(run.run_json), read_json(run.result_json), last_figures(run)
     code = None if is_live else exit_code(run)
     until = now if is_live else None if code is None else moment(result.get("ended_at"))
     started = moment(meta.get("started_at"))
     newest_start = moment(meta.get("resumed_at")) or started
-    return ListedRun(
-        root=run.root,
+    return RunRow(
         run=info.run_id or run.root.name,
         name=info.name,
         mode=info.mode,
@@ -100,6 +108,7 @@ def listed(run: RunDir, *, is_live: bool, now: float) -> ListedRun:
         training_steps=info.training_steps,
         reward=figures.reward,
         held_out=figures.held_out,
+        dir=run.root,
     )
 
 
@@ -112,7 +121,7 @@ def age(when: float | None, now: float) -> str:
     return f"{seconds // size:.0f} {unit} ago"
 
 
-def other_runs(root: Path) -> list[ListedRun]:
+def other_runs(root: Path) -> list[RunRow]:
     """The newest runs that have records of a trainer, beside `root` or anywhere of this user's, by the names of their
     folders; newest first."""
     found = {}
@@ -130,3 +139,66 @@ def other_runs(root: Path) -> list[ListedRun]:
         replace(listed(run, is_live=has_supervisor(run), now=now), run=run.root.name, started_at=started)
         for started, run in newest
     ]
+
+
+R = TypeVar("R", bound=Record)
+SPLITS = 16
+"""Of an environment, at most: its newest records hold one of each."""
+
+
+@dataclass(frozen=True)
+class LastFigures:
+    """None where there is no data."""
+
+    step: int | None
+    """Newest optimizer step."""
+    reward: float | None
+    """Mean of the newest `WINDOW` steps."""
+    held_out: float | None
+    """Newest accuracy of the first split of the first environment that reports one, as the sentence on top has it."""
+
+
+def last_figures(run: RunDir) -> LastFigures:
+    """Read the last few records of `run`; a file that cannot be read has none."""
+    steps = [step for step in _last(run.telemetry_jsonl, StepRecord, WINDOW) if step.rank == 0]
+    accuracies = (_held_out(path) for path in sorted(run.root.glob("eval.*.jsonl")))
+    return LastFigures(
+        step=steps[-1].step if steps else None,
+        reward=mean([real(step.reward_mean) for step in steps]),
+        held_out=next((found for found in accuracies if found is not None), None),
+    )
+
+
+def _held_out(path: Path) -> float | None:
+    """The newest accuracy of the split that an environment wrote first."""
+    first = next(_records(path, EvalRecord, _words(EvalRecord), 0), None)
+    found = [one for one in _last(path, EvalRecord, SPLITS) if first is not None and one.split == first.split]
+    return real(found[-1].accuracy) if found else None
+
+
+def _last(path: Path, kind: type[R], count: int) -> list[R]:
+    """The last `count` records of a kind, oldest first."""
+    words = _words(kind)
+    found = list(_records(path, kind, words, nth_from_end(path, words, count + 1)))
+    return found[-count:]
+
+
+def _words(kind: type[Record]) -> bytes:
+    """In every line of a kind."""
+    return f'"kind":"{kind.KIND}"'.encode()
+
+
+def _records(path: Path, kind: type[R], words: bytes, begin: int) -> Iterator[R]:
+    """Those behind byte `begin`, which may lie within a line: that one is left out."""
+    try:
+        with open_regular(path) as file:
+            file.seek(begin)
+            for line in whole_lines(file):
+                try:
+                    record = parse_line(line) if words in line else None
+                except RecordError:
+                    continue
+                if isinstance(record, kind):
+                    yield record
+    except OSError:
+        return

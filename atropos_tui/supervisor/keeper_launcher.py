@@ -76,7 +76,7 @@ class Handle:
 
 
 @dataclass(frozen=True)
-class Job:
+class KeeperJob:
     """What a keeper starts and keeps."""
 
     command: list[str]
@@ -89,7 +89,7 @@ class Job:
     """Given back to whoever takes over; not part of any file."""
 
 
-class Kept(Local):
+class KeptProcess(Local):
     """A component whose parent is a keeper; has the interface of `process.Leader`."""
 
     def __init__(
@@ -196,7 +196,7 @@ class Spare:
         procfs.SPAWNED.add(self.popen.pid)
         self._line = _connect(self.address)
 
-    def start(self, job: Job) -> Handle:
+    def start(self, job: KeeperJob) -> Handle:
         """Let it start a component; waits until that has a pid: a millisecond, if the keeper is ready.
 
         Raises:
@@ -219,7 +219,7 @@ class Spare:
         procfs.SPAWNED.discard(self.popen.pid)
 
 
-def packed(job: Job) -> bytes:
+def packed(job: KeeperJob) -> bytes:
     """What `start` says. It holds the component's environment, and with it secrets: it is written nowhere."""
     return marshal.dumps(vars(job) | {"notes": json.dumps(job.notes)})
 
@@ -344,7 +344,7 @@ class KeeperLauncher(Launcher):
         group = procfs.part_group(self._group, spec.name, attempt)
         handle = self._start(launch, self._run.log(spec.name, attempt), group)
         log = LogDrain(None, None)
-        kept = Kept(handle, log.take, on_exit, on_problem)
+        kept = KeptProcess(handle, log.take, on_exit, on_problem)
         row = procfs.read(handle.keeper_pid)
         entry = entry_of(kept.pid, kept.ticks, attempt, launch, group).model_copy(
             update={
@@ -359,7 +359,7 @@ class KeeperLauncher(Launcher):
     def adopt(self, name: str, on_exit: OnExit, on_problem: OnProblem) -> Living:
         heir = self._heirs[name]
         log = ResumedDrain(self._run.log(name, heir.entry.attempt), heir.entry.seen)
-        return Living(Kept(heir.handle, log.take, on_exit, on_problem), log, heir.launch, heir.entry)
+        return Living(KeptProcess(heir.handle, log.take, on_exit, on_problem), log, heir.launch, heir.entry)
 
     def close(self) -> None:
         while self._spares:
@@ -367,13 +367,13 @@ class KeeperLauncher(Launcher):
 
     def _start(self, launch: Launch, log: Path, group: str) -> Handle:
         cwd = launch.cwd or os.getcwd()  # noqa: PTH109
-        job = Job(launch.command, launch.env, cwd, group, str(log), self._stack.logs.max_bytes, self._notes)
+        job = KeeperJob(launch.command, launch.env, cwd, group, str(log), self._stack.logs.max_bytes, self._notes)
         for _ in range(len(self._spares) + KEEPER_TRIES):
             with contextlib.suppress(KeeperError):  # someone has killed it
                 return self._started_by(self._spares.pop() if self._spares else self._spare(), job)
         return self._started_by(self._spare(), job)
 
-    def _started_by(self, spare: Spare, job: Job) -> Handle:
+    def _started_by(self, spare: Spare, job: KeeperJob) -> Handle:
         handle = spare.start(job)
         if not self._spares:
             self._spares.append(self._spare())  # ready by the time of the next restart

@@ -75,7 +75,7 @@ def prefix_env(run_id: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("ATROPOS_")} | {ENV_RUN_ID: run_id}
 
 
-class Kept(BaseModel):
+class StartedThere(BaseModel):
     """What a far end says of what it has started; nothing else of an entry is the other machine's to say."""
 
     pid: int = Field(gt=0)
@@ -188,7 +188,7 @@ class Far:
                 self._out.send("start", json.dumps(self._job).encode())
                 self._begun = True
             case "kept":
-                told = Kept.model_validate_json(payload)
+                told = StartedThere.model_validate_json(payload)
                 self.entry = self.entry.model_copy(update=told.model_dump())
                 self.pid, self.ticks = self.entry.pid, self.entry.ticks
                 self._on_kept(self.entry)

@@ -60,7 +60,7 @@ class Journal:
             raise RunInUseError(
                 f"{path.parent}: another supervisor runs here; attach to it, or name another --run-dir"
             ) from None
-        self.repaired_bytes = cut_torn_line(self._fd)
+        cut_torn_line(self._fd)
         self.seq = _last_seq(path)
         self._backlog: deque[bytes] = deque(maxlen=BACKLOG_LINES)
         self._torn = b""

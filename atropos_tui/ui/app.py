@@ -491,8 +491,8 @@ def run_cockpit(run_dir: Path, *, read_only: bool = False) -> Outcome:
 
 def dressed(app: CockpitApp) -> CockpitApp:
     """In the colours that the user chose the last time or by ATROPOS_THEME, else in ours for this terminal."""
-    wish = os.environ.get("ATROPOS_THEME") or preferences.wished("theme")
+    wish = os.environ.get("ATROPOS_THEME") or preferences.theme()
     known = app.available_themes
     app.theme = own_theme(wish, known, None if wish in known else ground())
-    app.keep_theme = lambda name: preferences.remember("theme", name)
+    app.keep_theme = lambda name: preferences.keep(theme=name)
     return app

@@ -16,7 +16,7 @@ from atropos_tui.monitor.reading import Looking
 from atropos_tui.monitor.run_files import RunInfo, exit_code
 from atropos_tui.monitor.run_list import other_runs
 from atropos_tui.monitor.state import RunState
-from atropos_tui.ui import chosen
+from atropos_tui.ui import preferences
 from atropos_tui.ui.commands import CommandApp
 from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog
 from atropos_tui.ui.views import ENLARGED
@@ -34,7 +34,7 @@ class ChartApp(CommandApp):
 
     def __init__(self) -> None:
         super().__init__()
-        self.chosen = chosen.read()
+        self.chosen = preferences.charts()
         self.looking = Looking(self.chosen.lens())
         self.others: dict[Path, RunCurves] = {}
         """Runs on the same axes as this one, by their directories, in the order they were chosen."""
@@ -65,7 +65,7 @@ class ChartApp(CommandApp):
         kept = self.chosen.through(self.looking.lens)
         if kept != self.chosen:
             self.chosen = kept
-            chosen.write(kept)
+            preferences.keep(charts=kept)
         self.draw_now(Chart)
 
     def on_chart_asked(self, message: Chart.Asked) -> None:
@@ -126,7 +126,7 @@ class ChartApp(CommandApp):
         wanted = await self.push_screen_wait(ChooseCurvesDialog(names, self.chosen.metrics))
         if isinstance(wanted, list):
             self.chosen = replace(self.chosen, metrics=tuple(wanted))
-            chosen.write(self.chosen)
+            preferences.keep(charts=self.chosen)
             self.action_view("training")
             await self.draw_chosen()
 

@@ -18,7 +18,7 @@ from textual.widgets.selection_list import Selection
 
 from atropos_common.control import Recipe
 from atropos_tui.monitor.format import one_line, plain_text
-from atropos_tui.monitor.run_list import ListedRun, table
+from atropos_tui.monitor.run_list import RunRow, table
 
 Leave = Literal["detach", "stop"]
 
@@ -205,14 +205,14 @@ class ChooseRunsDialog(_ChooseDialog):
     HEADING = "Compare with"
     NOTHING = "There is no other run."
 
-    def __init__(self, runs: Sequence[ListedRun], chosen: Collection[Path], columns: int) -> None:
+    def __init__(self, runs: Sequence[RunRow], chosen: Collection[Path], columns: int) -> None:
         """Args: `columns`: of the terminal."""
         heads, *lines = table(runs, time.time(), columns - AROUND - BOX)
-        super().__init__(lines, [at for at, run in enumerate(runs) if run.root in chosen], heads)
+        super().__init__(lines, [at for at, run in enumerate(runs) if run.dir in chosen], heads)
         self._runs = runs
 
     def action_take(self) -> None:
-        self.dismiss([self._runs[at].root for at in self.chosen()])
+        self.dismiss([self._runs[at].dir for at in self.chosen()])
 
 
 class ChooseCurvesDialog(_ChooseDialog):

@@ -19,14 +19,13 @@ import torch
 
 from atropos_common.run_dir import ENV_TOKEN
 from atropos_common.transfer import TransferUpdate
-from benchmarks.nursery import VLLM
 from tests.e2e.live_stack import LiveStack, free_ports
 from tests.e2e.small_models import ARCHITECTURES, TINY, another_model, make_model
 from tests.e2e.test_demo import assert_aligned, assert_learned
 from tests.e2e.test_lora import EXACT, ask
 from tests.e2e.test_none import TENSOR_PARALLEL, TWO_RANKS, UPDATES, Whole, twenty_steps_under_streams
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
-from tests.nursery import forked
+from tests.nursery import SERVER, forked
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError
 from trainer_core.weight_sync.base import Start
@@ -95,7 +94,7 @@ def stuck_trainer(arguments: list[str]) -> None:
 def test_a_trainer_killed_in_the_middle(server: Server, tmp_path: Path) -> None:
     """The server says so within seconds and serves nobody, until a new trainer gives it whole weights."""
     log = tmp_path / "trainer.log"
-    trainer = forked([VLLM], "tests.e2e.test_broadcast:stuck_trainer", [str(server.model), server.url], log)
+    trainer = forked(SERVER, "tests.e2e.test_broadcast:stuck_trainer", [str(server.model), server.url], log)
     while "receiving\n" not in log.read_text():
         assert trainer.poll() is None, log.read_text()
         time.sleep(0.01)

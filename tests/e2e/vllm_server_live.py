@@ -26,8 +26,8 @@ import pytest
 from atropos_common.bridge import TOKEN_HEADER, completion_digest
 from atropos_common.manifest import Manifest, read_manifest
 from atropos_common.run_dir import ENV_HELD_PORT
-from benchmarks.nursery import VLLM, ForkedProcess, forked_server
-from tests.nursery import START_S, nursery
+from benchmarks.nursery import ForkedProcess, forked_server
+from tests.nursery import SERVER, START_S, nursery
 from vllm_server.config import ENV_SHM_NAME
 
 TOKEN = "e2e-token-0123456789"
@@ -102,7 +102,7 @@ def begin_server(
                 command, env=settings, stdin=pipe, stdout=out, stderr=out, start_new_session=True
             )
     else:
-        process = forked_server(nursery(VLLM), argv, settings, log)
+        process = forked_server(nursery(*SERVER), argv, settings, log)
     return Server(process, f"http://127.0.0.1:{port}", bridge_dir, log, model)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from atropos_common.control import Role
 from atropos_tui.diagnoses import Evidence, Names, describe_exit, diagnose
-from atropos_tui.profile.spec import ComponentSpec, StackSpec
+from atropos_tui.profile.spec import StackSpec
 from tests.supervisor.harness import part
 
 UVICORN = "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 8000): address already in use"
@@ -127,34 +125,3 @@ def test_names_are_those_of_the_stack() -> None:
     assert Names.of(stack) == Names("judge", "a", "vllm", "trainer")
     found = diagnose(Evidence(part("b", role=Role.ENV), 1, ["RuntimeError: Trainer not registered"], Names.of(stack)))
     assert "atropos-tui restart judge" in found.fix
-
-
-SETUPS = [
-    ("import reasoning_gym_x", "env_package_missing", "rg needs the Python package reasoning_gym_x"),
-    ("open('data/questions.jsonl')", "env_setup_failed", "the setup of rg failed: FileNotFoundError"),
-    (
-        'raise ConnectionError("Couldn\'t reach \'openai/gsm8k\' on the Hub (LocalEntryNotFoundError)")',
-        "dataset_unreachable", "a data set or model hub cannot be reached",
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("line", "rule", "title"), SETUPS, ids=[case[1] for case in SETUPS])
-def test_an_environment_that_ends_in_its_setup_is_explained(line: str, rule: str, title: str) -> None:
-    """In the words that the hosting of foreign environments really has for it."""
-    from atroposlib.envs.base import BaseEnv
-
-    from atropos_envs import EnvFault
-    from atropos_envs.hosted import hosted
-
-    async def setup(self: Any) -> None:
-        exec(line)
-
-    members = {"setup": setup, "evaluate": None, "get_next_item": None}
-    env = hosted(type("Env", (BaseEnv,), members))
-    with pytest.raises(EnvFault) as caught:
-        asyncio.run(env.setup(object.__new__(env)))
-    spec = ComponentSpec(name="rg", role=Role.ENV, command=["x"])
-    lines = [f"2026-11-22 20:00:00,000 ERROR atropos_envs.runner: {caught.value}"]
-    found = diagnose(Evidence(spec, caught.value.exit_code, lines))
-    assert (found.rule, found.title) == (rule, title) and found.fix

@@ -185,7 +185,7 @@ async def test_a_keeper_serves_the_last_who_greets_it(tmp_path: Path) -> None:
     run.create()
     notes = {"token": "t", "socket": "s"}
     code = "import os; print(sorted(os.listdir('/proc/self/fd')))\n" + COUNT.format(0.01)
-    job = keeper_launcher.Job(python(code), {}, "/", "", str(run.log("one", 1)), 10**6, notes)
+    job = keeper_launcher.KeeperJob(python(code), {}, "/", "", str(run.log("one", 1)), 10**6, notes)
     first = keeper_launcher.Spare(run, "keeper-test").start(job)
     try:
         with socket.socket(socket.AF_UNIX) as stranger:
@@ -228,7 +228,7 @@ def test_the_line_needs_no_socket(tmp_path: Path) -> None:
     os.close(ours[1])
     line = Line(ours[0], there[1])
     code = "print('x' * 2_000_000, flush=True); raise SystemExit(7)"
-    job = keeper_launcher.Job(python(code), {}, "/", "", str(tmp_path / "1.log"), 10**7, {})
+    job = keeper_launcher.KeeperJob(python(code), {}, "/", "", str(tmp_path / "1.log"), 10**7, {})
     frames: list[tuple[str, bytes]] = []
     try:
         line.say("start", keeper_launcher.packed(job))

@@ -22,7 +22,7 @@ from atropos_tui.profile.spec import Place, StackError, StackSpec, check_stack
 from atropos_tui.supervisor import procfs, remote_launcher
 from atropos_tui.supervisor.line import Line
 from atropos_tui.supervisor.outbox import Beats, Outbox
-from atropos_tui.supervisor.remote_launcher import Kept, sweep_there
+from atropos_tui.supervisor.remote_launcher import StartedThere, sweep_there
 from atropos_tui.supervisor.store import FarEntry, ProcessTable
 from tests.supervisor.conftest import far
 from tests.supervisor.harness import QUICK, Running, alive, part, pids_in, python, ready, script, wait_until
@@ -271,9 +271,10 @@ async def test_what_it_uses_comes_over_the_line(launch: Callable[..., Any]) -> N
     "said", [b"output -1000000\n", b"output 99999999999999\n", b"exit 3\nno!", b"usage 2\n{}", b"data 1\n0"]
 )
 async def test_another_machine_that_says_anything_is_lost_and_nothing_else_is(
-    launch: Callable[..., Any], said: bytes
+    launch: Callable[..., Any], said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that somebody else owns by now; the first of these kept the supervisor busy for ever."""
+    monkeypatch.setattr(remote_launcher, "SWEEP_S", 1.0)  # by the same prefix, which never answers
     code = f"import os, time; os.write(1, {remote_launcher.MAGIC + said!r}); time.sleep(600)"
     async with launch(far(part("one"), [sys.executable, "-c", code]), part("two")) as running:
         await running.until("two", State.HEALTHY)
@@ -282,7 +283,7 @@ async def test_another_machine_that_says_anything_is_lost_and_nothing_else_is(
 
 def test_what_another_machine_has_started_is_numbers() -> None:
     said = b'{"pid": 7, "ticks": 1, "end_pid": 6, "end_ticks": 1, "command": ["touch", "x"], "clears": ["/x"]}'
-    assert Kept.model_validate_json(said).model_dump() == {"pid": 7, "ticks": 1, "end_pid": 6, "end_ticks": 1}
+    assert StartedThere.model_validate_json(said).model_dump() == {"pid": 7, "ticks": 1, "end_pid": 6, "end_ticks": 1}
 
 
 @remote

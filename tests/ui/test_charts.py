@@ -14,7 +14,7 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.log_buffer import LogEntry
 from atropos_tui.monitor.reading import Along
 from atropos_tui.monitor.timeline import clock
-from atropos_tui.ui import chosen
+from atropos_tui.ui import preferences
 from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog
 from atropos_tui.ui.views import ENLARGED
 from atropos_tui.ui.widgets.curves import Chart
@@ -111,7 +111,7 @@ async def test_window_smoothing_and_axes_are_of_all_charts_and_kept(run: RunDir)
         assert "Reward" in screen.app.looking.lens.other_axis and "log" in str(chart(screen).border_title)
         await screen.press("x")
         await screen.shows("over tokens")
-    assert chosen.read().smoothing == 0 and chosen.read().along is Along.TOKENS
+    assert preferences.charts().smoothing == 0 and preferences.charts().along is Along.TOKENS
 
 
 async def test_one_chart_alone_with_every_number_of_the_step(run: RunDir) -> None:
@@ -140,7 +140,7 @@ async def test_other_curves_are_chosen_drawn_and_kept(run: RunDir) -> None:
         names = screen.app.state.names()
         await screen.press(*["down"] * names.index("checkpoint_s"), "space", "enter")
         await screen.until(lambda: any(one.spec.name == "checkpoint_s" for one in screen.app.query(Chart)))
-    assert chosen.read().metrics == ("checkpoint_s",)
+    assert preferences.charts().metrics == ("checkpoint_s",)
     async with cockpit(run, (160, 60), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.until(lambda: any(one.spec.name == "checkpoint_s" for one in screen.app.query(Chart)))
 

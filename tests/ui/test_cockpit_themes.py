@@ -141,7 +141,7 @@ def test_what_the_user_chose_goes_before_what_the_terminal_is(tmp_path: Path, mo
     monkeypatch.delenv("ATROPOS_THEME", raising=False)
     run = make_run(tmp_path / "run")
     assert dressed(CockpitApp(run.root)).theme == LIGHT.name
-    preferences.remember("theme", "nord")
+    preferences.keep(theme="nord")
     assert dressed(CockpitApp(run.root)).theme == "nord"
     monkeypatch.setenv("ATROPOS_THEME", "dracula")
     assert dressed(CockpitApp(run.root)).theme == "dracula"
@@ -156,9 +156,9 @@ async def test_a_theme_that_is_chosen_is_remembered(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     run = make_run(tmp_path / "run")
     app = CockpitApp(run.root, control=FakeControl(live_status(run, NOW)))
-    app.keep_theme = lambda name: preferences.remember("theme", name)
+    app.keep_theme = lambda name: preferences.keep(theme=name)
     async with app.run_test() as pilot:
         app.theme = LIGHT.name
         await pilot.pause()
-    assert preferences.wished("theme") == LIGHT.name
+    assert preferences.theme() == LIGHT.name
     assert preferences.path().stat().st_mode & 0o777 == 0o600

@@ -1,5 +1,5 @@
-"""What unit tests share: one parser of the cockpit's commands, and for whole trainer runs a tiny model in a folder and
-an inference server that holds its weights."""
+"""What unit tests share: one parser of the cockpit's commands, hosts to reach by ssh, and for whole trainer runs a tiny
+model in a folder and an inference server that holds its weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from atropos_tui.cli import main
 from atropos_tui.profile import model_files
 
 if TYPE_CHECKING:
+    from tests.cluster.ssh_nodes import SshNodes
     from tests.unit.trainer_stand_ins import Engine
 
 
@@ -32,6 +33,19 @@ def _no_hub() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_files, "_from_hub", lambda name: "model not on this machine")
         yield
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshNodes]:
+    """Three hosts behind private sshds."""
+    from tests.cluster.processes import Missing
+    from tests.cluster.ssh_nodes import SshNodes
+
+    try:
+        with SshNodes(tmp_path_factory.mktemp("ssh")) as nodes:
+            yield nodes
+    except Missing as error:
+        pytest.skip(str(error))
 
 
 # torch is imported where it is used: most unit tests do without it.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from atropos_common.manifest import Shard, TensorEntry, View
+from atropos_common.manifest import Shard, TensorEntry, TensorView
 from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
@@ -85,7 +85,7 @@ def served(model: torch.nn.Module, rank: int, size: int) -> tuple[dict[str, torc
         offset = sum(each.numel() for each in fused.get(where, []))
         fused.setdefault(where, []).append(part)
         cut = part.shape != value.shape
-        views[name] = View(
+        views[name] = TensorView(
             parameter=where, offset=offset, shape=list(part.shape), stride=[*part.shape[1:], 1],
             begin=begin if cut else None, whole=list(value.shape) if cut else None,
         )  # fmt: skip

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from atropos_tui.cli.doctor_nodes import Target, examine, refuse_unfit
 from atropos_tui.cli.main import run
 from atropos_tui.errors import UserError
 from atropos_tui.profile.spec import ComponentSpec, Node, Place, StackSpec
-from tests.cluster.processes import Missing, free_port
+from tests.cluster.processes import free_port
 from tests.cluster.ssh_nodes import SshNodes
 
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
@@ -159,43 +158,34 @@ def test_up_refuses_in_words_before_anything_starts(tmp_path: Path) -> None:
 # By ssh
 
 
-@pytest.fixture(scope="module")
-def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshNodes]:
+def by_ssh(hosts: SshNodes, node: str) -> Target:
+    return target(node, "ssh", "-T", "-F", str(hosts.config), "-o", "BatchMode=yes", "-o", "ConnectTimeout=2", node)
+
+
+def test_over_ssh(tmp_path: Path, hosts: SshNodes) -> None:
+    assert not fails(checks(tmp_path, by_ssh(hosts, "n2")))
+
+
+def test_a_host_key_that_changed(tmp_path: Path, hosts: SshNodes) -> None:
+    hosts.know("n2", key="host_n3")
     try:
-        with SshNodes(tmp_path_factory.mktemp("ssh")) as nodes:
-            yield nodes
-    except Missing as error:
-        pytest.skip(str(error))
-
-
-def by_ssh(ssh: SshNodes, node: str) -> Target:
-    return target(node, "ssh", "-T", "-F", str(ssh.config), "-o", "BatchMode=yes", "-o", "ConnectTimeout=2", node)
-
-
-def test_over_ssh(tmp_path: Path, ssh: SshNodes) -> None:
-    assert not fails(checks(tmp_path, by_ssh(ssh, "n2")))
-
-
-def test_a_host_key_that_changed(tmp_path: Path, ssh: SshNodes) -> None:
-    ssh.know("n2", key="host_n3")
-    try:
-        found = checks(tmp_path, by_ssh(ssh, "n2"))
+        found = checks(tmp_path, by_ssh(hosts, "n2"))
     finally:
-        ssh.know("n2")
+        hosts.know("n2")
     assert "the host key is not the one that ssh knows" in fails(found)["node n2"]
     assert "ssh-keygen -R host-n2" in found["node n2"].fix
 
 
-def test_hosts_that_ssh_does_not_reach(tmp_path: Path, ssh: SshNodes) -> None:
-    nowhere = target("far", "ssh", "-F", str(ssh.config), "-o", "BatchMode=yes", "-p", "1", "n3")
+def test_hosts_that_ssh_does_not_reach(tmp_path: Path, hosts: SshNodes) -> None:
+    nowhere = target("far", "ssh", "-F", str(hosts.config), "-o", "BatchMode=yes", "-p", "1", "n3")
     assert "ssh does not reach the machine" in fails(checks(tmp_path, nowhere))["node far"]
-    denied = target("far", "ssh", "-F", str(ssh.config), "-o", "BatchMode=yes", "-l", "nobody", "n3")
+    denied = target("far", "ssh", "-F", str(hosts.config), "-o", "BatchMode=yes", "-l", "nobody", "n3")
     assert "ssh is not let in" in fails(checks(tmp_path, denied))["node far"]
-    ssh.silence("n3")
+    hosts.silence("n3")
     try:
-        assert "banner exchange" in fails(checks(tmp_path, by_ssh(ssh, "n3")))["node n3"]
+        assert "banner exchange" in fails(checks(tmp_path, by_ssh(hosts, "n3")))["node n3"]
     finally:
-        ssh.wake("n3")
+        hosts.wake("n3")
 
 
 # Collectives that do not come to an end

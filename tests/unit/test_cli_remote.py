@@ -9,7 +9,6 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,20 +16,10 @@ import pytest
 from atropos_tui.cli import remote
 from atropos_tui.cli.main import run
 from atropos_tui.cli.remote import place_in
-from tests.cluster.processes import Missing
 from tests.cluster.ssh_nodes import SshNodes
 from tests.ui.run_maker import make_run
 
 ME = getpass.getuser()
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshNodes]:
-    try:
-        with SshNodes(tmp_path_factory.mktemp("ssh")) as nodes:
-            yield nodes
-    except Missing as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

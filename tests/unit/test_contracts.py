@@ -90,7 +90,7 @@ def test_control_messages_round_trip() -> None:
 
 def _manifest() -> manifest.Manifest:
     entry = manifest.TensorEntry(shape=[2, 2], stride=[2, 1], dtype="float32")
-    view = manifest.View(parameter="w", offset=2, shape=[2], stride=[1])
+    view = manifest.TensorView(parameter="w", offset=2, shape=[2], stride=[1])
     shard = manifest.Shard(
         kind="shm", shm_path="/dev/shm/x", shm_bytes=16, param_mappings={"w": entry}, views={"row": view}
     )
@@ -111,7 +111,9 @@ def test_manifest_round_trips_privately(tmp_path: Path) -> None:
 def test_ranks_together_have_all_of_each_tensor() -> None:
     def rank(begin: int, rows: int) -> manifest.Shard:
         entry = manifest.TensorEntry(shape=[4, 2], stride=[2, 1], dtype="float32")
-        part = manifest.View(parameter="w", offset=0, shape=[rows, 2], stride=[2, 1], begin=[begin, 0], whole=[5, 2])
+        part = manifest.TensorView(
+            parameter="w", offset=0, shape=[rows, 2], stride=[2, 1], begin=[begin, 0], whole=[5, 2]
+        )
         return manifest.Shard(kind="shm", param_mappings={"w": entry}, views={"w": part})
 
     assert manifest.left_out({0: rank(0, 3), 1: rank(3, 2)}) == []

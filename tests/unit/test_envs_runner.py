@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +14,17 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHa
 from atroposlib.envs.server_handling.server_baseline import ServerBaseline
 from tenacity import RetryError, retry, stop_after_attempt
 
+from atropos_common.control import Role
 from atropos_common.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord, parse_line
-from atropos_envs import EnvFault, runner
+from atropos_envs import EnvFault, needs_no_torch, runner
 from atropos_envs.base import StackEnv
 from atropos_envs.engine_client import EngineClient
 from atropos_envs.evaluation import EvalLog
 from atropos_envs.hosted import Foreign, Hosted, hosted, missing_package
 from atropos_envs.tally import Tally, reason_of
 from atropos_envs.tiny_model import make_tokenizer
+from atropos_tui.diagnoses import Evidence, diagnose
+from atropos_tui.profile.spec import ComponentSpec
 
 ENV = """
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
@@ -67,6 +72,30 @@ def test_the_class_whose_command_line_the_file_calls_is_hosted(tmp_path: Path, m
     runner.run([f"{tmp_path / 'e.py'}:A", "serve"])
     assert [each.__name__ for each in ran] == ["B", "A"] and all(issubclass(each, Foreign) for each in ran)
     assert hosted(StackEnv) is StackEnv and issubclass(StackEnv, Hosted), "ours are hosted already"
+
+
+@pytest.mark.parametrize(
+    ("code", "light"),
+    [
+        ("import random, math\nfrom atroposlib.envs.base import BaseEnv", True),
+        ("from atroposlib.envs.base import BaseEnv\ndef f():\n    import torch", False),
+        ("from atroposlib.utils import x", False), ("from . import rewards", False), ("import importlib", False),
+        ("import rewards", False), ("def", False),
+    ],
+)  # fmt: skip
+def test_torch_is_left_out_where_nothing_can_want_it(tmp_path: Path, code: str, light: bool) -> None:
+    (tmp_path / "e.py").write_text(code)
+    assert needs_no_torch(tmp_path / "e.py") is light and not needs_no_torch(tmp_path / "none.py")
+
+
+def test_a_program_without_torch_begins_without_it(tmp_path: Path) -> None:
+    """And ends as every file that defines no environment."""
+    (tmp_path / "e.py").write_text(
+        "import sys\nfrom atroposlib.envs.base import BaseEnv\nprint('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-m", "atropos_envs.runner", str(tmp_path / "e.py"), "serve"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "False\n") and "defines no environment class" in done.stderr
 
 
 def _env(servers: Any, **members: Any) -> type[BaseEnv]:
@@ -232,3 +261,30 @@ def test_a_chat_template_gives_token_ids_as_with_older_transformers(tmp_path: Pa
     config = BaseEnvConfig(tokenizer_name=str(tmp_path), wandb_name="x", use_wandb=False)
     env = made(config, [server])
     assert env.tokenizer.apply_chat_template([{"role": "user", "content": "12"}]) == [3, 4]
+
+
+SETUPS = [
+    ("import reasoning_gym_x", "env_package_missing", "rg needs the Python package reasoning_gym_x"),
+    ("open('data/questions.jsonl')", "env_setup_failed", "the setup of rg failed: FileNotFoundError"),
+    (
+        'raise ConnectionError("Couldn\'t reach \'openai/gsm8k\' on the Hub (LocalEntryNotFoundError)")',
+        "dataset_unreachable", "a data set or model hub cannot be reached",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "rule", "title"), SETUPS, ids=[case[1] for case in SETUPS])
+def test_an_environment_that_ends_in_its_setup_is_explained(line: str, rule: str, title: str) -> None:
+    """In the words that the hosting of foreign environments really has for it."""
+
+    async def setup(self: Any) -> None:
+        exec(line)
+
+    members = {"setup": setup, "evaluate": None, "get_next_item": None}
+    env = hosted(type("Env", (BaseEnv,), members))
+    with pytest.raises(EnvFault) as caught:
+        asyncio.run(env.setup(object.__new__(env)))
+    spec = ComponentSpec(name="rg", role=Role.ENV, command=["x"])
+    lines = [f"2026-11-22 20:00:00,000 ERROR atropos_envs.runner: {caught.value}"]
+    found = diagnose(Evidence(spec, caught.value.exit_code, lines))
+    assert (found.rule, found.title) == (rule, title) and found.fix

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atropos_envs.smollm2 import main as make_smollm2
-from atropos_envs.sums_server import HELD_OUT, Sum, SumsEnv, reward, split
+from atropos_envs.sums_server import HELD_OUT, SumsEnv, TwoDigitSum, reward, split
 from tests.unit.envs_support import Engine, decode, encode, make_env, text_tokenizer
 
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
      ("172 or 7", 0.0), ("", 0.0), ("seven", 0.0), ("\u0667\u0662", 0.0)],
 )  # fmt: skip
 def test_only_the_bare_number_is_right_and_nearness_ranks_the_rest(text: str, score: float) -> None:
-    assert reward(Sum(47, 25), text) == pytest.approx(score)
+    assert reward(TwoDigitSum(47, 25), text) == pytest.approx(score)
 
 
 def test_the_seed_says_which_sums_are_held_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -95,6 +96,8 @@ def test_no_command_waits_for_a_pipe_or_reads_without_end(
     run: RunDir, shape: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a process of its own with bounded memory, so that one which reads on and on ends here."""
+    for module in ("atropos_tui.cli.bundle", "atropos_tui.monitor.report", "matplotlib.figure"):
+        importlib.import_module(module)  # here, once, and not in each of them
     path = run.root / name
     path.unlink(missing_ok=True)
     if shape == "pipe":

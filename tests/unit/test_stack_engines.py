@@ -12,7 +12,7 @@ from atropos_tui.cli.main import run
 from atropos_tui.errors import Problem
 from atropos_tui.profile import memory
 from atropos_tui.profile.checks import check_notes, check_profile
-from atropos_tui.profile.gpu_split import split_gpus
+from atropos_tui.profile.fit import split_gpus
 from atropos_tui.profile.hardware import Gpu, Hardware, named_machine
 from atropos_tui.profile.plan import build_stack, sequences_in_flight
 from atropos_tui.profile.preflight import separate, unfit

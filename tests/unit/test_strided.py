@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_common.strided import Box, Place, contiguous, joined, joined_part
+from atropos_common.strided import Box, PartPlace, contiguous, joined, joined_part
 
 
 def box(whole: torch.Tensor, part: torch.Tensor, there: torch.Tensor) -> Box:
@@ -34,9 +34,9 @@ def test_rows_copied_in_three_parts_are_one_view() -> None:
 def test_a_part_is_told_with_where_it_begins() -> None:
     """As tensor-parallel workers load: rows, columns, the rows of a fused parameter; and what is no part."""
     whole, server = torch.zeros(8, 6), torch.zeros(9, 6)
-    assert joined_part((8, 6), [box(whole, whole[4:7], server[2:5])]) == Place((4, 0), (3, 6), 12, (6, 1))
+    assert joined_part((8, 6), [box(whole, whole[4:7], server[2:5])]) == PartPlace((4, 0), (3, 6), 12, (6, 1))
     columns = torch.zeros(8, 3)
-    assert joined_part((8, 6), [box(whole, whole[:, 3:], columns)]) == Place((0, 3), (8, 3), 0, (3, 1))
+    assert joined_part((8, 6), [box(whole, whole[:, 3:], columns)]) == PartPlace((0, 3), (8, 3), 0, (3, 1))
     assert joined((8, 6), [box(whole, whole[:, 3:], columns)]) is None
     apart = [
         box(whole, whole[rows], server[to]) for rows, to in ((slice(0, 2), slice(0, 2)), (slice(4, 6), slice(2, 4)))

@@ -9,7 +9,7 @@ import pytest
 
 from atropos_common.control import State
 from atropos_tui.cli import runs
-from atropos_tui.cli.text_mode import Changes, follow
+from atropos_tui.cli.text_mode import NewLines, follow
 from atropos_tui.monitor.run_files import RunInfo
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
@@ -18,7 +18,7 @@ from tests.ui.run_maker import T0, gauges, live_status, make_run, step_records
 
 def test_a_change_is_a_line_and_a_number_that_moves_is_none(tmp_path: Path) -> None:
     run, state, info = make_run(tmp_path / "run"), RunState(), RunInfo(training_steps=60)
-    changes, rng = Changes(), random.Random(0)
+    changes, rng = NewLines(), random.Random(0)
 
     def told(now: float, said: Verdict | None = None, **states: State) -> list[str]:
         status = live_status(run, now, **states)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Gemma3TextConfig, MixtralConfig, Phi3Config, PreTrainedConfig, Qwen3MoeConfig
 
-from atropos_common.manifest import Shard, TensorEntry, View
+from atropos_common.manifest import Shard, TensorEntry, TensorView
 from tests.unit.small_models import CONFIGS, SMALL, build
 from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import checkpoint_layout, checkpoint_tensors
@@ -54,7 +54,7 @@ def served(checkpoint: dict[str, torch.Tensor], config: Any) -> tuple[dict[str, 
         stem, is_expert, rest = name.partition(".experts.")
         if not is_expert:
             tensors[name] = value.clone()
-            views[name] = View(parameter=name, offset=0, shape=list(value.shape), stride=list(value.stride()))
+            views[name] = TensorView(parameter=name, offset=0, shape=list(value.shape), stride=list(value.stride()))
             continue
         number, kind, _ = rest.split(".")
         rows, columns = value.shape
@@ -64,7 +64,7 @@ def served(checkpoint: dict[str, torch.Tensor], config: Any) -> tuple[dict[str, 
         )
         part = whole[int(number), rows if kind == "up_proj" else 0 :][:rows]
         part.copy_(value)
-        views[name] = View(
+        views[name] = TensorView(
             parameter=f"{stem}.w{2 if both == 1 else 13}", offset=part.storage_offset(), shape=[rows, columns],
             stride=list(part.stride()),
         )  # fmt: skip

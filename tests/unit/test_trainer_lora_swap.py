@@ -28,8 +28,7 @@ from trainer_core.errors import EngineError, EngineGone
 from trainer_core.loop import train
 from trainer_core.policy.lora import add_adapter
 from trainer_core.weight_sync import lora
-from trainer_core.weight_sync.lora import KEPT
-from trainer_core.weight_sync.shared_base import SharedBase
+from trainer_core.weight_sync.lora import KEPT, SharedBase
 
 ANSWERS = {
     "its engine is dead": (503, "EngineCore encountered an issue"),

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atropos_api.listing import add_listing
+from atropos_api.batches import add_listing
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_common.records import StepRecord, parse_line
 from tests.unit.json_server import JsonServer

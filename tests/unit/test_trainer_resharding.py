@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from trainer_core.errors import UsageError
 from trainer_core.policy.sharding import Rows
-from trainer_core.resharding import Saved, cut
+from trainer_core.resharding import SavedTensor, cut
 
 
 def rows_of(shape: tuple[int, ...], rank: int, ranks: int) -> Rows:
@@ -40,7 +40,7 @@ def written(folder: Path, moments: torch.Tensor, ranks: int, block: int) -> list
 
 
 def state(files: list[Any]) -> dict[str, Any]:
-    entry = {name: Saved(name, files) for name in ("state1", "absmax1", "step")}
+    entry = {name: SavedTensor(name, files) for name in ("state1", "absmax1", "step")}
     return {"optimizer": {"state": {0: entry}}, "weights": {"lost": [entry["state1"]], "steps": 3}, "name": "x"}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.manifest import View
+from atropos_common.manifest import TensorView
 from tests.unit.ranks import run_ranks
 from tests.unit.tensor_parallel_ranks import CONFIGS, served, whole_model
 from trainer_core.errors import UsageError
@@ -64,7 +64,7 @@ def test_what_is_cut_in_another_way_is_refused_by_name(name: str, rows: bool, wo
                 dim = 0 if rows else 1
                 part = parameter.detach().chunk(2, dim)[rank].contiguous()
                 begin = [rank * size // 2 if at == dim else 0 for at, size in enumerate(parameter.shape)]
-                tensors[each], shards[rank].views[each] = part, View(
+                tensors[each], shards[rank].views[each] = part, TensorView(
                     parameter=each, offset=0, shape=list(part.shape), stride=list(part.stride()), begin=begin,
                     whole=list(parameter.shape),
                 )  # fmt: skip

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from atropos_common.manifest import View
+from atropos_common.manifest import TensorView
 from tests.unit.test_vllm_server_graph_check import Model
 from tests.unit.test_vllm_server_graph_check import Server as Engine
 from vllm_server import app
 from vllm_server.weights import loaders
-from vllm_server.weights.loaders import SharedWeightsError, Trace
-from vllm_server.weights.plain_layers import PlainLayers
+from vllm_server.weights.loaders import LoadTrace, PlainLayers, SharedWeightsError
 
-VIEW = View(parameter="w", offset=0, shape=[2], stride=[1])
+VIEW = TensorView(parameter="w", offset=0, shape=[2], stride=[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -38,20 +37,20 @@ def test_a_parameter_of_another_layout_is_told_by_its_sample(dtype: torch.dtype)
     [
         (None, "how its weights were loaded was not recorded: leave out --load-format"),
         (
-            Trace({"a": VIEW}, {}, ["layers.1.w13_weight"]),
+            LoadTrace({"a": VIEW}, {}, ["layers.1.w13_weight"]),
             "lays out 1 parameters anew .*w13_weight.*triton.*[(]lora_only",
         ),
-        (Trace({"a": VIEW}, {"b": "is a buffer of the model, b"}, []), "1 tensors .* b is a buffer .*broadcast"),
+        (LoadTrace({"a": VIEW}, {"b": "is a buffer of the model, b"}, []), "1 tensors .* b is a buffer .*broadcast"),
     ],
 )
 def test_weights_that_cannot_be_shared_say_why_and_what_works(
-    trace: Trace | None, words: str, monkeypatch: pytest.MonkeyPatch
+    trace: LoadTrace | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loaders, "_trace", trace)
     with pytest.raises(SharedWeightsError, match=words):
         loaders._views()
     assert (loaders.why_not_in_place() is None) == bool(trace and not trace.laid_anew)
-    monkeypatch.setattr(loaders, "_trace", Trace({"a": VIEW}, {}, []))
+    monkeypatch.setattr(loaders, "_trace", LoadTrace({"a": VIEW}, {}, []))
     assert loaders._views() == {"a": VIEW} and loaders.why_not_in_place() is None
 
 

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from atropos_common.bridge import completion_digest
-from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, View, write_manifest
+from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, TensorView, write_manifest
 from tests.unit.json_server import JsonServer
 from trainer_core.config import TrainingConfig
 
@@ -140,11 +140,11 @@ class Engine:
         )  # fmt: skip
         write_manifest(self.manifest, self.manifest_path)
 
-    def _where(self, name: str, param: torch.Tensor) -> View:
+    def _where(self, name: str, param: torch.Tensor) -> TensorView:
         part = slice_of(self.tensors, name, param)
         whole = next(each for each, tensor in self.tensors.items() if tensor.data_ptr() <= part.data_ptr()
                      < tensor.data_ptr() + tensor.nbytes)  # fmt: skip
-        return View(
+        return TensorView(
             parameter=whole, offset=part.storage_offset() - self.tensors[whole].storage_offset(),
             shape=list(part.shape), stride=list(part.stride()),
         )  # fmt: skip

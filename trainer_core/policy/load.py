@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atropos_common.manifest import Shard, View
+from atropos_common.manifest import Shard, TensorView
 from atropos_common.model_math import OWN_ATTENTION, Dimensions, why_refused
 from atropos_common.quantized import method_of, why_not_base
 from atropos_common.strided import Box, joined
@@ -200,7 +200,7 @@ def attach_views(model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: S
             all listed.
     """
     wanted = dict(model.named_parameters())
-    parts: defaultdict[str, list[tuple[Spot, View]]] = defaultdict(list)
+    parts: defaultdict[str, list[tuple[Spot, TensorView]]] = defaultdict(list)
     problems = []
     for name, spot in checkpoint_layout(model).items():
         view = shard.views.get(name)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from atropos_common.model_math import LOGITS_AT_ONCE, carries_state
-from trainer_core.context_parallel import Context, Part, context_of
+from trainer_core.context_parallel import Context, RowPart, context_of
 from trainer_core.policy.attention import layout
 from trainer_core.policy.sharding import compute_dtype, gathered
 from trainer_core.policy.speed import compiled_on_cuda
@@ -115,7 +115,7 @@ def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
 
 
 def _part_states(
-    model: torch.nn.Module, part: Part, count: int, routing: list[torch.Tensor] | None, context: Context
+    model: torch.nn.Module, part: RowPart, count: int, routing: list[torch.Tensor] | None, context: Context
 ) -> torch.Tensor:
     """Those that predict the labels of this part of a row of `count` tokens."""
     said: list[torch.Tensor] | None = None if routing is None else []

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 
-from atropos_common.manifest import Shard, View
+from atropos_common.manifest import Shard, TensorView
 from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import checkpoint_layout
 
@@ -32,7 +32,7 @@ ANOTHER_WAY = "tensor_parallel = 1 needs no cutting, and mode broadcast takes an
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """What one rank has of a parameter."""
 
     begin: tuple[int, ...]
@@ -41,7 +41,7 @@ class Part:
     whole: tuple[int, ...]
 
     @classmethod
-    def of(cls, view: View) -> Part:
+    def of(cls, view: TensorView) -> ParameterPart:
         begin = view.begin or [0] * len(view.shape)
         return cls(tuple(begin), tuple(view.shape), tuple(view.whole or view.shape))
 
@@ -93,7 +93,7 @@ class TensorParallel:
         """Of each parameter in the checkpoint."""
         self.parameters = dict(model.named_parameters())
         self.parts = {
-            parameter: [Part.of(shards[each].views[name]) for each in sorted(shards)]
+            parameter: [ParameterPart.of(shards[each].views[name]) for each in sorted(shards)]
             for parameter, name in self.names.items()
         }
         """By parameter and rank."""
@@ -113,7 +113,7 @@ class TensorParallel:
                 "the trainer does not compute this model in parts:\n  " + "\n  ".join(problems) + f"\n{ANOTHER_WAY}"
             )
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> ParameterPart:
         """This rank's part of a parameter."""
         return self.parts[name][self.rank]
 

@@ -40,7 +40,7 @@ class Witness(Protocol):
         """What it computed when it made each completion, by the digest of its prompt and its tokens."""
 
 
-class Line(msgspec.Struct, omit_defaults=True):
+class RecordedLine(msgspec.Struct, omit_defaults=True):
     """One line of the file; a group's other fields are passed over."""
 
     batch: list[Any] | None = None
@@ -85,7 +85,7 @@ class RecordedRollouts:
         if not self._places:
             raise UsageError(f"--rollouts {path}: not one batch of {batch_size} sequences in it")
         self._next: int | None = None
-        self._line = Line()
+        self._line = RecordedLine()
         first, last = self._places[0].step, self._places[-1].step
         print(f"✓ Rollouts of {self.path}: {len(self._places)} batches, of steps {first} to {last}")
 
@@ -101,7 +101,7 @@ class RecordedRollouts:
             raise RolloutsEnd(f"{self.path} holds no more rollouts")
         lines = [self._read(offset) for offset in self._places[self._next].offsets]
         self._next += 1
-        self._line = msgspec.json.decode(lines[0], type=Line)
+        self._line = msgspec.json.decode(lines[0], type=RecordedLine)
         return self._line.batch if self._line.batch is not None else [msgspec.json.decode(line) for line in lines]
 
     def _first(self, step: int) -> int:
@@ -196,7 +196,7 @@ class Recorder:
     def __init__(self, path: str | Path) -> None:
         """Raises: UsageError: the file cannot be written."""
         self.path = Path(path)
-        self._line = Line()
+        self._line = RecordedLine()
         self._failed = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -218,7 +218,7 @@ class Recorder:
             if not self._failed:
                 print(f"[WARNING] rollouts are not recorded whole: {self.path}: {error}")
             self._failed = True
-        self._line = Line(versions={}, logprobs={})
+        self._line = RecordedLine(versions={}, logprobs={})
 
     def overhear(self, server: Witness) -> Witness:
         """`server`, whose answers are remembered for the next `write`."""

@@ -27,9 +27,8 @@ from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.sharding import compute_dtype
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import FIRST_PAUSE_S, LOOK_S, Phases, SeparateWeights
-from trainer_core.weight_sync.calls import Calls
 from trainer_core.weight_sync.collectives import BroadcastGroup, Rendezvous, Stage, connect, meeting_point
-from trainer_core.weight_sync.orders import Follower, Order, Orders
+from trainer_core.weight_sync.orders import Calls, Follower, Order, Orders
 from trainer_core.weight_sync.outgoing import CHUNK_BYTES, outgoing
 
 LAST_WORDS_S = 1.0

@@ -1,5 +1,5 @@
 """Modes `lora_only` and `lora_restart`: the trainer keeps the base model and an adapter, which is all that travels.
-With `single_copy` the base is the server's own (`shared_base.py`), and the trainer keeps the adapter alone.
+With `single_copy` the base is the server's own (`SharedBase`), and the trainer keeps the adapter alone.
 
 `lora_only` swaps it over HTTP: the server is never paused, and a completion ends on the adapter that it began with. A
 server that was restarted meanwhile holds its generation until it has the trainer's present adapter again, which `check`
@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,13 +19,14 @@ import torch
 from safetensors import SafetensorError
 
 from atropos_common.bridge import LORA_RANKS, BridgeInfo, few_graph_sizes, server_rank
+from atropos_common.manifest import Manifest, ManifestError
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineGone, TrainerError, UsageError
-from trainer_core.policy.lora import add_adapter, load_adapter, save_adapter
+from trainer_core.policy.lora import add_adapter, base_parameters, load_adapter, save_adapter
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import Lifecycle, make_lifecycle
 from trainer_core.weight_sync.base import Phases, SeparateWeights, T
-from trainer_core.weight_sync.shared_base import SharedBase
+from trainer_core.weight_sync.shared_vllm import SingleCopy
 
 KEPT = 4
 """Newest adapters left on disk: a request may have chosen one, and not have reached the engine yet. Older ones stay
@@ -164,3 +166,67 @@ class LoraRestart(LoraSwap):
         with clock("load"):
             for engine in self.engines:
                 self._serve_again(engine)
+
+
+class SharedBase:
+    """A model whose parameters are the tensors of the server of now."""
+
+    def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
+        self._memory = SingleCopy(config, device, stop)
+        self._port = config.vllm_port
+        self._model: torch.nn.Module | None = None
+        self._instance: str | None = None
+        """Whose memory it lies in; null while it has none."""
+
+    def load(self) -> torch.nn.Module:
+        """The base model.
+
+        Raises:
+            EngineGone: there is no server with a manifest yet.
+            UsageError: another model, type or port than the trainer's.
+        """
+        manifest = self._manifest()
+        if not manifest.base_url.endswith(f":{self._port}"):
+            raise UsageError(
+                f"{self._memory.path} is of the server at {manifest.base_url}, not of --vllm-port {self._port}"
+            )
+        began = time.perf_counter()
+        self._model = model = self._memory.map_model(manifest)
+        self._instance = manifest.instance_id
+        print(f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no memory for the base model")
+        return model
+
+    def follow(self, instance: str) -> None:
+        """Let the base lie in the memory of the server `instance`; what adapters the model has by now stay.
+
+        Raises:
+            EngineGone: its manifest is not there yet.
+        """
+        if instance == self._instance:
+            return
+        manifest = self._manifest()
+        if manifest.instance_id != instance:
+            raise EngineGone(f"{self._memory.path} belongs to an earlier server than {manifest.base_url}")
+        fresh = dict(self._memory.map_model(manifest).named_parameters())
+        for name, parameter in self._base().items():
+            parameter.data = fresh[name].detach()
+        self._instance = instance
+        print(f"✓ The base model lies in the memory of the new server at {manifest.base_url}")
+
+    def let_go_of_the_dead(self) -> None:
+        """Where the server has ended: hold no memory of it, or a GPU would have too little for the next one."""
+        try:
+            self._memory.check()
+        except EngineGone:
+            self._instance = None
+            for parameter in self._base().values():
+                parameter.data = parameter.data.new_empty(0)
+
+    def _base(self) -> dict[str, torch.nn.Parameter]:
+        return base_parameters(self._model) if self._model else {}
+
+    def _manifest(self) -> Manifest:
+        try:
+            return self._memory.usable_manifest()
+        except ManifestError as error:
+            raise EngineGone(str(error)) from None

@@ -18,18 +18,17 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import BaseModel
 
-from atropos_common.group import Lifeline, first_line, gpu_of
+from atropos_common.group import POLL_S, Lifeline, first_line, gpu_of
 from atropos_common.transfer import TransferInit
 from trainer_core.errors import RankGone
 from trainer_core.ranks import node_address, on_several_nodes
-from trainer_core.weight_sync.calls import Calls
 from trainer_core.weight_sync.collectives import BroadcastGroup, connect
 from trainer_core.weight_sync.outgoing import Outgoing
 
@@ -91,7 +90,7 @@ class Orders:
         if self.meeting is None:
             return
         until = time.monotonic() + MEET_S
-        with Door(self._listener, self.meeting.secret) as door:
+        with RankDoor(self._listener, self.meeting.secret) as door:
             while len(self._lines) < len(self._others):
                 for rank, come in door.come(FIRST_WORD_S):
                     self._lines[rank] = come.makefile("rwb")
@@ -154,7 +153,7 @@ class Orders:
         self._ended.add(rank)
 
 
-class Door:
+class RankDoor:
     """Who comes to rank 0. A stranger who says nothing holds nobody up: all are listened to at the same time."""
 
     def __init__(self, listener: socket.socket, secret: str) -> None:
@@ -162,7 +161,7 @@ class Door:
         self._waiting: dict[socket.socket, tuple[float, bytes]] = {}
         """Since when each waits that has not said its whole first word, oldest first, and what it has said."""
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> RankDoor:
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -331,3 +330,47 @@ def _at(folder: Path, bind_or_connect: Callable[[str], None]) -> None:
         bind_or_connect(f"/proc/self/fd/{descriptor}/orders")
     finally:
         os.close(descriptor)
+
+
+T = TypeVar("T")
+
+
+class Calls(Generic[T]):
+    """One call for each name, all at the same time, in threads that nobody has to wait for."""
+
+    def __init__(self, calls: Mapping[str, Callable[[], T]]) -> None:
+        self.names = list(calls)
+        self._results: dict[str, T] = {}
+        self._failures: dict[str, Exception] = {}
+        for name, call in calls.items():
+            threading.Thread(target=self._run, args=(name, call), daemon=True).start()
+
+    def over(self) -> bool:
+        """Every call has returned or failed."""
+        return not self.waiting()
+
+    def waiting(self) -> list[str]:
+        return [name for name in self.names if name not in self._results and name not in self._failures]
+
+    def wait(self, timeout_s: float) -> None:
+        """Until every call is over, but no longer than `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while not self.over() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+    def failures(self) -> dict[str, Exception]:
+        return {name: self._failures[name] for name in self.names if name in self._failures}
+
+    def raise_failure(self) -> None:
+        for error in self.failures().values():
+            raise error
+
+    def results(self) -> dict[str, T]:
+        """Of the calls that have returned."""
+        return dict(self._results)
+
+    def _run(self, name: str, call: Callable[[], T]) -> None:
+        try:
+            self._results[name] = call()
+        except Exception as error:
+            self._failures[name] = error

@@ -74,7 +74,7 @@ class Shards:
         """
         named, self._rank = dict(model.named_parameters()), rank
         self.tensors: list[SentTensor] = []
-        self._own: dict[str, list[tuple[Part, torch.nn.Parameter]]] = {}
+        self._own: dict[str, list[tuple[TensorPart, torch.nn.Parameter]]] = {}
         for owner, spots in parts_of(model).items():
             param = named[owner]
             bounds = _bounds(owner, param, size)
@@ -104,7 +104,7 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """What one rank has of a checkpoint's tensor: elements from `first` on, as a view of its part of the parameter."""
 
     rank: int
@@ -188,14 +188,14 @@ def _bounds(name: str, param: torch.Tensor, size: int) -> list[int]:
     return [min(rank * rows, param.shape[0]) * math.prod(param.shape[1:]) for rank in range(size + 1)]
 
 
-def _cut(name: str, spot: Spot, bounds: list[int]) -> Iterator[Part]:
+def _cut(name: str, spot: Spot, bounds: list[int]) -> Iterator[TensorPart]:
     """`spot` by the ranks that have it, in order."""
     shape, stride = spot.shape, spot.stride
     if stride == contiguous(shape):
         for rank, (begin, end) in enumerate(pairwise(bounds)):
             low, high = max(begin, spot.offset), min(end, spot.offset + math.prod(shape))
             if low < high:
-                yield Part(rank, low - spot.offset, (high - low,), (1,), low - begin)
+                yield TensorPart(rank, low - spot.offset, (high - low,), (1,), low - begin)
         return
     reach = sum((length - 1) * step for length, step in zip(shape[1:], stride[1:], strict=True))
     row_of = [spot.offset + index * stride[0] for index in range(shape[0])]
@@ -208,7 +208,7 @@ def _cut(name: str, spot: Spot, bounds: list[int]) -> Iterator[Part]:
     for rank, rows in groupby(range(shape[0]), key=lambda row: ranks[row]):
         mine = list(rows)
         assert rank is not None
-        yield Part(
+        yield TensorPart(
             rank, mine[0] * math.prod(shape[1:]), (len(mine), *shape[1:]), stride, row_of[mine[0]] - bounds[rank]
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atropos_common.manifest import View
+from atropos_common.manifest import TensorView
 from atropos_common.strided import Box, joined_part
 from atropos_common.transfer import Chunk
 
@@ -88,19 +88,19 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         elsewhere = any(type(module).__name__ == OTHER_RANKS_LAYER for module in self.model.modules())
         return sorted(self._unread - self._no_weights()) if self.whole and not elsewhere else []
 
-    def views(self) -> tuple[dict[str, View], dict[str, str]]:
+    def views(self) -> tuple[dict[str, TensorView], dict[str, str]]:
         """Where each given tensor, or the part of it that this rank has, lies in a parameter; and why others do not, as
         the end of a sentence."""
         views, without = {}, {}
         for name in self._shapes.keys() - self._no_weights():
             found = self._view(name)
-            if isinstance(found, View):
+            if isinstance(found, TensorView):
                 views[name] = found
             else:
                 without[name] = found
         return dict(sorted(views.items())), dict(sorted(without.items()))
 
-    def _view(self, name: str) -> View | str:
+    def _view(self, name: str) -> TensorView | str:
         shape, boxes = self._shapes[name], self._boxes[name]
         if not boxes:
             return "is not copied into the model as it is"
@@ -114,12 +114,12 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         if not (filled := [box for box in parts if math.prod(box.shape)]):  # so small that this rank has none of it
             nothing = list(parts[0].shape)
             at = [0] * len(shape)
-            return View(
+            return TensorView(
                 parameter=parameter, offset=0, shape=nothing, stride=[1] * len(shape), begin=at, whole=list(shape)
             )
         if (place := joined_part(shape, filled)) is None:
             return f"does not lie evenly in {parameter}"
-        view = View(parameter=parameter, offset=place.offset, shape=list(place.shape), stride=list(place.stride))
+        view = TensorView(parameter=parameter, offset=place.offset, shape=list(place.shape), stride=list(place.stride))
         if place.shape != shape:
             view.begin, view.whole = list(place.begin), list(shape)
         return view

@@ -20,7 +20,7 @@ import json
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,14 +28,14 @@ from typing import Any
 
 import psutil
 import torch
+from torch.nn.functional import linear
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, View, left_out, write_manifest
+from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, TensorView, left_out, write_manifest
 from atropos_common.strided import extent
 from vllm_server.config import ENV_SHM_PATH, ENV_START_WEIGHTS, ServerConfig
 from vllm_server.weights.copy_recorder import CopyRecorder, Named
-from vllm_server.weights.plain_layers import PlainLayers
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,10 @@ def register_loaders() -> None:
 
 
 @dataclass(frozen=True)
-class Trace:
+class LoadTrace:
     """What a worker saw while its model was loaded."""
 
-    views: dict[str, View]
+    views: dict[str, TensorView]
     """Where the tensors of the checkpoint lie, under its own names."""
     without_view: dict[str, str]
     """The others, and why, as the end of a sentence."""
@@ -78,7 +78,7 @@ class Trace:
     """Parameters that vLLM gave another layout after its loader had filled them."""
 
 
-_trace: Trace | None = None
+_trace: LoadTrace | None = None
 """Of this process's model, draft models aside; null where another loader, or a quantized model's own, was at work."""
 
 
@@ -112,7 +112,7 @@ class FolderLoader(DefaultModelLoader):
         if (recorder := self._recorder) is not None:
             now = dict(model.named_parameters())
             anew = [name for name, was in self._samples.items() if name not in now or not _same(was, now[name])]
-            _trace = Trace(*recorder.views(), anew)
+            _trace = LoadTrace(*recorder.views(), anew)
             self._recorder, self._samples = None, {}
         return model
 
@@ -292,7 +292,7 @@ def describe_cuda(model: torch.nn.Module) -> Shard:
     return Shard(kind="cuda_ipc", gpu=gpu, param_mappings=entries, aliases=_aliases(model), views=_views())
 
 
-def _views() -> dict[str, View]:
+def _views() -> dict[str, TensorView]:
     """Of every tensor of the checkpoint.
 
     Raises:
@@ -395,3 +395,63 @@ def write_manifest_for(
     write_manifest(manifest, config.manifest_path)
     logger.info("Exported %d params of %d ranks to %s", len(ranks[0].param_mappings), len(ranks), config.manifest_path)
     return manifest
+
+
+EXPERTS = ("w13_weight", "w2_weight")
+"""Of vLLM's mixtures of experts, shapes [experts, 2 * width, hidden] and [experts, hidden, width]."""
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda gate: torch.nn.functional.gelu(gate, approximate="tanh"),
+}
+
+
+class PlainLayers:
+    """Remembers the weights of a model just loaded, and gives them back to it once vLLM has processed them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._weights: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+        for module in model.modules():
+            if (weight := module._parameters.get("weight")) is not None:
+                self._weights.append((module, "weight", weight))
+                # vLLM's own switch (0.28 and later) for layers whose weight is read elsewhere: no repacking.
+                module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+            if all(name in module._parameters for name in EXPERTS) and "w13_bias" not in module._parameters:
+                self._weights += [(module, name, module.get_parameter(name)) for name in EXPERTS]
+
+    def restore(self) -> None:
+        """Let every layer compute from them."""
+        for module, name, weight in self._weights:
+            if name in EXPERTS and not _computes_plainly(module):
+                continue
+            if module._parameters.get(name) is not weight:
+                setattr(module, name, weight)
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = linear
+        self._weights.clear()
+
+
+def _computes_plainly(experts: Any) -> bool:
+    """Let these experts compute from their parameters; False, and nothing done, where that is not known how."""
+    kernel: Any = getattr(getattr(experts, "quant_method", None), "moe_kernel", None)
+    activation = _ACTIVATIONS.get(getattr(getattr(experts, "activation", None), "value", ""))
+    if not hasattr(kernel, "fused_experts") or activation is None:
+        return False
+
+    def apply(
+        output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
+        topk_weights: torch.Tensor, topk_ids: torch.Tensor, *_: Any, apply_router_weight_on_input: bool, **__: Any,
+    ) -> None:  # fmt: skip
+        output.zero_()
+        for expert in topk_ids.unique().tolist():
+            rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
+            answer = linear(activation(gate) * up, w2[expert])
+            if not apply_router_weight_on_input:  # else its weight is in the hidden states already
+                answer = answer * topk_weights[rows, slots, None].to(answer.dtype)
+            output.index_add_(0, rows, answer)
+
+    kernel.fused_experts.apply = apply
+    return True

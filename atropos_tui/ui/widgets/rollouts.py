@@ -21,9 +21,9 @@ from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.rollout_groups import (
     ONLY,
     ORDERS,
-    Group,
     Only,
     Order,
+    RolloutGroup,
     answer,
     chosen,
     diff,
@@ -45,7 +45,7 @@ MOST_SPREAD = 16
 class RolloutRow:
     """One completion; the first of its group also speaks for the group."""
 
-    group: Group
+    group: RolloutGroup
     at: int
 
     @property
