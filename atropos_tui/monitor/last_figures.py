@@ -12,8 +12,8 @@ from atropos_common.record_tail import nth_from_end, whole_lines
 from atropos_common.records import EvalRecord, Record, RecordError, StepRecord, parse_line
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.bench import WINDOW
-from atropos_tui.monitor.charts import mean
 from atropos_tui.monitor.format import real
+from atropos_tui.monitor.series import mean
 
 R = TypeVar("R", bound=Record)
 SPLITS = 16

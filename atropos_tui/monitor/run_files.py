@@ -19,8 +19,8 @@ from atropos_common.files import read_regular
 from atropos_common.record_tail import RecordTail, nth_from_end
 from atropos_common.records import Record, StateRecord
 from atropos_common.run_dir import LATEST_TIME, RunDir
-from atropos_tui.monitor.charts import MOST_STEPS
 from atropos_tui.monitor.format import counted, one_line, real
+from atropos_tui.monitor.series import MOST_STEPS
 from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
 from atropos_tui.supervisor import tracker
 from atropos_tui.supervisor.store import ProcessTable

@@ -16,9 +16,9 @@ from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, Stat
 from atropos_common.records import DiagnosisRecord, EnvFlow
 from atropos_tui.diagnoses.flow_rules import BOTH_WAIT, MUCH_FLAT
 from atropos_tui.monitor.bench import Pace, pace
-from atropos_tui.monitor.charts import mean
 from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
 from atropos_tui.monitor.run_files import RunInfo, flag, start_seconds
+from atropos_tui.monitor.series import mean
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.why import doing, next_stage, open_diagnoses, overdue
 

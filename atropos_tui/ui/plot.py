@@ -19,8 +19,8 @@ from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 
-from atropos_tui.monitor.charts import MOST_STEPS, on_scale
 from atropos_tui.monitor.gauges import Split, cells
+from atropos_tui.monitor.series import MOST_STEPS, on_scale
 
 TEXTURES = "█▓▒▚▞▤▥"
 OTHER_TEXTURE, FREE = "░", "·"

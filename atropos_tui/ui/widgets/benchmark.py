@@ -11,7 +11,6 @@ from textual.widgets import Static
 
 from atropos_common.control import Role
 from atropos_tui.monitor.bench import Pace, benchmark_state, pace, render_benchmarks
-from atropos_tui.monitor.charts import mean
 from atropos_tui.monitor.format import bytes_text, duration, number, one_line, seconds_text
 from atropos_tui.monitor.overlay import summary
 from atropos_tui.ui.plot import progress_bar
@@ -110,16 +109,15 @@ class Benchmark(TextPanel):
 
     def _memory(self, view: View) -> list[Text]:
         state = view.state
-        gpu, rss = state.metric("peak_bytes").values, state.metric("rss_bytes").values
-        held = state.metric("allocated_bytes").values
+        gpu, held, rss = (state.metric(f"{name}_bytes") for name in ("peak", "allocated", "rss"))
         total = [row.memory_bytes for row in view.rows if row.memory_bytes]
         queue = view.gauges.last.queue if view.gauges.last else None
         lines = [self._line("queue", "–" if queue is None else str(queue), "groups in run-api")]
-        if gpu:
-            words = f"peak, mean {bytes_text(mean(held))}" if held else "peak"
-            lines.append(self._line("GPU memory", bytes_text(max(gpu)), words))
-        words = f"peak, mean {bytes_text(mean(rss))}" if rss else ""
-        lines.append(self._line("trainer", bytes_text(max(rss, default=None)), words))
+        if len(gpu):
+            words = f"peak, mean {bytes_text(held.mean)}" if len(held) else "peak"
+            lines.append(self._line("GPU memory", bytes_text(gpu.highest), words))
+        words = f"peak, mean {bytes_text(rss.mean)}" if len(rss) else ""
+        lines.append(self._line("trainer", bytes_text(rss.highest), words))
         return [*lines, self._line("stack", bytes_text(sum(total)) if total else "–", "memory" if total else "")]
 
 

@@ -19,11 +19,11 @@ from textual.widget import Widget
 
 from atropos_common.control import ComponentStatus, RunStatus
 from atropos_tui.monitor.bench import RunBenchmark
-from atropos_tui.monitor.charts import Series
 from atropos_tui.monitor.gauges import GaugeHistory
 from atropos_tui.monitor.overlay import RunCurves, Setting, by_setting
 from atropos_tui.monitor.reading import MARKS, Lens, Looking, Mark, Ruler, marks
 from atropos_tui.monitor.run_files import RunInfo
+from atropos_tui.monitor.series import Series
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
 from atropos_tui.ui.theme import ink
@@ -90,6 +90,11 @@ class View:
     def settings(self) -> list[Setting]:
         """The runs on the same axes, seeds of one setting together."""
         return by_setting(self.runs)
+
+    @property
+    def cursor_steps(self) -> tuple[int, int]:
+        """First and last of the steps that the point under the cursor stands for."""
+        return self.state.metric("step_s").reach(self.cursor_step)
 
     @property
     def cursor_step(self) -> int:
