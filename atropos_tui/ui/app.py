@@ -38,6 +38,7 @@ from atropos_tui.ui.feed import (
     Control,
     Feed,
     LogArrived,
+    NewestArrived,
     RecordsArrived,
     StatusArrived,
     SupervisorGone,
@@ -122,6 +123,8 @@ class CockpitApp(ChartApp):
         self.rings = Bell(self.feed.run)
         self.info = RunInfo()
         self.state = RunState()
+        self._newest: RunState | None = None
+        """What the ends of long streams tell, until all is read."""
         self.status: RunStatus | None = None
         self.gone = ""
         self.loaded = False
@@ -181,6 +184,12 @@ class CockpitApp(ChartApp):
         if self.gone and self.loaded and (self.is_over or self.status is None):
             self.status = status_from_files(self.feed.run, self.info, self.state)
 
+    def on_newest_arrived(self, message: NewestArrived) -> None:
+        self.info, self._newest = message.info, RunState()
+        for record in message.records:
+            self._newest.apply(record)
+        self._dirty = True
+
     def on_records_arrived(self, message: RecordsArrived) -> None:
         if message.anew:
             self.state = RunState()
@@ -192,7 +201,7 @@ class CockpitApp(ChartApp):
             self.bell()
         self.info, self._bad_lines = message.info, message.bad_lines
         if not self.loaded and not message.behind:
-            self.loaded = True
+            self.loaded, self._newest = True, None
             self._settle()
         news = message.anew or not message.records or not all(map(is_gauges, message.records))
         self._dirty, self._fresh_records = self._dirty or news, self._fresh_records or news
@@ -228,7 +237,8 @@ class CockpitApp(ChartApp):
     def _refresh_panels(self) -> None:
         """Draw what changed, and the clocks from time to time; beneath a dialog nothing more often."""
         now = time.monotonic()
-        at_once = self._dirty and self.loaded and self.screen_stack[-1:] == [self.main]  # none while it ends
+        known = self.loaded or self._newest is not None
+        at_once = self._dirty and known and self.screen_stack[-1:] == [self.main]  # none while it ends
         if self._dirty or not self._stands():
             self._news_at = now
         clocks = CLOCKS_S if now - self._news_at < QUIET_S else QUIET_CLOCKS_S
@@ -273,7 +283,8 @@ class CockpitApp(ChartApp):
         table = self.find(Components)
         return View(
             info=self.info,
-            state=self.state,
+            state=self._newest or self.state,
+            read_to=self.state.step,
             status=self.status,
             gone=self.gone,
             now=self.clock(),

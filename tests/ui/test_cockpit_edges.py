@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from atropos_common.control import GpuStatus, RunStatus
 from atropos_common.records import CommandRecord
 from atropos_common.run_dir import RunDir
+from atropos_tui.monitor.run_files import LONG_BYTES, RecordBatch, RunFeed
 from tests.ui.conftest import cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, gauges, live_status, make_run, write_records
@@ -84,3 +86,30 @@ async def test_a_replaced_file_tells_no_old_news(run: RunDir) -> None:
         write_records(run.supervisor_jsonl, [_command(101, T0, "failed")], 101)
         await screen.until(screen.toasts)
         assert [toast for toast in screen.toasts() if "vllm" in toast] == [" restart vllm: failed"]
+
+
+async def test_a_long_run_shows_how_it_stands_before_its_history_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "long", steps=450, training_steps=1000)
+    assert run.telemetry_jsonl.stat().st_size > LONG_BYTES
+    may_read, read = threading.Event(), RunFeed.read
+
+    def held_back(feed: RunFeed) -> RecordBatch:
+        assert may_read.wait(30)
+        return read(feed)
+
+    monkeypatch.setattr(RunFeed, "read", held_back)
+    now = T0 + 31 + 0.33 * 450 + 60
+    try:
+        async with cockpit(run, (160, 45), FakeControl(live_status(run, now)), lambda: now) as screen:
+            await screen.shows("step 450/1000")
+            await screen.shows("step 451 is overdue")
+            assert "reading the run's history: step 0" in screen.text()
+            assert "peak" not in screen.text() and not screen.app.loaded, "of what is not read nothing is said"
+            may_read.set()
+            await screen.until(lambda: screen.app.loaded and "reading the run's history" not in screen.text())
+            assert len(screen.app.state.metric("loss")) == 450
+            await screen.shows("peak, mean")
+    finally:
+        may_read.set()

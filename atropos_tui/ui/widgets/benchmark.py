@@ -113,6 +113,8 @@ class Benchmark(TextPanel):
         total = [row.memory_bytes for row in view.rows if row.memory_bytes]
         queue = view.gauges.last.queue if view.gauges.last else None
         lines = [self._line("queue", "–" if queue is None else str(queue), "groups in run-api")]
+        if not view.loaded:  # who has not read all knows no peak
+            return lines
         if len(gpu):
             words = f"peak, mean {bytes_text(held.mean)}" if len(held) else "peak"
             lines.append(self._line("GPU memory", bytes_text(gpu.highest), words))

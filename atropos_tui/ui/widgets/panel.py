@@ -17,7 +17,7 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.widget import Widget
 
-from atropos_common.control import ComponentStatus, RunStatus
+from atropos_common.control import ComponentStatus, Phase, RunStatus
 from atropos_tui.monitor.bench import RunBenchmark
 from atropos_tui.monitor.gauges import GaugeHistory
 from atropos_tui.monitor.overlay import RunCurves, Setting, by_setting
@@ -48,7 +48,9 @@ class View:
     selected: str = ""
     """The component under the cursor."""
     loaded: bool = True
-    """Whether the files were read to their end once."""
+    """Whether the files were read to their end once; before, `state` may hold no more than the newest records."""
+    read_to: int = 0
+    """The step up to which they were read."""
     looking: Looking = field(default_factory=lambda: Looking(Lens()))
     """How charts are looked at."""
     runs: Sequence[RunCurves] = ()
@@ -57,7 +59,15 @@ class View:
     @cached_property
     def verdict(self) -> Verdict | None:
         """The one sentence about the run; None until something has told of it."""
-        return verdict(self.status, self.info, self.state, self.now) if self.status and self.loaded else None
+        if self.status is None or not (self.loaded or self.is_live):
+            return None
+        return verdict(self.status, self.info, self.state, self.now)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the run goes on, and its newest step is known: where it stands is told from its newest records."""
+        ended = self.status is None or self.status.phase is Phase.ENDED
+        return not ended and not self.gone and self.state.step > self.read_to
 
     @property
     def gauges(self) -> GaugeHistory:
