@@ -274,11 +274,17 @@ def averaged(series: Series, most: int) -> Series:
     """Means over at most `most` slices of `series`; each stands at the first step of its slice."""
     if len(series) <= most:
         return series
-    found = Series()
-    for start, end in _slices(series, most, by_steps=series.is_merged):
-        average = series.part(start, end).mean
-        found.put(series.steps[start], math.nan if average is None else average, series.times[start])
-    return found
+    slices = list(_slices(series, most, by_steps=series.is_merged))
+    if series.is_merged:
+        means = [series.part(start, end).mean for start, end in slices]
+    else:  # for every chart of a screen, each time that it is drawn
+        means = [sum(series.values[start:end]) / (end - start) for start, end in slices]
+    starts = [start for start, _ in slices]
+    return Series(
+        [series.steps[at] for at in starts],
+        [math.nan if mean is None else mean for mean in means],
+        [series.times[at] for at in starts],
+    )
 
 
 def _slices(series: Series, count: int, *, by_steps: bool) -> Iterator[tuple[int, int]]:

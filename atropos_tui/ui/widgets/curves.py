@@ -151,9 +151,10 @@ class Chart(Panel, can_focus=True):
             self.entitle(self._title(view))
 
     def on_resize(self) -> None:
-        """Another title may fit now; a chart that was hidden had no width at all."""
-        if self.view is not None:
-            self.show(self.view)
+        """Another title may fit now; a chart that was hidden had no width at all. What is drawn, its size decides."""
+        if self.view is not None and self.size:
+            self._prepare(self.view)
+            self.entitle(self._title(self.view))
 
     # What is drawn.
 
