@@ -46,7 +46,7 @@ from atropos_tui.ui.feed import (
 from atropos_tui.ui.terminal import Bell, edit, ground, run_app, save_screenshot
 from atropos_tui.ui.theme import LIGHT, THEME, own_colours, own_theme
 from atropos_tui.ui.views import VIEWS, arrange, compose_screen, view_spec, visible
-from atropos_tui.ui.widgets.bars import Apply, SearchBar, ViewsLine
+from atropos_tui.ui.widgets.bars import Apply, Keys, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.events import Events
@@ -136,6 +136,8 @@ class CockpitApp(ChartApp):
         """Panels that show the newest records of those that were drawn; one that appears later has to be told."""
         self._drawn_at = self._curves_at = self._news_at = float("-inf")
         self._log_of_all = False
+        self._idle: tuple[str, ...] = ()
+        """What the footer does not offer."""
         self._view_name = "overview"
         self._way_back: list[str] = []
         """Views that led to the present one."""
@@ -157,6 +159,7 @@ class CockpitApp(ChartApp):
 
     def on_mount(self) -> None:
         self.query_one(Components).focus()
+        self.query_one(Keys).idle = self.idle_actions
         for follow in (
             self.feed.follow_files,
             self.feed.follow_status,
@@ -227,6 +230,9 @@ class CockpitApp(ChartApp):
         self._dirty = self._dirty or news
         if self.rings.at_status(self.status):
             self.bell()
+        if (idle := self.idle_actions()) != self._idle:
+            self._idle = idle
+            self.refresh_bindings()
         if self._log_of_all:
             self.feed.follow_log_of(self._log_names())
         if self.is_leaving and self.is_over:
@@ -479,7 +485,7 @@ class CockpitApp(ChartApp):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         panels_with_keys = [widget for kind in SEARCHED if (widget := self.find(kind))]
-        return palette(self, panels_with_keys, self.status.components if self.status else (), self.act)
+        return palette(self, panels_with_keys, self.status.components if self.status and self.can_act else (), self.act)
 
 
 def is_gauges(record: Record) -> bool:

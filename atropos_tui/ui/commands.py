@@ -70,6 +70,15 @@ class CommandApp(App[Outcome]):
 
     # Acting.
 
+    @property
+    def can_act(self) -> bool:
+        """Whether there is a run that takes commands from here."""
+        return not (self.is_over or self.read_only)
+
+    def idle_actions(self) -> tuple[str, ...]:
+        """Actions that only say why they do nothing."""
+        return () if self.can_act else ACTS if not self.is_over else (*ACTS, "detach")
+
     def action_act(self, action: Action) -> None:
         table = self.find(Components)
         row = table.selected if table else None
@@ -146,6 +155,8 @@ class CommandApp(App[Outcome]):
             self.notify("stopping the run; q leaves without waiting", timeout=10, markup=False)
 
 
+ACTS = ("act('restart')", "stop_or_start", "act('kill')")
+"""Of keys in the footer, those that change the run."""
 _NAMED = {"left_square_bracket": "left bracket", "right_square_bracket": "right bracket"}
 """Keys whose own sign would be read as markup."""
 

@@ -27,7 +27,12 @@ from atropos_tui.ui.widgets.log_view import LogView
 TICK_S = 0.25
 FASTER = 2.0
 TIME_KEYS = ("pause", "faster", "seek")
-REFUSED = (("r", "act('restart')", "Restart"), ("s", "stop_or_start", "Stop/start"), ("K", "act('kill')", "Kill"))
+REFUSED = (
+    ("r", "act('restart')", "Restart"),
+    ("s", "stop_or_start", "Stop/start"),
+    ("K", "act('kill')", "Kill"),
+    ("R", "restart_all", "Restart all"),
+)
 """Keys that only say why they do nothing here, so the footer does not offer them."""
 
 

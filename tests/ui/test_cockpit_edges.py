@@ -6,12 +6,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from textual.widgets._footer import FooterKey
 
 from atropos_common.control import GpuStatus, RunStatus
 from atropos_common.records import CommandRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.run_files import LONG_BYTES, RecordBatch, RunFeed
-from tests.ui.conftest import cockpit
+from atropos_tui.ui.app import CockpitApp
+from tests.ui.conftest import Screen, cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, gauges, live_status, make_run, write_records
 
@@ -113,3 +115,29 @@ async def test_a_long_run_shows_how_it_stands_before_its_history_is_read(
             await screen.shows("peak, mean")
     finally:
         may_read.set()
+
+
+def footer(screen: Screen) -> list[str]:
+    return [str(key.description) for key in screen.app.query(FooterKey)]
+
+
+async def test_keys_that_can_do_nothing_are_not_offered(run: RunDir) -> None:
+    control = FakeControl(live_status(run, T0))
+    async with cockpit(run, (120, 35), control, lambda: T0) as screen:
+        await screen.until(lambda: {"Restart", "Stop/start", "Kill", "Detach", "Quit"} <= set(footer(screen)))
+        control.answer = None
+        await screen.until(lambda: screen.app.is_over)
+        await screen.until(lambda: {"Search", "Quit", "Help"} <= set(footer(screen)))
+        await screen.until(lambda: not {"Restart", "Stop/start", "Kill", "Detach"} & set(footer(screen)))
+        assert not any("Restart " in command.title for command in screen.app.get_system_commands(screen.app.screen)
+                       if "trainer" in command.title)  # fmt: skip
+        await screen.press("r")
+        await screen.shows("no supervisor runs")
+
+
+async def test_a_screen_that_only_shows_offers_to_detach_and_not_to_act(run: RunDir) -> None:
+    app = CockpitApp(run.root, control=FakeControl(live_status(run, T0)), clock=lambda: T0)
+    app.read_only = True
+    async with app.run_test(size=(120, 35)) as pilot:
+        screen = Screen(app, pilot)
+        await screen.until(lambda: "Detach" in footer(screen) and "Restart" not in footer(screen))
