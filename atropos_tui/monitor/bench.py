@@ -30,7 +30,7 @@ ILL = (State.UNHEALTHY, State.BACKOFF, State.STOPPING, State.FAILED)
 WINDOW = 20
 """Steps over which the live numbers are averaged."""
 
-PARTS = {"fetch": "data_wait_s", "train": "train_s", "sync": "sync_s", "checkpoint": "checkpoint_s"}
+PARTS = {"wait": "data_wait_s", "train": "train_s", "sync": "sync_s", "checkpoint": "checkpoint_s"}
 """Parts of a step as the screen names them, by field of the timing record."""
 
 
@@ -73,7 +73,7 @@ def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> P
         window=count,
         step_s=step_s,
         parts=parts,
-        waiting=min(1.0, parts["fetch"] / step_s) if parts["fetch"] is not None and step_s else None,
+        waiting=min(1.0, parts["wait"] / step_s) if parts["wait"] is not None and step_s else None,
         engine_idle=_idle_share(state, count),
         tokens_per_s=tokens_per_second(state, count),
         steps_per_hour=3600 / basis if basis else None,

@@ -150,7 +150,7 @@ CHARTS = {
         "Step time",
         (
             CurveSpec("step", "step_s"),
-            CurveSpec("fetch", "data_wait_s", "warning"),
+            CurveSpec("wait", "data_wait_s", "warning"),
             CurveSpec("sync", "sync_s", "success"),
         ),
         short="Step",

@@ -108,11 +108,11 @@ async def test_a_long_run_shows_how_it_stands_before_its_history_is_read(
             await screen.shows("step 450/1000")
             await screen.shows("step 451 is overdue")
             assert "reading the run's history: step 0" in screen.text()
-            assert "peak" not in screen.text() and not screen.app.loaded, "of what is not read nothing is said"
+            assert "peak memory" not in screen.text() and not screen.app.loaded, "of what is not read nothing is said"
             may_read.set()
             await screen.until(lambda: screen.app.loaded and "reading the run's history" not in screen.text())
             assert len(screen.app.state.metric("loss")) == 450
-            await screen.shows("peak, mean")
+            await screen.shows("peak memory")
     finally:
         may_read.set()
 

@@ -71,7 +71,7 @@ class Benchmark(TextPanel):
         state = view.state
         mfu = state.metric("mfu").last
         lag, most = state.metric("policy_lag_mean").last, state.metric("policy_lag_max").last
-        used = f"MFU {mfu:.1%}" if mfu is not None and math.isfinite(mfu) else "trained"
+        used = f"trained, MFU {mfu:.1%}" if mfu is not None and math.isfinite(mfu) else "trained"
         lines = [
             self._line("tokens/s", number(speed.tokens_per_s, 0), used),
             *(
@@ -81,7 +81,7 @@ class Benchmark(TextPanel):
                 for line in self._engine(view, row.name)
             ),
             self._line("steps/h", number(speed.steps_per_hour, 0)),
-            self._line("lag", number(lag, 1), f"max {number(most, 0)}" if most is not None else ""),
+            self._line("lag", number(lag, 1), f"versions, max {number(most, 0)}" if most is not None else "versions"),
             *self._memory(view),
         ]
         if speed.engine_idle is not None:
@@ -103,7 +103,7 @@ class Benchmark(TextPanel):
         hits = "" if rates.prefix_hit_rate is None else f"prefix hits {rates.prefix_hit_rate:.0%}"
         used = "–" if rates.kv_use is None else f"{rates.kv_use:.0%}"
         return [
-            self._line(label, number(rates.generated_per_s, 0), f"{running} run, {waiting} wait"),
+            self._line(label, number(rates.generated_per_s, 0), f"tokens/s, {running} run, {waiting} wait"),
             self._line("  KV cache", used, hits),
         ]
 
@@ -118,9 +118,9 @@ class Benchmark(TextPanel):
         if len(gpu):
             words = f"peak, mean {bytes_text(held.mean)}" if len(held) else "peak"
             lines.append(self._line("GPU memory", bytes_text(gpu.highest), words))
-        words = f"peak, mean {bytes_text(rss.mean)}" if len(rss) else ""
+        words = f"peak memory, mean {bytes_text(rss.mean)}" if len(rss) else ""
         lines.append(self._line("trainer", bytes_text(rss.highest), words))
-        return [*lines, self._line("stack", bytes_text(sum(total)) if total else "–", "memory" if total else "")]
+        return [*lines, self._line("stack", bytes_text(sum(total)) if total else "–", "memory of all" if total else "")]
 
 
 class Summary(VerticalScroll, Panel):
