@@ -138,7 +138,7 @@ def _over(known: Known) -> Verdict | None:
         return Verdict("over", f"done: {_achieved(known)}")
     if status.exit_code == 130:
         return Verdict("over", f"stopped by hand: {_achieved(known)}{_also(wrong)}", *_fixed(wrong))
-    end = "the supervisor is gone" if status.exit_code is None else f"failed with code {status.exit_code}"
+    end = "crashed" if status.exit_code is None else f"failed with code {status.exit_code}"
     return Verdict("alarm", f"{end}: {one_line(status.reason)}{_also(wrong)}", *_fixed(wrong), wrong)
 
 
