@@ -126,7 +126,6 @@ class CockpitApp(ChartApp):
         self._newest: RunState | None = None
         """What the ends of long streams tell, until all is read."""
         self.status: RunStatus | None = None
-        self.gone = ""
         self.loaded = False
         """Whether the files were read to their end once; until then the curves wait."""
         self._bad_lines = 0

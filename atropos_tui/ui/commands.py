@@ -39,6 +39,8 @@ class CommandApp(App[Outcome]):
         super().__init__()
         self.is_over = False
         """The run has ended, or nobody owns it any more."""
+        self.gone = ""
+        """Why no supervisor answers; empty while one does."""
         self.user_selects = False
         """The cursor is where the user put it."""
         self.read_only = False
@@ -91,6 +93,8 @@ class CommandApp(App[Outcome]):
         """Ask for `action` on a component, or on the whole stack, unless something is being asked."""
         if self.read_only:
             self.refuse("this screen only shows", "atropos-tui attach without --read-only can act")
+        elif self.is_over and self.gone:
+            self.refuse("the run is over", "atropos-tui up starts another; up --resume goes on with this one")
         elif not (self._is_asking or self._asks_to_leave):
             self.user_selects = self._is_asking = True
             self.run_worker(self._act(action, component), group="commands")

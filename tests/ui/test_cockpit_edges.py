@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -132,7 +133,7 @@ async def test_keys_that_can_do_nothing_are_not_offered(run: RunDir) -> None:
         assert not any("Restart " in command.title for command in screen.app.get_system_commands(screen.app.screen)
                        if "trainer" in command.title)  # fmt: skip
         await screen.press("r")
-        await screen.shows("no supervisor runs")
+        await screen.shows("the run is over")
 
 
 async def test_a_screen_that_only_shows_offers_to_detach_and_not_to_act(run: RunDir) -> None:
@@ -141,3 +142,9 @@ async def test_a_screen_that_only_shows_offers_to_detach_and_not_to_act(run: Run
     async with app.run_test(size=(120, 35)) as pilot:
         screen = Screen(app, pilot)
         await screen.until(lambda: "Detach" in footer(screen) and "Restart" not in footer(screen))
+
+
+async def test_a_log_without_lines_says_so(run: RunDir) -> None:
+    shutil.rmtree(run.logs)
+    async with cockpit(run, (120, 40), FakeControl(live_status(run, T0)), lambda: T0) as screen:
+        await screen.shows("no output yet")
