@@ -65,7 +65,7 @@ MAX_VERSION = 1 << 53
 
 
 class BridgeMessage(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
 
 class BridgeInfo(BridgeMessage):

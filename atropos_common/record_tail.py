@@ -89,6 +89,8 @@ class RecordTail:
     """Bytes known to be unread after the last call."""
     from_end: bool = False
     """Leave out what the file holds already."""
+    keep: int = 0
+    """Of that, read whole lines of at most so many bytes all the same."""
     unread: bytes = b""
     """Lines that hold this are left out, up to `unread_before`: they are many, and nobody looks that far back."""
     unread_before: int = 0
@@ -100,7 +102,8 @@ class RecordTail:
     def __post_init__(self) -> None:
         self._source = FileSource(self.path)
         if self.from_end and self.path.exists():
-            self._source.offset = self.path.stat().st_size
+            self._source.offset = max(0, self.path.stat().st_size - self.keep)
+            self._skipping = self.keep > 0 and self._source.offset > 0
 
     @property
     def restarts(self) -> int:

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError
 
 from atropos_common.control import GpuStatus
 from atropos_common.run_dir import LATEST_TIME
@@ -30,13 +30,8 @@ def _encode_float(value: float) -> float | str:
     return value
 
 
-def _decode_float(value: Any) -> Any:
-    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
-
-
 Number = Annotated[
     float,
-    BeforeValidator(_decode_float),
     PlainSerializer(_encode_float, return_type=float | str, when_used="json"),
 ]
 """A float that survives JSON whatever its value."""

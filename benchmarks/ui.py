@@ -48,6 +48,7 @@ IDLE_S = 20.0
 HISTORY_STEPS = 5_556
 """Steps of 9 records each: 50,004 records."""
 ATTACHES = 5
+PRESSES, SETTLE_S = 20, 0.3
 SIZES = ((80, 24), (160, 45))
 KEYS = ((b"2", b"Gradient"), (b"9", b"processes"), (b"1", b"steps/h"), (b"?", b"esc closes"))
 """What is pressed, and what only its effect writes to the terminal."""
@@ -204,6 +205,24 @@ def attach(folder: Path) -> dict[str, float]:
     return {"attach_50k_s": seconds, "attach_50k_max_s": worst, "attach_50k_cpu_s": cpu, "attach_50k_mb": memory}
 
 
+def keys(folder: Path) -> dict[str, float]:
+    """CPU that each key takes until the screen is at rest again, without a flood, in the mean."""
+    found: dict[str, float] = {}
+    with screen_of(folder, "keys", 400, flood=False) as (_, screen):
+        screen.wait(b"step 401 is overdue")
+        time.sleep(3)
+        for _ in range(PRESSES):
+            for key, words in KEYS:
+                before = screen.cpu_s()
+                screen.press(key, words)
+                time.sleep(SETTLE_S)
+                name = f"key_{key.decode()}_cpu_ms"
+                found[name] = found.get(name, 0.0) + 1000 * (screen.cpu_s() - before) / PRESSES
+            screen.write(b"?")
+            time.sleep(SETTLE_S)
+    return found
+
+
 def idle(folder: Path) -> dict[str, float]:
     with screen_of(folder, "idle", 100, flood=False) as (_, screen):
         screen.wait(b"step 101 is overdue")
@@ -306,14 +325,17 @@ def long(folder: Path) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0, help="length of the flood (default: %(default)s)")
-    parser.add_argument("--only", choices=("attach", "idle", "rest", "flood", "long"), help="measure this alone")
+    parser.add_argument(
+        "--only", choices=("attach", "keys", "idle", "rest", "flood", "long"), help="measure this alone"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found: dict[str, Any] = {"load_average": os.getloadavg()[0], "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts: dict[str, Callable[[Path], dict[str, Any]]] = {
-            "attach": attach, "idle": idle, "rest": rest, "long": long, "flood": lambda at: flood(at, options.seconds),
+            "attach": attach, "keys": keys, "idle": idle, "rest": rest, "long": long,
+            "flood": lambda at: flood(at, options.seconds),
         }  # fmt: skip
         for part, measure in parts.items():
             if options.only in (None, part):

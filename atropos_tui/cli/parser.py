@@ -212,6 +212,7 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     replay = _command(commands, "replay", "report:replay", "play a run in the screen, as it was")
     replay.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
     replay.add_argument("--speed", metavar="N", type=_speed, default=1.0, help="so many times as fast (default 1)")
+    replay.add_argument("--at", metavar="STEP", type=_count, help="begin where that step was done")
     bench = _command(
         commands, "bench", "report:bench", "print the figures of runs that there are, several side by side"
     )

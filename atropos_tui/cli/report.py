@@ -105,9 +105,14 @@ def replay(options: argparse.Namespace) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         fix = "use `atropos-tui report` for a page, events and logs for text"
         raise UserError("no terminal", [Problem("the screen needs one", fix)])
+    show = Replay(recording, options.speed)
+    if options.at is not None:
+        if (at := recording.time_of(options.at)) is None:
+            raise UserError("no such step", [Problem(f"--at {options.at}", "the run has no step so late")])
+        show.clock.seek(at)
     from atropos_tui.ui.replay import run_replay
 
-    run_replay(Replay(recording, options.speed))
+    run_replay(show)
     return Exit.DONE
 
 

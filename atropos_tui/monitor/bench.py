@@ -20,17 +20,17 @@ from typing import Any
 from atropos_common import benchmark_summary as summary
 from atropos_common.control import State
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.charts import Series, mean
 from atropos_tui.monitor.format import bytes_text, columns, counted, duration, number, one_line, real, seconds_text
 from atropos_tui.monitor.run_files import RunFeed, RunInfo, exit_code, load_run, read_info, read_json
-from atropos_tui.monitor.state import RunState
+from atropos_tui.monitor.series import Series, mean
+from atropos_tui.monitor.state import COUNTED_S, IDLE_S, TOKENS, RunState
 
 SETTLED = (State.COMPLETED, State.STOPPED, State.FAILED)
 ILL = (State.UNHEALTHY, State.BACKOFF, State.STOPPING, State.FAILED)
 WINDOW = 20
 """Steps over which the live numbers are averaged."""
 
-PARTS = {"fetch": "data_wait_s", "train": "train_s", "sync": "sync_s", "checkpoint": "checkpoint_s"}
+PARTS = {"wait": "data_wait_s", "train": "train_s", "sync": "sync_s", "checkpoint": "checkpoint_s"}
 """Parts of a step as the screen names them, by field of the timing record."""
 
 
@@ -58,11 +58,11 @@ class Pace:
 def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> Pace:
     """Measure `state` over its newest steps; over all of them once the trainer has written its summary."""
     timing = state.metric("step_s")
-    window = len(timing) if state.benchmark else window
-    count = min(window, len(timing))
+    window = timing.count if state.benchmark else window
+    count = min(window, timing.count)
     wall = _wall_per_step(timing, window, state.attempt_steps.get(state.attempt, 0))
-    step_s = mean(timing.tail(count))
-    parts = {name: mean(state.metric(metric).tail(count)) for name, metric in PARTS.items()}
+    step_s = timing.newest(count).mean
+    parts = {name: state.metric(metric).newest(count).mean for name, metric in PARTS.items()}
     known = [value for value in parts.values() if value is not None]
     if step_s is not None and known:
         other = step_s - sum(known)
@@ -73,7 +73,7 @@ def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> P
         window=count,
         step_s=step_s,
         parts=parts,
-        waiting=min(1.0, parts["fetch"] / step_s) if parts["fetch"] is not None and step_s else None,
+        waiting=min(1.0, parts["wait"] / step_s) if parts["wait"] is not None and step_s else None,
         engine_idle=_idle_share(state, count),
         tokens_per_s=tokens_per_second(state, count),
         steps_per_hour=3600 / basis if basis else None,
@@ -86,36 +86,27 @@ def _wall_per_step(series: Series, window: int, first_step: int) -> float | None
 
     None for fewer than two steps, and for clocks that run backwards.
     """
-    newest = zip(series.steps[-window - 1 :], series.times[-window - 1 :], strict=True)
-    points = [(step, time) for step, time in newest if step >= first_step]
+    newest = series.newest(window + 1)
+    points = [(step, time) for step, time in zip(newest.steps, newest.times, strict=True) if step >= first_step]
     if len(points) < 2 or points[-1][1] <= points[0][1]:
         return None
     return (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
 
 
 def tokens_per_second(state: RunState, count: int | None = None) -> float | None:
-    """Tokens of the newest `count` steps (default: all) over their seconds: sums first, one division.
-
-    The timing record holds a rate, counted by the trainer over every token of the batch; rate times seconds is tokens.
-    """
-    rates, seconds = state.metric("tokens_per_s"), state.metric("step_s")
-    count = len(seconds) if count is None else count
-    total = sum(seconds.tail(count))
-    if len(rates) != len(seconds) or not total:
-        return None
-    return sum(rate * time for rate, time in zip(rates.tail(count), seconds.tail(count), strict=True)) / total
+    """Tokens of the newest `count` steps (default: all) over their seconds: sums first, one division."""
+    return _ratio(state.sums[TOKENS], state.metric("step_s"), count)
 
 
 def _idle_share(state: RunState, count: int) -> float | None:
     """Of the engines, over the newest `count` steps by their seconds; None where no step tells."""
-    idle = dict(zip(*_newest(state.metric("engine_idle_fraction"), count), strict=True))
-    seconds = {step: s for step, s in zip(*_newest(state.metric("step_s"), count), strict=True) if step in idle}
-    total = sum(seconds.values())
-    return sum(idle[step] * s for step, s in seconds.items()) / total if total else None
+    return _ratio(state.sums[IDLE_S], state.sums[COUNTED_S], count)
 
 
-def _newest(series: Series, count: int) -> tuple[Sequence[int], list[float]]:
-    return series.steps[-count:], series.tail(count)
+def _ratio(part: Series, whole: Series, count: int | None) -> float | None:
+    count = whole.count if count is None else count
+    total = whole.newest(count).total
+    return part.newest(count).total / total if len(part) and total else None
 
 
 @dataclass(frozen=True)
@@ -183,7 +174,7 @@ def benchmark_state(state: RunState, *, run: str, mode: str) -> RunBenchmark:
     common = {
         "run": run,
         "attempts": len(state.attempt_steps),
-        "peak_rss_bytes": _peak(state.metric("rss_bytes")),
+        "peak_rss_bytes": _whole(state.metric("rss_bytes").highest),
         "reward_first": mean(reward[:5]),
         "reward_last": mean(reward[-5:]),
         "held_out": next((series.last for series in state.evals.values()), None),
@@ -199,20 +190,19 @@ def benchmark_state(state: RunState, *, run: str, mode: str) -> RunBenchmark:
 
 def _computed(state: RunState) -> dict[str, float | int | None]:
     step, wait = state.metric("step_s"), state.metric("data_wait_s")
-    syncs = [seconds for _, _, seconds in state.syncs]
     return {
         "steps": state.step,
         "total_s": _span(step),
-        "avg_step_s": mean(step.values),
-        "total_step_s": _total(step.values),
-        "avg_sync_s": mean(syncs),
-        "syncs": len(syncs),
-        "total_sync_s": _total(syncs),
-        "avg_data_wait_s": mean(wait.values),
-        "total_data_wait_s": _total(wait.values),
-        "engine_idle_fraction": _idle_share(state, len(step)),
-        "peak_bytes": _peak(state.metric("peak_bytes")),
-        "avg_bytes": _whole(mean(state.metric("allocated_bytes").values)),
+        "avg_step_s": step.mean,
+        "total_step_s": _total(step),
+        "avg_sync_s": state.syncs.mean,
+        "syncs": state.syncs.count,
+        "total_sync_s": _total(state.syncs),
+        "avg_data_wait_s": wait.mean,
+        "total_data_wait_s": _total(wait),
+        "engine_idle_fraction": _idle_share(state, step.count),
+        "peak_bytes": _whole(state.metric("peak_bytes").highest),
+        "avg_bytes": _whole(state.metric("allocated_bytes").mean),
         "tokens_per_s": tokens_per_second(state),
     }
 
@@ -234,12 +224,8 @@ def _possible(figures: RunBenchmark) -> RunBenchmark:
     return replace(figures, **nothing)
 
 
-def _total(values: Sequence[float]) -> float | None:
-    return sum(values) if values else None
-
-
-def _peak(series: Series) -> int | None:
-    return _whole(max(series.values, default=None))
+def _total(series: Series) -> float | None:
+    return series.total if len(series) else None
 
 
 def _whole(value: float | None) -> int | None:

@@ -1,145 +1,15 @@
-"""Curves: a metric over optimizer steps (`Series`), long ones with few points (`thin`), and the catalogue of charts.
+"""The catalogue of charts: which curves stand together, in which colours, between which bounds.
 
 A metric is added once, to `CHARTS`; a view of the screen (`ui/views.py`) and `PAGE` say where it is drawn.
 """
 
 from __future__ import annotations
 
-import math
-from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from atropos_common.records import HEALTHY_CLIP_FRACTION, HEALTHY_LOGPROB_DIFF, HEALTHY_RATIO
-from atropos_tui.monitor.format import bytes_text, number, real, seconds_text
-
-MOST_STEPS = 2**53
-LARGEST, SMALLEST = 1e300, 1e-300
-"""Beyond these a plot has no scale any more: figures of foreign records, which must not end what draws them."""
-
-
-class Series:
-    """Values by step, ascending. NaN and infinities are kept; a value that does not exist has no point.
-
-    All three are packed, for a long run has a hundred thousand points.
-    """
-
-    def __init__(self, steps: Iterable[int] = (), values: Iterable[float] = (), times: Iterable[float] = ()) -> None:
-        self.steps = array("q", steps)
-        self.values = array("d", values)
-        self.times = array("d", times)
-        """Unix seconds of each point."""
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Series):
-            return NotImplemented
-        return (self.steps, self.values, self.times) == (other.steps, other.values, other.times)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"Series({list(self.steps)}, {list(self.values)}, {list(self.times)})"
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @property
-    def last(self) -> float | None:
-        """Newest value, or None where there is no data."""
-        return self.values[-1] if self.values else None
-
-    def put(self, step: int, value: float, time: float = 0.0) -> None:
-        """Add the point of `step`, replacing one that is there. A whole number beyond any float is infinite."""
-        steps = self.steps
-        if type(value) is not float:
-            value = real(value)
-        if not steps or step > steps[-1]:
-            steps.append(step)
-            self.values.append(value)
-            self.times.append(time)
-            return
-        at = bisect_left(steps, step)
-        if steps[at] == step:
-            self.values[at], self.times[at] = value, time
-        else:
-            steps.insert(at, step)
-            self.values.insert(at, value)
-            self.times.insert(at, time)
-
-    def cut(self, step: int) -> None:
-        """Forget every point from `step` on."""
-        at = bisect_left(self.steps, step)
-        del self.steps[at:], self.values[at:], self.times[at:]
-
-    def at(self, step: int) -> float | None:
-        """The value of this very step; None where it has none."""
-        at = bisect_left(self.steps, step)
-        return self.values[at] if at < len(self) and self.steps[at] == step else None
-
-    def part(self, start: int, end: int) -> Series:
-        """The points from number `start` to before `end`."""
-        return Series(self.steps[start:end], self.values[start:end], self.times[start:end])
-
-    def tail(self, count: int) -> list[float]:
-        """The newest `count` values, oldest first."""
-        return list(self.values[-count:]) if count > 0 else []
-
-
-def on_scale(value: float) -> float:
-    """`value` as a plot can place it: NaN where it is beyond `LARGEST`, 0 where it is nearer to 0 than `SMALLEST`."""
-    if SMALLEST <= abs(value) < LARGEST or math.isinf(value):
-        return value
-    return 0.0 if abs(value) < SMALLEST else math.nan
-
-
-def mean(values: Sequence[float]) -> float | None:
-    """Arithmetic mean; NaN if one value is NaN, None for no values."""
-    return sum(values) / len(values) if values else None
-
-
-def thin(series: Series, most: int) -> Series:
-    """At most about `most` points of `series`: first, last, and the extremes of each slice in their order.
-
-    A slice that holds a value which is not finite keeps one such value, too, so that the gap is seen.
-    """
-    if len(series) <= most:
-        return series
-    kept = {0, len(series) - 1}
-    for start, end in _slices(len(series), max(1, most // 2)):
-        part = series.values[start:end]
-        if math.isfinite(sum(part)):  # nearly always, and then at the speed of C
-            kept |= {start + part.index(min(part)), start + part.index(max(part))}
-            continue
-        finite = [at for at in range(start, end) if math.isfinite(series.values[at])]
-        if finite:
-            kept.add(min(finite, key=series.values.__getitem__))
-            kept.add(max(finite, key=series.values.__getitem__))
-        if len(finite) < end - start:
-            kept.add(next(at for at in range(start, end) if not math.isfinite(series.values[at])))
-    order = sorted(kept)
-    return Series(
-        [series.steps[at] for at in order], [series.values[at] for at in order], [series.times[at] for at in order]
-    )
-
-
-def averaged(series: Series, most: int) -> Series:
-    """Means over at most `most` slices of `series`; each stands at the first step of its slice."""
-    if len(series) <= most:
-        return series
-    found = Series()
-    for start, end in _slices(len(series), most):
-        average = mean(series.values[start:end])
-        found.put(series.steps[start], math.nan if average is None else average, series.times[start])
-    return found
-
-
-def _slices(length: int, count: int) -> Iterator[tuple[int, int]]:
-    """`count` or fewer ranges of like length that cover `length`."""
-    edges = [length * at // count for at in range(count + 1)]
-    yield from ((start, end) for start, end in pairwise(edges) if end > start)
-
+from atropos_tui.monitor.format import bytes_text, number, seconds_text
 
 WRITERS: dict[str, Callable[[float | None], str]] = {"": number, "s": seconds_text, "bytes": bytes_text}
 """How a value of a curve is written, by unit."""
@@ -280,7 +150,7 @@ CHARTS = {
         "Step time",
         (
             CurveSpec("step", "step_s"),
-            CurveSpec("fetch", "data_wait_s", "warning"),
+            CurveSpec("wait", "data_wait_s", "warning"),
             CurveSpec("sync", "sync_s", "success"),
         ),
         short="Step",

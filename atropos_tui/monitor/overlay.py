@@ -17,10 +17,10 @@ from typing import Any
 
 from atropos_common.files import read_regular
 from atropos_common.run_dir import RunDir
-from atropos_tui.monitor.charts import Series, mean
 from atropos_tui.monitor.format import columns, duration, masked_line, number, seconds_text
 from atropos_tui.monitor.reading import Along, Ruler, is_smoothed, smooth
 from atropos_tui.monitor.run_files import RunInfo, load_run
+from atropos_tui.monitor.series import Series, mean
 from atropos_tui.monitor.state import RunState
 
 LAST = 20

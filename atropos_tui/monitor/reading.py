@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain, repeat
 from statistics import quantiles
 
-from atropos_tui.monitor.charts import Series, averaged
+from atropos_tui.monitor.series import Series, averaged
 from atropos_tui.monitor.state import RunState
 
 FENCE = 6.0
@@ -69,7 +70,7 @@ class Ruler:
     def __init__(self, state: RunState, along: Along) -> None:
         self._along = along
         tokens = state.metric("tokens")
-        self._steps, self._sums = tokens.steps, list(_sums(tokens.values)) if along is Along.TOKENS else []
+        self._steps, self._sums = tokens.steps, list(_sums(tokens)) if along is Along.TOKENS else []
         times = state.metric("step_s")
         took = times.values[0] if len(times) and math.isfinite(times.values[0]) else 0.0
         self._start = times.times[0] - took if len(times) else 0.0
@@ -104,10 +105,10 @@ class Ruler:
         return self._sums[at - 1] if at else 0.0
 
 
-def _sums(values: Iterable[float]) -> Iterator[float]:
+def _sums(series: Series) -> Iterator[float]:
     total = 0.0
-    for value in values:
-        total += value if math.isfinite(value) else 0.0
+    for value, count in zip(series.values, chain(series.counts, repeat(1)), strict=False):
+        total += value * count if math.isfinite(value) else 0.0
         yield total
 
 
@@ -125,9 +126,9 @@ def smoothed(values: Sequence[float], span: float) -> list[float]:
 
 
 def smooth(series: Series, span: int, most: int) -> Series:
-    """`series` smoothed over `span` points; of more than `most` points, means over slices of them."""
+    """`series` smoothed over `span` steps; of more than `most` points, means over slices of them."""
     means = averaged(series, most)
-    of_slices = span * len(means) / max(1, len(series))
+    of_slices = span * len(means) / max(1, series.count)
     values = smoothed(means.values, of_slices) if of_slices > 1 else means.values
     return Series(means.steps, values, means.times)
 

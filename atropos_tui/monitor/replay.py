@@ -10,15 +10,24 @@ import asyncio
 import heapq
 import math
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from atropos_common.control import Accepted, Action, CommandRequest, Phase, Recipe, RunStatus, Snapshot, State
 from atropos_common.record_tail import RecordTail
-from atropos_common.records import ComponentRecord, GaugesRecord, Record, StepRecord
+from atropos_common.records import (
+    CheckpointRecord,
+    CommandRecord,
+    ComponentRecord,
+    DiagnosisRecord,
+    GaugesRecord,
+    Record,
+    StateRecord,
+    StepRecord,
+)
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.log_buffer import EntryMaker, LogEntry
 from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs
@@ -34,6 +43,8 @@ LOOKBACK_S = 60.0
 SLOWEST, FASTEST = 1 / 16, 4096.0
 STATUS = (ComponentRecord, GaugesRecord)
 """Records that a status is made of."""
+EVENTS = (StateRecord, DiagnosisRecord, CommandRecord, CheckpointRecord)
+"""What happened, as the screen lists it."""
 SEEKS = 50
 """The arrow keys move by one of so many parts of the whole."""
 
@@ -50,6 +61,16 @@ class Recording:
     bad_lines: int
     final: RunStatus
     """How the run ended, or stands."""
+
+    def events(self) -> list[float]:
+        """When something happened, ascending, each moment once."""
+        pairs = zip(self.times, self.records, strict=True)
+        return sorted({at for at, record in pairs if isinstance(record, EVENTS)})
+
+    def time_of(self, step: int) -> float | None:
+        """When that step was done, or the first one after it; None where there is none."""
+        pairs = zip(self.times, self.records, strict=True)
+        return next((at for at, record in pairs if isinstance(record, StepRecord) and record.step >= step), None)
 
     @classmethod
     def load(cls, run: RunDir) -> Recording:
@@ -134,6 +155,13 @@ class ReplayClock:
         self._at, self._since = min(max(at, self.first), self.last), self._ticks()
         self.jumps += 1
 
+    def seek_event(self, events: Sequence[float], direction: int) -> None:
+        """To the next of `events`, ascending, or the one before; to the end, or the beginning, where there is none."""
+        now = self.now()
+        at = bisect_right(events, now) if direction > 0 else bisect_left(events, now) - 1
+        end = self.last if direction > 0 else self.first
+        self.seek(events[at] if 0 <= at < len(events) else end)
+
     def skip(self, parts: int) -> None:
         """Seek by so many parts of the whole."""
         self.seek(self.now() + parts * (self.last - self.first) / SEEKS)
@@ -157,6 +185,10 @@ class ReplayFeed:
     @property
     def bad_lines(self) -> int:
         return self._recording.bad_lines
+
+    def newest(self) -> list[Record]:
+        """None before the others: a recording is in memory."""
+        return []
 
     def read(self) -> RecordBatch:
         """What became due since the last call; all that is due anew after a jump back."""

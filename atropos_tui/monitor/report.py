@@ -24,7 +24,6 @@ from atropos_common.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecor
 from atropos_common.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
 from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections, tokens_per_second
-from atropos_tui.monitor.charts import mean
 from atropos_tui.monitor.format import counted, duration, glyph_and_word, masked_line, number, plain_text
 from atropos_tui.monitor.log_buffer import Classifier
 from atropos_tui.monitor.log_reader import LogReader
@@ -32,6 +31,7 @@ from atropos_tui.monitor.overlay import LAST, final, settings_of
 from atropos_tui.monitor.report_charts import PageChart, charts, draw, system_charts
 from atropos_tui.monitor.rollout_groups import RolloutGroup, groups, question, shared_beginning
 from atropos_tui.monitor.run_files import RunInfo, is_crashed, load_run, read_json
+from atropos_tui.monitor.series import mean
 from atropos_tui.monitor.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
 from atropos_tui.monitor.timeline import timeline
 from atropos_tui.monitor.verdict import verdict

@@ -25,18 +25,14 @@ from atropos_common.records import GaugesRecord
 from atropos_tui.monitor.bench import PARTS
 from atropos_tui.monitor.charts import (
     HELD_OUT,
-    MOST_STEPS,
     PAGE,
     WRITERS,
     ChartSpec,
     CurveSpec,
-    Series,
-    averaged,
-    on_scale,
-    thin,
 )
 from atropos_tui.monitor.format import bytes_text, masked_line, seconds_text
 from atropos_tui.monitor.reading import Along, Mark, marks, value_at
+from atropos_tui.monitor.series import MOST_STEPS, Series, averaged, on_scale, thin
 from atropos_tui.monitor.state import RunState
 
 POINTS = 1_000
@@ -161,7 +157,7 @@ def _chart(spec: ChartSpec, state: RunState, beside: list[Mark]) -> PageChart:
         _line(label, at, series, WRITERS[spec.unit], scatter=curve.scatter)
         for at, (curve, label, series) in enumerate(found, 1)
     ]
-    longest = max((len(series) for curve, _, series in found if curve.metric != HELD_OUT), default=0)
+    longest = max((series.count for curve, _, series in found if curve.metric != HELD_OUT), default=0)
     note = f"{longest:,} points, thinned; every slice keeps its extremes." if longest > POINTS else ""
     return PageChart(spec, [line for line in lines if line], beside, note)
 
@@ -180,16 +176,16 @@ def _split(state: RunState, beside: list[Mark]) -> PageChart:
     """
     seconds = state.metric("step_s")
     whole = seconds.part(1, len(seconds)) if len(seconds) > 1 else seconds
-    parts = {name: _at_steps(state.metric(key), whole.steps) for name, key in PARTS.items()}
+    parts = {name: _at_points(state.metric(key), whole) for name, key in PARTS.items()}
     known = [sum(part.values[at] for part in parts.values()) for at in range(len(whole))]
     sums = [max(value, sum_) for value, sum_ in zip(whole.values, known, strict=True)]
     rest = [sum_ - part for sum_, part in zip(sums, known, strict=True)]
-    parts["other"] = Series(whole.steps, rest, whole.times)
-    count = math.ceil(len(whole) / STACKED)
+    parts["other"] = whole.like(rest)
+    count = math.ceil(whole.count / STACKED)
     note = f"Means of {count} steps. " if count > 1 else ""
     if len(seconds) > 1:
         note += f"Without the first step, which took {seconds_text(seconds.values[0])}."
-    total = averaged(Series(whole.steps, sums, whole.times), STACKED)
+    total = averaged(whole.like(sums), STACKED)
     lines = [_share(name, at, averaged(part, STACKED), total) for at, (name, part) in enumerate(parts.items(), 1)]
     return PageChart(STEP_PARTS, lines if len(whole) else [], beside, note, stacked=True)
 
@@ -252,18 +248,18 @@ def system_charts(state: RunState) -> list[PageChart]:
     return [chart for chart in charts_ if chart.lines]
 
 
-def _at_steps(series: Series, steps: Sequence[int]) -> Series:
+def _at_points(series: Series, points: Series) -> Series:
     values = dict(zip(series.steps, series.values, strict=True))
-    known = [values.get(step, 0.0) for step in steps]
-    return Series(list(steps), [value if math.isfinite(value) else 0.0 for value in known], [0.0] * len(steps))
+    known = (values.get(step, 0.0) for step in points.steps)
+    return points.like(value if math.isfinite(value) else 0.0 for value in known)
 
 
 def _line(label: str, colour: int, series: Series, write: Write, *, scatter: bool = False) -> PageCurve | None:
     """None where there is no data."""
     if not len(series):
         return None
-    clean = Series()
-    for step, value, time in zip(series.steps, series.values, series.times, strict=True):
+    clean, drawn = Series(), series.extremes()
+    for step, value, time in zip(drawn.steps, drawn.values, drawn.times, strict=True):
         if 0 <= step <= MOST_STEPS:
             clean.steps.append(step)
             clean.values.append(on_scale(value) if math.isfinite(value) else math.nan)
@@ -276,7 +272,7 @@ def _line(label: str, colour: int, series: Series, write: Write, *, scatter: boo
         last=write(series.last),
         span=f"{write(min(finite))} to {write(max(finite))}" if finite else "no finite value",
         scatter=scatter,
-        not_finite=len(series) - len(finite),
+        not_finite=len(drawn) - len(finite),
     )
 
 

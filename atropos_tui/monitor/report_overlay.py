@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from markupsafe import Markup
 
 from atropos_tui import __version__
-from atropos_tui.monitor.charts import CHARTS, WRITERS, ChartSpec, CurveSpec, Series
+from atropos_tui.monitor.charts import CHARTS, WRITERS, ChartSpec, CurveSpec
 from atropos_tui.monitor.overlay import (
     LAST,
     PLACES,
@@ -28,6 +28,7 @@ from atropos_tui.monitor.overlay import (
 from atropos_tui.monitor.reading import Along
 from atropos_tui.monitor.report import environment
 from atropos_tui.monitor.report_charts import PageChart, PageCurve, draw
+from atropos_tui.monitor.series import Series
 
 DRAWN = ("reward", "useful", "entropy", "length", "kl", "loss", "grad", "diff", "lag", "time", "tokens")
 """Charts of the catalogue, of each its first curve; held-out accuracy comes behind the reward."""

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
 from atropos_common.files import read_regular
-from atropos_common.record_tail import RecordTail, nth_from_end
+from atropos_common.record_tail import CHUNK_BYTES, RecordTail, nth_from_end
 from atropos_common.records import Record, StateRecord
 from atropos_common.run_dir import LATEST_TIME, RunDir
-from atropos_tui.monitor.charts import MOST_STEPS
 from atropos_tui.monitor.format import counted, one_line, real
+from atropos_tui.monitor.series import MOST_STEPS
 from atropos_tui.monitor.state import ROLLOUTS_KEPT, RunState
 from atropos_tui.supervisor import tracker
 from atropos_tui.supervisor.store import ProcessTable
@@ -29,6 +29,8 @@ from atropos_tui.supervisor.tracker import Leftover
 GONE = "its supervisor is gone and left no result"
 _ROLLOUT = b'"kind":"rollout"'
 """As the trainer writes it; inside a text its quotation marks would be escaped."""
+LONG_BYTES = 4 * CHUNK_BYTES
+"""A longer stream is shown from its end while it is read."""
 LOOKED_AT = 20
 """Neighbours among which a run of the same name is looked for, the newest."""
 E = TypeVar("E", bound=StrEnum)
@@ -371,6 +373,17 @@ class RunFeed:
             return self._start_over()
         return RecordBatch(records, any(tail.behind for tail in self._tails.values()), False)
 
+    def newest(self) -> list[Record]:
+        """The newest records of every stream where one is so long that reading it takes a while; else none.
+
+        They say how the run stands; what it was is not known from them.
+        """
+        paths = streams(self.run)
+        if max(map(size_of, paths)) <= LONG_BYTES:
+            return []
+        tails = [RecordTail(path, from_end=True, keep=CHUNK_BYTES) for path in paths]
+        return [record for tail in tails for record in tail.read()]
+
     def catch_up(self, state: RunState) -> RunState:
         """`state` with all that the files hold by now; another one where they came again from their start."""
         while True:
@@ -399,6 +412,14 @@ def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:
     state = feed.catch_up(RunState())
     info = read_info(feed.run)
     return replace(info, last_start_s=last_starts(feed.run, info.name)), state, feed
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def within(folder: Path) -> list[Path]:

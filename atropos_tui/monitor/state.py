@@ -34,8 +34,9 @@ from atropos_common.records import (
     TrainerRecord,
     Whole,
 )
-from atropos_tui.monitor.charts import MOST_STEPS, Series
+from atropos_tui.monitor.format import real
 from atropos_tui.monitor.gauges import GaugeHistory
+from atropos_tui.monitor.series import MOST_STEPS, Series
 
 
 def _numbers(kind: type[Record], *without: str) -> tuple[str, ...]:
@@ -58,6 +59,9 @@ TABLES: dict[type[Record], dict[str, str]] = {
 """Fields that hold numbers by name, and what the names of their curves begin with, before a slash."""
 USEFUL_GROUPS = "useful_groups"
 """Share of a step's groups that have an advantage: a group whose scores are all equal teaches nothing."""
+TOKENS, IDLE_S, COUNTED_S = "tokens", "idle_s", "counted_s"
+"""What can be summed over steps, where a record holds a rate or a share: tokens, seconds in which the engines idled,
+and those of steps that tell of it."""
 MOST_CURVES = 400
 """Names beyond these are dropped: a stream may hold ever new ones."""
 
@@ -96,8 +100,10 @@ class RunState:
     """Of the newest step; null where the trainer has one rank."""
     rollouts: deque[RolloutRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
     checkpoints: deque[CheckpointRecord] = field(default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT))
-    syncs: list[tuple[int, int, float]] = field(default_factory=list)
-    """Attempt, weight version and seconds of every publish."""
+    sums: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in (TOKENS, IDLE_S, COUNTED_S)})
+    """Of each step what adds up to figures of the whole run."""
+    syncs: Series = field(default_factory=Series)
+    """Seconds of every publish, over weight versions."""
     newest_sync: SyncRecord | None = None
     """Whole, with the engines that it left out."""
     transitions: deque[StateRecord] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_KEPT))
@@ -161,6 +167,8 @@ class RunState:
         if isinstance(record, StepRecord):
             self.step = max(self.step, record.step)
             self.newest_steps.append(record)
+        elif isinstance(record, TimingRecord):
+            self._put_sums(record)
         elif isinstance(record, AlignmentRecord):
             self.alignment = record
         elif isinstance(record, CheckpointRecord):
@@ -168,7 +176,7 @@ class RunState:
         elif isinstance(record, SyncRecord):
             self.newest_sync = record
             if record.moved:
-                self.syncs.append((record.attempt, record.weight_version, record.seconds))
+                self.syncs.put(record.weight_version, record.seconds, record.time)
         elif isinstance(record, RanksRecord):
             self.ranks = record
         elif isinstance(record, BenchmarkRecord):
@@ -192,6 +200,13 @@ class RunState:
             for key, value in getattr(record, field_).items():
                 self._put(self.series, f"{prefix}/{key}", record.step, value, record.time)
 
+    def _put_sums(self, record: TimingRecord) -> None:
+        step, seconds, time = record.step, real(record.step_s), record.time
+        self.sums[TOKENS].put(step, real(record.tokens_per_s) * seconds, time)
+        if record.engine_idle_fraction is not None:
+            self.sums[IDLE_S].put(step, real(record.engine_idle_fraction) * seconds, time)
+            self.sums[COUNTED_S].put(step, seconds, time)
+
     def _put_unnamed(self, record: TrainerRecord, more: dict[str, Any]) -> None:
         """Numbers in fields that this version has no name for, and what is made of them."""
         found = {name: value for name, value in more.items() if type(value) in (int, float)}
@@ -214,11 +229,10 @@ class RunState:
         self.attempt_steps[record.attempt] = first
         if any(later > record.attempt for later in self.attempt_steps):
             return
-        for series in self.series.values():
+        for series in (*self.series.values(), *self.sums.values(), self.syncs):
             series.cut(first)
         self.step = min(self.step, first - 1)
         self.newest_steps.clear()
-        self.syncs = [sync for sync in self.syncs if sync[0] >= record.attempt or sync[1] < first]
         kept_rollouts = [old for old in self.rollouts if old.attempt >= record.attempt or old.step < first]
         self.rollouts = deque(kept_rollouts, maxlen=ROLLOUTS_KEPT)
         kept_checkpoints = [old for old in self.checkpoints if old.attempt >= record.attempt or old.step < first]

@@ -16,9 +16,9 @@ from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, Stat
 from atropos_common.records import DiagnosisRecord, EnvFlow
 from atropos_tui.diagnoses.flow_rules import BOTH_WAIT, MUCH_FLAT
 from atropos_tui.monitor.bench import Pace, pace
-from atropos_tui.monitor.charts import mean
 from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
 from atropos_tui.monitor.run_files import RunInfo, flag, start_seconds
+from atropos_tui.monitor.series import mean
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.why import doing, next_stage, open_diagnoses, overdue
 
@@ -138,7 +138,7 @@ def _over(known: Known) -> Verdict | None:
         return Verdict("over", f"done: {_achieved(known)}")
     if status.exit_code == 130:
         return Verdict("over", f"stopped by hand: {_achieved(known)}{_also(wrong)}", *_fixed(wrong))
-    end = "the supervisor is gone" if status.exit_code is None else f"failed with code {status.exit_code}"
+    end = "crashed" if status.exit_code is None else f"failed with code {status.exit_code}"
     return Verdict("alarm", f"{end}: {one_line(status.reason)}{_also(wrong)}", *_fixed(wrong), wrong)
 
 

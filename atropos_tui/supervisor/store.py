@@ -115,7 +115,7 @@ def _last_seq(path: Path) -> int:
 class FarEntry(BaseModel):
     """A component on another node, and how that node is reached."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
     name: str
     node: str
     host: str

@@ -38,6 +38,7 @@ from atropos_tui.ui.feed import (
     Control,
     Feed,
     LogArrived,
+    NewestArrived,
     RecordsArrived,
     StatusArrived,
     SupervisorGone,
@@ -45,7 +46,7 @@ from atropos_tui.ui.feed import (
 from atropos_tui.ui.terminal import Bell, edit, ground, run_app, save_screenshot
 from atropos_tui.ui.theme import LIGHT, THEME, own_colours, own_theme
 from atropos_tui.ui.views import VIEWS, arrange, compose_screen, view_spec, visible
-from atropos_tui.ui.widgets.bars import Apply, SearchBar, ViewsLine
+from atropos_tui.ui.widgets.bars import Apply, Keys, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.events import Events
@@ -122,8 +123,9 @@ class CockpitApp(ChartApp):
         self.rings = Bell(self.feed.run)
         self.info = RunInfo()
         self.state = RunState()
+        self._newest: RunState | None = None
+        """What the ends of long streams tell, until all is read."""
         self.status: RunStatus | None = None
-        self.gone = ""
         self.loaded = False
         """Whether the files were read to their end once; until then the curves wait."""
         self._bad_lines = 0
@@ -133,6 +135,8 @@ class CockpitApp(ChartApp):
         """Panels that show the newest records of those that were drawn; one that appears later has to be told."""
         self._drawn_at = self._curves_at = self._news_at = float("-inf")
         self._log_of_all = False
+        self._idle: tuple[str, ...] = ()
+        """What the footer does not offer."""
         self._view_name = "overview"
         self._way_back: list[str] = []
         """Views that led to the present one."""
@@ -154,6 +158,7 @@ class CockpitApp(ChartApp):
 
     def on_mount(self) -> None:
         self.query_one(Components).focus()
+        self.query_one(Keys).idle = self.idle_actions
         for follow in (
             self.feed.follow_files,
             self.feed.follow_status,
@@ -181,6 +186,12 @@ class CockpitApp(ChartApp):
         if self.gone and self.loaded and (self.is_over or self.status is None):
             self.status = status_from_files(self.feed.run, self.info, self.state)
 
+    def on_newest_arrived(self, message: NewestArrived) -> None:
+        self.info, self._newest = message.info, RunState()
+        for record in message.records:
+            self._newest.apply(record)
+        self._dirty = True
+
     def on_records_arrived(self, message: RecordsArrived) -> None:
         if message.anew:
             self.state = RunState()
@@ -192,7 +203,7 @@ class CockpitApp(ChartApp):
             self.bell()
         self.info, self._bad_lines = message.info, message.bad_lines
         if not self.loaded and not message.behind:
-            self.loaded = True
+            self.loaded, self._newest = True, None
             self._settle()
         news = message.anew or not message.records or not all(map(is_gauges, message.records))
         self._dirty, self._fresh_records = self._dirty or news, self._fresh_records or news
@@ -218,6 +229,9 @@ class CockpitApp(ChartApp):
         self._dirty = self._dirty or news
         if self.rings.at_status(self.status):
             self.bell()
+        if (idle := self.idle_actions()) != self._idle:
+            self._idle = idle
+            self.refresh_bindings()
         if self._log_of_all:
             self.feed.follow_log_of(self._log_names())
         if self.is_leaving and self.is_over:
@@ -228,7 +242,8 @@ class CockpitApp(ChartApp):
     def _refresh_panels(self) -> None:
         """Draw what changed, and the clocks from time to time; beneath a dialog nothing more often."""
         now = time.monotonic()
-        at_once = self._dirty and self.loaded and self.screen_stack[-1:] == [self.main]  # none while it ends
+        known = self.loaded or self._newest is not None
+        at_once = self._dirty and known and self.screen_stack[-1:] == [self.main]  # none while it ends
         if self._dirty or not self._stands():
             self._news_at = now
         clocks = CLOCKS_S if now - self._news_at < QUIET_S else QUIET_CLOCKS_S
@@ -273,7 +288,8 @@ class CockpitApp(ChartApp):
         table = self.find(Components)
         return View(
             info=self.info,
-            state=self.state,
+            state=self._newest or self.state,
+            read_to=self.state.step,
             status=self.status,
             gone=self.gone,
             now=self.clock(),
@@ -468,7 +484,7 @@ class CockpitApp(ChartApp):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         panels_with_keys = [widget for kind in SEARCHED if (widget := self.find(kind))]
-        return palette(self, panels_with_keys, self.status.components if self.status else (), self.act)
+        return palette(self, panels_with_keys, self.status.components if self.status and self.can_act else (), self.act)
 
 
 def is_gauges(record: Record) -> bool:

@@ -39,6 +39,8 @@ class CommandApp(App[Outcome]):
         super().__init__()
         self.is_over = False
         """The run has ended, or nobody owns it any more."""
+        self.gone = ""
+        """Why no supervisor answers; empty while one does."""
         self.user_selects = False
         """The cursor is where the user put it."""
         self.read_only = False
@@ -70,6 +72,15 @@ class CommandApp(App[Outcome]):
 
     # Acting.
 
+    @property
+    def can_act(self) -> bool:
+        """Whether there is a run that takes commands from here."""
+        return not (self.is_over or self.read_only)
+
+    def idle_actions(self) -> tuple[str, ...]:
+        """Actions that only say why they do nothing."""
+        return () if self.can_act else ACTS if not self.is_over else (*ACTS, "detach")
+
     def action_act(self, action: Action) -> None:
         table = self.find(Components)
         row = table.selected if table else None
@@ -82,6 +93,8 @@ class CommandApp(App[Outcome]):
         """Ask for `action` on a component, or on the whole stack, unless something is being asked."""
         if self.read_only:
             self.refuse("this screen only shows", "atropos-tui attach without --read-only can act")
+        elif self.is_over and self.gone:
+            self.refuse("the run is over", "atropos-tui up starts another; up --resume goes on with this one")
         elif not (self._is_asking or self._asks_to_leave):
             self.user_selects = self._is_asking = True
             self.run_worker(self._act(action, component), group="commands")
@@ -146,6 +159,8 @@ class CommandApp(App[Outcome]):
             self.notify("stopping the run; q leaves without waiting", timeout=10, markup=False)
 
 
+ACTS = ("act('restart')", "stop_or_start", "act('kill')")
+"""Of keys in the footer, those that change the run."""
 _NAMED = {"left_square_bracket": "left bracket", "right_square_bracket": "right bracket"}
 """Keys whose own sign would be read as markup."""
 

@@ -56,6 +56,7 @@ class Streams(Protocol):
 
     @property
     def bad_lines(self) -> int: ...
+    def newest(self) -> list[Record]: ...
     def read(self) -> RecordBatch: ...
 
 
@@ -79,6 +80,14 @@ class SupervisorGone(Message):
 
     reason: str
     ended: bool
+
+
+@dataclass(eq=False)
+class NewestArrived(Message):
+    """The end of streams that are long: how the run stands, while its history is read."""
+
+    records: list[Record]
+    info: RunInfo
 
 
 @dataclass(eq=False)
@@ -162,6 +171,8 @@ class Feed:
 
     async def follow_files(self) -> None:
         feed, about, posted, pause = self._feed, _Info(self.run), None, FEED_S
+        if newest := await asyncio.to_thread(feed.newest):
+            self._post(NewestArrived(newest, await asyncio.to_thread(about.read)))
         while True:
             batch, info = await asyncio.to_thread(lambda: (feed.read(), about.read()))
             news = (batch.behind, feed.bad_lines, info)

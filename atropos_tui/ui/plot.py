@@ -13,14 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 
-from atropos_tui.monitor.charts import MOST_STEPS, on_scale
 from atropos_tui.monitor.gauges import Split, cells
+from atropos_tui.monitor.series import MOST_STEPS, SMALLEST, on_scale
 
 TEXTURES = "█▓▒▚▞▤▥"
 OTHER_TEXTURE, FREE = "░", "·"
@@ -109,15 +110,17 @@ class _Canvas:
             self.styles[cell] = style
 
     def line(self, start: tuple[int, int], end: tuple[int, int], style: Style) -> None:
-        """Two dots thick."""
+        """Two dots thick, between dots of the canvas."""
         (x, y), lowest = start, 4 * self.height - 1
         across, down = end[0] - x, end[1] - y
         steps = max(abs(across), abs(down), 1)
-        half = steps // 2
-        for at in range(steps + 1):  # in whole numbers: this is most of what a chart costs
+        half, width, dots, styles = steps // 2, self.width, self.dots, self.styles
+        for at in range(steps + 1):  # in whole numbers, and without calls: this is most of what a chart costs
             here_x, here_y = x + (at * across + half) // steps, y + (at * down + half) // steps
-            self.dot(here_x, here_y, style)
-            self.dot(here_x, here_y + 1 if here_y < lowest else here_y - 1, style)
+            for row in (here_y, here_y + 1 if here_y < lowest else here_y - 1):
+                cell = (row >> 2) * width + (here_x >> 1)
+                dots[cell] = dots.get(cell, 0) | _DOTS[row & 3][here_x & 1]
+                styles[cell] = style
 
     def mark(self, x: int, y: int, glyph: str, style: Style) -> None:
         column, row = min(max(x // 2, 0), self.width - 1), min(max(y // 4, 0), self.height - 1)
@@ -136,9 +139,15 @@ class _Scale:
     def of(self, value: float) -> float:
         return math.log10(max(value, self.low)) if self.log else value
 
+    @cached_property
+    def _ends(self) -> tuple[float, float]:
+        """Where the scale begins, and its length, as its values are compared."""
+        low = self.of(self.low)
+        return low, self.of(self.high) - low
+
     def y(self, value: float) -> int:
-        low, high = self.of(self.low), self.of(self.high)
-        share = (self.of(value) - low) / (high - low)
+        low, length = self._ends
+        share = (self.of(value) - low) / length
         return round((1 - min(max(share, 0.0), 1.0)) * (self.rows - 1))
 
 
@@ -152,7 +161,7 @@ def plot(
     """Draw `curves`, the first on top, into `height` lines of `width` cells; blank lines where there is no room."""
     ends = [step for curve in curves for step in curve.steps if abs(step) <= MOST_STEPS]
     last = axes.first + 1 if axes.last is None and not ends else max(ends) if axes.last is None else axes.last
-    last = last if last > axes.first else axes.first + 1
+    last = last if last - axes.first > SMALLEST else axes.first + 1
     curves = [_in_view(curve, axes.first, last) for curve in curves]
     rows = height - 1 - bool(axes.marks and height >= LOW)
     scale = _scale([*curves, *_edges(bands, axes.first, last)], axes, 4 * rows)
@@ -281,6 +290,8 @@ def _scale(curves: Sequence[Curve], axes: Axes, rows: int) -> _Scale:
 def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: float) -> None:
     width = 2 * canvas.width - 1
     before: tuple[int, int] | None = None
+    highest = lowest = 0
+    """Of the points of one column of dots, which are a single stroke however many they are."""
     for step, value in zip(curve.steps, curve.values, strict=True):
         x = round((step - first) / (last - first) * width)
         if not math.isfinite(value):
@@ -290,10 +301,15 @@ def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: floa
         here = (x, scale.y(value))
         if curve.scatter:
             canvas.mark(*here, "◆", curve.style)
-        elif before is None:
-            canvas.dot(*here, curve.style)
-        else:
-            canvas.line(before, here, curve.style)
+        elif before is None or before[0] != x:
+            if before is None:
+                canvas.dot(*here, curve.style)
+            else:
+                canvas.line(before, here, curve.style)
+            highest = lowest = here[1]
+        elif not highest <= here[1] <= lowest:
+            canvas.line((x, highest if here[1] > lowest else lowest), here, curve.style)
+            highest, lowest = min(highest, here[1]), max(lowest, here[1])
         if value > scale.high or (value < scale.low and not scale.log):
             canvas.mark(*here, "▴" if value > scale.high else "▾", curve.style)
         before = here

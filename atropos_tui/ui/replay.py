@@ -26,8 +26,13 @@ from atropos_tui.ui.widgets.log_view import LogView
 
 TICK_S = 0.25
 FASTER = 2.0
-TIME_KEYS = ("pause", "faster", "seek")
-REFUSED = (("r", "act('restart')", "Restart"), ("s", "stop_or_start", "Stop/start"), ("K", "act('kill')", "Kill"))
+TIME_KEYS = ("pause", "faster", "seek", "event")
+REFUSED = (
+    ("r", "act('restart')", "Restart"),
+    ("s", "stop_or_start", "Stop/start"),
+    ("K", "act('kill')", "Kill"),
+    ("R", "restart_all", "Restart all"),
+)
 """Keys that only say why they do nothing here, so the footer does not offer them."""
 
 
@@ -54,7 +59,7 @@ class ReplayBar(Widget):
         left = Text.assemble((" REPLAY ", ink(self.app, "replay")), f" {word}  ", no_wrap=True)
         left.append(time.strftime("%H:%M:%S", time.localtime(now)))
         left.append(f"  {duration(now - clock.first)} of {duration(whole)} ", quiet)
-        keys = Text(" space pause · + − speed · ← → seek", quiet, no_wrap=True)
+        keys = Text(" space pause · + − speed · ← → seek, shift: events", quiet, no_wrap=True)
         room = width - left.cell_len - keys.cell_len
         if room < 0:
             left.truncate(width)
@@ -73,6 +78,8 @@ class ReplayApp(CockpitApp):
         Binding("minus", "faster(-1)", "Slower", priority=True, show=False, tooltip="Replay: half as fast"),
         Binding("left", "seek(-1)", "Back", priority=True, show=False, tooltip="Replay: back by a fiftieth"),
         Binding("right", "seek(1)", "Ahead", priority=True, show=False, tooltip="Replay: ahead by a fiftieth"),
+        Binding("shift+left", "event(-1)", "Back", priority=True, show=False, tooltip="Replay: back to an event"),
+        Binding("shift+right", "event(1)", "Ahead", priority=True, show=False, tooltip="Replay: ahead to an event"),
         Binding("d,q", "ask_quit", "Leave", tooltip="Leave the replay"),
         *(Binding(*keys, show=False, tooltip="Refused: the run is over") for keys in REFUSED),
     ]
@@ -81,6 +88,7 @@ class ReplayApp(CockpitApp):
         run = replay.recording.run
         super().__init__(run.root, control=replay.control, clock=replay.clock.now)
         self.replay = replay
+        self._events = replay.recording.events()
         self.feed = Feed(run.root, replay.control, self.post_message, feed=replay.feed, logs=replay.logs)
         self.rings = Bell(run, muted=True)  # what rings has happened long ago
 
@@ -96,7 +104,7 @@ class ReplayApp(CockpitApp):
         """Keys that move through time are others' where a line is typed, a dialog asks or a chart is read."""
         if action in TIME_KEYS and (isinstance(self.focused, Input) or len(self.screen_stack) > 1):
             return False
-        if action in ("faster", "seek") and isinstance(self.focused, Chart):
+        if action in ("faster", "seek", "event") and isinstance(self.focused, Chart):
             return False  # they are the chart's: its cursor, and how near it is
         return super().check_action(action, parameters)
 
@@ -111,6 +119,10 @@ class ReplayApp(CockpitApp):
 
     def action_seek(self, direction: int) -> None:
         self.replay.clock.skip(direction)
+        self._moved(jumped=True)
+
+    def action_event(self, direction: int) -> None:
+        self.replay.clock.seek_event(self._events, direction)
         self._moved(jumped=True)
 
     def _moved(self, *, jumped: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import random
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from atropos_common.records import DiagnosisRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.monitor.log_buffer import LogEntry
 from atropos_tui.monitor.reading import Along
+from atropos_tui.monitor.series import MOST_POINTS
 from atropos_tui.monitor.timeline import clock
 from atropos_tui.ui import preferences
 from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog
@@ -54,6 +56,31 @@ async def test_a_cursor_reads_all_charts_at_one_step_and_leads_to_its_rollouts(r
         await screen.until(lambda: rollouts.has_focus and rollouts.current and rollouts.current.rollout.step == 109)
         await screen.press("2", "escape")
         assert screen.app.looking.lens.cursor is None
+
+
+async def test_of_a_long_run_the_cursor_says_how_many_steps_its_values_are_the_means_of(run: RunDir) -> None:
+    async with cockpit(run, (160, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.shows("step 120/120")
+        rng = random.Random(7)
+        for step in range(121, MOST_POINTS + 100):
+            values = [rng.random(), 1.0]
+            for name, value in zip(("reward_mean", "step_s"), values, strict=True):
+                screen.app.state.series[name].put(step, value, NOW + step)
+        rewards = screen.app.state.metric("reward_mean")
+        at = len(rewards.counts) // 2
+        first, last = rewards.reach(rewards.steps[at])
+        assert last > first
+        await screen.press("2", "home", "m", "m")  # as it is, not smoothed
+        chart(screen)._turn(cursor=float(first))
+        await screen.shows(f"@{first:,}, mean of {last - first + 1}")
+        trace = chart(screen)._traces[0]
+        assert trace.smooth is None and trace.at(float(first)) == rewards.values[at]
+        drawn = {value for place, value in zip(trace.places, trace.values, strict=True) if place == first}
+        assert drawn <= {rewards.lows[at], rewards.highs[at]}, "the picture keeps the extremes"
+        await screen.press("z")
+        await screen.shows(f"Steps  {first:,} to {last:,}, means")
+        await screen.press("right")
+        assert (screen.app.looking.lens.cursor or 0) > first
 
 
 async def test_a_step_leads_to_the_trainer_s_log_and_to_the_events_of_its_time(run: RunDir) -> None:

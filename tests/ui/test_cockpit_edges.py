@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
+from textual.widgets._footer import FooterKey
 
 from atropos_common.control import GpuStatus, RunStatus
 from atropos_common.records import CommandRecord
 from atropos_common.run_dir import RunDir
-from tests.ui.conftest import cockpit
+from atropos_tui.monitor.run_files import LONG_BYTES, RecordBatch, RunFeed
+from atropos_tui.ui.app import CockpitApp
+from tests.ui.conftest import Screen, cockpit
 from tests.ui.fakes import FakeControl
 from tests.ui.run_maker import T0, gauges, live_status, make_run, write_records
 
@@ -84,3 +89,62 @@ async def test_a_replaced_file_tells_no_old_news(run: RunDir) -> None:
         write_records(run.supervisor_jsonl, [_command(101, T0, "failed")], 101)
         await screen.until(screen.toasts)
         assert [toast for toast in screen.toasts() if "vllm" in toast] == [" restart vllm: failed"]
+
+
+async def test_a_long_run_shows_how_it_stands_before_its_history_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "long", steps=450, training_steps=1000)
+    assert run.telemetry_jsonl.stat().st_size > LONG_BYTES
+    may_read, read = threading.Event(), RunFeed.read
+
+    def held_back(feed: RunFeed) -> RecordBatch:
+        assert may_read.wait(30)
+        return read(feed)
+
+    monkeypatch.setattr(RunFeed, "read", held_back)
+    now = T0 + 31 + 0.33 * 450 + 60
+    try:
+        async with cockpit(run, (160, 45), FakeControl(live_status(run, now)), lambda: now) as screen:
+            await screen.shows("step 450/1000")
+            await screen.shows("step 451 is overdue")
+            assert "reading the run's history: step 0" in screen.text()
+            assert "peak memory" not in screen.text() and not screen.app.loaded, "of what is not read nothing is said"
+            may_read.set()
+            await screen.until(lambda: screen.app.loaded and "reading the run's history" not in screen.text())
+            assert len(screen.app.state.metric("loss")) == 450
+            await screen.shows("peak memory")
+    finally:
+        may_read.set()
+
+
+def footer(screen: Screen) -> list[str]:
+    return [str(key.description) for key in screen.app.query(FooterKey)]
+
+
+async def test_keys_that_can_do_nothing_are_not_offered(run: RunDir) -> None:
+    control = FakeControl(live_status(run, T0))
+    async with cockpit(run, (120, 35), control, lambda: T0) as screen:
+        await screen.until(lambda: {"Restart", "Stop/start", "Kill", "Detach", "Quit"} <= set(footer(screen)))
+        control.answer = None
+        await screen.until(lambda: screen.app.is_over)
+        await screen.until(lambda: {"Search", "Quit", "Help"} <= set(footer(screen)))
+        await screen.until(lambda: not {"Restart", "Stop/start", "Kill", "Detach"} & set(footer(screen)))
+        assert not any("Restart " in command.title for command in screen.app.get_system_commands(screen.app.screen)
+                       if "trainer" in command.title)  # fmt: skip
+        await screen.press("r")
+        await screen.shows("the run is over")
+
+
+async def test_a_screen_that_only_shows_offers_to_detach_and_not_to_act(run: RunDir) -> None:
+    app = CockpitApp(run.root, control=FakeControl(live_status(run, T0)), clock=lambda: T0)
+    app.read_only = True
+    async with app.run_test(size=(120, 35)) as pilot:
+        screen = Screen(app, pilot)
+        await screen.until(lambda: "Detach" in footer(screen) and "Restart" not in footer(screen))
+
+
+async def test_a_log_without_lines_says_so(run: RunDir) -> None:
+    shutil.rmtree(run.logs)
+    async with cockpit(run, (120, 40), FakeControl(live_status(run, T0)), lambda: T0) as screen:
+        await screen.shows("no output yet")

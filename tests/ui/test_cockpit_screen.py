@@ -82,7 +82,7 @@ async def test_everything_that_matters_is_on_the_screen(run: RunDir, size: tuple
         expected += ["Reward", "0.937", "held-out 0.588", "|diff|", "0.012", "probe 5.1e-07", "Log"]
         expected += ["r Restart", "s Stop/start", "K Kill", "d Detach", "q Quit", "? Help"]
         if size[0] >= 160:
-            expected += ["Benchmark", "fetch", "tokens/s", "✔ ok", "Rollouts", "answer ← question"]
+            expected += ["Benchmark", "wait", "tokens/s", "✔ ok", "Rollouts", "answer ← question"]
         for words in expected:
             await screen.shows(words)
         assert len(screen.text().splitlines()) == size[1]
@@ -132,7 +132,7 @@ async def test_no_data_is_never_zero(tmp_path: Path) -> None:
     async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), now) as screen:
         await screen.shows("tokens/s")
         rows = {line.split()[0]: line for line in screen.text().replace("│", "\n").splitlines() if line.split()}
-        for name in ("tokens/s", "steps/h", "lag", "fetch"):
+        for name in ("tokens/s", "steps/h", "lag", "wait"):
             assert "–" in rows[name], name
             assert "0" not in rows[name], name
 

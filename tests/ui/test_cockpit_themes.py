@@ -56,7 +56,7 @@ async def test_in_every_theme_a_bar_shows_its_share_and_labels_can_be_read(tmp_p
     run = make_run(tmp_path / "run")
     async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 37/60")
-        await screen.shows("fetch")
+        await screen.shows("checkpoint")
         themes = list(screen.app.available_themes)
         assert len(themes) > 15 and THEME.name in themes
         for name in themes:

@@ -95,6 +95,25 @@ async def test_space_pauses_signs_change_the_speed_arrows_seek(replay: tuple[Rep
         assert not player.clock.paused
 
 
+async def test_shift_and_arrows_go_from_event_to_event(replay: tuple[Replay, Ticks]) -> None:
+    player, _ = replay
+    events = player.recording.events()
+    async with playing(player) as screen:
+        await screen.press("space")  # it stands still
+        player.clock.seek(T0 + 34)
+        await screen.press("shift+right")
+        assert player.clock.now() == T0 + 35, "the command"
+        await screen.press("shift+right")
+        assert player.clock.at_end, "nothing happened after it"
+        await screen.press("shift+left", "shift+left")
+        assert player.clock.now() == events[-2]
+        for _ in events:
+            await screen.press("shift+left")
+        assert player.clock.now() == player.clock.first
+        assert player.recording.time_of(6) == pytest.approx(T0 + 31 + 0.33 * 6)
+        assert player.recording.time_of(31) is None
+
+
 @pytest.mark.parametrize("key", ["r", "s", "K", "R"])
 async def test_commands_are_refused_with_a_toast(replay: tuple[Replay, Ticks], key: str) -> None:
     player, ticks = replay

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from atropos_common.records import CheckpointRecord, DiagnosisRecord, EnvMetricsRecord, EvalRecord, StepRecord
-from atropos_tui.monitor.charts import Series
 from atropos_tui.monitor.reading import Along, Lens, Ruler, marks, sensible_range, smooth, smoothed, value_at
+from atropos_tui.monitor.series import Series
 from atropos_tui.monitor.state import MOST_CURVES, USEFUL_GROUPS, RunState
 from tests.unit.test_monitor_state import fed, steps
 

@@ -173,7 +173,7 @@ def test_pace_splits_a_step_and_counts_down() -> None:
     state.step = 10
     now = pace(state, 60)
     assert now.step_s == 1.0
-    assert now.parts == pytest.approx({"fetch": 0.4, "train": 0.3, "sync": 0.1, "checkpoint": 0.0, "other": 0.2})
+    assert now.parts == pytest.approx({"wait": 0.4, "train": 0.3, "sync": 0.1, "checkpoint": 0.0, "other": 0.2})
     assert now.eta_s == 50 * 2.0
     assert now.steps_per_hour == 1800
     assert now.tokens_per_s == 100

@@ -108,3 +108,13 @@ def test_supervisor_records_come_typed(tmp_path: Path) -> None:
     (record,) = tail.read()
     assert isinstance(record, StateRecord)
     assert record.new == "healthy"
+
+
+def test_of_a_long_file_only_whole_lines_of_its_end_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(map(line, range(200))))
+    tail = RecordTail(path, from_end=True, keep=3 * len(line(199)) + 10)
+    assert [r.seq for r in drain(tail)] == [197, 198, 199]
+    assert tail.bad_lines == 0
+    assert [r.seq for r in drain(RecordTail(path, from_end=True, keep=1 << 20))] == list(range(200))
+    assert drain(RecordTail(path, from_end=True)) == []

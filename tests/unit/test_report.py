@@ -26,11 +26,12 @@ from atropos_common.records import (
     StepRecord,
 )
 from atropos_common.run_dir import LATEST_TIME, RunDir
-from atropos_tui.monitor.charts import PAGE, Series, averaged, thin
+from atropos_tui.monitor.charts import PAGE
 from atropos_tui.monitor.format import number
 from atropos_tui.monitor.report import lanes, render_report
 from atropos_tui.monitor.report_charts import POINTS, charts
 from atropos_tui.monitor.run_files import load_run, status_from_files
+from atropos_tui.monitor.series import Series, averaged, thin
 from atropos_tui.monitor.state import RunState
 from tests.ui.run_maker import T0, live_status, make_run, step_records, write_records
 

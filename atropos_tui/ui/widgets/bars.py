@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from rich.text import Text
 from textual import events
@@ -10,6 +10,7 @@ from textual.app import ComposeResult, RenderResult
 from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Footer, Input, Label
+from textual.widgets._footer import FooterKey
 
 from atropos_common.control import Recipe
 from atropos_common.records import CommandRecord
@@ -162,12 +163,20 @@ class Keys(Footer):
     which took a sixth of what a key costs."""
 
     _offered: object = None
+    idle: Callable[[], Collection[str]] = staticmethod(tuple)
+    """Actions that can do nothing now: their keys say so, and are not offered."""
 
     async def recompose(self) -> None:
         found = [(one.binding, one.enabled) for one in self.screen.active_bindings.values() if one.binding.show]
-        if found != self._offered:
-            self._offered = found
+        if (found, idle := self.idle()) != self._offered:
+            self._offered = (found, idle)
             await super().recompose()
+
+    def compose(self) -> ComposeResult:
+        idle = self.idle()
+        for key in super().compose():
+            if not (isinstance(key, FooterKey) and key.action in idle):
+                yield key
 
 
 class ViewsLine(TextPanel):

@@ -11,7 +11,6 @@ from textual.widgets import Static
 
 from atropos_common.control import Role
 from atropos_tui.monitor.bench import Pace, benchmark_state, pace, render_benchmarks
-from atropos_tui.monitor.charts import mean
 from atropos_tui.monitor.format import bytes_text, duration, number, one_line, seconds_text
 from atropos_tui.monitor.overlay import summary
 from atropos_tui.ui.plot import progress_bar
@@ -72,7 +71,7 @@ class Benchmark(TextPanel):
         state = view.state
         mfu = state.metric("mfu").last
         lag, most = state.metric("policy_lag_mean").last, state.metric("policy_lag_max").last
-        used = f"MFU {mfu:.1%}" if mfu is not None and math.isfinite(mfu) else "trained"
+        used = f"trained, MFU {mfu:.1%}" if mfu is not None and math.isfinite(mfu) else "trained"
         lines = [
             self._line("tokens/s", number(speed.tokens_per_s, 0), used),
             *(
@@ -82,7 +81,7 @@ class Benchmark(TextPanel):
                 for line in self._engine(view, row.name)
             ),
             self._line("steps/h", number(speed.steps_per_hour, 0)),
-            self._line("lag", number(lag, 1), f"max {number(most, 0)}" if most is not None else ""),
+            self._line("lag", number(lag, 1), f"versions, max {number(most, 0)}" if most is not None else "versions"),
             *self._memory(view),
         ]
         if speed.engine_idle is not None:
@@ -104,23 +103,24 @@ class Benchmark(TextPanel):
         hits = "" if rates.prefix_hit_rate is None else f"prefix hits {rates.prefix_hit_rate:.0%}"
         used = "–" if rates.kv_use is None else f"{rates.kv_use:.0%}"
         return [
-            self._line(label, number(rates.generated_per_s, 0), f"{running} run, {waiting} wait"),
+            self._line(label, number(rates.generated_per_s, 0), f"tokens/s, {running} run, {waiting} wait"),
             self._line("  KV cache", used, hits),
         ]
 
     def _memory(self, view: View) -> list[Text]:
         state = view.state
-        gpu, rss = state.metric("peak_bytes").values, state.metric("rss_bytes").values
-        held = state.metric("allocated_bytes").values
+        gpu, held, rss = (state.metric(f"{name}_bytes") for name in ("peak", "allocated", "rss"))
         total = [row.memory_bytes for row in view.rows if row.memory_bytes]
         queue = view.gauges.last.queue if view.gauges.last else None
         lines = [self._line("queue", "–" if queue is None else str(queue), "groups in run-api")]
-        if gpu:
-            words = f"peak, mean {bytes_text(mean(held))}" if held else "peak"
-            lines.append(self._line("GPU memory", bytes_text(max(gpu)), words))
-        words = f"peak, mean {bytes_text(mean(rss))}" if rss else ""
-        lines.append(self._line("trainer", bytes_text(max(rss, default=None)), words))
-        return [*lines, self._line("stack", bytes_text(sum(total)) if total else "–", "memory" if total else "")]
+        if not view.loaded:  # who has not read all knows no peak
+            return lines
+        if len(gpu):
+            words = f"peak, mean {bytes_text(held.mean)}" if len(held) else "peak"
+            lines.append(self._line("GPU memory", bytes_text(gpu.highest), words))
+        words = f"peak memory, mean {bytes_text(rss.mean)}" if len(rss) else ""
+        lines.append(self._line("trainer", bytes_text(rss.highest), words))
+        return [*lines, self._line("stack", bytes_text(sum(total)) if total else "–", "memory of all" if total else "")]
 
 
 class Summary(VerticalScroll, Panel):

@@ -22,19 +22,16 @@ from textual.strip import Strip
 from atropos_tui.monitor.charts import (
     CHARTS,
     HELD_OUT,
-    LARGEST,
-    MOST_STEPS,
     QUEUE,
     WRITERS,
     ChartSpec,
     CurveSpec,
-    Series,
     chart_of,
-    thin,
 )
 from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.overlay import line
 from atropos_tui.monitor.reading import MARKS, Along, Lens, Ruler, is_smoothed, sensible_range, smooth, value_at
+from atropos_tui.monitor.series import LARGEST, MOST_STEPS, Series, thin
 from atropos_tui.ui.plot import Axes, Band, Curve, Ink, plot
 from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.panel import Panel, View
@@ -62,13 +59,16 @@ class Trace:
     smooth: Curve | None = None
     band: tuple[Sequence[float], Sequence[float]] | None = None
     last: float | None = None
+    read: Curve | None = None
+    """What is read off, where that is something else than what is drawn: means of steps, not their extremes."""
 
     def at(self, cursor: float | None) -> float | None:
         """The value under the cursor, else the newest."""
         if cursor is None:
             return self.last
-        places, values = (self.smooth.steps, self.smooth.values) if self.smooth else (self.places, self.values)
-        return value_at(places, values, cursor)
+        if curve := self.smooth or self.read:
+            return value_at(curve.steps, curve.values, cursor)
+        return value_at(self.places, self.values, cursor)
 
 
 class Chart(Panel, can_focus=True):
@@ -151,9 +151,10 @@ class Chart(Panel, can_focus=True):
             self.entitle(self._title(view))
 
     def on_resize(self) -> None:
-        """Another title may fit now; a chart that was hidden had no width at all."""
-        if self.view is not None:
-            self.show(self.view)
+        """Another title may fit now; a chart that was hidden had no width at all. What is drawn, its size decides."""
+        if self.view is not None and self.size:
+            self._prepare(self.view)
+            self.entitle(self._title(self.view))
 
     # What is drawn.
 
@@ -207,6 +208,7 @@ class Chart(Panel, can_focus=True):
             scatter=curve.scatter,
             smooth=average,
             last=last,
+            read=Curve(view.ruler.place(part), part.values, self.ink(curve.colour)) if part.is_merged else None,
         )
 
     def _of_runs(self, view: View, lens: Lens) -> list[Trace]:
@@ -256,7 +258,8 @@ class Chart(Panel, can_focus=True):
             notes.append((f"~{lens.smoothing}", "quiet"))
         if lens.cursor is not None:
             place = f"{lens.cursor:,.0f}" if lens.along is not Along.MINUTES else f"{lens.cursor:.2f} min"
-            notes.insert(0, (f"@{place}", "accent"))
+            first, last = self.view.cursor_steps if self.view else (0, 0)
+            notes.insert(0, (f"@{place}" + (f", mean of {last - first + 1}" if last > first else ""), "accent"))
         if self.spec.name in lens.other_axis:
             notes.append(("linear" if self.spec.log else "log", "quiet"))
         if lens.along is not Along.STEPS:
@@ -325,6 +328,7 @@ class Chart(Panel, can_focus=True):
         places = next((trace.places for trace in self._traces if len(trace.places) and not trace.scatter), ())
         if self.view is None or not places:
             return
+        places = sorted(set(places))  # a point that stands for several steps is drawn as two
         cursor = self.view.lens.cursor
         at = bisect_left(places, cursor) + by if cursor is not None else len(places) - 1
         self._turn(cursor=float(places[min(max(at, 0), len(places) - 1)]))
@@ -403,9 +407,11 @@ class Chart(Panel, can_focus=True):
         """Name, place and values as lines of tab-separated words."""
         if self.view is not None:
             cursor = self.view.lens.cursor
+            first, last = self.view.cursor_steps
+            step = f"step {first}" if first == last else f"steps {first} to {last}"
             lines = [f"{one_line(trace.label)}\t{trace.at(cursor)}" for trace in self._traces]
-            self.app.copy_to_clipboard("\n".join([f"{self.spec.name}\tstep {self.view.cursor_step}", *lines]))
-            self.app.notify(f"copied {self.spec.name} at step {self.view.cursor_step}", timeout=2, markup=False)
+            self.app.copy_to_clipboard("\n".join([f"{self.spec.name}\t{step}", *lines]))
+            self.app.notify(f"copied {self.spec.name} at {step}", timeout=2, markup=False)
 
     def _place_of(self, event: events.MouseEvent) -> float | None:
         """Where on the horizontal axis the mouse is."""

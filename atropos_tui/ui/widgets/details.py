@@ -94,7 +94,7 @@ class Details(VerticalScroll, Panel):
         if plan is None:
             return
         if plan.gpus:
-            yield self._line("GPUs", ", ".join(map(str, plan.gpus)))
+            yield self._line("on GPU" if len(plan.gpus) == 1 else "on GPUs", ", ".join(map(str, plan.gpus)))
         if plan.depends_on:
             yield self._line("depends on", ", ".join(f"{name} {what}" for name, what in plan.depends_on.items()))
         yield self._line("command", one_line(" ".join(plan.command)))

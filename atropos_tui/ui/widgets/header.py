@@ -178,7 +178,7 @@ def diagnoses(view: View) -> list[DiagnosisRecord]:
 def notices(view: View) -> list[str]:
     """What a reader of this screen has to know of what it was drawn from."""
     state = view.state
-    words = [] if view.loaded else [f"reading the run's history: step {state.step}"]
+    words = [] if view.loaded else [f"reading the run's history: step {view.read_to:,}"]
     if view.bad_lines:
         words.append(f"bad lines: {view.bad_lines} in the run's streams are no records and were skipped")
     if state.newest_version > SCHEMA_VERSION:

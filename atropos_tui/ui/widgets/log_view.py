@@ -100,6 +100,7 @@ class LogView(ScrollView, can_focus=True):
         self._marked = None
         self.following = self.is_begun = self._stale = True
         self._retitle()
+        self.refresh()
 
     def extend(self, entries: Sequence[LogEntry], path: Path | None) -> None:
         """Append lines; `path` is the log that they are from, None for several."""
@@ -167,6 +168,8 @@ class LogView(ScrollView, can_focus=True):
         background = self.rich_style
         row = self.buffer.row(y + offset_y)
         if row is None:
+            if y == 0 and self.is_begun and not self.buffer:
+                return Strip([Segment("no output yet", ink(self.app, "dim"))]).crop_extend(0, width, background)
             return Strip.blank(width, background)
         number, part, entry, text = row
         style = ink(self.app, entry.kind)

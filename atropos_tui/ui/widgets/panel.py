@@ -17,13 +17,13 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.widget import Widget
 
-from atropos_common.control import ComponentStatus, RunStatus
+from atropos_common.control import ComponentStatus, Phase, RunStatus
 from atropos_tui.monitor.bench import RunBenchmark
-from atropos_tui.monitor.charts import Series
 from atropos_tui.monitor.gauges import GaugeHistory
 from atropos_tui.monitor.overlay import RunCurves, Setting, by_setting
 from atropos_tui.monitor.reading import MARKS, Lens, Looking, Mark, Ruler, marks
 from atropos_tui.monitor.run_files import RunInfo
+from atropos_tui.monitor.series import Series
 from atropos_tui.monitor.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
 from atropos_tui.ui.theme import ink
@@ -48,7 +48,9 @@ class View:
     selected: str = ""
     """The component under the cursor."""
     loaded: bool = True
-    """Whether the files were read to their end once."""
+    """Whether the files were read to their end once; before, `state` may hold no more than the newest records."""
+    read_to: int = 0
+    """The step up to which they were read."""
     looking: Looking = field(default_factory=lambda: Looking(Lens()))
     """How charts are looked at."""
     runs: Sequence[RunCurves] = ()
@@ -57,7 +59,15 @@ class View:
     @cached_property
     def verdict(self) -> Verdict | None:
         """The one sentence about the run; None until something has told of it."""
-        return verdict(self.status, self.info, self.state, self.now) if self.status and self.loaded else None
+        if self.status is None or not (self.loaded or self.is_live):
+            return None
+        return verdict(self.status, self.info, self.state, self.now)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the run goes on, and its newest step is known: where it stands is told from its newest records."""
+        ended = self.status is None or self.status.phase is Phase.ENDED
+        return not ended and not self.gone and self.state.step > self.read_to
 
     @property
     def gauges(self) -> GaugeHistory:
@@ -90,6 +100,11 @@ class View:
     def settings(self) -> list[Setting]:
         """The runs on the same axes, seeds of one setting together."""
         return by_setting(self.runs)
+
+    @property
+    def cursor_steps(self) -> tuple[int, int]:
+        """First and last of the steps that the point under the cursor stands for."""
+        return self.state.metric("step_s").reach(self.cursor_step)
 
     @property
     def cursor_step(self) -> int:

@@ -39,6 +39,14 @@ from atropos_tui.ui.widgets.panel import View
 
 MOST_SPREAD = 16
 """Rewards of a group that are shown."""
+STEP, REWARD, ADVANTAGE, GAP = 6, 6, 7, 2
+"""Cells of the columns before the answer."""
+LEGIBLE = 30
+"""Cells that an answer has before advantages and the rewards of its group get any."""
+ASKED = 40
+"""Cells of an answer beside which its question has room, too, where both are long."""
+BOTH_ENDS = 16
+"""An answer is cut in its middle where it has so many cells: groups begin alike, and end with what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -176,38 +184,59 @@ class Rollouts(Listing[RolloutRow]):
         self.point()
 
     def head_line(self) -> Text:
-        spread = f" {'rewards' if self._spread > 6 else '':<{self._spread}}" if self._spread > 1 else ""
-        return Text(
-            f"{'step':>5} {'reward':>7} {'adv':>6}{spread}  answer ← question",
-            self.ink("dim"), no_wrap=True, end="",
-        )  # fmt: skip
+        columns = self._columns(self.scrollable_content_region.width)
+        line = f"{'step':>{STEP - 1}}{'reward':>{REWARD + 1}}"
+        for name in columns:
+            title_ = "rewards" if self._spread > 6 else ""
+            line += f"{'adv':>{ADVANTAGE}}" if name == "advantage" else f" {title_:<{self._spread}}"
+        return Text(f"{line}{' ' * GAP}answer ← question", self.ink("dim"), no_wrap=True, end="")
+
+    def _columns(self, width: int) -> tuple[str, ...]:
+        """What stands between the reward and the answer, as far as the answer stays legible."""
+        cells = {"advantage": ADVANTAGE, "spread": 1 + self._spread if self._spread > 1 else 0}
+        wanted = ("advantage", "spread") if self._order != "newest" else ("spread", "advantage")
+        room, found = width - STEP - REWARD - GAP - LEGIBLE, set()
+        for name in wanted:
+            if cells[name] and cells[name] <= room:
+                room -= cells[name]
+                found.add(name)
+        return tuple(name for name in cells if name in found)
 
     def draw(self, item: RolloutRow, width: int) -> Text:
-        record = item.rollout
+        record, columns = item.rollout, self._columns(width)
         is_first = item.at == 0 or self._order != "newest"
         tone = "good" if record.advantage > 0 else "bad" if record.advantage < 0 else "dim"
         mark = "◆" if record is self._mark else " "
         line = Text(no_wrap=True, end="")
         line.append(f"{record.step:>5}{mark}" if is_first else f"{mark:>6}", self.ink("dim"))
-        line.append(f"{number(record.reward, 2):>7} {number(record.advantage, 2):>6}", self.ink(tone))
-        if self._spread > 1:
+        line.append(f"{number(record.reward, 2):>{REWARD}}", self.ink(tone))
+        if "advantage" in columns:
+            line.append(f"{number(record.advantage, 2):>{ADVANTAGE}}", self.ink(tone))
+        if "spread" in columns:
             words = spread(item.group.rollouts) if is_first else "↳"
             line.append(f" {words:<{self._spread}.{self._spread}}", self.ink("dim"))
         asked = one_line(question(record.prompt)[self._shared :]) if is_first else ""
-        room = width - line.cell_len - 2
+        room = width - line.cell_len - GAP
+        answered = one_line(answer(record.completion))
         beside = f" ← {'…' if self._shared else ''}{asked}" if asked else ""
-        beside = beside if len(beside) <= room // 2 else f"{beside[: room // 2 - 1]}…"
-        line.append("  ").append(self._seen(one_line(answer(record.completion)), room - len(beside)))
+        if len(answered) + len(beside) > room:
+            beside = "" if room < ASKED else beside if len(beside) <= room // 2 else f"{beside[: room // 2 - 1]}…"
+        line.append(" " * GAP).append(self._seen(answered, room - len(beside)))
         line.append(beside, self.ink("dim"))
         for start, end in self._pattern.spans(line.plain) if self._pattern else ():
             line.stylize(self.ink("found"), start, end)
         return line
 
     def _seen(self, text: str, room: int) -> str:
-        """As much of `text` as there is room for: from its beginning, or from shortly before what is searched for."""
-        hit = next((start for start, _ in self._pattern.spans(text)), 0) if self._pattern else 0
-        if hit > room - 8:
-            text = f"…{text[hit - room // 3 :]}"
+        """As much of `text` as there is room for: its two ends, or what is searched for from shortly before."""
+        if len(text) <= room:
+            return text
+        hit = next((start for start, _ in self._pattern.spans(text)), None) if self._pattern else None
+        if hit is None and room >= BOTH_ENDS:
+            end = room // 2
+            return f"{text[: room - end - 1]}…{text[-end:]}"
+        if hit is not None and hit > room - 8:
+            text = f"…{text[max(hit - room // 3, 0) :]}"
         return text if len(text) <= room else f"{text[: max(room - 1, 0)]}…"
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from rich.text import Text
 
 from atropos_tui.monitor.bench import PARTS
-from atropos_tui.monitor.charts import CHARTS, WRITERS, Series, chart_of
+from atropos_tui.monitor.charts import CHARTS, WRITERS, chart_of
 from atropos_tui.monitor.format import one_line, seconds_text
 from atropos_tui.monitor.reading import MARKS, value_at
+from atropos_tui.monitor.series import Series
 from atropos_tui.monitor.timeline import clock
 from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.panel import TextPanel, View
@@ -20,7 +21,7 @@ _ORDER = {curve.metric: at for at, curve in enumerate(curve for spec in CHARTS.v
 
 
 class StepPanel(TextPanel):
-    """The step under the charts' cursor, else the newest."""
+    """The step under the charts' cursor, else the newest; of steps that share a point, their means."""
 
     SCOPED_CSS = False
     DEFAULT_CSS = """
@@ -34,15 +35,17 @@ class StepPanel(TextPanel):
 
     def show(self, view: View) -> None:
         super().show(view)
-        self.entitle(title("Step", (f"{view.cursor_step:,}", "accent")))
+        first, last = view.cursor_steps
+        words = f"{first:,}" if first == last else f"{first:,} to {last:,}, means"
+        self.entitle(title("Step" if first == last else "Steps", (words, "accent")))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
-        step = view.cursor_step
+        step, (first, last) = view.cursor_step, view.cursor_steps
         found = [self._when(view, step)]
         found += [
             Text(f"{MARKS[mark.kind]} {one_line(mark.words)}", self.ink("warn"))
             for _, mark in view.marks
-            if mark.step == step
+            if first <= mark.step <= last
         ]
         if (time := self._time(view, step)) is not None:
             found.append(time)
@@ -55,7 +58,8 @@ class StepPanel(TextPanel):
     def _when(self, view: View, step: int) -> Text:
         steps = view.state.metric("step_s")
         time = value_at(steps.steps, steps.times, step)
-        weights = view.state.metric("weight_version").at(step)
+        of_many = len(set(view.cursor_steps)) > 1
+        weights = None if of_many else view.state.metric("weight_version").at(step)
         words = [clock(time) if time is not None else "", f"weights {weights:.0f}" if weights is not None else ""]
         return Text("  ".join(filter(None, words)), self.ink("dim"))
 

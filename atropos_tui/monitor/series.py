@@ -1,0 +1,297 @@
+"""A curve's points: a metric over optimizer steps, in bounded memory (`Series`), and with fewer points (`thin`).
+
+    series.put(step, value, time)
+
+A long run has more steps than anybody reads one by one. The newest points and the first are kept as they came; what
+lies between is merged, so that one point stands for the steps of 2, 4, 8 ... with their mean, lowest and highest value.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from operator import mul
+
+from atropos_tui.monitor.format import real
+
+MOST_STEPS = 2**53
+LARGEST, SMALLEST = 1e300, 1e-300
+"""Beyond these a plot has no scale any more: figures of foreign records, which must not end what draws them."""
+MOST_POINTS = 8192
+"""Of a series; with one more, old ones are merged. A run of fewer steps is kept whole."""
+NEWEST, FIRST = 2048, 32
+"""Points that are never merged, at the end and at the beginning, which is where a run compiles and warms up."""
+ROOM = MOST_POINTS // 4
+"""Made at least when points are merged, so that it happens rarely."""
+
+
+class Series:
+    """Values by step, ascending. NaN and infinities are kept; a value that does not exist has no point.
+
+    All are packed. Those of `counts`, the oldest, may stand for several steps: `values` has the mean, `steps` and
+    `times` have what belongs to the first of them.
+    """
+
+    def __init__(self, steps: Iterable[int] = (), values: Iterable[float] = (), times: Iterable[float] = ()) -> None:
+        self.steps = array("q", steps)
+        self.values = array("d", values)
+        self.times = array("d", times)
+        """Unix seconds of each point."""
+        self.counts = array("q")
+        """How many each of the oldest points stands for; every later one is a step's own."""
+        self.lows, self.highs = array("d"), array("d")
+        """Lowest and highest of those; NaN where a value was not finite, which `values` leaves out."""
+        self._width = 1
+        """Merged points are of the steps with the same `step // _width`, so that curves of a run stay comparable."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Series):
+            return NotImplemented
+        return (self.steps, self.values, self.times, self.counts) == (
+            other.steps,
+            other.values,
+            other.times,
+            other.counts,
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Series({list(self.steps)}, {list(self.values)}, {list(self.times)})"
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def last(self) -> float | None:
+        """Newest value, or None where there is no data."""
+        return self.values[-1] if self.values else None
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether a point may stand for several steps."""
+        return bool(self.counts)
+
+    @property
+    def count(self) -> int:
+        """Steps that have a value."""
+        return sum(self.counts) + len(self) - len(self.counts)
+
+    @property
+    def total(self) -> float:
+        """The sum over all steps."""
+        return sum(map(mul, self.values, self.counts)) + sum(self.values[len(self.counts) :])
+
+    @property
+    def mean(self) -> float | None:
+        """Over all steps; NaN if one value is NaN, None for no values."""
+        return self.total / self.count if self.steps else None
+
+    @property
+    def highest(self) -> float | None:
+        """Over all steps, or None where there is no data."""
+        return max([*self.highs, *self.values[len(self.counts) :]], default=None)
+
+    def put(self, step: int, value: float, time: float = 0.0) -> None:
+        """Add the point of `step`, replacing one that is there. A whole number beyond any float is infinite.
+
+        What comes for steps that are merged already is left out.
+        """
+        steps = self.steps
+        if type(value) is not float:
+            value = real(value)
+        if not steps or step > steps[-1]:
+            steps.append(step)
+            self.values.append(value)
+            self.times.append(time)
+        elif (at := bisect_left(steps, step)) < len(self.counts):
+            return
+        elif steps[at] == step:
+            self.values[at], self.times[at] = value, time
+        else:
+            steps.insert(at, step)
+            self.values.insert(at, value)
+            self.times.insert(at, time)
+        if len(steps) > MOST_POINTS:
+            self._merge_old()
+
+    def cut(self, step: int) -> None:
+        """Forget every point from `step` on, and one that stands for steps on both sides of it."""
+        at = bisect_left(self.steps, step)
+        before = at - 1
+        if 0 <= before < len(self.counts) and self.counts[before] > 1:
+            at = before if self.steps[before] // self._width == step // self._width else at
+        for points in (self.steps, self.values, self.times, self.counts, self.lows, self.highs):
+            del points[at:]
+
+    def at(self, step: int) -> float | None:
+        """The value of this very step; None where it has none."""
+        at = bisect_left(self.steps, step)
+        return self.values[at] if at < len(self) and self.steps[at] == step else None
+
+    def reach(self, step: int) -> tuple[int, int]:
+        """First and last of the steps that share a point with `step`."""
+        at = bisect_right(self.steps, step) - 1
+        if not 0 <= at < len(self.counts) or self.counts[at] == 1:
+            return step, step
+        end = (self.steps[at] // self._width + 1) * self._width
+        return self.steps[at], min(end, self.steps[at + 1] if at + 1 < len(self) else end) - 1
+
+    def newest(self, count: int) -> Series:
+        """The points of the newest `count` steps, whole ones."""
+        at = max(len(self.counts), len(self) - count)
+        inside = len(self) - at
+        while at and inside < count:
+            at -= 1
+            inside += self.counts[at]
+        return self.part(at, len(self))
+
+    def part(self, start: int, end: int) -> Series:
+        """The points from number `start` to before `end`."""
+        found = Series(self.steps[start:end], self.values[start:end], self.times[start:end])
+        found.counts, found._width = self.counts[start:end], self._width
+        found.lows, found.highs = self.lows[start:end], self.highs[start:end]
+        return found
+
+    def like(self, values: Iterable[float]) -> Series:
+        """Other values for the same points, each as many steps as here."""
+        found = Series(self.steps, values, self.times)
+        found.counts, found._width = self.counts[:], self._width
+        found.lows, found.highs = found.values[: len(self.counts)], found.values[: len(self.counts)]
+        return found
+
+    def tail(self, count: int) -> list[float]:
+        """The newest `count` values, oldest first."""
+        return list(self.values[-count:]) if count > 0 else []
+
+    def extremes(self) -> Series:
+        """As it is drawn: in place of a point that stands for several steps, their lowest and highest value.
+
+        Where one of them was not finite, their mean and a gap.
+        """
+        merged = len(self.counts)
+        if not merged:
+            return self
+        found = Series()
+        for step, value, time, count, low, high in zip(
+            self.steps, self.values, self.times, self.counts, self.lows, self.highs, strict=False
+        ):
+            both = (value,) if count == 1 else (low, high) if math.isfinite(low) else (value, low)
+            found.steps.extend([step] * len(both))
+            found.values.extend(both)
+            found.times.extend([time] * len(both))
+        found.steps += self.steps[merged:]
+        found.values += self.values[merged:]
+        found.times += self.times[merged:]
+        return found
+
+    def _merge_old(self) -> None:
+        """Make room: points between the first and the newest are merged, in twice as many steps where that is not
+        enough."""
+        merged, end = len(self.counts), len(self) - NEWEST
+        values = self.values[merged:end]
+        self.counts.extend([1] * len(values))
+        self.lows += values
+        self.highs += values
+        if self._width > 1:
+            self._merge(max(FIRST, merged - 1))
+        while len(self) > MOST_POINTS - ROOM:
+            self._width *= 2
+            self._merge(FIRST)
+
+    def _merge(self, start: int) -> None:
+        """Merge those of `counts` from number `start` on that belong together by `_width`."""
+        found = Series()
+        steps, width, end, at = self.steps, self._width, len(self.counts), start
+        while at < end:
+            to = bisect_left(steps, (steps[at] // width + 1) * width, at + 1, min(at + width, end))
+            found.steps.append(steps[at])
+            found.times.append(self.times[at])
+            value, low, high, count = self.values[at], self.lows[at], self.highs[at], self.counts[at]
+            if to > at + 1:
+                value, low, high, count = self._summed(at, to)
+            found.values.append(value)
+            found.lows.append(low)
+            found.highs.append(high)
+            found.counts.append(count)
+            at = to
+        for name in ("steps", "values", "times", "counts", "lows", "highs"):
+            getattr(self, name)[start:end] = getattr(found, name)
+
+    def _summed(self, start: int, end: int) -> tuple[float, float, float, int]:
+        """Mean, lowest, highest and number of merged points."""
+        values, counts, lows = self.values[start:end], self.counts[start:end], self.lows[start:end]
+        total, count = sum(map(mul, values, counts)), sum(counts)
+        if math.isfinite(total) and math.isfinite(sum(lows)):  # nearly always, and then at the speed of C
+            return total / count, min(lows), max(self.highs[start:end]), count
+        finite = [(value, number) for value, number in zip(values, counts, strict=True) if math.isfinite(value)]
+        known = sum(number for _, number in finite)
+        return sum(value * number / known for value, number in finite) if known else math.nan, math.nan, math.nan, count
+
+
+def on_scale(value: float) -> float:
+    """`value` as a plot can place it: NaN where it is beyond `LARGEST`, 0 where it is nearer to 0 than `SMALLEST`."""
+    if SMALLEST <= abs(value) < LARGEST or math.isinf(value):
+        return value
+    return 0.0 if abs(value) < SMALLEST else math.nan
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Arithmetic mean; NaN if one value is NaN, None for no values."""
+    return sum(values) / len(values) if values else None
+
+
+def thin(series: Series, most: int) -> Series:
+    """At most about `most` points of `series`: first, last, and the extremes of each slice in their order.
+
+    A slice that holds a value which is not finite keeps one such value, too, so that the gap is seen.
+    """
+    is_merged, series = series.is_merged, series.extremes()
+    if len(series) <= most:
+        return series
+    kept = {0, len(series) - 1}
+    for start, end in _slices(series, max(1, most // 2), by_steps=is_merged):
+        part = series.values[start:end]
+        if math.isfinite(sum(part)):  # nearly always, and then at the speed of C
+            kept |= {start + part.index(min(part)), start + part.index(max(part))}
+            continue
+        finite = [at for at in range(start, end) if math.isfinite(series.values[at])]
+        if finite:
+            kept.add(min(finite, key=series.values.__getitem__))
+            kept.add(max(finite, key=series.values.__getitem__))
+        if len(finite) < end - start:
+            kept.add(next(at for at in range(start, end) if not math.isfinite(series.values[at])))
+    order = sorted(kept)
+    return Series(
+        [series.steps[at] for at in order], [series.values[at] for at in order], [series.times[at] for at in order]
+    )
+
+
+def averaged(series: Series, most: int) -> Series:
+    """Means over at most `most` slices of `series`; each stands at the first step of its slice."""
+    if len(series) <= most:
+        return series
+    slices = list(_slices(series, most, by_steps=series.is_merged))
+    if series.is_merged:
+        means = [series.part(start, end).mean for start, end in slices]
+    else:  # for every chart of a screen, each time that it is drawn
+        means = [sum(series.values[start:end]) / (end - start) for start, end in slices]
+    starts = [start for start, _ in slices]
+    return Series(
+        [series.steps[at] for at in starts],
+        [math.nan if mean is None else mean for mean in means],
+        [series.times[at] for at in starts],
+    )
+
+
+def _slices(series: Series, count: int, *, by_steps: bool) -> Iterator[tuple[int, int]]:
+    """`count` or fewer ranges that cover `series`, of as many points each; `by_steps`: of as many steps, for old points
+    stand for more of them than new ones."""
+    edges = [len(series) * at // count for at in range(count + 1)]
+    if by_steps:
+        first, width = series.steps[0], series.steps[-1] + 1 - series.steps[0]
+        edges = [bisect_left(series.steps, first + width * at // count) for at in range(count + 1)]
+    yield from ((start, end) for start, end in pairwise(edges) if end > start)
