@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID
-from benchmarks.stack import NotRecovered, Stack
+from benchmarks.stack import NotRecovered, Stack, engine_processes
 
 ENV_ISOLATED = "CHAOS_ISOLATED"
 DISK_MB = 512
@@ -36,6 +36,7 @@ LONGEST_S = 20.0
 COUNTER = "counter"
 """A component that writes numbered lines."""
 COUNTING = "import time\nn = 0\nwhile True:\n print(f'line {n:09d}', flush=True)\n n += 1\n time.sleep(0.01)"
+ENGINE = {"engine core": "core", "worker": "worker"}
 OWN_NAMES = {"vllm": "API server", "arithmetic": "environment", "api": "run-api"}
 
 
@@ -87,14 +88,14 @@ def processes(stack: Stack) -> dict[str, psutil.Process]:
         if component.state.has_process:
             found[OWN_NAMES.get(component.name, component.name)] = component.pid
             mine |= set(component.pids)
+    if server := found.get("API server"):
+        with contextlib.suppress(psutil.Error):
+            engine = engine_processes(server)
+            found |= {name: engine[kind].pid for name, kind in ENGINE.items() if kind in engine}
     for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
         title = " ".join(process.info["cmdline"] or [])
         if process.info["ppid"] == status.supervisor_pid and "supervisor.guard" in title:
             found["guard"] = process.pid
-        elif process.pid in mine and "EngineCore" in title:
-            found["engine core"] = process.pid
-        elif process.pid in mine and "Worker" in title:
-            found["worker"] = process.pid
         elif f"--run-dir {stack.live.root}" in title and "attach" in title:
             found["screen"] = process.pid
         elif process.pid not in mine and _marked(process, status.run_id):

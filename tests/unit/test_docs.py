@@ -61,6 +61,12 @@ def broken_links(document: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
+def test_no_document_shows_how_to_publish_run_directories(document: str) -> None:
+    """They are private (0700); an example served them to every local user."""
+    assert "http.server" not in (ROOT / document).read_text()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     assert broken_links(ROOT / document) == []
 
