@@ -128,13 +128,22 @@ class Fault:
 
 
 def choose(stack: Stack, dice: random.Random, among: tuple[str, ...]) -> tuple[str, psutil.Process]:
-    """One of `among` that lives; the dice are thrown once, whoever does."""
+    """One of `among` that lives, waited for where none does (`lora_restart` is often without an engine); the dice are
+    thrown once, whoever it is.
+
+    Raises:
+        NotRecovered: none of them comes to life.
+    """
     order = sorted(among, key=lambda _: dice.random())
-    alive = processes(stack)
-    for name in order:
-        if name in alive:
-            return name, alive[name]
-    raise NotRecovered(f"none of {', '.join(among)} lives")
+    give_up = time.monotonic() + LONGEST_S
+    while True:
+        alive = processes(stack)
+        for name in order:
+            if name in alive:
+                return name, alive[name]
+        if time.monotonic() > give_up:
+            raise NotRecovered(f"none of {', '.join(among)} lives")
+        time.sleep(0.1)
 
 
 def signalled(number: signal.Signals, *among: str) -> Act:
