@@ -113,6 +113,20 @@ def test_the_coverage_names_only_files_and_tests_that_exist() -> None:
         assert name.startswith("test_") and name in functions(path), f"{path}::{name}"
 
 
+def test_every_attack_has_a_test_that_exists() -> None:
+    rows = [line for line in (ROOT / "docs/attacks.md").read_text().splitlines() if re.match(r"\| [CHMl]", line)]
+    assert {row.split("|")[1].strip() for row in rows} >= {
+        "C1",
+        *(f"H{n}" for n in (1, 2, 3)),
+        *(f"M{n}" for n in range(1, 9)),
+    }
+    for row in rows:
+        tests = TEST.findall(row)
+        assert tests, row
+        for path, name in tests:
+            assert name in functions(path), f"{path}::{name}"
+
+
 @pytest.mark.parametrize("item", ITEMS)
 def test_every_item_of_the_guides_is_answered(item: str) -> None:
     """Flags, variables and routes as whole words; anything else as it stands."""
