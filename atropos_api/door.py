@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atropos_api import peer
+from atropos_common import peer
 from atropos_common.body import BodyError, GoneError, read_body
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_common.http import allowed_hosts, door_keys, host_refusal, hosts_in, key_refusal, opens

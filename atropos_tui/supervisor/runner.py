@@ -28,6 +28,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from atropos_common.body import BodyError, read_body
+from atropos_common.connections import few_strangers
 from atropos_common.control import CommandRequest, Phase, Snapshot, State, WaitResult
 from atropos_common.files import is_private
 from atropos_common.http import door_key
@@ -421,6 +422,7 @@ class ApiServer:
     def __init__(self, app: Starlette, listening: socket.socket) -> None:
         config = uvicorn.Config(
             app,
+            http=few_strangers(),
             log_config=None,
             log_level="critical",
             access_log=False,
