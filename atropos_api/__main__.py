@@ -23,7 +23,7 @@ ENVIRONMENT = f"""\
 environment:
   {ENV_UIDS}=1001,1002        users of this machine who may call, besides root and your own; `any`: everyone,
                                  from other machines too
-  {ENV_MAX_BODY}=512    largest body in MiB, as sent and unpacked
+  {ENV_MAX_BODY}=400    largest body in MiB, as sent and unpacked
   {ENV_ALLOWED_HOSTS}=A,B      further names accepted in the Host header
   {ENV_TOKEN}=SECRET           lets /reset_data through, in the header {TOKEN_HEADER}
 """

@@ -203,6 +203,11 @@ def test_a_body_that_is_too_large_is_refused_unread(api: tuple[int, subprocess.P
     assert peak_mb(process) - before < 60
 
 
+def test_by_default_half_a_gigabyte_is_too_much_and_the_largest_real_body_is_not() -> None:
+    """16 groups of 16 completions of 32,768 tokens have 285 MB as JSON."""
+    assert 285_000_000 < Settings.from_env({}, "127.0.0.1").max_body < 500_000_000
+
+
 def test_real_bodies_arrive_as_they_were_sent(port: int) -> None:
     """Plain, packed as atroposlib packs a large one, and in several packed parts."""
     plain = json.dumps(GROUP | {"messages": None}).encode()
