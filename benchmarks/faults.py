@@ -88,6 +88,8 @@ def processes(stack: Stack) -> dict[str, psutil.Process]:
         if component.state.has_process:
             found[OWN_NAMES.get(component.name, component.name)] = component.pid
             mine |= set(component.pids)
+            if keeper := keeper_of(component.pid):
+                found["keeper"] = keeper
     if server := found.get("API server"):
         with contextlib.suppress(psutil.Error):
             engine = engine_processes(server)
@@ -99,8 +101,17 @@ def processes(stack: Stack) -> dict[str, psutil.Process]:
         elif f"--run-dir {stack.live.root}" in title and "attach" in title:
             found["screen"] = process.pid
         elif process.pid not in mine and _marked(process, status.run_id):
-            found["keeper" if "keeper" in title else "spare"] = process.pid
+            found["spare"] = process.pid
     return {name: psutil.Process(pid) for name, pid in found.items() if pid and psutil.pid_exists(pid)}
+
+
+def keeper_of(component: int | None) -> int | None:
+    """The parent that outlives a supervisor, of a component that has one."""
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(component).parent() if component else None
+        if parent is not None and "supervisor.keeper" in " ".join(parent.cmdline()):
+            return parent.pid
+    return None
 
 
 def _marked(process: psutil.Process, run_id: str) -> bool:
