@@ -13,6 +13,7 @@ from atropos_api.batches import Batches, add_listing
 from atropos_api.door import ENV_MAX_BODY, ENV_UIDS, Door, Settings
 from atropos_common import ports
 from atropos_common.bridge import TOKEN_HEADER
+from atropos_common.connections import few_strangers
 from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 NOT_STARTED = 3
@@ -21,7 +22,7 @@ ENVIRONMENT = f"""\
 environment:
   {ENV_UIDS}=1001,1002        users of this machine who may call, besides root and your own; `any`: everyone,
                                  from other machines too
-  {ENV_MAX_BODY}=512    largest body in MiB, as sent and unpacked
+  {ENV_MAX_BODY}=400    largest body in MiB, as sent and unpacked
   {ENV_ALLOWED_HOSTS}=A,B      further names accepted in the Host header
   {ENV_TOKEN}=SECRET           lets /reset_data through, in the header {TOKEN_HEADER}
 """
@@ -58,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     print(f"run-api serves on http://{asked.host}:{asked.port}", flush=True)
     # The door goes by the caller's true address: no header may name another. No route is a WebSocket.
-    server = uvicorn.Server(uvicorn.Config(Door(Batches(app, app.state), settings), proxy_headers=False, ws="none"))
+    served = Door(Batches(app, app.state), settings)
+    counted = few_strangers(settings.uids) if settings.uids is not None else "auto"
+    server = uvicorn.Server(uvicorn.Config(served, http=counted, proxy_headers=False, ws="none"))
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
     return 0 if server.started else NOT_STARTED

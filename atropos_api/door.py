@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atropos_api import peer
+from atropos_common import peer
 from atropos_common.body import BodyError, GoneError, read_body
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_common.http import allowed_hosts, door_keys, host_refusal, hosts_in, key_refusal, opens
@@ -24,7 +24,7 @@ from atropos_common.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
 
 ENV_UIDS = "ATROPOS_API_UIDS"
 ENV_MAX_BODY = "ATROPOS_API_MAX_BODY_MIB"
-MAX_BODY_MIB = 512
+MAX_BODY_MIB = 400
 """A batch of 16 groups of 16 completions of 32,768 tokens, all in one body, has 285 MB: as JSON a token takes 7 bytes,
 its mask another 7, its logprob 20."""
 ROOT = 0

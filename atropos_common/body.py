@@ -11,6 +11,8 @@ from starlette.types import Message, Receive, Scope
 _GZIP = 16 + zlib.MAX_WBITS
 _PIECE = 1024 * 1024
 """Bytes that are unpacked at a time."""
+_SMALL = 64 * 1024
+"""Bytes of a body that need no room."""
 
 
 class BodyError(Exception):
@@ -25,14 +27,38 @@ class GoneError(Exception):
     """The caller has left before the end of its body."""
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> tuple[Scope, Receive]:
+class Room:
+    """Memory for the bodies that are under way, over all requests; small ones always find some.
+
+    Who sends many large bodies, each but for its last byte, would otherwise be given as much as there is.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._taken = limit, 0
+
+    def take(self, size: int) -> None:
+        """Have `size` bytes more.
+
+        Raises:
+            BodyError: there is no room for them.
+        """
+        if self._taken + size > self._limit:
+            raise BodyError(503, f"more than {self._limit // 2**20} MiB of bodies are under way: try again later")
+        self._taken += size
+
+    def give_back(self, size: int) -> None:
+        self._taken -= size
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, room: Room | None = None) -> tuple[Scope, Receive]:
     """Take the whole body in; the request without its packing.
 
     Args:
         limit: bytes that the body may have, as it was sent and unpacked.
+        room: where it stands until it is whole.
 
     Raises:
-        BodyError: it is larger, or not the gzip that it says it is.
+        BodyError: it is larger, there is no room for it, or it is not the gzip that it says it is.
         GoneError: nobody is there any more.
     """
     headers = Headers(scope=scope)
@@ -42,7 +68,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> tuple[Scope, 
     if not length and "transfer-encoding" not in headers:
         return scope, receive
     packed = "gzip" in headers.get("content-encoding", "").lower()
-    pieces = await _collect(receive, limit, Gunzip(limit) if packed else None)
+    pieces = await _collect(receive, limit, Gunzip(limit) if packed else None, room or Room(2 * limit))
     if packed:
         scope = {**scope, "headers": list(scope["headers"])}
         changed = MutableHeaders(scope=scope)
@@ -64,18 +90,26 @@ def replayed(messages: list[Message], receive: Receive) -> Receive:
     return next_message
 
 
-async def _collect(receive: Receive, limit: int, gunzip: Gunzip | None) -> list[bytes]:
+async def _collect(receive: Receive, limit: int, gunzip: Gunzip | None, room: Room) -> list[bytes]:
     pieces: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise GoneError
-        body, more = message.get("body", b""), message.get("more_body", False)
-        size += len(body)
-        if size > limit:
-            raise _too_large(limit, "as sent")
-        pieces.extend(gunzip.feed(body) if gunzip else [body])
+    size, kept, taken, more = 0, 0, 0, True
+    try:
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise GoneError
+            body, more = message.get("body", b""), message.get("more_body", False)
+            size += len(body)
+            if size > limit:
+                raise _too_large(limit, "as sent")
+            for piece in gunzip.feed(body) if gunzip else [body]:
+                pieces.append(piece)
+                kept += len(piece)
+                wanted = max(kept - _SMALL, 0) - taken
+                room.take(wanted)
+                taken += wanted
+    finally:
+        room.give_back(taken)
     if gunzip and size:
         gunzip.finish()
     return pieces

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -62,6 +62,7 @@ with the finish reason "abort"."""
 
 MAX_VERSION = 1 << 53
 """Beyond it not every JSON reader keeps an integer."""
+Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 
 
 class BridgeMessage(BaseModel):
@@ -123,7 +124,7 @@ class ResumeRequest(BridgeMessage):
 class LoadWeightsRequest(BridgeMessage):
     path: str
     """A folder of safetensors under the names of the model's own, below the run's directory."""
-    weight_version: int = Field(ge=0)
+    weight_version: Version
     lease_s: float = Field(600.0, gt=0, le=24 * 3600)
     """A load that takes longer leaves the server unhealthy."""
     in_flight: InFlight = "keep"
@@ -146,7 +147,7 @@ class WeightsLoaded(BridgeMessage):
 class LoadAdapterRequest(BridgeMessage):
     path: str
     """A folder that peft's `save_pretrained` wrote, below the run's directory."""
-    weight_version: int = Field(ge=0)
+    weight_version: Version
 
 
 class AdapterInfo(BridgeMessage):

@@ -217,7 +217,7 @@ Action = Literal["start", "stop", "restart", "kill", "down"]
 
 class CommandRequest(Message):
     action: Action
-    component: str | None = None
+    component: str | None = Field(None, max_length=256)
     """Required but for `down`; a `restart` without it is of every component that runs."""
     initiator: Literal["user", "trainer"] = "user"
     timeout_s: FiniteFloat | None = None

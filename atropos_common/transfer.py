@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
-from atropos_common.bridge import BridgeMessage, InFlight
+from atropos_common.bridge import BridgeMessage, InFlight, Version
 
 TransferBackend = Literal["nccl", "gloo"]
 """NCCL between GPUs, gloo where the weights lie in CPU memory."""
@@ -112,7 +112,7 @@ def _numbers(address: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address
 class TransferUpdate(BridgeMessage):
     """Receive all tensors, then answer with them as `weight_version`."""
 
-    weight_version: int = Field(ge=0)
+    weight_version: Version
     timeout_s: float = Field(gt=0)
     in_flight: InFlight = "keep"
     wait_s: float = Field(30.0, ge=0)

@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID
-from benchmarks.stack import NotRecovered, Stack
+from benchmarks.stack import NotRecovered, Stack, engine_processes
 
 ENV_ISOLATED = "CHAOS_ISOLATED"
 DISK_MB = 512
@@ -40,6 +40,7 @@ LONGEST_S = 20.0
 COUNTER = "counter"
 """A component that writes numbered lines."""
 COUNTING = "import time\nn = 0\nwhile True:\n print(f'line {n:09d}', flush=True)\n n += 1\n time.sleep(0.01)"
+ENGINE = {"engine core": "core", "worker": "worker"}
 OWN_NAMES = {"vllm": "API server", "arithmetic": "environment", "api": "run-api"}
 
 
@@ -98,19 +99,30 @@ def processes(stack: Stack) -> dict[str, psutil.Process]:
         if component.state.has_process:
             found[OWN_NAMES.get(component.name, component.name)] = component.pid
             mine |= set(component.pids)
+            if keeper := keeper_of(component.pid):
+                found["keeper"] = keeper
+    if server := found.get("API server"):
+        with contextlib.suppress(psutil.Error):
+            engine = engine_processes(server)
+            found |= {name: engine[kind].pid for name, kind in ENGINE.items() if kind in engine}
     for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
         title = " ".join(process.info["cmdline"] or [])
         if process.info["ppid"] == status.supervisor_pid and "supervisor.guard" in title:
             found["guard"] = process.pid
-        elif process.pid in mine and "EngineCore" in title:
-            found["engine core"] = process.pid
-        elif process.pid in mine and "Worker" in title:
-            found["worker"] = process.pid
         elif f"--run-dir {stack.live.root}" in title and "attach" in title:
             found["screen"] = process.pid
         elif process.pid not in mine and _marked(process, status.run_id):
-            found["keeper" if "keeper" in title else "spare"] = process.pid
+            found["spare"] = process.pid
     return {name: psutil.Process(pid) for name, pid in found.items() if pid and psutil.pid_exists(pid)}
+
+
+def keeper_of(component: int | None) -> int | None:
+    """The parent that outlives a supervisor, of a component that has one."""
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(component).parent() if component else None
+        if parent is not None and "supervisor.keeper" in " ".join(parent.cmdline()):
+            return parent.pid
+    return None
 
 
 def _marked(process: psutil.Process, run_id: str) -> bool:
@@ -138,13 +150,22 @@ class Fault:
 
 
 def choose(stack: Stack, dice: random.Random, among: tuple[str, ...]) -> tuple[str, psutil.Process]:
-    """One of `among` that lives; the dice are thrown once, whoever does."""
+    """One of `among` that lives, waited for where none does (`lora_restart` is often without an engine); the dice are
+    thrown once, whoever it is.
+
+    Raises:
+        NotRecovered: none of them comes to life.
+    """
     order = sorted(among, key=lambda _: dice.random())
-    alive = processes(stack)
-    for name in order:
-        if name in alive:
-            return name, alive[name]
-    raise NotRecovered(f"none of {', '.join(among)} lives")
+    give_up = time.monotonic() + LONGEST_S
+    while True:
+        alive = processes(stack)
+        for name in order:
+            if name in alive:
+                return name, alive[name]
+        if time.monotonic() > give_up:
+            raise NotRecovered(f"none of {', '.join(among)} lives")
+        time.sleep(0.1)
 
 
 def signalled(number: signal.Signals, *among: str) -> Act:

@@ -104,16 +104,31 @@ class Stack:
         Raises:
             NotRecovered: there is none.
         """
-        vllm = self.component("vllm")
-        if kind == "server":
-            return psutil.Process(vllm.pid)
-        for pid in reversed(vllm.pids):
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                title = " ".join(process.cmdline())
-                if {"core": "EngineCore", "worker": "Worker"}[kind] in title:
-                    return process
+        if server := self.component("vllm").pid:
+            with contextlib.suppress(psutil.Error, KeyError):
+                return engine_processes(server)[kind]
         raise NotRecovered(f"the engine has no {kind} process")
+
+
+def engine_processes(server: int) -> dict[str, psutil.Process]:
+    """The processes of an engine by what they are: its server, its core and the last worker.
+
+    By their titles (`VLLM::EngineCore`, `VLLM::Worker_TP0`). A process that was forked has that of its parent where
+    setproctitle does not find the command line, as after a change of the environment; then by descent: what
+    multiprocessing began is the server's core, or the core's worker.
+
+    Raises:
+        psutil.Error: one of them has ended meanwhile.
+    """
+    found = {"server": psutil.Process(server)}
+    for kind, title, above in (("core", "EngineCore", "server"), ("worker", "Worker", "core")):
+        if parent := found.get(above):
+            family = [(child, " ".join(child.cmdline())) for child in parent.children()]
+            titled = [child for child, said in family if title in said]
+            begun = [child for child, said in family if "spawn_main" in said or said == " ".join(parent.cmdline())]
+            if titled or begun:
+                found[kind] = (titled or begun)[-1]
+    return found
 
 
 def lost_steps(steps: list[tuple[float, int]], written: int) -> int:

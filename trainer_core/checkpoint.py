@@ -27,6 +27,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -412,9 +413,9 @@ def _save_companions(model_name: str, target: Path) -> None:
     """Tokenizer and generation settings, so that the directory serves as a model; a model without them has none."""
     from transformers import AutoTokenizer, GenerationConfig
 
-    for kind in (AutoTokenizer, GenerationConfig):
+    for read in (partial(AutoTokenizer.from_pretrained, trust_remote_code=False), GenerationConfig.from_pretrained):
         try:
-            kind.from_pretrained(model_name).save_pretrained(target)
+            read(model_name).save_pretrained(target)
         except (OSError, ValueError, ImportError, KeyError):
             continue
 

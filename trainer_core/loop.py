@@ -248,6 +248,7 @@ class Run:
         _seed(config.seed)
         self.dealt = self.sync.spread.dealt
         self.model = self.sync.attach(Start(start.path, start.version))
+        self.sync.wait_for_room = self.wait_for_room
         train_only(self.model, config.train_layer_indices)
         print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         use_head(self.model, config.head_dtype)

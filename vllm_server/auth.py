@@ -22,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atropos_common.body import BodyError, GoneError, read_body, replayed
+from atropos_common.body import BodyError, GoneError, Room, read_body, replayed
 from atropos_common.bridge import GONE_STATUS, INSTANCE_HEADER, TOKEN_HEADER
 from atropos_common.http import host_refusal, key_refusal, opens, origin_refusal
 from vllm_server.load import ServerLoad
@@ -105,6 +105,7 @@ class Access:
     """Whether SIGTERM or SIGINT has come."""
     held_bytes: int = 0
     """Of the bodies that wait now."""
+    room: Room = field(default_factory=lambda: Room(MAX_HELD))
     signals: tuple[signal.Signals, ...] = ()
     """Those that tell this process to end, until they are watched."""
     load: ServerLoad = field(default_factory=ServerLoad)
@@ -165,7 +166,7 @@ class AuthMiddleware:
             refusal = error_response(503, door.gate.refusal)
         if refusal is None and scope["type"] == "http":
             try:
-                scope, receive = await read_body(scope, receive, MAX_BODY)
+                scope, receive = await read_body(scope, receive, MAX_BODY, None if trusted else door.room)
             except GoneError:
                 return
             except BodyError as error:

@@ -202,11 +202,15 @@ class WeightBridge:
             )
 
     def stamp(self) -> None:
-        """Write instance and version beside the manifest, atomically."""
-        write_private(
-            self.config.state_path,
-            json.dumps({"instance_id": self.config.instance_id, "weight_version": self.state.weight_version}),
-        )
+        """Write instance and version beside the manifest, atomically; where the disk takes nothing there is no stamp,
+        which costs nobody anything."""
+        told = {"instance_id": self.config.instance_id, "weight_version": self.state.weight_version}
+        try:
+            write_private(self.config.state_path, json.dumps(told))
+        except OSError as error:
+            logger.warning("cannot write %s (%s); it is left out", self.config.state_path, error.strerror)
+            with contextlib.suppress(OSError):
+                self.config.state_path.unlink(missing_ok=True)
 
     def _require_awake(self) -> None:
         """Asleep, the weights' memory is not mapped: nothing may write there, or go on."""

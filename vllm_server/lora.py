@@ -117,10 +117,14 @@ class Adapters:
     def _checked(self, path: str) -> Path:
         if self._config is None:
             raise AdapterError("this server was started without --enable-lora: in a profile, mode = lora_only sets it")
-        folder = Path(path).resolve()
+        try:
+            folder = Path(path).resolve()
+            there = (folder / ADAPTER_CONFIG).is_file()
+        except (OSError, ValueError) as error:  # a name that the kernel does not take
+            raise AdapterError(f"{path!r} is no path: {error}") from None
         if self._root is not None and not folder.is_relative_to(self._root.resolve()):
             raise AdapterError(f"{path} lies outside {self._root}: adapters are loaded from the run's directory only")
-        if not (folder / ADAPTER_CONFIG).is_file():
+        if not there:
             raise AdapterError(f"{path} holds no {ADAPTER_CONFIG}: not an adapter of peft")
         return folder
 

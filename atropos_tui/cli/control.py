@@ -87,7 +87,7 @@ async def bring_down(run_dir: Path, timeout_s: float | None) -> None:
 async def down(options: argparse.Namespace) -> int:
     """`down`: exit 0 once nothing is left."""
     entry = runs.acted_on(options)
-    if slurm.take_back(entry.dir):
+    if slurm.take_back(entry.dir, entry.run_id):
         return Exit.DONE
     slurm.go_there(entry.dir)
     if not entry.is_live:

@@ -177,11 +177,24 @@ def queued(run: RunDir) -> str:
     return "" if job is None or job.runs or job.state == "COMPLETING" else waits(job)[0]
 
 
-def take_back(run: RunDir) -> bool:
-    """Take a job that waits out of the queue; False where none waits."""
+def take_back(run: RunDir, run_id: str | None = None) -> bool:
+    """Take a job that waits out of the queue; False where none waits.
+
+    Args:
+        run_id: what the job has to be called, where its number is known from the run's folder alone.
+
+    Raises:
+        UserError: it is not called as the run: the number is another cluster's, or that of a recording's sender.
+    """
     job = job_of(run)
     if job is None or job.state != "PENDING":
         return False
+    answer = _ask("squeue", "-h", "-j", job.id, "-o", "%j") if run_id else None
+    names = answer.stdout.splitlines() if answer else []
+    if run_id and set(names) != {run_id}:
+        called = ", ".join(map(repr, names)) or "something that SLURM does not say"
+        what = f"{run.slurm_job} names job {job.id}, which is called {called} and not {run_id}"
+        raise UserError("not this run's job", [Problem(what, f"if it is the run's all the same: scancel {job.id}")])
     _ask("scancel", job.id)
     print(f"job {job.id} is out of the queue; atropos-tui up --resume {run.root} submits it again")
     return True

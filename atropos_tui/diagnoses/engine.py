@@ -102,6 +102,7 @@ COUNTED: dict[Role, dict[str, bytes]] = {
     Role.TRAINER: {
         "first batches": b"inference_logprobs found in batch",
         "recomputed": b"came without inference_logprobs",
+        "pauses": b"Training pauses until there is room",
     },
 }
 """Lines whose number tells why no batch comes; in a flood they are counted only as far as they are kept."""

@@ -107,6 +107,8 @@ class FlowWatch:
         self._timings: deque[TimingRecord] = deque(maxlen=200)
         self._has_batch = 0
         """Attempt of the trainer that got its first batch."""
+        self._paused_at = float("-inf")
+        """When the trainer said that it waits for room on a disk, not for a batch."""
         self._asked_at = float("-inf")
         self.environments = [spec.name for spec in stack.components if spec.role is Role.ENV]
         self._hosted = {spec.name for spec in stack.components if _is_hosted(spec)}
@@ -137,6 +139,8 @@ class FlowWatch:
         """What a component's log tells, by name as in `engine.COUNTED`."""
         if part.role is Role.TRAINER and (counts["first batches"] or counts["recomputed"]):
             self._has_batch = part.attempt
+        if part.role is Role.TRAINER and counts["pauses"]:
+            self._paused_at = now
         self._seen["groups"] += counts["groups"]
         self._seen["dropped groups"] += counts["dropped groups"]
         if (counts["groups"] or counts["dropped groups"]) and (env := self._envs.get(self._unhosted)) is not None:
@@ -249,7 +253,7 @@ class FlowWatch:
         """Share of the time from `begin` on in which the trainer waited for a batch; a step begins with its wait."""
         own = self._of_trainer(trainer)
         waits = [(t.time - t.step_s, t.time - t.step_s + t.data_wait_s) for t in own]
-        if own and own[-1].step < self._last_step:
+        if own and own[-1].step < self._last_step and own[-1].time > self._paused_at:
             busy = median_low([t.step_s - t.data_wait_s for t in own[-5:]])
             waits.append((own[-1].time, now - busy))
         elif not own and self._has_batch != trainer.attempt:

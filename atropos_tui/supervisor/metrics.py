@@ -2,7 +2,7 @@
 
 Nothing is measured for it: a scrape tells what the supervisor knows already, and the newest records of the streams.
 
-Who asks is not checked beyond the Host header: what is told are names and numbers, no text, path or prompt.
+Who asks is not checked beyond the headers Host and Origin: what is told are names and numbers, no text, path or prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from atropos_common.control import Phase, RunStatus, State
-from atropos_common.http import allowed_hosts, door_keys, host_refusal, hosts_in, key_refusal, opens
+from atropos_common.http import allowed_hosts, door_keys, host_refusal, hosts_in, key_refusal, opens, origin_refusal
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     AlignmentRecord,
@@ -249,8 +249,9 @@ def metrics_app(
     newest, reading = Newest(run), asyncio.Lock()
 
     async def scrape(request: Request) -> Response:
-        refusal = host_refusal(request.headers.get("host"), hosts)
-        if refusal is None and keys and not opens(request.headers.get("authorization"), keys):
+        sent = request.headers
+        refusal = host_refusal(sent.get("host"), hosts) or origin_refusal(sent.get("origin"), hosts)
+        if refusal is None and keys and not opens(sent.get("authorization"), keys):
             refusal = key_refusal("[metrics]")
         if refusal:
             return PlainTextResponse(f"{refusal[1]}\n", refusal[0])

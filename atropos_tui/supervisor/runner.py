@@ -27,6 +27,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from atropos_common.body import BodyError, read_body
+from atropos_common.connections import few_strangers
 from atropos_common.control import CommandRequest, Phase, Snapshot, State, WaitResult
 from atropos_common.files import is_private
 from atropos_common.http import door_key
@@ -55,6 +57,8 @@ THREADS = 6
 """For what blocks, made before they are needed: a machine that is out of processes would give none at an end."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MOST_LINES = 100_000
+LARGEST_COMMAND = 1 << 20
+"""Bytes."""
 
 
 async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int:
@@ -285,7 +289,12 @@ class Routes:
             live.close()
 
     async def command(self, request: Request) -> Response:
-        return answer(await self._supervisor.submit(request_of(await request.body())), 202)
+        try:
+            _, receive = await read_body(request.scope, request.receive, LARGEST_COMMAND)
+        except BodyError as error:
+            raise RefusedError(error.status, str(error)) from None
+        body = await Request(request.scope, receive).body()
+        return answer(await self._supervisor.submit(request_of(body)), 202)
 
     async def command_status(self, request: Request) -> Response:
         command_id = request.path_params["command_id"]
@@ -413,6 +422,7 @@ class ApiServer:
     def __init__(self, app: Starlette, listening: socket.socket) -> None:
         config = uvicorn.Config(
             app,
+            http=few_strangers(),
             log_config=None,
             log_level="critical",
             access_log=False,

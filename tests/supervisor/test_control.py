@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -215,6 +216,19 @@ def test_a_time_limit_that_is_no_number_is_no_command() -> None:
     for wrong in ("NaN", "Infinity"):
         with pytest.raises(ValidationError):
             CommandRequest.model_validate_json(f'{{"action": "down", "timeout_s": {wrong}}}')
+
+
+async def test_a_name_of_megabytes_is_not_journaled_and_a_larger_body_not_read(launch: Any) -> None:
+    async with launch(part("one")) as running:
+        await running.until("one", State.HEALTHY)
+        await running.answers()
+        transport = httpx.AsyncHTTPTransport(uds=str(running.run.control_sock.resolve()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            for size, status in ((300, 422), (900_000, 422), (3_000_000, 413)):
+                answer = await http.post("/commands", json={"action": "stop", "component": "x" * size})
+                assert answer.status_code == status, answer.text
+                assert len(answer.content) < 1000
+        assert running.run.supervisor_jsonl.stat().st_size < 100_000
 
 
 async def test_the_socket_is_private_and_short_however_long_the_run_directory(launch: Any, tmp_path: Path) -> None:

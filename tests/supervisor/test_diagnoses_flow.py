@@ -148,6 +148,16 @@ def test_waiting_and_idleness_are_measured_over_the_newest_seconds() -> None:
     assert watch.view(PARTS, BEGAN + 7)["env"].seconds is None, "too early to say"
 
 
+def test_a_trainer_that_waits_for_room_on_a_disk_waits_for_no_environment() -> None:
+    watch, now = played()
+    watch.printed(PARTS[3], Counter({"pauses": 1}), now - 3)
+    found = watch.view(PARTS, now)["env"]
+    assert found.waiting == pytest.approx(6 / 12), "of the steps alone"
+    assert "env" not in explain({"env": replace(found, left_out=Counter(), sent=20)}, ())
+    watch.step(TimingRecord(time=now, step=5, step_s=4.0, data_wait_s=3.0, **STEPPED))
+    assert watch.view(PARTS, now)["env"].waiting == pytest.approx(9 / 12), "it goes on"
+
+
 def test_of_several_engines_what_they_do_together() -> None:
     stack = STACK.model_copy(
         update={

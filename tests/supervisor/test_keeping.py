@@ -21,6 +21,7 @@ from atropos_tui.supervisor import keeper_launcher, procfs, tracker
 from atropos_tui.supervisor.line import Line, LineClosedError
 from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.store import ProcessTable
+from benchmarks.faults import keeper_of
 from tests.supervisor.harness import QUICK, alive, part, python, ready, script, wait_until
 from tests.supervisor.test_adoption import (
     COUNT,
@@ -110,6 +111,7 @@ async def test_a_killed_keeper_is_a_crash_of_its_component(tmp_path: Path) -> No
         before = await rows_of(first)
         keeper = procfs.read(before["one"].pid or 0)
         assert keeper is not None
+        assert keeper_of(before["one"].pid) == keeper.ppid and keeper_of(os.getpid()) is None
         os.kill(keeper.ppid, signal.SIGKILL)
         await wait_until(lambda: ("starting", 2, "attempt 2") in steps(first, "one"))
         assert not alive(before["one"].pid or 0)

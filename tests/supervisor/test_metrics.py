@@ -135,6 +135,8 @@ async def test_a_page_of_another_name_may_not_read_it(launch: Any, free_port: in
         await (await running.answers()).wait("ready")
         assert (await scrape(free_port, Host="evil.example")).status_code == 403
         assert (await scrape(free_port, Host=f"localhost:{free_port}")).status_code == 200
+        for page in ("http://evil.example", "null", "http://localhost@evil.example"):
+            assert (await scrape(free_port, Origin=page)).status_code == 403
         async with httpx.AsyncClient(trust_env=False, base_url=f"http://127.0.0.1:{free_port}") as client:
             assert (await client.post("/metrics")).status_code == 405
             assert (await client.get("/status")).status_code == 404

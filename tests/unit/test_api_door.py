@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -20,14 +21,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from atropos_api import peer
 from atropos_api.door import Settings
+from atropos_common import connections, peer
 from atropos_common.body import BodyError, Gunzip
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import parse_profile
-from tests.strangers import as_another_user, call, needs_another_user
+from tests.strangers import as_another_user, call, needs_another_user, stranger
 
 TOKEN = "a-token-of-the-run"
 MIB = 1024 * 1024
@@ -202,6 +203,11 @@ def test_a_body_that_is_too_large_is_refused_unread(api: tuple[int, subprocess.P
     assert peak_mb(process) - before < 60
 
 
+def test_by_default_half_a_gigabyte_is_too_much_and_the_largest_real_body_is_not() -> None:
+    """16 groups of 16 completions of 32,768 tokens have 285 MB as JSON."""
+    assert 285_000_000 < Settings.from_env({}, "127.0.0.1").max_body < 500_000_000
+
+
 def test_real_bodies_arrive_as_they_were_sent(port: int) -> None:
     """Plain, packed as atroposlib packs a large one, and in several packed parts."""
     plain = json.dumps(GROUP | {"messages": None}).encode()
@@ -272,3 +278,22 @@ def test_a_port_that_is_taken_is_one_line() -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and "cannot be bound (Address already in use)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@needs_another_user
+def test_another_user_cannot_hold_every_connection(api: tuple[int, subprocess.Popen[bytes]]) -> None:
+    """A thousand that ask for nothing took every descriptor: the run's own programs were turned away."""
+    port, _ = api
+
+    def hold() -> int:
+        held = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(400)]
+        give_up = time.monotonic() + 10
+        while len(held) > connections.MOST_OF_STRANGERS and time.monotonic() < give_up:
+            closed, _, _ = select.select(held, [], [], 0.1)
+            held = [each for each in held if each not in closed]
+        return len(held)
+
+    with stranger(hold) as there:
+        while there.waits():
+            assert call(port, "GET", "/info")[0] == 200
+        assert 1 <= there.said() <= connections.MOST_OF_STRANGERS

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
 import pytest
 
 from benchmarks.chaos import FAULTS_A_RUN, plan, table, wrong_steps
 from benchmarks.faults import FAULTS
 from benchmarks.long_run import Line, fit
-from benchmarks.stack import lost_steps
+from benchmarks.stack import engine_processes, lost_steps
 
 
 def test_a_fault_depends_on_seed_mode_and_number_alone() -> None:
@@ -46,6 +53,61 @@ def test_an_attempt_begins_where_a_checkpoint_ends() -> None:
     assert wrong_steps(good) == []
     assert wrong_steps([*good, step(4, 5)]) == ["attempt 4 begins with step 5; checkpoints: [0, 2]"]
     assert wrong_steps([{"kind": "alignment", "step": 7, "verdict": "mismatch"}]) == ["step 7 is a mismatch"]
+
+
+LIKE_AN_ENGINE = """
+import multiprocessing, sys, time
+import setproctitle
+
+def work(titles, began):
+    if titles[0]:
+        setproctitle.setproctitle(titles[0])
+    if titles[1:]:
+        multiprocessing.Process(target=work, args=(titles[1:], began)).start()
+    else:
+        began.set()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    from multiprocessing import resource_tracker
+    resource_tracker.ensure_running()
+    began = multiprocessing.Event()
+    multiprocessing.Process(target=work, args=(sys.argv[2:], began)).start()
+    began.wait()
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("titles", "kinds"),
+    [
+        (["VLLM::EngineCore", "VLLM::Worker_TP0"], ["core", "server", "worker"]),
+        (["VLLM::EngineCore"], ["core", "server"]),
+        (["", ""], ["core", "server", "worker"]),
+        (["VLLM::EngineCore_DP0", ""], ["core", "server", "worker"]),
+    ],
+)
+def test_an_engine_s_processes_are_found_with_and_without_titles(
+    start: str, titles: list[str], kinds: list[str], tmp_path: Path
+) -> None:
+    """On a GPU they are spawned and have titles; on a CPU the core is forked and looks like its server."""
+    (tmp_path / "engine.py").write_text(LIKE_AN_ENGINE)
+    command = [sys.executable, str(tmp_path / "engine.py"), start, *titles]
+    server = psutil.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert server.stdout.readline() == b"up\n"
+        found = engine_processes(server.pid)
+        assert sorted(found) == kinds
+        assert found["server"].pid == server.pid == found["core"].ppid()
+        if "worker" in found:
+            assert found["worker"].ppid() == found["core"].pid
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        server.stdout.close()
 
 
 def test_the_table_has_a_cell_for_each_kill_of_each_mode() -> None:

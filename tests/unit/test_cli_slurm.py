@@ -172,6 +172,24 @@ def test_a_run_in_the_queue_waits_and_has_not_crashed(
     assert not is_crashed(status)
 
 
+@pytest.mark.parametrize("called", ["", "my thesis", "\x1b]0;evil\x07"])
+def test_a_job_of_another_name_is_not_taken_out_of_the_queue(
+    handed_in: RunEntry, called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number in a recording, or of a cluster that was set up anew, is that of another job of this user."""
+    name = called or handed_in.run_id
+    squeue(tmp_path, monkeypatch, f"case \"$*\" in *%j*) echo '{name}';; *) echo '7|PENDING|n/a|Resources';; esac")
+    (tmp_path / "bin/scancel").write_text(f"#!/bin/sh\ntouch {tmp_path}/cancelled\n")
+    (tmp_path / "bin/scancel").chmod(0o755)
+    if called:
+        with pytest.raises(UserError) as refused:
+            slurm.take_back(handed_in.dir, handed_in.run_id)
+        assert "scancel 7" in str(refused.value) and "\x1b" not in str(refused.value)
+    else:
+        assert slurm.take_back(handed_in.dir, handed_in.run_id)
+    assert (tmp_path / "cancelled").exists() is not bool(called)
+
+
 def test_a_run_on_another_node_is_asked_there(
     handed_in: RunEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,12 @@ def broken_links(document: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
+def test_no_document_shows_how_to_publish_run_directories(document: str) -> None:
+    """They are private (0700); an example served them to every local user."""
+    assert "http.server" not in (ROOT / document).read_text()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     assert broken_links(ROOT / document) == []
 
@@ -105,6 +111,20 @@ def test_the_coverage_names_only_files_and_tests_that_exist() -> None:
     assert len(tests) > 80
     for path, name in tests:
         assert name.startswith("test_") and name in functions(path), f"{path}::{name}"
+
+
+def test_every_attack_has_a_test_that_exists() -> None:
+    rows = [line for line in (ROOT / "docs/attacks.md").read_text().splitlines() if re.match(r"\| [CHMl]", line)]
+    assert {row.split("|")[1].strip() for row in rows} >= {
+        "C1",
+        *(f"H{n}" for n in (1, 2, 3)),
+        *(f"M{n}" for n in range(1, 9)),
+    }
+    for row in rows:
+        tests = TEST.findall(row)
+        assert tests, row
+        for path, name in tests:
+            assert name in functions(path), f"{path}::{name}"
 
 
 @pytest.mark.parametrize("item", ITEMS)

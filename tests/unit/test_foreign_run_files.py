@@ -131,6 +131,34 @@ def test_a_line_without_an_end_takes_no_memory(tmp_path: Path, monkeypatch: pyte
         assert list(record_tail.whole_lines(file)) == [b"one\n", b"x" * 999 + b"\n", b"two\n"]
 
 
+@pytest.mark.timeout(120)
+def test_metadata_commands_no_terminal(run: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Every field of a recording that any command shows: clipboard, title, colours, C1, text that runs backwards."""
+    evil = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\u202e\u2066\u061c\U000e0041v"
+    meta = json.loads(run.run_json.read_text()) if run.run_json.exists() else {}
+    meta |= {"run_id": "demo-test"} | dict.fromkeys(("name", "mode", "host", "argv", "started_by"), evil)
+    run.run_json.write_text(json.dumps(meta | {"versions": {evil: evil}, "started_at": 5.0}))
+    plan = {"run_id": evil, "name": evil, "mode": evil, "components": [{"name": evil, "role": evil}]}
+    run.plan_json.write_text(json.dumps(plan))
+    told = dict.fromkeys(("component", "role", "node", "old", "new", "reason", "title", "evidence", "fix"), evil)
+    told |= dict.fromkeys(("action", "initiator", "detail", "command_id", "stage", "status", "severity"), evil)
+    lines = [json.loads(line) for line in run.supervisor_jsonl.read_text().splitlines()]
+    strange = [line | {key: words for key, words in told.items() if key in line} for line in lines]
+    run.supervisor_jsonl.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *strange]))
+    run.result_json.write_text(json.dumps({"exit_code": 3, "reason": evil, "component": evil, "cause": evil}))
+    run.log("vllm", 1).parent.mkdir(parents=True, exist_ok=True)
+    run.log("vllm", 1).write_text(f"{evil}\n")
+    (run.logs / "\x1b]0;evil\x07").mkdir()
+    for command in (["ps"], ["why"], ["events"], ["bench"], ["logs"], ["runs"], ["bundle", "-o", "all.tar.gz"]):
+        where = [] if command == ["runs"] else [str(run.root)]
+        main.run([*command, *where] if command[0] != "logs" else ["logs", "--run-dir", str(run.root)])
+        said = "".join(capsys.readouterr())
+        assert said, command
+        assert not set(said) & set("\x1b\x07\x9b\u202e\u2066\u061c\U000e0041"), command
+    main.run(["up", "--resume", str(run.root), "--headless", "--set", "nothing=1"])
+    assert not set("".join(capsys.readouterr())) & set("\x1b\x07\x9b\u202e\u2066\u061c\U000e0041")
+
+
 @pytest.mark.parametrize("number", [-(10**20), 10**20, -1e308, 1e308])
 def test_numbers_that_no_clock_and_no_counter_shows(run: RunDir, number: float) -> None:
     for path in (run.telemetry_jsonl, run.supervisor_jsonl):

@@ -235,6 +235,19 @@ def test_what_models_and_programs_wrote_stays_text(tmp_path: Path) -> None:
     assert "half ?" in [text_of(each) for each in tree.iter(f"{XHTML}pre")]
 
 
+def test_a_configuration_that_leads_elsewhere_is_left_out(tmp_path: Path) -> None:
+    """The page is passed on: it held what a link in the run's folder led to."""
+    run = make_run(tmp_path / "run", steps=3)
+    secret = tmp_path / "secret"
+    secret.write_text("victim-private-line-42\n")
+    shown = run.profile_toml.read_text().splitlines()[0]
+    assert shown in text_of(parsed(page_of(run)))
+    run.profile_toml.unlink()
+    run.profile_toml.symlink_to(secret)
+    page = page_of(run)
+    assert "victim-private-line-42" not in page
+
+
 def test_a_run_without_telemetry_and_one_without_anything_say_so(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=0)
     run.telemetry_jsonl.unlink()

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from atropos_common.manifest import write_manifest
@@ -206,6 +207,24 @@ def test_a_refused_adapter_is_no_death(base: Path, tmp_path: Path) -> None:
         run(Refusing(tmp_path, base), base, tmp_path)
     saved = {path.name for path in (tmp_path / "out").glob("adapter_step_*")}
     assert saved == {f"adapter_step_{VICTIM}"}, "the step that could not be published is not lost"
+
+
+def test_a_full_disk_at_the_swap_is_waited_out(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended the attempt of the trainer, though the checkpoint that followed waited for the same room."""
+    failures = iter([SafetensorError("I/O error: No space left on device (os error 28)")] * 2)
+    save = lora.save_adapter
+
+    def full(model: Any, folder: Path, dtype: Any = None) -> None:
+        if folder.name.startswith(f"v{VICTIM}-") and (error := next(failures, None)):
+            raise error
+        save(model, folder, dtype)
+
+    monkeypatch.setattr(lora, "save_adapter", full)
+    monkeypatch.setattr("trainer_core.loop.FULL_DISK_RETRY_S", 0.1)
+    run(AdapterEngine(tmp_path, base), base, tmp_path)
+    assert capsys.readouterr().out.count("Training pauses until there is room") == 2
 
 
 def test_a_crash_of_any_kind_costs_no_step(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +13,12 @@ import pytest
 import torch
 
 from tests.unit.trainer_rollouts import plain_logprobs, rollouts_of
+from trainer_core.checkpoint import _save_companions
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
-from trainer_core.policy.load import load_model, train_only
+from trainer_core.policy.load import load_config, load_model, train_only
 from trainer_core.policy.logprobs import chunked_scores, row_logprobs, sequence_logprobs, use_head
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
@@ -37,6 +40,31 @@ def _gradient(model: torch.nn.Module, rows: list[PackedRow], **fields: object) -
     stepper = Stepper(model, _config(max_grad_norm=0, **fields))
     outcome = accumulate(model, stepper, rows, Objective(stepper.config), 1)
     return outcome, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "evil"])
+def test_code_that_came_with_a_model_is_neither_run_nor_asked_about(
+    model_type: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks on a terminal, and waits for the answer, where nobody has said that it must not be run."""
+    asked: list[object] = []
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "y")
+    hostile = shutil.copytree(base, tmp_path / "hostile")
+    (hostile / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    kinds = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+    config = json.loads((hostile / "config.json").read_text())
+    config |= {"model_type": model_type, "auto_map": dict.fromkeys(kinds, "evil.Evil")}
+    (hostile / "config.json").write_text(json.dumps(config))
+    tokenizer = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (hostile / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    if model_type == "evil":
+        with pytest.raises(UsageError, match="--model-name"):
+            load_config(str(hostile))
+    else:
+        load_config(str(hostile))
+        load_model(str(hostile), torch.float32, CPU)
+        _save_companions(str(hostile), tmp_path)
+    assert not asked and not (tmp_path / "ran").exists()
 
 
 def test_packed_forward_equals_one_by_one(model: torch.nn.Module, base: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from tests.e2e.live_stack import read_records
@@ -28,6 +28,7 @@ from tests.unit.trainer_stand_ins import (
 from trainer_core.config import TrainingConfig, validate
 from trainer_core.errors import EngineError, TrainerError, UsageError
 from trainer_core.loop import train
+from trainer_core.weight_sync import none_reload
 from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.none_reload import Reload
 
@@ -304,6 +305,26 @@ def test_a_full_disk_is_said_and_nothing_half_written_stays(
         sync.publish(1, nudge(model))
     assert folders(sync) == []
     assert (engine.loads, engine.version) == ([], 0)
+
+
+def test_where_somebody_waits_for_room_a_full_disk_ends_nothing(
+    make: Any, engine: LoadingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = make(vllm_restart_interval=1)
+    model = sync.attach(Start())
+    waited: list[tuple[Path, str]] = []
+    sync.wait_for_room = lambda folder, words: waited.append((folder, words))
+    save = none_reload.save_torch_state_dict
+
+    def full_twice(tensors: Any, folder: Path) -> None:
+        save(tensors, folder)
+        if len(waited) < 2:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(none_reload, "save_torch_state_dict", full_twice)
+    sync.publish(1, nudge(model))
+    assert waited == [(sync._folder, "No space left on device")] * 2
+    assert engine.version == 1 and folders(sync) == ["v1"]
 
 
 def test_a_run_counts_the_lag_and_is_probed_at_the_same_weights_only(

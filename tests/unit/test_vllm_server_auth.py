@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -190,6 +192,31 @@ def test_half_a_gigabyte_is_refused_at_once_and_never_held() -> None:
         finally:
             server.kill()
     assert took < 0.5, took  # 50 ms on an idle machine
+
+
+def test_many_bodies_that_never_end_take_no_more_than_their_room() -> None:
+    """Each below the limit, and sent but for its last byte; who sends little, or has the token, is answered."""
+    size, port = 31 * 2**20, free_port()
+    code = (
+        "import uvicorn; from tests.unit.test_vllm_server_auth import app_behind_the_door as app\n"
+        f"uvicorn.run(app(), port={port}, log_level='error')"
+    )
+    head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n{}\r\n"
+    with subprocess.Popen([sys.executable, "-c", code]) as server, contextlib.ExitStack() as peers:
+        try:
+            senders = [peers.enter_context(_connected(port)) for _ in range(20)]
+            for peer in senders:
+                with contextlib.suppress(ConnectionError):  # refused while it sends
+                    peer.sendall(head.format(size, "").encode() + b" " * (size - 1))
+            refused, _, _ = select.select(senders, [], [], 10)
+            assert refused
+            assert psutil.Process(server.pid).memory_info().rss < auth.MAX_HELD + 250 * 2**20
+            for length, token in ((1000, ""), (size, f"{TOKEN_HEADER}: {TOKEN}\r\n")):
+                peer = peers.enter_context(_connected(port))
+                peer.sendall(head.format(length, token).encode() + b"x" * length)
+                assert peer.recv(100).startswith(b"HTTP/1.1 200")
+        finally:
+            server.kill()
 
 
 def _connected(port: int) -> socket.socket:

@@ -89,6 +89,22 @@ async def test_a_publish_pauses_resets_then_resumes_and_stamps(config: ServerCon
     assert config.state_path.stat().st_mode & 0o777 == 0o600
 
 
+async def test_a_disk_that_takes_no_stamp_keeps_no_weights_from_answering(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resume failed with the engine resumed, and the trainer's attempt ended over it."""
+    bridge, engine = make(config)
+    await bridge.resume(ResumeRequest(weight_version=1))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vllm_server.bridge.write_private", full)
+    info = await bridge.resume(ResumeRequest(weight_version=2))
+    assert (info.paused, info.weight_version, engine.calls[-1]) == (False, 2, "resume")
+    assert not config.state_path.exists(), "it would name the older version"
+
+
 async def test_in_flight_ends_or_begins_anew(config: ServerConfig) -> None:
     bridge, engine = make(config)
     pausing = asyncio.create_task(bridge.pause(PauseRequest(lease_s=5, in_flight="wait", wait_s=5)))

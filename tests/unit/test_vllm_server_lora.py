@@ -173,7 +173,9 @@ async def test_what_cannot_be_an_adapter_is_refused_and_nothing_changes(parts: A
     (tmp_path / "empty").mkdir()
     link = tmp_path / "link"
     link.symlink_to("/")
-    for path, says in ((str(tmp_path / "empty"), "adapter_config"), ("/etc", "outside"), (str(link), "outside")):
+    no_paths = [(f"{tmp_path}/{name}", "is no path") for name in ("a\0b", "x" * 300)]
+    outside = [("/etc", "outside"), (str(link), "outside")]
+    for path, says in [(str(tmp_path / "empty"), "adapter_config"), *outside, *no_paths]:
         with pytest.raises(AdapterError, match=says):
             await adapters.load(path, 1)
     models.refusal = "LoRA rank 64 is greater than max_lora_rank 16"

@@ -16,9 +16,11 @@ import httpx
 import pytest
 import torch
 from fastapi import FastAPI
+from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from atropos_common.bridge import LoadWeightsRequest
+from atropos_common.bridge import LoadAdapterRequest, LoadWeightsRequest, ResumeRequest
+from atropos_common.transfer import TransferUpdate
 from tests.unit.test_vllm_server_bridge import RecordingEngine
 from vllm_server.auth import GenerationHold
 from vllm_server.bridge import WeightBridge
@@ -103,12 +105,16 @@ class Site:
         return asyncio.run(self.reloader.load(request))
 
     def post(self, **body: Any) -> httpx.Response:
+        return self.send(json.dumps(body).encode())
+
+    def send(self, body: bytes) -> httpx.Response:
         async def ask() -> httpx.Response:
             app = FastAPI()
             app.include_router(make_router(self.reloader))
             transport = httpx.ASGITransport(app=app)
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-                return await client.post("/bridge/load", json=body)
+                headers = {"Content-Type": "application/json"}
+                return await client.post("/bridge/load", content=body, headers=headers)
 
         return asyncio.run(ask())
 
@@ -173,6 +179,25 @@ def test_half_written_missing_and_foreign_folders_are_refused(site: Site, tmp_pa
         assert says in answer.json()["error"]
     assert site.engine.calls == []
     assert not site.bridge.state.paused
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "x" * 5000, "\ud800"])
+def test_a_path_that_the_kernel_does_not_take_is_refused(site: Site, name: str) -> None:
+    """It was taken for a fault of the server, which a trainer waits out."""
+    body = json.dumps({"path": f"{site.run}/{name}", "weight_version": 3}).encode()
+    assert site.send(body).status_code in (409, 422)
+    assert site.engine.calls == [] and not site.bridge.state.paused
+
+
+def test_a_version_that_no_reader_keeps_is_refused(site: Site) -> None:
+    for version in ("1e30", "1" + 30 * "0", "-1", "1" + 5000 * "0"):
+        body = f'{{"path": {json.dumps(str(site.new))}, "weight_version": {version}}}'
+        assert site.send(body.encode()).status_code in (400, 422)
+    for wrong in (10**30, 1e30):
+        for message in (ResumeRequest, LoadAdapterRequest, TransferUpdate):
+            with pytest.raises(ValidationError, match="weight_version"):
+                message.model_validate({"path": "/a", "timeout_s": 1, "weight_version": wrong})
+    assert site.engine.calls == [] and site.bridge.info().weight_version is None
 
 
 def test_a_tied_head_may_be_there_or_not(site: Site) -> None:

@@ -15,9 +15,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from safetensors import SafetensorError
+
 from atropos_common.bridge import BridgeInfo
 from atropos_common.run_dir import RunDir
 from trainer_core.config import Mode, TrainingConfig
+from trainer_core.durable import why_full
 from trainer_core.errors import EngineGone, Stopped
 from trainer_core.ranks import ALONE, World
 from trainer_core.server.client import ServerClient
@@ -91,8 +94,25 @@ class WeightSync(ABC):
         """The servers that generate the rollouts, from `attach` on."""
         self.left_out: dict[str, str] = {}
         """Addresses of those that the run goes on without, and why."""
+        self.wait_for_room: Callable[[Path, str], None] | None = None
+        """Asked while a disk is full, with the folder and the system's words; returns when it may be tried again."""
         supervisor = supervised(config, stop)
         self._coming = supervisor.coming if supervisor else lambda: None
+
+    def _where_there_is_room(self, write: Callable[[], None], folder: Path) -> None:
+        """`write`, again after each wait for room in `folder`.
+
+        Raises:
+            OSError, SafetensorError: it fails for another reason, or nobody waits.
+        """
+        while True:
+            try:
+                write()
+                return
+            except (OSError, SafetensorError) as error:
+                if self.wait_for_room is None or not (words := why_full(error)):
+                    raise
+                self.wait_for_room(folder, words)
 
     @property
     def spread(self) -> World:

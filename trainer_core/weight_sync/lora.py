@@ -99,7 +99,8 @@ class LoraSwap(SeparateWeights):
             TrainerError: the disk is full, or the folder cannot be written to.
         """
         try:
-            save_adapter(self.model, self._path(self.version), self._dtype)
+            path = self._path(self.version)
+            self._where_there_is_room(lambda: save_adapter(self.model, path, self._dtype), path.parent)
         except (OSError, SafetensorError) as error:
             raise TrainerError(
                 f"the adapter of version {self.version} cannot be written into {self._folder}: {error}. The server "

@@ -146,10 +146,15 @@ class Reload(SeparateWeights):
         """
         target = self._path
         aside = target.with_name(f".{target.name}.writing")
-        try:
+
+        def write() -> None:
+            shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             save_torch_state_dict(tensors, aside)
             aside.rename(target)
+
+        try:
+            self._where_there_is_room(write, self._folder)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             size = sum(param.nbytes for param in self.model.parameters())

@@ -88,10 +88,14 @@ def checked_folder(path: str, root: Path | None) -> Path:
     Raises:
         RefusedWeights: not a folder, or outside the run's directory.
     """
-    folder = Path(path).resolve()
+    try:
+        folder = Path(path).resolve()
+        there = folder.is_dir()
+    except (OSError, ValueError) as error:  # a name that the kernel does not take
+        raise RefusedWeights(f"{path!r} is no path: {error}") from None
     if root is not None and not folder.is_relative_to(root.resolve()):
         raise RefusedWeights(f"{path} lies outside {root}: weights are loaded from the run's directory only")
-    if not folder.is_dir():
+    if not there:
         raise RefusedWeights(f"{path} is not a folder")
     return folder
 
