@@ -61,7 +61,8 @@ SHOWN_BY_TITLE = {
 
 
 def texts() -> dict[str, str]:
-    return {path.name: path.read_text() for path in HERE.glob("test_*.py") if path != Path(__file__)}
+    found = [path for path in HERE.glob("test_*.py") if path != Path(__file__)]
+    return {path.name: path.read_text() for path in (*found, HERE.parent / "unit/test_envs_runner.py")}
 
 
 def functions() -> set[str]:

@@ -117,9 +117,8 @@ class Screen:
 
     def text(self) -> str:
         """Every cell of the screen, line by line."""
-        width, height = self.app.size
-        lines = self.app.screen._compositor.render_strips()
-        assert len(lines) == height
+        width, _ = self.app.size
+        lines = self.app.screen._compositor.render_strips()  # as many as there were before a new size is drawn
         return "\n".join(strip.text[:width] for strip in lines)
 
     def row(self, name: str) -> ComponentStatus:

@@ -177,7 +177,7 @@ async def test_the_end_of_the_run_stays_on_the_screen(tmp_path: Path, supervise:
         await screen.until(lambda: screen.row("trainer").state is State.COMPLETED)
         await screen.until(lambda: screen.row("vllm").state is State.STOPPED)
         await screen.press("r")
-        await screen.until(lambda: any("no supervisor" in toast for toast in screen.toasts()))
+        await screen.until(lambda: any("the run is over" in toast for toast in screen.toasts()))
         await screen.press("q")
     assert screen.app.return_value == "ended"
 
