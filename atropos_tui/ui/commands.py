@@ -93,7 +93,7 @@ class CommandApp(App[Outcome]):
         """Ask for `action` on a component, or on the whole stack, unless something is being asked."""
         if self.read_only:
             self.refuse("this screen only shows", "atropos-tui attach without --read-only can act")
-        elif self.is_over and self.gone:
+        elif self.is_over:
             self.refuse("the run is over", "atropos-tui up starts another; up --resume goes on with this one")
         elif not (self._is_asking or self._asks_to_leave):
             self.user_selects = self._is_asking = True
