@@ -33,7 +33,7 @@ _MLA: dict[str, Any] = {
 }  # fmt: skip
 _LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-    "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128,
 }  # fmt: skip
 _LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
          "original_max_position_embeddings": 256, "factor": 2.0}  # fmt: skip
@@ -113,7 +113,8 @@ ZOO: dict[str, Architecture] = {
     ),
     "LFM2": Architecture(
         "Lfm2Config",
-        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_dim": 128},
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_dim": 128,
+         "block_dim": 128},
     ),
     "Llama 4": Architecture(
         "Llama4TextConfig",

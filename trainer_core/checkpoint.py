@@ -63,6 +63,8 @@ class StartingPoint:
     path: Path | None = None
     stopping: dict[str, Any] = field(default_factory=dict)
     """What the stop conditions had seen by then."""
+    exact: bool = True
+    """Whether the checkpoint holds the optimizer's state, too."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def complete_checkpoints(save_path: Path, adapters: bool = False) -> list[Path]:
 
 
 def starting_point(config: TrainingConfig) -> StartingPoint:
-    """What `resume` means on this disk; `auto` passes over damaged checkpoints, and says so.
+    """What `resume` means on this disk; `auto` passes over damaged checkpoints, and says so. A run that came to its end
+    after its last checkpoint goes on from what it made, without the optimizer's state.
 
     Raises:
         UsageError: the named checkpoint is not one, or is not whole.
@@ -91,19 +94,40 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
         return _point(Path(config.resume), config)
     save_path = Path(config.save_path)
     _clear_interrupted(save_path)
+    end = _end(save_path, config)
     for path in reversed(_numbered(save_path, config.trains_adapters)):
+        if end is not None and end.step > _step_of(path):
+            break
         try:
             return _point(path, config)
         except UsageError as error:
             print(f"[WARNING] passed over: {error}")
-    return StartingPoint()
+    return end or StartingPoint()
+
+
+def _end(save_path: Path, config: TrainingConfig) -> StartingPoint | None:
+    """Where an earlier attempt ended well; null where none did, or what it made is not whole or of another kind."""
+    for path in (save_path / "final_adapter", save_path / "final_model"):
+        try:
+            facts = json.loads((path / STATE_JSON).read_text())
+            if facts.pop("sha256") != _facts_digest(facts) or damage(path, facts["files"], deep=True):
+                continue
+        except (OSError, ValueError, AttributeError, KeyError):
+            continue
+        if (path / ADAPTER_CONFIG).is_file() == config.trains_adapters:
+            return StartingPoint(int(facts["step"]), int(facts["weight_version"]), path, exact=False)
+    return None
 
 
 def _numbered(save_path: Path, adapters: bool) -> list[Path]:
     if not save_path.is_dir():
         return []
     names = ((path, _STEP.fullmatch(path.name)) for path in save_path.iterdir())
-    return [path for _, path in sorted((int(m[2]), path) for path, m in names if m and bool(m[1]) == adapters)]
+    return sorted((path for path, m in names if m and bool(m[1]) == adapters), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.rpartition("_")[2])
 
 
 def _point(path: Path, config: TrainingConfig) -> StartingPoint:
@@ -152,7 +176,8 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
     """One line that says where the run starts, and why."""
     save_path = Path(config.save_path)
     if point.path is not None:
-        return f"Resuming from {point.path}: step {point.step}, weight version {point.version}"
+        anew = "" if point.exact else "; the optimizer begins anew, since the end of a run keeps no state of it"
+        return f"Resuming from {point.path}: step {point.step}, weight version {point.version}{anew}"
     if config.resume == "auto":
         return f"Starting from the base model {config.model_name}: no checkpoint in {save_path}"
     old = complete_checkpoints(save_path, config.trains_adapters)

@@ -255,7 +255,7 @@ class Run:
         self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)
         self.threads = use_cores(self.model, config, self.device, world.size)
         self.reference = Reference(config, self.model, self.device, self.sync.spread) if config.ref_kl_coef else None
-        self.stepper = _stepper(self.model, config, self.device, start.path, world)
+        self.stepper = _stepper(self.model, config, self.device, start.path if start.exact else None, world)
         self.minibatches = Minibatches(
             config, self.model, self.objective, threads=self.threads, reference=self.reference, world=self.dealt
         )

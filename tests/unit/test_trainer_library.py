@@ -114,6 +114,25 @@ def test_a_stopped_replay_goes_on_where_it_was(base: Path, batches: Path, tmp_pa
     assert [h["loss"] for h in first + second] == [h["loss"] for h in whole]
 
 
+@pytest.mark.parametrize("mode", [{}, {"weight_bridge_mode": "lora_only", "lora_merged_export": True}])
+def test_more_steps_after_a_good_end_go_on_from_what_it_made(
+    base: Path, batches: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: dict[str, Any]
+) -> None:
+    """The end keeps no optimizer: without a newer checkpoint that begins anew, the weights do not."""
+    config = offline_config(base, tmp_path, resume="auto", training_steps=2, **mode)
+    assert train(config, rollouts=batches).step == 2
+    made = (tmp_path / "offline" / ("final_adapter" if mode else "final_model")).resolve()
+    more = train(config.model_copy(update={"training_steps": 3}), rollouts=batches)
+    said = capsys.readouterr().out
+    assert f"Resuming from {made}: step 2, weight version 2; the optimizer begins anew" in said
+    assert [record["step"] for record in more.history] == [3] and more.weight_version == 3
+    exact = train(config.model_copy(update={"training_steps": 4, "checkpoint_interval": 1}), rollouts=batches)
+    assert exact.step == 4
+    assert train(config.model_copy(update={"training_steps": 4}), rollouts=batches).history == []
+    said = capsys.readouterr().out
+    assert "step_4: step 4" in said and said.count("begins anew") == 1, "the checkpoint of the last step is as new"
+
+
 def test_a_line_replaces_what_an_earlier_attempt_left(tmp_path: Path) -> None:
     """A trainer that died at step 3 and went on from a checkpoint of step 1: its own steps 2 and 3 were given up."""
     path = tmp_path / "rollouts.jsonl"
