@@ -120,7 +120,7 @@ def keeper_of(component: int | None) -> int | None:
     """The parent that outlives a supervisor, of a component that has one."""
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(component).parent() if component else None
-        if parent is not None and "supervisor.keeper" in " ".join(parent.cmdline()):
+        if parent is not None and "launchers.keeper" in " ".join(parent.cmdline()):
             return parent.pid
     return None
 

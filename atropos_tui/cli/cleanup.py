@@ -30,8 +30,8 @@ from atropos_tui.monitor.format import counted, one_line
 from atropos_tui.monitor.run_files import read_json
 from atropos_tui.profile.ports import listens
 from atropos_tui.supervisor import client, procfs, tracker
+from atropos_tui.supervisor.launchers.remote_launcher import far_ends, sweep_nodes
 from atropos_tui.supervisor.process import remove_files
-from atropos_tui.supervisor.remote_launcher import far_ends, sweep_nodes
 from atropos_tui.supervisor.store import FarEntry, ProcessTable
 from atropos_tui.supervisor.tracker import Leftover
 

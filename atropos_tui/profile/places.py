@@ -25,7 +25,7 @@ SSH_OPTIONS = (
     "BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=3", "ServerAliveCountMax=2", "ControlPath=none",
 )  # fmt: skip
 """Ask nobody, give up soon, and end within 10 s when the other machine falls silent, with a connection of one's own."""
-BRIDGE = "atropos_tui.supervisor.ray_bridge"
+BRIDGE = "atropos_tui.supervisor.launchers.ray_bridge"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from atropos_tui.diagnoses.roots import same_words
 from atropos_tui.diagnoses.stall_rules import Part
 from atropos_tui.profile.spec import ComponentSpec, LogCheck, RestartPolicy
 from atropos_tui.supervisor.launch import Launch
-from atropos_tui.supervisor.launcher import Host, Living, Usage
+from atropos_tui.supervisor.launchers.launcher import Host, Living, Usage
 from atropos_tui.supervisor.logs import LogDrain
 from atropos_tui.supervisor.probe import Prober, ProbeResult, StageWatch
 from atropos_tui.supervisor.process import Ending, LaunchError, Leader

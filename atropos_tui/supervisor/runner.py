@@ -38,12 +38,12 @@ from atropos_tui.profile.spec import StackSpec, check_stack
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.client import socket_path
 from atropos_tui.supervisor.guard import Guard
-from atropos_tui.supervisor.keeper_launcher import Estate, KeeperLauncher, claim
-from atropos_tui.supervisor.launcher import DirectLauncher, Host, Launcher
+from atropos_tui.supervisor.launchers.keeper_launcher import Estate, KeeperLauncher, claim
+from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Host, Launcher
+from atropos_tui.supervisor.launchers.remote_launcher import RemoteLauncher, sweep_nodes
 from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.notify import Notifier
 from atropos_tui.supervisor.process import become_subreaper
-from atropos_tui.supervisor.remote_launcher import RemoteLauncher, sweep_nodes
 from atropos_tui.supervisor.store import Journal, OnEvent, ProcessTable, RunInUseError, RunResult, Store, Subscription
 from atropos_tui.supervisor.supervisor import EXIT_FAULT, EXIT_INTERRUPTED, RefusedError, Supervisor
 from atropos_tui.supervisor.tracker import reap_leftovers, supervisor_alive

@@ -38,7 +38,7 @@ from atropos_tui.profile.recipes import recipe
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.component import SIGNALS, Component, Ended, look_again, stuck
 from atropos_tui.supervisor.gauges import record_gauges
-from atropos_tui.supervisor.launcher import Host, Usage, UsageSampler
+from atropos_tui.supervisor.launchers.launcher import Host, Usage, UsageSampler
 from atropos_tui.supervisor.logs import latest_attempt
 from atropos_tui.supervisor.process import LaunchError, describe
 from atropos_tui.supervisor.store import RunResult, Store

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 def test_the_bridge_carries_bytes_both_ways_and_the_end(ray: RayNodes) -> None:
-    bridge = [sys.executable, "-P", "-m", "atropos_tui.supervisor.ray_bridge", "--address", ray.address]
+    bridge = [sys.executable, "-P", "-m", "atropos_tui.supervisor.launchers.ray_bridge", "--address", ray.address]
     sent = b"a line\n" * 100_000
     command = [*bridge, "n2", "sh", "-c", "cat; echo bad >&2; exit 3"]
     done = subprocess.run(command, input=sent, capture_output=True, check=False)

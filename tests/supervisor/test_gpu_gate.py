@@ -67,12 +67,12 @@ class FakeDriver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
-    monkeypatch.setattr("atropos_tui.supervisor.launcher.Nvml", lambda _: fake)
+    monkeypatch.setattr("atropos_tui.supervisor.launchers.launcher.Nvml", lambda _: fake)
     fast = {"LIMIT_S": 0.6, "BARRED_S": 0.8, "SETTLE_S": 0.1, "OTHERS_S": 0.3, "LOOK_S": (0.01, 0.05)}
     for name, value in fast.items():
         monkeypatch.setattr(gpu_memory, name, value)
-    monkeypatch.setattr("atropos_tui.supervisor.launcher.MAX_AGE_S", 0.0)
-    monkeypatch.setattr("atropos_tui.supervisor.launcher.PATIENCE_S", 10.0)
+    monkeypatch.setattr("atropos_tui.supervisor.launchers.launcher.MAX_AGE_S", 0.0)
+    monkeypatch.setattr("atropos_tui.supervisor.launchers.launcher.PATIENCE_S", 10.0)
     return fake
 
 

@@ -17,8 +17,9 @@ import pytest
 from atropos_common.control import CommandRequest
 from atropos_common.run_dir import RunDir
 from atropos_tui.profile.spec import LogPolicy, RestartPolicy, Stage
-from atropos_tui.supervisor import keeper_launcher, procfs, tracker
-from atropos_tui.supervisor.line import Line, LineClosedError
+from atropos_tui.supervisor import procfs, tracker
+from atropos_tui.supervisor.launchers import keeper_launcher
+from atropos_tui.supervisor.launchers.line import Line, LineClosedError
 from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.store import ProcessTable
 from benchmarks.faults import keeper_of
@@ -217,8 +218,8 @@ def test_the_line_needs_no_socket(tmp_path: Path) -> None:
     there, ours = os.pipe(), os.pipe()
     program = (
         "import socket, sys\n"
-        "from atropos_tui.supervisor import keeper\n"
-        "from atropos_tui.supervisor.line import Line\n"
+        "from atropos_tui.supervisor.launchers import keeper\n"
+        "from atropos_tui.supervisor.launchers.line import Line\n"
         "listener = socket.socket(socket.AF_UNIX)\n"
         "listener.bind('')\n"
         "listener.listen()\n"

@@ -19,10 +19,11 @@ import pytest
 from atropos_common.control import CommandRequest, State
 from atropos_common.records import DiagnosisRecord
 from atropos_tui.profile.spec import Place, StackError, StackSpec, check_stack
-from atropos_tui.supervisor import procfs, remote_launcher
-from atropos_tui.supervisor.line import Line
-from atropos_tui.supervisor.outbox import Beats, Outbox
-from atropos_tui.supervisor.remote_launcher import StartedThere, sweep_there
+from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor.launchers import remote_launcher
+from atropos_tui.supervisor.launchers.line import Line
+from atropos_tui.supervisor.launchers.outbox import Beats, Outbox
+from atropos_tui.supervisor.launchers.remote_launcher import StartedThere, sweep_there
 from atropos_tui.supervisor.store import FarEntry, ProcessTable
 from tests.supervisor.conftest import far
 from tests.supervisor.harness import QUICK, Running, alive, part, pids_in, python, ready, script, wait_until
@@ -147,7 +148,7 @@ async def test_nothing_secret_is_on_a_command_line_or_in_a_file(
 
 def test_what_belongs_to_a_machine_stays_there() -> None:
     """PATH, HOME, the GPUs and the step of the far node win over the supervisor's, but not over the plan's."""
-    from atropos_tui.supervisor.far_end import environment
+    from atropos_tui.supervisor.launchers.far_end import environment
 
     here = {"PATH": "/far/bin:/usr/bin", "HOME": "/far", "CUDA_VISIBLE_DEVICES": "1", "SLURM_STEP_ID": "7"}
     job = {"env": {"LANG": "C"}, "path": "/venv/bin:/usr/bin", "role": "api"}

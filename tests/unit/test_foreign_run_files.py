@@ -19,7 +19,7 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.cli import main, runs
 from atropos_tui.monitor.run_files import RunFeed, load_run, status_from_files
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.remote_launcher import far_ends
+from atropos_tui.supervisor.launchers.remote_launcher import far_ends
 from atropos_tui.supervisor.store import ProcessTable
 from tests.ui.run_maker import make_run, write_records
 

@@ -19,7 +19,7 @@ from atropos_tui.profile.preflight import is_this_machine, machines_of, unfit
 from atropos_tui.profile.sections import Profile, parse_profile
 from atropos_tui.profile.site import make_site, trainer_ranks, trainer_seats
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck
-from atropos_tui.supervisor.far_end import environment
+from atropos_tui.supervisor.launchers.far_end import environment
 from atropos_tui.supervisor.process import gpus_within
 
 RUN_DIR = Path("/runs/r")
@@ -238,7 +238,13 @@ def test_prefixes(launcher: str, more: dict[str, Any], first: list[str], last: l
 def test_ray_is_reached_through_our_bridge() -> None:
     place = parts(profile(cluster={"launcher": "ray", "address": "10.0.0.9:6379"}))["vllm-0"].place
     assert place is not None
-    assert place.prefix[2:] == ["-m", "atropos_tui.supervisor.ray_bridge", "--address", "10.0.0.9:6379", "me@i1"]
+    assert place.prefix[2:] == [
+        "-m",
+        "atropos_tui.supervisor.launchers.ray_bridge",
+        "--address",
+        "10.0.0.9:6379",
+        "me@i1",
+    ]
 
 
 LARGE = {"name": "n", "count": 2, "gpus": 2, "hosts": ["a", "b"]}

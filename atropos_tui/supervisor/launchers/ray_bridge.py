@@ -1,6 +1,6 @@
 """Runs a command on a node of a Ray cluster, with stdin, stdout, stderr and exit code here, which Ray itself has not.
 
-    python -m atropos_tui.supervisor.ray_bridge [--address ADDRESS] NODE COMMAND [ARG...]
+    python -m atropos_tui.supervisor.launchers.ray_bridge [--address ADDRESS] NODE COMMAND [ARG...]
 
 NODE is a node's name or address, as `ray list nodes` has them. An actor there starts the command and relays what goes
 through; it asks Ray for no CPU and no GPU. It dies with this process, and the command reads the end of its input.

@@ -1,6 +1,6 @@
 """The parent of one component that may outlive its supervisor: waits for it, writes its log, and can be taken over.
 
-    python -I -S -c 'sys.path.insert(0, ROOT); from atropos_tui.supervisor.keeper import main; main()' LISTENER
+    python -I -S -c 'sys.path.insert(0, ROOT); from ...launchers.keeper import main; main()' LISTENER
 
 LISTENER is the descriptor of a Unix socket. The supervisor connects and, when it wants a component, says `start` with
 the marshalled fields of a `Job`. The component is the keeper's child, in a session of its own, and dies with it. From
@@ -29,7 +29,7 @@ from typing import Any
 
 from atropos_common.parent_death import become
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.line import Line, LineClosedError
+from atropos_tui.supervisor.launchers.line import Line, LineClosedError
 from atropos_tui.supervisor.logs import MOST_LEFT, SAY_AGAIN_S, LogFile, read_some, widen
 
 GREETING_S = 2.0

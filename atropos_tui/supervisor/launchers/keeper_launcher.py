@@ -32,15 +32,17 @@ from atropos_common.run_dir import ENV_RUN_ID, RunDir
 from atropos_tui.profile.spec import ComponentSpec, StackError, StackSpec
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.launch import Launch, prepare
-from atropos_tui.supervisor.launcher import Inherited, Launcher, Living, OnExit, OnProblem, entry_of
-from atropos_tui.supervisor.line import Frame, Line
+from atropos_tui.supervisor.launchers.launcher import Inherited, Launcher, Living, OnExit, OnProblem, entry_of
+from atropos_tui.supervisor.launchers.line import Frame, Line
 from atropos_tui.supervisor.logs import FULL, TAIL_BYTES, LogDrain
 from atropos_tui.supervisor.process import LaunchError, Local, remove_files
 from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
 from atropos_tui.supervisor.tracker import Tracker, reap_leftovers
 
-ROOT = str(Path(__file__).resolve().parents[2])
-CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from atropos_tui.supervisor.keeper import main; main()"
+ROOT = str(Path(__file__).resolve().parents[3])
+CODE = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from atropos_tui.supervisor.launchers.keeper import main; main()"
+)
 KEEPER_TRIES = 2
 """A keeper that is killed before it has started the component is nobody's crash: so many more are tried."""
 GREETING_S = 15.0

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from atropos_tui.supervisor.line import Frame, head
+from atropos_tui.supervisor.launchers.line import Frame, head
 from atropos_tui.supervisor.logs import CHUNK
 
 MOST_WAITING = 1024 * 1024

@@ -34,12 +34,12 @@ from atropos_common.run_dir import ENV_RUN_ID
 from atropos_tui.diagnoses import Diagnosis, node_lost
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.far_end import CODE, MAGIC, OWNER_BEAT_S, ROOT
 from atropos_tui.supervisor.launch import Launch, scratch_name
-from atropos_tui.supervisor.launcher import DirectLauncher, Living, OnExit, OnProblem, Usage, entry_of
-from atropos_tui.supervisor.line import Line, head
+from atropos_tui.supervisor.launchers.far_end import CODE, MAGIC, OWNER_BEAT_S, ROOT
+from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Living, OnExit, OnProblem, Usage, entry_of
+from atropos_tui.supervisor.launchers.line import Line, head
+from atropos_tui.supervisor.launchers.outbox import Beats, Channels, Outbox, number_of
 from atropos_tui.supervisor.logs import LogDrain, LogFile, read_some, widen
-from atropos_tui.supervisor.outbox import Beats, Channels, Outbox, number_of
 from atropos_tui.supervisor.process import Ending, end_words, spawn
 from atropos_tui.supervisor.store import FarEntry, ProcessTable
 

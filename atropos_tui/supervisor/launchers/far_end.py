@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 from atropos_common.run_dir import ENV_CONTROL_SOCKET
 from atropos_tui.profile import redact
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.line import Frame, Line
+from atropos_tui.supervisor.launchers.line import Frame, Line
+from atropos_tui.supervisor.launchers.outbox import Beats, Channels, Outbox
 from atropos_tui.supervisor.logs import MOST_LEFT, read_some
-from atropos_tui.supervisor.outbox import Beats, Channels, Outbox
 from atropos_tui.supervisor.process import (
     Child,
     Ending,
@@ -56,8 +56,10 @@ from atropos_tui.supervisor.tracker import Tracker, remove_unused
 if TYPE_CHECKING:
     from atropos_tui.gpu import Nvml
 
-ROOT = str(Path(__file__).resolve().parents[2])
-CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from atropos_tui.supervisor.far_end import main; main()"
+ROOT = str(Path(__file__).resolve().parents[3])
+CODE = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from atropos_tui.supervisor.launchers.far_end import main; main()"
+)
 MAGIC = b"\natropos-line 1\n"
 BEAT_S = 2.0
 OWNER_S = 60.0
