@@ -34,12 +34,8 @@ def few_strangers(ours: Collection[int] | None = None) -> type[asyncio.Protocol]
             super().connection_made(transport)
             try:
                 strange = uid_of(self.client, self.server) not in known
-            except (
-                peer.UnknownPeerError,
-                OSError,
-                TypeError,
-            ):  # another machine's, who needs a key; TypeError: no address
-                strange = False
+            except (peer.UnknownPeerError, OSError, TypeError):
+                strange = False  # of another machine, who needs a key; or there is no address (TypeError)
             if strange and len(strangers) >= MOST_OF_STRANGERS:
                 transport.abort()
             elif strange:

@@ -25,7 +25,7 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -94,29 +94,21 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
         return _point(Path(config.resume), config)
     save_path = Path(config.save_path)
     _clear_interrupted(save_path)
-    end = _end(save_path, config)
-    for path in reversed(_numbered(save_path, config.trains_adapters)):
-        if end is not None and end.step > _step_of(path):
-            break
+    numbered = [(_step_of(path), True, path) for path in _numbered(save_path, config.trains_adapters)]
+    for _, exact, path in sorted([*numbered, *_ends(save_path, config.trains_adapters)], reverse=True):
         try:
-            return _point(path, config)
+            return _point(path, config, exact=exact)
         except UsageError as error:
             print(f"[WARNING] passed over: {error}")
-    return end or StartingPoint()
+    return StartingPoint()
 
 
-def _end(save_path: Path, config: TrainingConfig) -> StartingPoint | None:
-    """Where an earlier attempt ended well; null where none did, or what it made is not whole or of another kind."""
+def _ends(save_path: Path, adapters: bool) -> Iterator[tuple[int, bool, Path]]:
+    """What an earlier attempt made that came to its end: its step, that it is not exact, and where."""
     for path in (save_path / "final_adapter", save_path / "final_model"):
-        try:
-            facts = json.loads((path / STATE_JSON).read_text())
-            if facts.pop("sha256") != _facts_digest(facts) or damage(path, facts["files"], deep=True):
-                continue
-        except (OSError, ValueError, AttributeError, KeyError):
-            continue
-        if (path / ADAPTER_CONFIG).is_file() == config.trains_adapters:
-            return StartingPoint(int(facts["step"]), int(facts["weight_version"]), path, exact=False)
-    return None
+        whole = _why_damaged(path, deep=False, exact=False) is None
+        if whole and (path / ADAPTER_CONFIG).is_file() == adapters:
+            yield int(json.loads((path / STATE_JSON).read_text())["step"]), False, path
 
 
 def _numbered(save_path: Path, adapters: bool) -> list[Path]:
@@ -130,8 +122,8 @@ def _step_of(path: Path) -> int:
     return int(path.name.rpartition("_")[2])
 
 
-def _point(path: Path, config: TrainingConfig) -> StartingPoint:
-    if reason := _why_damaged(path, deep=True):
+def _point(path: Path, config: TrainingConfig, *, exact: bool = True) -> StartingPoint:
+    if reason := _why_damaged(path, deep=True, exact=exact):
         raise UsageError(f"--resume {path}: {reason}")
     if (path / ADAPTER_CONFIG).is_file() != config.trains_adapters:
         theirs, ours = ("a whole model", "adapters") if config.trains_adapters else ("an adapter", "the whole model")
@@ -140,14 +132,16 @@ def _point(path: Path, config: TrainingConfig) -> StartingPoint:
             f"{ours}"
         )
     facts = json.loads((path / STATE_JSON).read_text())
-    return StartingPoint(int(facts["step"]), int(facts["weight_version"]), path, dict(facts["stopping"]))
+    stopping = dict(facts["stopping"]) if exact else {}
+    return StartingPoint(int(facts["step"]), int(facts["weight_version"]), path, stopping, exact)
 
 
-def _why_damaged(path: Path, *, deep: bool) -> str | None:
-    """Why a run cannot go on from `path`, in words; null when it can."""
+def _why_damaged(path: Path, *, deep: bool, exact: bool = True) -> str | None:
+    """Why a run cannot go on from `path`, in words; null when it can. `exact`: with the optimizer's state."""
+    needed = {"step", "weight_version", "files", "sha256"} | ({"stopping", "state"} if exact else set())
     try:
         facts = json.loads((path / STATE_JSON).read_text())
-        if not {"step", "weight_version", "stopping", "state", "files", "sha256"} <= facts.keys():
+        if not needed <= facts.keys():
             return f"not a checkpoint of this trainer: {STATE_JSON} lacks what an exact resume needs"
         if facts.pop("sha256") != _facts_digest(facts):
             return f"the content of {STATE_JSON} is not what was written"
