@@ -15,7 +15,7 @@ from atropos_common.model_math import why_not_shared, why_not_spread
 from benchmarks.model_zoo import ZOO, save
 from tests.unit.ranks import run_ranks
 from tests.unit.sharded_ranks import SHARED
-from tests.unit.test_trainer_sharded import LATER, ROUNDING
+from tests.unit.test_trainer_sharded import equal
 from trainer_core.config import TrainingConfig, sharding_contradictions
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,13 +38,6 @@ def steps(folder: Path, *cases: str, size: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return steps(tmp_path_factory.mktemp("shared"), size=2)
-
-
-def equal(numbers: Any) -> None:
-    assert isinstance(numbers, dict), numbers
-    assert numbers["gradient"] < ROUNDING and numbers["loss"] < ROUNDING and numbers["weights"] < ROUNDING
-    assert numbers["later"] < LATER and numbers["norm"] < LATER and numbers["rest"] < LATER
-    assert numbers["proof"] < LATER
 
 
 @pytest.mark.parametrize("case", SHARED)

@@ -28,6 +28,14 @@ LATER = 1e-5
 """After a second step: AdamW divides a gradient by its own size, so where one is near 0 its rounding is not."""
 
 
+def equal(numbers: Any) -> None:
+    """What several ranks found for a case is what one did."""
+    assert isinstance(numbers, dict), numbers
+    assert numbers["gradient"] < ROUNDING and numbers["loss"] < ROUNDING and numbers["weights"] < ROUNDING
+    assert numbers["later"] < LATER and numbers["norm"] < LATER and numbers["rest"] < LATER
+    assert numbers["proof"] < LATER
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     from benchmarks.model_zoo import save
@@ -45,11 +53,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_two_ranks_step_as_one(found: dict[str, Any], case: str) -> None:
     """With rows of uneven length, one of them empty, and rows without any advantage. With stochastic rounding as well:
     an element's random bits depend on its place in the whole parameter, not on the rank that has it."""
-    numbers = found.get(case)
-    assert isinstance(numbers, dict), numbers
-    assert numbers["gradient"] < ROUNDING and numbers["loss"] < ROUNDING and numbers["weights"] < ROUNDING
-    assert numbers["later"] < LATER and numbers["norm"] < LATER and numbers["rest"] < LATER
-    assert numbers["proof"] < LATER
+    equal(found.get(case))
 
 
 @pytest.mark.parametrize("case", RESUMED)
