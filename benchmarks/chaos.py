@@ -22,17 +22,19 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from atropos_common.run_dir import RunDir
 from benchmarks.demo import prepare
 from benchmarks.faults import CLOCK, COUNTER, COUNTING, FAULTS, Fault, enter_isolation, own_disk, signalled, with_clock
 from benchmarks.restarts import MODES
@@ -187,7 +189,7 @@ def wrong_records(stack: Stack) -> list[str]:
         if bad > spoilt:
             wrong.append(f"{path.name}: {bad} lines are no records")
         if path == run.telemetry_jsonl and not spoilt:
-            wrong += wrong_steps([record for record in records if record])
+            wrong += wrong_steps([record for record in records if record], _resumed(run))
     try:
         check_records(run, spoilt=stack.spoilt.get(run.supervisor_jsonl, 0), resumed=stack.resumed)
     except AssertionError as error:
@@ -200,20 +202,37 @@ def wrong_records(stack: Stack) -> list[str]:
     return wrong
 
 
-def wrong_steps(records: list[dict[str, Any]]) -> list[str]:
+def wrong_steps(records: list[dict[str, Any]], resumed: Mapping[int, int]) -> list[str]:
     """Attempts of the trainer that do not begin where a checkpoint, or the base model, ends, and verdicts of steps that
-    did not come from the weights that they should have come from."""
-    saved, wrong, attempt = {0}, [], None
+    did not come from the weights that they should have come from.
+
+    Args:
+        resumed: by attempt the step of the checkpoint that its log names. It counts where the attempt before ended with
+            that very step: killed between writing the checkpoint and telling of it.
+    """
+    saved, wrong, attempt, done = {0}, [], None, 0
     for record in records:
         if record["kind"] == "checkpoint":
             saved.add(record["step"])
-        elif record["kind"] == "step" and record["attempt"] != attempt:
+        elif record["kind"] == "step":
+            before, done = done, record["step"]
+            if record["attempt"] == attempt:
+                continue
             attempt = record["attempt"]
-            if record["step"] - 1 not in saved:
-                wrong.append(f"attempt {attempt} begins with step {record['step']}; checkpoints: {sorted(saved)}")
+            if done - 1 not in saved and not before == done - 1 == resumed.get(attempt):
+                wrong.append(f"attempt {attempt} begins with step {done}; checkpoints: {sorted(saved)}")
         elif record["kind"] == "alignment" and record["verdict"] == "mismatch":
             wrong.append(f"step {record['step']} is a mismatch")
     return wrong
+
+
+def _resumed(run: RunDir) -> dict[int, int]:
+    """By attempt of the trainer the step of the checkpoint that it says to go on from."""
+    found = {}
+    for path in (run.logs / "trainer").glob("*.log"):
+        if said := re.search(rb"^.*Resuming from .*: step (\d+),", path.read_bytes(), re.MULTILINE):
+            found[int(path.stem)] = int(said[1])
+    return found
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """What grows in a long run: memory of each process, sizes of files, the time to attach a screen, the time of a step.
 
-    python -m benchmarks.long_run [--steps 10000] [--every 10] [--mode lora_only] [--samples FILE] [--json]
+    python -m benchmarks.long_run [--steps 10000] [--every 10] [--mode lora_only] [--set trainer.batch_size=16 ...]
+                                  [--samples FILE] [--json]
     python -m benchmarks.long_run --table FILE          # of samples that were taken
 
 One demo of so many steps with a screen attached all the while. Every few seconds a sample: the step, the proportional
@@ -151,6 +152,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between samples")
     parser.add_argument("--mode", choices=MODES, default="shared_vllm")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the profile")
     parser.add_argument("--samples", type=Path, help="append a JSON line for each sample")
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print the table of these samples")
     parser.add_argument("--json", action="store_true")
@@ -164,6 +166,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="long-") as folder:
         os.environ["XDG_STATE_HOME"] = f"{folder}/state"
         given: dict[str, Any] = {"trainer.training_steps": options.steps, "trainer.keep_checkpoints": 2}
+        given |= dict(pair.split("=", 1) for pair in options.set)
         stack = Stack(Path(folder, "run"), options.mode, workers=1, profile="demo", given=given)
         stack.live.up()
         try:

@@ -123,14 +123,14 @@ def _clean_run(run: DeadRun) -> int:
         if not free:
             print(f"{run.run_id}: a supervisor has begun there meanwhile; not touched")
             return Exit.DONE
-        shared = {path for process in run.processes for path in tracker.mapped_by(process.pid)}
+        shared = {path for process in run.processes for path in procfs.mapped_by(process.pid)}
         shared |= {str(path) for path in run.files if path.parent == SHARED_MEMORY}
         if run.processes or run.group:
             tracker.reap_leftovers(run.run_id, run.table)
         unreached = sweep_nodes(run.table)
         if run.elsewhere and not unreached and run.table:  # there is nothing to be looked for any more
             run.table.model_copy(update={"components": {}}).write(RunDir(run.root).journal_json)
-        tracker.remove_unused(shared)
+        procfs.remove_unused(shared)
         remove_files([path for path in run.files if path.parent != SHARED_MEMORY])
     left = {process.pid: process for process in tracker.find_leftovers(run.run_id, run.table)}
     for process in run.processes:

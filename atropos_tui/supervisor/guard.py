@@ -7,7 +7,8 @@ Direct children of a killed supervisor die by their parent-death signal; their d
 ones belong to nobody. The guard holds the read end of a pipe, learns from it the sessions that the run started
 (`S SESSION TICKS`, `F SESSION` when one is gone) and the files that go with them (`C PATH`, `D PATH`), and acts on its
 end of file: it kills the run's control group, if it has one, and by the run-id marker in the environment, by those
-sessions, and all descendants of these; then it removes the files.
+sessions, and all descendants of these; then it removes the files, and those in /dev/shm that only the run had mapped
+(`M PATH`).
 
 Components that shall survive the supervisor (`K`, until the note `E` says that the run is being ended) are left alone;
 then only the files that speak of the supervisor itself are removed (`A PATH`).
@@ -64,6 +65,8 @@ class Notes:
         """They must not outlive the components."""
         self.own: set[bytes] = set()
         """They must not outlive the supervisor."""
+        self.shared: set[str] = set()
+        """Files in /dev/shm that components had mapped."""
 
     def read(self, line: bytes) -> None:
         kind, _, rest = line.rstrip(b"\n").partition(b" ")
@@ -75,6 +78,8 @@ class Notes:
             self.files.add(rest)
         elif kind == b"D":
             self.files.discard(rest)
+        elif kind == b"M":
+            self.shared.add(os.fsdecode(rest))
         elif kind == b"S":
             session, ticks = map(int, rest.split())
             self.sessions[session] = ticks
@@ -112,6 +117,7 @@ def main() -> None:
     if not notes.keep:
         sweep(sys.argv[2], notes.sessions, {os.getpid()}, sys.argv[3])
         procfs.remove_group(sys.argv[3])
+        procfs.remove_unused(notes.shared)
     for path in notes.own if notes.keep else notes.own | notes.files:
         remove(path)
 
@@ -140,6 +146,7 @@ class Guard:
         """Whether the components would live on if the supervisor died now."""
         self._sessions: dict[int, int] = {}
         self._files: set[str] = set()
+        self._shared: set[str] = set()
         self._deaths = 0
         self._pidfd = -1
         self._start()
@@ -172,6 +179,8 @@ class Guard:
             self._note(f"S {session} {ticks}")
         for path in self._files:
             self._note(f"C {path}")
+        for path in self._shared:
+            self._note(f"M {path}")
 
     def _died(self) -> None:
         self._release()
@@ -226,6 +235,12 @@ class Guard:
             if path in self._files:
                 self._files.discard(path)
                 self._note(f"D {path}")
+
+    def note_shared_memory(self, paths: set[str]) -> None:
+        """Members of the run have these files in /dev/shm mapped."""
+        for path in paths - self._shared:
+            self._note(f"M {path}")
+        self._shared |= paths
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """Let it take its last look and leave."""

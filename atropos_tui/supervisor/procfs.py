@@ -18,6 +18,10 @@ import os
 import signal
 import time
 
+TYPE_CHECKING = False  # `typing` costs as much
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 TICKS_PER_SECOND: int = os.sysconf("SC_CLK_TCK")
 SPAWNED: set[int] = set()
 """Children that were started here and are not reaped yet; all others in foreign sessions are adopted."""
@@ -25,6 +29,9 @@ PREFIX = "atropos-"
 """Every group of ours is called this and the run's id; nothing else is ever killed or removed."""
 SCRATCH = "atropos-scratch-"
 """How the names of folders for temporary files begin; no other folder is ever removed."""
+SHARED_MEMORY = "/dev/shm/"
+"""Semaphores, tensors and CUDA's own segments lie there under names of their makers' choice: whose a file is, is told
+by who has it mapped, and of a killed process by nothing."""
 PATIENCE_S = 1.0
 """How long the kernel may take to let go of a group whose last process was killed."""
 
@@ -130,6 +137,39 @@ def resident(pid: int) -> int | None:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return None
+
+
+def mapped_by(pid: int) -> set[str]:
+    """Files in /dev/shm that process `pid` has mapped; those already unlinked are left out."""
+    try:
+        with open(f"/proc/{pid}/maps", errors="surrogateescape") as file:  # noqa: PTH123
+            found = {line[line.index(SHARED_MEMORY) :].rstrip("\n") for line in file if SHARED_MEMORY in line}
+    except OSError:
+        return set()
+    return {path for path in found if not path.endswith(" (deleted)")}
+
+
+def remove_unused(paths: Iterable[str]) -> list[str]:
+    """Remove those of `paths` that are this user's and that no process maps any more; what was removed."""
+    left = {path for path in paths if _is_ours(path)}
+    if not left:
+        return []
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdecimal():
+            left -= mapped_by(int(name))
+    for path in left:
+        try:
+            os.unlink(path)  # noqa: PTH108
+        except OSError:
+            continue
+    return sorted(left)
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        return os.lstat(path).st_uid == os.getuid()
+    except OSError:
+        return False
 
 
 def grouped(table: dict[int, Proc], group: str) -> set[int]:

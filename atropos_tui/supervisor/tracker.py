@@ -10,7 +10,6 @@ did a crashed supervisor leave?) and after every end (is nothing left?), `clean`
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -26,7 +25,6 @@ from atropos_tui.supervisor import procfs
 if TYPE_CHECKING:  # its validation is not for the far end of a launcher
     from atropos_tui.supervisor.store import ProcessTable
 
-FOLDER = "/dev/shm/"
 REAP_S = 10.0
 SAME_MOMENT_S = 2.0
 """What a component started that long after its line was written may still be its own."""
@@ -83,7 +81,7 @@ class Tracker:
     def note_shared_memory(self, found: dict[str, list[procfs.Proc]]) -> None:
         """Remember which files in /dev/shm these members have mapped: nobody can tell once they were killed."""
         for name, rows in found.items():
-            files = {path for row in rows for path in mapped_by(row.pid)}
+            files = {path for row in rows for path in procfs.mapped_by(row.pid)}
             with self._lock:
                 if name in self._tracked:
                     self._tracked[name].shared |= files
@@ -160,37 +158,6 @@ class Tracker:
             and procfs.environ(row.pid).get(ENV_RUN_ID, self._run_id) == self._run_id
         }
         return [table[pid] for pid in procfs.with_descendants(table, adopted) if table[pid].alive]
-
-
-def mapped_by(pid: int) -> set[str]:
-    """Files in /dev/shm that process `pid` has mapped; those already unlinked are left out."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    found = {line[line.index(FOLDER) :] for line in lines if FOLDER in line}
-    return {path for path in found if not path.endswith(" (deleted)")}
-
-
-def remove_unused(paths: Iterable[str]) -> list[str]:
-    """Remove those of `paths` that are this user's and that no process maps any more; what was removed."""
-    left = {path for path in paths if _is_ours(path)}
-    if not left:
-        return []
-    for entry in os.scandir("/proc"):
-        if entry.name.isdecimal():
-            left -= mapped_by(int(entry.name))
-    for path in left:
-        with contextlib.suppress(OSError):
-            Path(path).unlink()
-    return sorted(left)
-
-
-def _is_ours(path: str) -> bool:
-    try:
-        return Path(path).lstat().st_uid == os.getuid()
-    except OSError:
-        return False
 
 
 @dataclass(frozen=True)

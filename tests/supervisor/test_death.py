@@ -21,6 +21,7 @@ from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
 from atropos_tui.supervisor.store import ProcessTable, RunResult
+from atropos_tui.supervisor.supervisor import SWEEP_S
 from tests import nursery
 from tests.supervisor.harness import alive, part, pids_in, python, script, wait_until
 
@@ -263,6 +264,36 @@ async def test_a_killed_guard_is_replaced(tmp_path: Path) -> None:
         await asyncio.sleep(0.2)
         supervisor.process.kill()
         await wait_until(lambda: not any(map(alive, pids)), 5)
+
+
+async def test_the_guard_removes_what_the_dead_left_in_shared_memory(tmp_path: Path) -> None:
+    """As semaphores and tensors of libraries are left; a file that a stranger still has mapped stays."""
+    maps = (
+        "import mmap, os, sys, time\n"
+        "f = open(sys.argv[1], 'wb+'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)\n"
+        "open(sys.argv[2], 'w').close(); time.sleep(600)"
+    )
+    left, kept = (Path(f"/dev/shm/atropos-test-{os.getpid()}-{name}") for name in ("left", "kept"))
+    stranger = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-I", "-S", "-c", maps, str(kept), str(tmp_path / "kept")]
+    )
+    both = f"kept = open({str(kept)!r}, 'rb'); k = mmap.mmap(kept.fileno(), 4096, prot=mmap.PROT_READ)\n"
+    first, _, rest = maps.partition("f = ")
+    command = [sys.executable, "-I", "-S", "-c", f"{first}{both}f = {rest}", str(left), str(tmp_path / "left")]
+    try:
+        await wait_until((tmp_path / "kept").exists)
+        with background(tmp_path / "run", part("one", command)) as supervisor:
+            await supervisor.ready()
+            await wait_until((tmp_path / "left").exists)
+            await asyncio.sleep(2 * SWEEP_S + 1)  # the supervisor has looked since, and told its guard
+            supervisor.process.kill()
+            await wait_until(lambda: not left.exists(), 20)
+            assert kept.exists()
+    finally:
+        stranger.kill()
+        stranger.wait()
+        for path in (left, kept):
+            path.unlink(missing_ok=True)
 
 
 def guard_of(supervisor: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atropos_common.control import State
-from atropos_tui.supervisor import component, tracker
+from atropos_tui.supervisor import component, procfs
 from atropos_tui.supervisor.store import Hub, SubscriberDroppedError
 
 
@@ -111,11 +111,11 @@ def test_shared_memory_of_the_dead_is_removed_and_of_the_living_kept(tmp_path: P
     child = subprocess.Popen([sys.executable, "-I", "-S", "-c", code, str(path)], stdout=subprocess.PIPE)
     try:
         assert child.stdout is not None and child.stdout.readline() == b"up\n"
-        assert tracker.mapped_by(child.pid) == {str(path)}
-        assert tracker.remove_unused([str(path)]) == [] and path.exists()
+        assert procfs.mapped_by(child.pid) == {str(path)}
+        assert procfs.remove_unused([str(path)]) == [] and path.exists()
         child.kill()
         child.wait()
-        assert tracker.remove_unused([str(path)]) == [str(path)] and not path.exists()
+        assert procfs.remove_unused([str(path)]) == [str(path)] and not path.exists()
     finally:
         child.kill()
         child.wait()

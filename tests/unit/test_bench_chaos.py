@@ -50,9 +50,13 @@ def test_an_attempt_begins_where_a_checkpoint_ends() -> None:
 
     saved = {"kind": "checkpoint", "step": 2}
     good = [step(1, 1), step(1, 2), saved, step(1, 3), step(2, 3), step(2, 4), step(3, 1)]
-    assert wrong_steps(good) == []
-    assert wrong_steps([*good, step(4, 5)]) == ["attempt 4 begins with step 5; checkpoints: [0, 2]"]
-    assert wrong_steps([{"kind": "alignment", "step": 7, "verdict": "mismatch"}]) == ["step 7 is a mismatch"]
+    assert wrong_steps(good, {}) == []
+    assert wrong_steps([*good, step(4, 5)], {4: 4}) == ["attempt 4 begins with step 5; checkpoints: [0, 2]"]
+    killed = [*good, step(3, 2), step(4, 3)]
+    assert wrong_steps(killed, {4: 2}) == [], "the checkpoint was whole, and the trainer killed before it told of it"
+    assert wrong_steps([step(1, 1), step(1, 2), step(2, 3)], {}) != []
+    assert wrong_steps([step(1, 1), step(1, 2), step(1, 3), step(2, 3)], {2: 2}) != [], "it had gone on after it"
+    assert wrong_steps([{"kind": "alignment", "step": 7, "verdict": "mismatch"}], {}) == ["step 7 is a mismatch"]
 
 
 LIKE_AN_ENGINE = """

@@ -51,7 +51,7 @@ from atropos_tui.supervisor.process import (
     scratch_below,
     spawn,
 )
-from atropos_tui.supervisor.tracker import Tracker, remove_unused
+from atropos_tui.supervisor.tracker import Tracker
 
 if TYPE_CHECKING:
     from atropos_tui.gpu import Nvml
@@ -248,7 +248,7 @@ class FarEnd:
             taken += count
             await self._out.room()
         child.reap()
-        await asyncio.to_thread(remove_unused, self._tracker.shared_files(self._name))
+        await asyncio.to_thread(procfs.remove_unused, self._tracker.shared_files(self._name))
         await asyncio.to_thread(remove_files, self._leaves)
         self._out.send("gone", str(killed).encode())
         self._over.set()

@@ -43,7 +43,7 @@ from atropos_tui.supervisor.process import (
     spawn,
 )
 from atropos_tui.supervisor.store import FarEntry, ProcessEntry, ProcessTable
-from atropos_tui.supervisor.tracker import Tracker, remove_unused
+from atropos_tui.supervisor.tracker import Tracker
 
 GROUP_PATIENCE_S = 0.05
 """A control group that is not free by then goes with the run's own group at the end."""
@@ -520,7 +520,8 @@ class Host:
         """Look at every process of the run: adopted zombies are collected, new sessions told to the guard."""
         found = await asyncio.to_thread(self.tracker.survey)
         await asyncio.to_thread(self.tracker.note_shared_memory, found)
-        for rows in found.values():
+        for name, rows in found.items():
+            self.guard.note_shared_memory(self.tracker.shared_files(name))
             for row in rows:
                 if row.pid == row.session:
                     self.guard.remember(row.pid, row.ticks)
@@ -530,7 +531,7 @@ class Host:
     async def remove_shared_memory(self, name: str) -> None:
         """Remove the files in /dev/shm that only `name`, which is gone, had mapped."""
         if name in self._gpus_of:  # it runs here
-            await asyncio.to_thread(remove_unused, self.tracker.shared_files(name))
+            await asyncio.to_thread(procfs.remove_unused, self.tracker.shared_files(name))
 
 
 def entry_of(
