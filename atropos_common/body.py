@@ -11,6 +11,8 @@ from starlette.types import Message, Receive, Scope
 _GZIP = 16 + zlib.MAX_WBITS
 _PIECE = 1024 * 1024
 """Bytes that are unpacked at a time."""
+UNTOLD = 4 * 1024 * 1024
+"""Bytes that a body may have that comes in chunks without its length: programs that send more know how much it is."""
 _SMALL = 64 * 1024
 """Bytes of a body that need no room."""
 
@@ -54,7 +56,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: Room | Non
     """Take the whole body in; the request without its packing.
 
     Args:
-        limit: bytes that the body may have, as it was sent and unpacked.
+        limit: bytes that the body may have, as it was sent and unpacked; as sent at most `UNTOLD` without a length.
         room: where it stands until it is whole.
 
     Raises:
@@ -68,7 +70,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: Room | Non
     if not length and "transfer-encoding" not in headers:
         return scope, receive
     packed = "gzip" in headers.get("content-encoding", "").lower()
-    pieces = await _collect(receive, limit, Gunzip(limit) if packed else None, room or Room(2 * limit))
+    sent = limit if length else min(limit, UNTOLD)
+    pieces = await _collect(receive, sent, Gunzip(limit) if packed else None, room or Room(2 * limit))
     if packed:
         scope = {**scope, "headers": list(scope["headers"])}
         changed = MutableHeaders(scope=scope)
@@ -101,7 +104,7 @@ async def _collect(receive: Receive, limit: int, gunzip: Gunzip | None, room: Ro
             body, more = message.get("body", b""), message.get("more_body", False)
             size += len(body)
             if size > limit:
-                raise _too_large(limit, "as sent")
+                raise _too_large(limit, "as sent" + (": tell its Content-Length" if limit == UNTOLD else ""))
             for piece in gunzip.feed(body) if gunzip else [body]:
                 pieces.append(piece)
                 kept += len(piece)

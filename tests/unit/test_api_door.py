@@ -5,6 +5,7 @@ Each attack is tried on the very command that a stack starts, and succeeds on a 
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -18,12 +19,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
+from starlette.types import Message, Scope
 
 from atropos_api.door import Settings
 from atropos_common import connections, peer
-from atropos_common.body import BodyError, Gunzip
+from atropos_common.body import BodyError, Gunzip, read_body
 from atropos_common.bridge import TOKEN_HEADER
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.ports import free_port
@@ -194,13 +195,22 @@ def test_a_body_that_is_too_large_is_refused_unread(api: tuple[int, subprocess.P
     before = peak_mb(process)
     assert call(port, "POST", "/disconnect-env", bytes(40 * MIB))[0] == 413
 
-    def chunks() -> Iterator[bytes]:  # a length is not told in advance
-        for _ in range(40):
-            yield bytes(MIB)
-
-    with httpx.Client(trust_env=False) as http:
-        assert http.post(f"http://127.0.0.1:{port}/disconnect-env", content=chunks()).status_code == 413
     assert peak_mb(process) - before < 60
+
+
+def test_a_body_that_does_not_tell_its_length_is_refused_after_little_of_it() -> None:
+    """Whoever sends much knows how much; otherwise it would have to be taken in up to the limit of all others."""
+    sent = 0
+
+    async def receive() -> Message:
+        nonlocal sent
+        sent += 65536
+        return {"type": "http.request", "body": bytes(65536), "more_body": sent < 500_000_000}
+
+    scope: Scope = {"type": "http", "headers": [(b"transfer-encoding", b"chunked")]}
+    with pytest.raises(BodyError, match="tell its Content-Length") as caught:
+        asyncio.run(read_body(scope, receive, 400 * MIB))
+    assert caught.value.status == 413 and sent <= 4 * MIB + 65536
 
 
 def test_by_default_half_a_gigabyte_is_too_much_and_the_largest_real_body_is_not() -> None:
