@@ -37,7 +37,7 @@ from tests.supervisor.test_adoption import (
     successor,
 )
 from tests.supervisor.test_chaos import disturb
-from tests.supervisor.test_death import background, guard_of
+from tests.supervisor.test_death import Background, background, guard_of
 
 FLOOD = """
 import sys, time
@@ -116,6 +116,7 @@ async def test_a_killed_keeper_is_a_crash_of_its_component(tmp_path: Path) -> No
         os.kill(keeper.ppid, signal.SIGKILL)
         await wait_until(lambda: ("starting", 2, "attempt 2") in steps(first, "one"))
         assert not alive(before["one"].pid or 0)
+        await wait_until(lambda: journaled(first, "one") == 2)  # the next one can only know what is written
         kill(first)
         for one in first.left():
             if one.component == "one":
@@ -127,6 +128,13 @@ async def test_a_killed_keeper_is_a_crash_of_its_component(tmp_path: Path) -> No
             assert after["one"].restarts == 1
             assert "adopted; it has no probe" not in [reason for _, _, reason in steps(second, "one")]
             await down(second)
+
+
+def journaled(supervisor: Background, name: str) -> int:
+    """The attempt of a component that the journal knows; 0: of none."""
+    table = ProcessTable.load(supervisor.run.journal_json)
+    entry = table.components.get(name) if table else None
+    return entry.attempt if entry else 0
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
