@@ -4,8 +4,8 @@
                                   [--samples FILE] [--json]
     python -m benchmarks.long_run --table FILE          # of samples that were taken
 
-One demo of so many steps with a screen attached all the while. Every few seconds a sample: the step, the proportional
-set size of each process by what it is for, the bytes of each file or folder of the run, the median step time since the
+One demo of so many steps with a screen attached all the while. Every few seconds a sample: the step, the memory that
+each process has for itself, the bytes of each file or folder of the run, the median step time since the
 last sample; ten times, how long a second screen takes from the command to the run's numbers. Over the samples after the
 first fifth a line is fitted by least squares: what grows by step, with its standard error, and what that makes of
 10,000 steps. Growth counts where it is more than three standard errors and `WORTH` of the value at the end.
@@ -82,7 +82,7 @@ def samples(stack: Stack, steps: int, every: float) -> Iterator[dict[str, float]
             sample: dict[str, float] = {"step": step, "load": os.getloadavg()[0]}
             with contextlib.suppress(NotRecovered, psutil.Error):  # it ends
                 for name, process in processes(stack).items():
-                    sample[f"memory {name}"] = process.memory_full_info().pss
+                    sample[f"memory {name}"] = process.memory_full_info().uss
             sample |= files(stack.live.root)
             moments = [moment for moment, _ in stack.steps()]
             if moments[timed + 1 :]:

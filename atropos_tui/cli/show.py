@@ -6,6 +6,7 @@ Printing them never holds up whoever calls it: a paused terminal or a full pipe 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import queue
@@ -13,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from atropos_common.control import ComponentStatus, GpuStatus, Recipe, RunStatus, State
@@ -51,6 +52,8 @@ EVERY_S = 2.0
 """At most one line about training in this time."""
 PATIENCE_S = 2.0
 """How long the end waits for a reader that does not read."""
+PARTING_S = 60.0
+"""How long the end of a run waits until its last words were read."""
 BACKLOG = 10_000
 """Lines that wait to be printed."""
 
@@ -275,3 +278,16 @@ class Printer:
                 print(line, flush=True)
             except (BrokenPipeError, ValueError):
                 return  # nobody reads any more; the run goes on
+
+
+@contextlib.contextmanager
+def parting(code: int, patience_s: float = PARTING_S) -> Iterator[None]:
+    """Leave with `code` where last words cannot be said, since what reads them stands still: a paused terminal, a full
+    pipe. The run is over, and its files tell how."""
+    timer = threading.Timer(patience_s, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -31,7 +31,7 @@ from atropos_tui.cli.cleanup import left_text, with_processes
 from atropos_tui.cli.control import open_screen, tell_end
 from atropos_tui.cli.doctor_nodes import refuse_unfit
 from atropos_tui.cli.profiles import checked, read_env_files, tell_unused
-from atropos_tui.cli.show import Printer, StepLines
+from atropos_tui.cli.show import Printer, StepLines, parting
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.run_files import read_info
@@ -210,9 +210,11 @@ def _headless(run: RunDir, stack: StackSpec, *, goes_on: bool) -> int:
                 )
     except (StackError, RunInUseError, SocketError) as error:
         raise UserError("the stack cannot be run", [Problem(str(error))]) from None
-    tell_end(run, code)
-    if limit.reached and goes_on and code == Exit.INTERRUPTED:
-        slurm.go_on_later(run, (last_figures(run).step or 0) - before)
+    with parting(code):
+        tell_end(run, code)
+        if limit.reached and goes_on and code == Exit.INTERRUPTED:
+            slurm.go_on_later(run, (last_figures(run).step or 0) - before)
+        sys.stdout.flush()
     return code
 
 

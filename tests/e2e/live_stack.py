@@ -99,7 +99,7 @@ class LiveStack:
     profile: str = "demo"
     sets: dict[str, Any] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
-    process: subprocess.Popen[str] | None = None
+    process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     shared_before: set[str] = field(default_factory=lambda: {path.name for path in Path("/dev/shm").iterdir()})
 
@@ -123,21 +123,25 @@ class LiveStack:
 
     def _start(self, *arguments: str) -> LiveStack:
         self.started = time.time()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "atropos_tui", "up", *arguments, "--headless"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        with self.output.open("wb") as output:  # a pipe that nobody reads would be full after some hundred steps
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "atropos_tui", "up", *arguments, "--headless"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         return self
 
     def wait(self, timeout: float) -> tuple[int, str]:
         """Exit code and output."""
         assert self.process is not None
-        output, _ = self.process.communicate(timeout=timeout)
-        return self.process.returncode, output
+        return self.process.wait(timeout), self.output.read_text()
+
+    @property
+    def output(self) -> Path:
+        """What the last start has printed, beside the run's folder."""
+        return self.root.with_name(f"{self.root.name}.output")
 
     def cli(self, *args: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "atropos_tui", *args, "--run-dir", str(self.root)]
@@ -151,10 +155,10 @@ class LiveStack:
             return
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.communicate(timeout=60)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.communicate()
+            self.process.wait()
 
     def telemetry(self, kind: str) -> list[Any]:
         return [record for record in read_records(self.run.telemetry_jsonl) if record.kind == kind]
@@ -181,7 +185,7 @@ class LiveStack:
             if found := condition():
                 return found
             if self.process is not None and self.process.poll() is not None:
-                raise AssertionError(f"the stack ended before: {what}\n{self.process.communicate()[0][-4000:]}")
+                raise AssertionError(f"the stack ended before: {what}\n{self.output.read_text()[-4000:]}")
             time.sleep(0.05)
         raise AssertionError(f"timeout after {timeout} s: {what}")
 

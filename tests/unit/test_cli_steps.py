@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -99,3 +101,25 @@ async def test_beside_a_run_and_whatever_its_end(run: RunDir, monkeypatch: pytes
     with pytest.raises(ValueError, match="the stack broke"):
         await StepLines(run, None, said.append).beside(work())
     assert ["step 1" in said[0], "step 2" in said[-1]] == [True, True]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_end_waits_a_while_for_a_reader_that_stands_still(reads: bool) -> None:
+    code = (
+        "import sys\n"
+        "from atropos_tui.cli import show\n"
+        "with show.Printer() as printer:\n"
+        "    for _ in range(2000): printer.say('a line ' * 20)\n"
+        "with show.parting(7, patience_s=float(sys.argv[1])):\n"
+        "    print('the end', flush=True)\n"
+        "sys.exit(3)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, "60" if reads else "0.2"], stdout=subprocess.PIPE)
+    try:
+        if reads:
+            assert child.communicate(timeout=60)[0].endswith(b"the end\n") and child.returncode == 3
+        else:
+            assert child.wait(timeout=60) == 7, "left with the run's code"
+    finally:
+        child.kill()
+        child.communicate()
