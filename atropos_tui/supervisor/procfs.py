@@ -140,13 +140,26 @@ def resident(pid: int) -> int | None:
 
 
 def mapped_by(pid: int) -> set[str]:
-    """Files in /dev/shm that process `pid` has mapped; those already unlinked are left out."""
+    """Files in /dev/shm that process `pid` has mapped; those already unlinked are left out.
+
+    A semaphore is mapped before it has its name, under another that is gone: it is told by its inode.
+    """
+    found, nameless = set(), set()
     try:
         with open(f"/proc/{pid}/maps", errors="surrogateescape") as file:  # noqa: PTH123
-            found = {line[line.index(SHARED_MEMORY) :].rstrip("\n") for line in file if SHARED_MEMORY in line}
+            for line in file:
+                if SHARED_MEMORY in line:
+                    path = line[line.index(SHARED_MEMORY) :].rstrip("\n")
+                    if path.endswith(" (deleted)"):
+                        nameless.add(int(line.split(maxsplit=5)[4]))
+                    else:
+                        found.add(path)
+        if nameless:
+            with os.scandir(SHARED_MEMORY) as entries:
+                found |= {entry.path for entry in entries if entry.inode() in nameless}
     except OSError:
-        return set()
-    return {path for path in found if not path.endswith(" (deleted)")}
+        return found
+    return found
 
 
 def remove_unused(paths: Iterable[str]) -> list[str]:

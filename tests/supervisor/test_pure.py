@@ -101,13 +101,17 @@ def test_the_supervisor_imports_no_screen_no_profile_and_no_trainer() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_shared_memory_of_the_dead_is_removed_and_of_the_living_kept(tmp_path: Path) -> None:
-    code = (
-        "import mmap, os, sys, time\n"
-        "f = open(sys.argv[1], 'wb+'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)\n"
-        "print('up', flush=True); time.sleep(600)"
-    )
-    path = Path(f"/dev/shm/atropos-test-{os.getpid()}")
+MAPS = "import mmap; f = open(sys.argv[1], 'wb+'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096)"
+SEMAPHORE = (
+    "import _multiprocessing, os; s = _multiprocessing.SemLock(1, 1, 1, '/' + os.path.basename(sys.argv[1])[4:], False)"
+)
+"""As a library's: mapped before it has its name."""
+
+
+@pytest.mark.parametrize("make", [MAPS, SEMAPHORE])
+def test_shared_memory_of_the_dead_is_removed_and_of_the_living_kept(make: str) -> None:
+    code = f"import sys, time\n{make}\nprint('up', flush=True); time.sleep(600)"
+    path = Path(f"/dev/shm/sem.atropos-test-{os.getpid()}")
     child = subprocess.Popen([sys.executable, "-I", "-S", "-c", code, str(path)], stdout=subprocess.PIPE)
     try:
         assert child.stdout is not None and child.stdout.readline() == b"up\n"
