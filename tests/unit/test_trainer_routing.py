@@ -72,7 +72,7 @@ def test_its_own_choice_changes_no_bit(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(row_logprobs(model, _replaying(experts)), plain)
         again = _gradients(model, _replaying(experts))
         assert again.keys() == gradients.keys()
-        # Half precision does not tell a softmax of what is chosen from shares of the whole, which are rounded elsewhere.
+        # Half precision does not tell a softmax of what is chosen from shares of all, which are rounded elsewhere.
         ambiguous = (name, dtype) == ("GPT-OSS", torch.bfloat16)
         for n in again:
             atol = 0.02 * gradients[n].abs().max().item() if ambiguous else 0.0
