@@ -35,7 +35,7 @@ Weigh = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _share(_: nn.Module, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).gather(1, experts)
+    return logits.softmax(-1, dtype=torch.float32).gather(1, experts)
 
 
 def _share_of_chosen(router: nn.Module, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
