@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,11 +26,13 @@ from trainer_core.policy.logprobs import completions_logprobs, row_logprobs, row
 from trainer_core.policy.routing import RouterShape, own_experts, replay_in
 from trainer_core.policy.speed import use_checkpointing
 from trainer_core.probe import ProbeAnswers, compare
-from trainer_core.rollouts.batch import Batch, Rollout
+from trainer_core.rollouts.batch import Batch, Rollout, Selection
 from trainer_core.rollouts.packing import PackedRow, pack, packed_experts
 from trainer_core.rollouts.routing import RoutingAsker
+from trainer_core.rollouts.source import BatchSource, LagMeter
 from trainer_core.server.client import GeneratedTokens
 from trainer_core.step import accumulate
+from trainer_core.telemetry import Telemetry
 
 REPLAYED = ["Qwen3-MoE", "Qwen2-MoE", "Mixtral", "OLMoE", "GLM-4-MoE", "DeepSeek-V3", "GPT-OSS"]
 SEQUENCES = [torch.arange(3, 33) * 7 % 120, torch.arange(3, 20) * 11 % 120]
@@ -318,6 +322,26 @@ def test_several_servers_are_asked_until_one_knows() -> None:
     asker.fill(Batch([rollouts[0]]))
     assert (gone.asked, old.asked, left.asked, right.asked) == (2, 1, 2, 2), "one that cannot tell is not asked again"
     assert Batch([]).routing_replayed is None, "nobody asked"
+
+
+def test_a_batch_is_asked_for_as_it_is_read_and_little_is_said(tmp_path: Path, capsys: Any) -> None:
+    """The warning has the share of its own batch, and comes once a minute."""
+    known = {"tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [1.0, 0.0],
+             "inference_logprobs": [[1.0, -1.0], [1.0, -1.0]]}  # fmt: skip
+    unknown = known | {"tokens": [[8, 6], [8, 7]]}
+    server = Server()
+    server.learn([5], [6])
+    server.learn([5], [7])
+    batches = iter([[known], [known, unknown], [unknown]])
+    api: Any = SimpleNamespace(next_batch=lambda step, on_idle=None: next(batches))
+    source = BatchSource(
+        TrainingConfig(model_name="m", save_path=str(tmp_path), batch_size=2), api, Telemetry(tmp_path / "t.jsonl"),
+        selection=Selection(), advantage_std=True, lag_meter=LagMeter([]), while_waiting=lambda: None,
+        routing=RoutingAsker([server], SHAPE),
+    )  # fmt: skip
+    assert [source.next_batch(step, 0)[0].routing_replayed for step in range(3)] == [1.0, 0.5, 0.0]
+    said = [line for line in capsys.readouterr().out.splitlines() if "little routing" in line]
+    assert len(said) == 1 and "50% of the tokens of this one" in said[0]
 
 
 def test_dense_layers_that_a_server_records_are_left_out() -> None:
