@@ -116,7 +116,7 @@ class RoutingAsker:
         return left
 
     def _taken(self, experts: NDArray[Any]) -> NDArray[np.int16]:
-        """Of the sparse layers.
+        """Of the sparse layers; -1 for tokens of which the engine has nothing, for no token takes an expert twice.
 
         Raises:
             EngineError: they are another model's.
@@ -130,7 +130,10 @@ class RoutingAsker:
                 f"a server recorded {chosen} experts in each of {layers} layers, up to number {experts.max()}; this "
                 f"model takes {shape.chosen} of {shape.experts} in {len(shape.sparse)} layers"
             )
-        return experts.astype(np.int16)
+        taken = experts.astype(np.int16)
+        first = np.sort(taken[:, 0], axis=-1)  # what was never written is alike in all layers
+        taken[(first[:, 1:] == first[:, :-1]).any(-1)] = -1
+        return taken
 
 
 def _parts(turns: list[_Turn]) -> Iterator[list[_Turn]]:
