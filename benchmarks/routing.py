@@ -188,6 +188,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     say(f"sampled {len(rollouts)} answers; experts of {engine['replayed']:.1%} of their tokens")
     if not engine["replayed"]:
         raise ChildError(f"the engine told no experts:\n{server.log_end()}")
+    if engine["replayed"] < 1:
+        say("\n".join(line for line in server.log_end(1 << 20).splitlines() if "vLLM recorded" in line))
     dtype = getattr(torch, options.trainer_dtype or options.dtype)
     model = load_model(model_folder, dtype, torch.device(options.device))
     found = replay_in(model)
