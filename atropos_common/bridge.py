@@ -5,6 +5,8 @@
     POST /bridge/resume     ResumeRequest        -> BridgeInfo   (prefix cache reset, version set, hold released)
     POST /bridge/load       LoadWeightsRequest   -> WeightsLoaded (pause, load, prefix cache reset, resume in one)
     POST /bridge/versions   VersionsRequest      -> VersionsResponse
+    POST /bridge/logprobs   LogprobsRequest      -> LogprobsResponse
+    POST /bridge/routing    RoutingRequest       -> RoutingResponse (where the engine records which experts it took)
     POST /lora/load         LoadAdapterRequest   -> AdapterInfo  (fresh name and id; version set, hold released)
 
 All carry the run's token in the header `TOKEN_HEADER`. A request may name the server that it means in
@@ -52,7 +54,9 @@ FEW_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 MOST_DIGESTS = 65536
 """Of one `VersionsRequest`."""
 MOST_COMPLETIONS = 256
-"""Of one `LogprobsRequest`."""
+"""Of one `LogprobsRequest` or `RoutingRequest`."""
+ROUTING_FLAG = "enable-return-routed-experts"
+"""vLLM's flag, with which a server keeps the experts of every completion."""
 
 InFlight = Literal["keep", "wait", "recompute"]
 """What a pause does to requests in flight. keep: frozen, they go on with the new weights and carry both versions. wait:
@@ -98,6 +102,8 @@ class BridgeInfo(BridgeMessage):
     """Tokens in one block of the KV cache: a shorter prompt leaves nothing in the prefix cache."""
     idle_s: float | None = None
     """Seconds since its start in which no request for completions was under way; null where nobody counts."""
+    records_routing: bool = False
+    """Whether it keeps which experts each token of a completion took, and answers `/bridge/routing`."""
     eager_because: str | None = None
     """Why this server gave up CUDA graphs and compiled code by itself; null when it did not."""
 
@@ -198,6 +204,33 @@ class KnownLogprobs(BridgeMessage):
 class LogprobsResponse(BridgeMessage):
     found: list[KnownLogprobs | None]
     """In the order asked; null for a completion that is not known, or not any more."""
+
+
+class RoutingRequest(BridgeMessage):
+    """Completions whose experts are asked for, named as in `LogprobsRequest`; of the tokens of prompt and completion
+    those from `starts[i]` on."""
+
+    prompts: list[str] = Field(max_length=MOST_COMPLETIONS)
+    completions: list[list[int]] = Field(max_length=MOST_COMPLETIONS)
+    starts: list[Annotated[int, Field(ge=0)]] = Field(max_length=MOST_COMPLETIONS)
+
+
+class KnownRouting(BridgeMessage):
+    """Which experts the engine took, [tokens, layers, experts a token]: of all tokens from the one asked for on but the
+    last, which it never read."""
+
+    shape: tuple[int, int, int]
+    wide: bool = False
+    """Two bytes an expert, little-endian, instead of one."""
+    data: str
+    """In base64."""
+
+
+class RoutingResponse(BridgeMessage):
+    found: list[KnownRouting | None]
+    """In the order asked; null for a completion that is not known, or not any more."""
+    dropped: int = 0
+    """Completions that this server has forgotten so far, since newer ones needed their room."""
 
 
 def server_rank(rank: int) -> int | None:

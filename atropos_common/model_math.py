@@ -92,6 +92,23 @@ def why_refused(config: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
+_REPLAYED = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss")
+"""model_type of mixtures of experts whose routers were seen to take the engine's choice; proved anew at every start."""
+
+
+def why_not_replayed(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Why `routing_replay` cannot be with the model of this config.json, and the way out; None where it can."""
+    name = (config.get("architectures") or ["this model"])[0]
+    if not _experts(config):
+        return f"{name} has no experts to choose among", "leave trainer.routing_replay out"
+    if str(config.get("model_type") or "").removesuffix("_text") not in _REPLAYED:
+        return (
+            f"the routers of {name} are not among those that can take the engine's choice: {', '.join(_REPLAYED)}",
+            "leave trainer.routing_replay out",
+        )
+    return None
+
+
 def carries_state(config: Mapping[str, Any]) -> bool:
     """Whether layers carry a state from token to token (linear attention, Mamba, convolutions), which does not stop at
     the end of a packed sequence: such sequences are computed one by one."""
@@ -236,6 +253,11 @@ def _experts(config: Mapping[str, Any]) -> dict[str, int]:
         "experts": experts, "experts_per_token": int(config["num_experts_per_tok"]), "expert_inner": inner,
         "shared_inner": int(shared), "dense_layers": sum(map(partial(_is_dense, config), range(_layers(config)))),
     }  # fmt: skip
+
+
+def sparse_layers(config: Mapping[str, Any]) -> list[int]:
+    """Which layers of a mixture of experts have some."""
+    return [layer for layer in range(_layers(config)) if not _is_dense(config, layer)]
 
 
 def _is_dense(config: Mapping[str, Any], layer: int) -> bool:

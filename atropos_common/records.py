@@ -244,6 +244,8 @@ class AlignmentRecord(TrainerRecord):
     probe_tokens: int = 0
     probe_cached_tokens: int | None = None
     """Prompt tokens that the engine took from its prefix cache; 0: the cache was not tested."""
+    routing_replayed: Number | None = None
+    """Share of the batch's tokens that took the engine's experts; null without `routing_replay`."""
     verdict: Literal["ok", "drift", "mismatch"] = "ok"
     cause: str = ""
 

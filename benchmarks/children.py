@@ -68,7 +68,11 @@ class Process:
             )  # fmt: skip
 
     def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-TAIL:]
+        return self.log_end(TAIL)
+
+    def log_end(self, most: int = 6000) -> str:
+        """At most so many of the last characters of its log."""
+        return self.log.read_text(errors="replace")[-most:]
 
     def close(self) -> None:
         """SIGTERM, then SIGKILL for the whole session."""

@@ -41,7 +41,7 @@ from typing import Any
 
 import httpx
 
-from atropos_common.bridge import TOKEN_HEADER
+from atropos_common.bridge import ROUTING_FLAG, TOKEN_HEADER
 from atropos_common.records import Record, RecordError, parse_line
 from benchmarks.children import TOKEN, ChildError, Process, Server, environment, free_ports
 from trainer_core.errors import EngineError, EngineGone
@@ -49,9 +49,14 @@ from trainer_core.server.client import ServerClient
 
 GIB = 1 << 30
 GROUP = 8
-_QWEN3 = {
+_QWEN3: dict[str, Any] = {
     "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936, "rope_theta": 1e6,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 40_960,
+}  # fmt: skip
+_A3B = _QWEN3 | {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -69,10 +74,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-32b": _QWEN3 | {
         "hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64,
     },
-    "qwen3-30b-a3b": _QWEN3 | {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
-        "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "qwen3-30b-a3b": _A3B,
+    "qwen3-moe-8": _A3B | {"num_hidden_layers": 8},
+    "tiny-moe": _A3B | {
+        "hidden_size": 128, "intermediate_size": 384, "moe_intermediate_size": 64, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "num_experts": 32,
+        "num_experts_per_tok": 4,
     },
     "tiny": _QWEN3 | {
         "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -283,6 +290,8 @@ class Run:
         ]  # fmt: skip
         if self.cpu:
             common = [*common[:-2], "--block-size", "32", "--enforce-eager"]
+        if "routing_replay=true" in self.options.set:
+            common += [f"--{ROUTING_FLAG}"]
         if self.options.parallel > 1:
             common += ["--tensor-parallel-size", str(self.options.parallel)]
         folder = self.folder / "server"
@@ -338,6 +347,7 @@ class Run:
             "wait_s": median(t.data_wait_s for t in warm), "publish_s": median(s.seconds for s in syncs[2:] or syncs),
             "publish_phases": syncs[-1].phases, "mfu": median(mfu) if mfu else None,
             "mfu_790": median(mfu) * 989 / 790 if mfu else None, "tokens_per_s": median(t.tokens_per_s for t in warm),
+            "routing_replayed": [a.routing_replayed for a in by_kind.get("alignment", [])],
             "probe_abs_mean": probes, "verdicts": [a.verdict for a in by_kind.get("alignment", [])],
             "trainer_peak_bytes": max(m.peak_bytes or 0 for m in memory),
             "trainer_reserved_bytes": max(m.reserved_bytes or 0 for m in memory),
@@ -370,6 +380,7 @@ def show(found: dict[str, Any]) -> str:
     trainer = _gib([found["trainer_peak_bytes"]]), _gib([found["trainer_reserved_bytes"]])
     parts = f" in {found['parallel']} parts" if found["parallel"] > 1 else ""
     graphs = f"; without CUDA graphs: {found['eager_because']}" if found["eager_because"] else ""
+    replayed = [share for share in found["routing_replayed"] if share is not None]
     mfu = "-" if found["mfu"] is None else f"{found['mfu']:.1%} ({found['mfu_790']:.1%} of 790)"
     return "\n".join(
         [
@@ -380,6 +391,7 @@ def show(found: dict[str, Any]) -> str:
             f"GiB: server {_gib(found['server_bytes'])}, tensors of a rank of the trainer at their peak {trainer[0]} "
             f"(reserved {trainer[1]}), device at its peak {_gib(found['device_peak_bytes'])}"
             + (f" of {found['memory_limit_gib']}" if found["memory_limit_gib"] else ""),
+            *([f"replayed {', '.join(f'{r:.1%}' for r in replayed)}"] if replayed else []),
             f"probe |diff| {', '.join(f'{p:.4f}' for p in found['probe_abs_mean'])}; {', '.join(found['verdicts'])}",
             *([f"ended early: {found['error']}"] if found["error"] else []),
         ]

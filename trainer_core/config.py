@@ -165,6 +165,10 @@ class TrainingConfig(BaseModel):
     """What becomes of generated tokens that an environment sends without inference_logprobs. recompute: the engine is
     asked for those that it computed, else the trainer puts its own at the present weights (one more forward pass over
     their rows; the ratio begins at 1). refuse: they do not train, and a first batch without any ends the run."""
+    routing_replay: bool = False
+    """Mixtures of experts: let each token take the experts that it took at the engine, which records them
+    (--enable-return-routed-experts), weighed by the trainer's own router. Where two experts are nearly equal to a
+    router, rounding decides between them, and engine and trainer compute something else. Layers are not compiled."""
     group_of_one: Literal["baseline", "score"] = "baseline"
     """The advantage of a sequence that is alone in its group. baseline: its score, less the running mean of about the
     last 256 such scores of its environment, over their standard deviation as advantage_std says. score: as it is."""
@@ -570,9 +574,24 @@ def _rollout_contradictions(config: TrainingConfig) -> list[str]:
             f"--rollouts trains without a server, and --weight-bridge-mode {config.weight_bridge_mode} needs one: "
             "leave it out, or lora_only to train adapters"
         )
+    if config.routing_replay:
+        problems += [f"--routing-replay {why}" for why, wrong in _not_replayed(config).items() if wrong]
     if config.rollouts is not None and config.record_rollouts is not None:
         problems.append("--record-rollouts does nothing with --rollouts: they are in a file already")
     return problems
+
+
+def _not_replayed(config: TrainingConfig) -> dict[str, bool]:
+    """What `routing_replay` cannot go with, in words, and whether it is so."""
+    return {
+        "asks the server which experts it took, and --rollouts trains without one: leave one of them out":
+            config.rollouts is not None,
+        "asks the server, which forgets at every restart, and --weight-bridge-mode lora_restart restarts it: use "
+        "lora_only": config.weight_bridge_mode == "lora_restart",
+        "asks the server, which forgets at every restart: leave out --engine-reload restart":
+            config.engine_reload == "restart",
+        "changes what routers return, and --compile on compiles them: leave out one of them": config.compile == "on",
+    }  # fmt: skip
 
 
 _ADAPTER_FIELDS = {

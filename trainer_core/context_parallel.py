@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 
@@ -30,6 +31,8 @@ class Row(Protocol):
     def lengths(self) -> tuple[int, ...]: ...
     @property
     def predict(self) -> torch.Tensor: ...
+    @property
+    def experts(self) -> torch.Tensor | None: ...
 
 
 class RowPart(NamedTuple):
@@ -44,6 +47,8 @@ class RowPart(NamedTuple):
     """As in the row, counted from the first token of this part."""
     labels: slice
     """Which of the row's labels are predicted here."""
+    experts: torch.Tensor | None = None
+    """[n, sparse layers, K], as in the row; -1 for padding."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Context:
         return RowPart(
             torch.cat([row.tokens, torch.zeros_like(padding)])[own], torch.cat([row.positions, padding])[own], lengths,
             row.predict[labels] - self.rank * each, labels,
+            None if row.experts is None else F.pad(row.experts, (0, 0, 0, 0, 0, beyond), value=-1)[own],
         )  # fmt: skip
 
     def tokens_of(self, count: int) -> slice:

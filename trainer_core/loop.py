@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from atropos_common.bridge import ROUTING_FLAG
 from atropos_common.records import BenchmarkRecord, CheckpointRecord
 from atropos_common.run_dir import RunDir
 from trainer_core import checkpoint
@@ -58,6 +59,7 @@ from trainer_core.policy.load import end_tokens, train_only
 from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
+from trainer_core.policy.routing import RouterShape, replay_in
 from trainer_core.policy.sharding import compute_dtype
 from trainer_core.policy.speed import compile_layers, compiles, use_checkpointing, use_cores, use_memory
 from trainer_core.probe import LogprobProbe, explain
@@ -78,6 +80,7 @@ from trainer_core.rollouts.client import RolloutSource, open_api
 from trainer_core.rollouts.missing import MissingAsker
 from trainer_core.rollouts.packing import PackedRow
 from trainer_core.rollouts.recorded import RecordedLags, RecordedRollouts, Recorder, Witness, open_rollouts
+from trainer_core.rollouts.routing import RoutingAsker
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
 from trainer_core.server.client import IdleMeter
 from trainer_core.step import StepOutcome, accumulate
@@ -252,6 +255,8 @@ class Run:
         train_only(self.model, config.train_layer_indices)
         print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         use_head(self.model, config.head_dtype)
+        routers = replay_in(self.model) if config.routing_replay else None
+        world.share(self._require_recording)
         self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)
         self.threads = use_cores(self.model, config, self.device, world.size)
         self.reference = Reference(config, self.model, self.device, self.sync.spread) if config.ref_kl_coef else None
@@ -262,7 +267,7 @@ class Run:
         self.mfu = MfuMeter(self.model, self.device, world.size)
         dtype = str(compute_dtype(self.model)).removeprefix("torch.")
         self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))
-        self.probe = LogprobProbe(self.sync.engines, config)
+        self.probe = LogprobProbe(self.sync.engines, config, self._asker(routers))
         opened.callback(self.probe.close)
         self.idle = IdleMeter(self.sync.engines)
         self.idle.measure()
@@ -277,12 +282,26 @@ class Run:
             lag_meter=_lag_meter(api, witnesses),
             while_waiting=self.while_waiting,
             missing=MissingAsker([witness.logprobs for witness in witnesses]),
+            routing=self._asker(routers),
             record=None if recorder is None else recorder.write,
         )  # fmt: skip
         self.bench = BenchmarkTotals(config.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
         if speaks_for_node():  # whoever watches over that node's log waits for the same words
             print(f"Ready to train beside rank 0, from rank {world.rank} on", file=sys.__stdout__, flush=True)
+
+    def _require_recording(self) -> None:
+        """With `routing_replay`, every server that is there records which experts it takes."""
+        for engine in self.sync.engines if self.config.routing_replay else ():
+            with suppress(EngineGone):  # the publish finds that out
+                if not engine.info().records_routing:
+                    raise UsageError(
+                        f"--routing-replay: the server at {engine.base_url} records no experts: start it with "
+                        f"--{ROUTING_FLAG}, or leave it out"
+                    )
+
+    def _asker(self, routers: RouterShape | None) -> RoutingAsker | None:
+        return None if routers is None else RoutingAsker([engine.routing for engine in self.sync.engines], routers)
 
     def to_the_end(self) -> TrainResult:
         """All steps, or as many as there are before a stop condition or the stop; after a crash, save what is left."""
@@ -682,7 +701,7 @@ def _stepper(
     stepper = Stepper(model, config, world)
     if weights is not None:
         checkpoint.restore(weights, stepper)
-    compiled = compiles(model, config.compile, device)
+    compiled = compiles(model, config.compile, device) and not config.routing_replay
     use_checkpointing(
         model, config.gradient_checkpointing, device=device,
         tokens=math.ceil(max(config.tokens_per_pass, config.seq_len) / config.context_parallel),

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,7 @@ from trainer_core.policy.logprobs import completions_logprobs, head_scores, head
 from trainer_core.ranks import ALONE, World
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
+from trainer_core.rollouts.routing import RoutingAsker
 from trainer_core.server.client import GeneratedTokens, ServerClient
 
 LEFT = 0.3
@@ -59,10 +60,14 @@ class ProbeAnswers:
 class LogprobProbe:
     """Takes a probe every `probe_interval` steps, of one server after another."""
 
-    def __init__(self, engines: Sequence[ServerClient], config: TrainingConfig) -> None:
+    def __init__(
+        self, engines: Sequence[ServerClient], config: TrainingConfig, routing: RoutingAsker | None = None
+    ) -> None:
         """Args:
         engines: without any no probe is ever taken.
+        routing: knows the experts that the answers took, which are replayed; null: routers choose.
         """
+        self._routing = routing
         self.engines = list(engines)
         self.config = config
         self._block: int | None = None
@@ -100,8 +105,9 @@ class LogprobProbe:
         due = self.config.probe_interval and (step - 1) % self.config.probe_interval == 0
         if due and self.engines and self._prompts and self._running is None:
             self._running = self._pool.submit(
-                _ask, self._asked(step), self._pool, self._prompts, self._anchor, self.config.probe_tokens, version
-            )
+                _ask, self._asked(step), self._pool, self._prompts, self._anchor, self.config.probe_tokens, version,
+                self._routing,
+            )  # fmt: skip
 
     def _asked(self, step: int) -> ServerClient:
         """Whose turn it is at `step`."""
@@ -133,16 +139,27 @@ class LogprobProbe:
 
 def compare(model: torch.nn.Module, asked: ProbeAnswers) -> ProbeDiffs:
     """Sums of our logprobs against the server's: fresh, cached and the anchor apart."""
-    answers, (prompt, again) = asked.answers, asked.anchor
-    pairs = [(prompt, again.token_ids), *((p, c.token_ids) for p, *both in answers for c in both)]
-    ours = iter(completions_logprobs(model, pairs))
-    anchor = diff_sums(next(ours), again.logprobs)
+    answers = asked.answers
+    ours = iter(_logprobs_of(model, [asked.anchor, *_all_of(answers)]))
+    anchor = diff_sums(next(ours), asked.anchor[1].logprobs)
     fresh, cached = DiffSums(), DiffSums()
     for _, first, second in answers:
         fresh += diff_sums(next(ours), first.logprobs)
         cached += diff_sums(next(ours), second.logprobs)
     hits = [second.cached_tokens for _, _, second in answers if second.cached_tokens is not None]
     return ProbeDiffs(fresh, cached, sum(hits) if hits else None, anchor)
+
+
+def _all_of(answers: Answers) -> list[tuple[list[int], GeneratedTokens]]:
+    return [(prompt, done) for prompt, *both in answers for done in both]
+
+
+def _logprobs_of(
+    model: torch.nn.Module, answers: list[tuple[list[int], GeneratedTokens]], head_dtype: torch.dtype | None = None
+) -> list[list[float]]:
+    """Ours, with the experts that the engine took where they are known."""
+    pairs = [(prompt, done.token_ids) for prompt, done in answers]
+    return completions_logprobs(model, pairs, head_dtype=head_dtype, experts=[done.experts for _, done in answers])
 
 
 def _strung(batch: Batch, length: int) -> list[list[int]]:
@@ -152,8 +169,9 @@ def _strung(batch: Batch, length: int) -> list[list[int]]:
 
 
 def _ask(
-    engine: ServerClient, pool: Executor, prompts: list[list[int]], anchor: list[int], tokens: int, version: int
-) -> ProbeAnswers | None:
+    engine: ServerClient, pool: Executor, prompts: list[list[int]], anchor: list[int], tokens: int, version: int,
+    routing: RoutingAsker | None = None,
+) -> ProbeAnswers | None:  # fmt: skip
     """Everything at once: the server decodes all answers together in the time of one."""
     if engine.info().weight_version != version:
         return None
@@ -165,8 +183,13 @@ def _ask(
     fresh = [unseen(prompt) for prompt in prompts]
     cached = [pool.submit(_on_cached_prefix, engine, prompt, tokens) for prompt in prompts]
     wait([again, *fresh, *cached])  # none is under way when the publish comes, whatever became of the others
-    answers = [(p, first.result(), second.result()) for p, first, second in zip(prompts, fresh, cached, strict=True)]
-    return ProbeAnswers(answers, (anchor, again.result()))
+
+    def known(prompt: list[int], answer: Future[GeneratedTokens]) -> GeneratedTokens:
+        done = answer.result()
+        return done if routing is None else replace(done, experts=routing.of_answer(prompt, done.token_ids))
+
+    answers = [(p, known(p, first), known(p, second)) for p, first, second in zip(prompts, fresh, cached, strict=True)]
+    return ProbeAnswers(answers, (anchor, known(anchor, again)))
 
 
 def _on_cached_prefix(engine: ServerClient, prompt: list[int], tokens: int) -> GeneratedTokens:
@@ -272,13 +295,12 @@ def _filtered(scored: _Scored) -> str | None:
 
 def _of_head(model: torch.nn.Module, answers: Answers, world: World) -> str | None:
     """Does the server multiply with its head in another type?"""
-    pairs = [(prompt, done.token_ids) for prompt, *both in answers for done in both]
     theirs = torch.tensor([value for _, *both in answers for done in both for value in done.logprobs])
     if not len(theirs):
         return None
 
     def left(dtype: torch.dtype | None) -> float:
-        mine = completions_logprobs(model, pairs, head_dtype=dtype)
+        mine = _logprobs_of(model, _all_of(answers), dtype)
         gaps = (torch.tensor([value for one in mine for value in one]) - theirs).abs()
         return world.share(lambda: float(gaps.mean()))
 

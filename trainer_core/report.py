@@ -171,6 +171,7 @@ def alignment_fields(report: StepReport) -> dict[str, Any]:
         "probe_diff_abs_max": probe.abs_max if probe and probe.tokens else None,
         "probe_tokens": probe.tokens if probe else 0,
         "probe_cached_tokens": report.probe.cached_tokens if report.probe else None,
+        "routing_replayed": report.batch.routing_replayed,
         "verdict": report.alignment.verdict,
         "cause": report.alignment.cause,
     }
@@ -225,6 +226,7 @@ def tracker_metrics(report: StepReport) -> dict[str, Any]:
         "alignment/diff_abs_mean": align["logprob_diff_abs_mean"],
         "alignment/diff_max": align["logprob_diff_abs_max"],
         "alignment/probe_diff_abs_mean": align["probe_diff_abs_mean"],
+        "alignment/routing_replayed": align["routing_replayed"],
         "logprobs/training_mean": align["train_mean"],
         "logprobs/inference_mean": align["inference_mean"],
     }

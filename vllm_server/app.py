@@ -14,11 +14,12 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import uvloop
 from prometheus_client import REGISTRY
 
 from atropos_common import ports
-from atropos_common.bridge import ENV_SAMPLING
+from atropos_common.bridge import ENV_SAMPLING, ROUTING_FLAG
 from atropos_common.files import write_private
 from atropos_common.http import allowed_hosts, door_keys
 from atropos_common.manifest import Shard
@@ -37,6 +38,7 @@ from vllm_server.config import (
 from vllm_server.generate import Generator
 from vllm_server.load import LoadMetrics
 from vllm_server.recorded import record
+from vllm_server.routing.store import Experts, RoutingKeeper, RoutingStore
 from vllm_server.versions import SpanFile
 from vllm_server.weights import broadcast, reload
 from vllm_server.weights.graph_check import UnsafeGraphs, stale_kinds
@@ -162,13 +164,28 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
     elif config.weight_updates:
         _prepare_weight_updates(args, config)
     if config.sampling == "as_asked":
-        if args.worker_extension_cls not in ("", WORKER_EXTENSION):
-            raise ConfigError(
-                f"--worker-extension-cls {args.worker_extension_cls}: {ENV_SAMPLING}=as_asked needs its own"
-            )
-        args.worker_extension_cls = WORKER_EXTENSION
+        _extend_worker(args, f"{ENV_SAMPLING}=as_asked")
+    _prepare_routing(args)
     if compat.is_cpu() and ranks(args) == 1:
         plugin.merge_worker_into_engine(args, os.environ)
+
+
+def _extend_worker(args: Namespace, why: str) -> None:
+    """Our methods in vLLM's workers, because of `why`."""
+    if args.worker_extension_cls not in ("", WORKER_EXTENSION):
+        raise ConfigError(f"--worker-extension-cls {args.worker_extension_cls}: {why} needs its own")
+    args.worker_extension_cls = WORKER_EXTENSION
+
+
+def _prepare_routing(args: Namespace) -> None:
+    """Note whether experts are recorded; on a CPU, where vLLM's own flag needs a GPU's runner, we record them."""
+    args.records_routing = bool(getattr(args, "enable_return_routed_experts", False))
+    if not args.records_routing or not compat.is_cpu():
+        return
+    if not args.enforce_eager:
+        raise ConfigError(f"--{ROUTING_FLAG} on a CPU sees what routers do in plain code alone: add --enforce-eager")
+    args.enable_return_routed_experts = False
+    _extend_worker(args, f"--{ROUTING_FLAG}")
 
 
 def _prepare_single_copy(args: Namespace) -> None:
@@ -338,7 +355,8 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
 
     gate = GenerationHold(held=config.hold_generation)
     bridge = WeightBridge(engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version())
-    engine.generate = record(engine.generate, bridge.completions, bridge.history)
+    keeper = await record_routing(bridge, args) if args.records_routing else None
+    engine.generate = record(engine.generate, bridge.completions, bridge.history, keeper)
     names = args.served_model_name or [args.model]
     spans = SpanFile(config.spans_path, bridge.spans)
     adapters = lora.Adapters(bridge, app.state.openai_serving_models, config.run_dir)
@@ -381,6 +399,26 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     if gate.held:
         logger.info("generation is held for everyone without the token until POST /bridge/resume")
     return app
+
+
+async def record_routing(bridge: WeightBridge, args: Namespace) -> RoutingKeeper:
+    """Keep which experts every completion takes.
+
+    Raises:
+        ConfigError: that cannot be with this model on a CPU.
+    """
+    bridge.routing, engine = RoutingStore(), bridge.engine
+    if not compat.is_cpu():
+        return RoutingKeeper(bridge.routing, None)
+    if reason := next((each for each in await engine.collective_rpc("atropos_record_routing") if each), None):
+        raise ConfigError(f"--{ROUTING_FLAG} with --model {args.model}: {reason}")
+
+    async def ask(token_ids: list[int]) -> Experts | None:
+        answers = await engine.collective_rpc("atropos_routing", args=(token_ids,))
+        data, shape, kind = next((each for each in answers if each), (None, None, None))
+        return None if data is None else np.frombuffer(data, kind).reshape(shape)
+
+    return RoutingKeeper(bridge.routing, ask)
 
 
 async def require_safe_graphs(engine: Any, generator: Generator, *, eager: bool) -> None:

@@ -15,17 +15,19 @@ import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from atropos_common.bridge import (
+    ROUTING_FLAG,
     BridgeInfo,
     LoadWeightsRequest,
     LogprobsRequest,
     LogprobsResponse,
     PauseRequest,
     ResumeRequest,
+    RoutingRequest,
     VersionsRequest,
     VersionsResponse,
 )
@@ -37,6 +39,7 @@ from vllm_server.config import ServerConfig
 from vllm_server.generate import Generator
 from vllm_server.load import ServerLoad
 from vllm_server.recorded import CompletionStore
+from vllm_server.routing.store import RoutingStore
 from vllm_server.versions import MAX_LEASE_S, BridgeState, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)
@@ -74,6 +77,8 @@ class WeightBridge:
         self.history = VersionHistory()
         self.spans = SpanStore()
         self.completions = CompletionStore()
+        self.routing: RoutingStore | None = None
+        """Null where the engine does not record which experts it takes."""
         self.state = BridgeState(held=gate.held)
         self.manifest: Manifest | None = None
         self.workers = 1
@@ -108,6 +113,7 @@ class WeightBridge:
             started_from=self.started_from,
             block_size=self.engine.vllm_config.cache_config.block_size,
             idle_s=self.load.idle_s,
+            records_routing=self.routing is not None,
             eager_because=self.config.eager_because,
         )
 
@@ -370,6 +376,14 @@ def make_router(bridge: WeightBridge, generator: Generator, app: FastAPI, *, sle
     async def logprobs(request: LogprobsRequest) -> LogprobsResponse:
         pairs = zip(request.prompts, request.completions, strict=False)
         return LogprobsResponse(found=[bridge.completions.look_up(prompt, ids) for prompt, ids in pairs])
+
+    @router.post("/bridge/routing")
+    async def routing(request: RoutingRequest) -> Any:
+        if bridge.routing is None:
+            return error_response(400, f"this server records no experts: start it with --{ROUTING_FLAG}")
+        # Some MB to encode: beside the loop that streams tokens.
+        found = await asyncio.to_thread(lambda store: store.answer(request).model_dump_json(), bridge.routing)
+        return Response(found, media_type="application/json")
 
     @router.get("/bridge/state_dict_info")
     async def state_dict_info() -> dict[str, Any]:

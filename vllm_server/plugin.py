@@ -243,6 +243,21 @@ class AtroposWorkerExtension:
 
         sampling.scale_raw_logprobs(self.model_runner.sampler)  # type: ignore[attr-defined]
 
+    def atropos_record_routing(self) -> str | None:
+        """Keep the experts of every token from now on, on a CPU; or why that cannot be."""
+        from vllm_server.routing.recorder import SlotRecorder
+
+        try:
+            self._atropos_routing = SlotRecorder(self.model_runner)  # type: ignore[attr-defined]
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def atropos_routing(self, token_ids: list[int]) -> tuple[bytes, list[int], str] | None:
+        """The experts of these tokens but the last, as bytes of a shape and type; null where they are not known."""
+        found = self._atropos_routing.look_up(token_ids)
+        return None if found is None else (found.tobytes(), list(found.shape), found.dtype.str)
+
     def atropos_parameter_kinds(self) -> list[str]:
         """One parameter of each kind of layer, by name."""
         from vllm_server.weights import graph_check

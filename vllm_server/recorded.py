@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from atropos_common.bridge import GREEDY_BELOW, KnownLogprobs, prompt_digest
+from vllm_server.routing.store import RoutingKeeper
 from vllm_server.versions import VersionHistory
 
 MOST_TOKENS = 4_000_000
@@ -76,12 +77,14 @@ class CompletionStore:
 
 
 def record(
-    generate: Callable[..., AsyncIterator[Any]], store: CompletionStore, history: VersionHistory
-) -> Callable[..., AsyncIterator[Any]]:
+    generate: Callable[..., AsyncIterator[Any]], store: CompletionStore, history: VersionHistory,
+    routing: RoutingKeeper | None = None,
+) -> Callable[..., AsyncIterator[Any]]:  # fmt: skip
     """`generate` of vLLM's engine, which asks for logprobs where the caller did not, and keeps what comes of it. The
     weights of when the request came are the oldest that can have made it, or those of its adapter.
 
-    Streams of deltas pass as they are, and so does what is not sampled plainly.
+    Streams of deltas pass as they are, and so does what is not sampled plainly; of all of them `routing` keeps which
+    experts they took.
     """
     from vllm.sampling_params import RequestOutputKind
 
@@ -92,10 +95,14 @@ def record(
         if wanted:
             params = params.clone()
             params.logprobs = 0
+        deltas = getattr(params, "output_kind", None) == RequestOutputKind.DELTA
+        kept = routing.request(deltas=deltas) if routing else None
         async with aclosing(generate(prompt, params, *args, **kwargs)) as outputs:  # type: ignore[type-var]
             async for output in outputs:
                 if wanted and output.finished:
                     _keep(output, params.temperature, version, store)
+                if kept:
+                    await kept.see(output)
                 yield output
 
     return recording

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from atropos_common.bridge import LORA_RANKS, server_rank
+from atropos_common.bridge import LORA_RANKS, ROUTING_FLAG, server_rank
 from atropos_common.transfer import is_loopback, is_wildcard
 from atropos_tui.errors import Problem
 from atropos_tui.profile.checks_nodes import check_nodes, unused_gpus
@@ -77,6 +77,8 @@ def check_profile(site: Site) -> list[Problem]:
     ]
     if site.traits.shares_memory:
         problems += _single_copy_type(profile.vllm[0], settings)
+    if settings.routing_replay:
+        problems += [problem for engine in fed_engines(profile) for problem in _routing(engine)]
     if site.traits.lora:
         problems += _adapters(profile.vllm[0], settings)
     return problems
@@ -580,6 +582,17 @@ def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
                 f"set it to {longest}, or raise vllm.max_model_len",
                 key=f"env.{index}.args.env.max_token_length",
             )
+
+
+def _routing(engine: EngineSection) -> Iterator[Problem]:
+    """What the engine may not be told with `routing_replay`."""
+    if engine.flag(ROUTING_FLAG) is False:
+        reason = "trainer.routing_replay asks this engine which experts it took"
+        yield Problem(reason, "take it out: the plan sets it", key=_flag_key(engine, ROUTING_FLAG))
+    if (stages := engine.flag_number("pipeline-parallel-size", 1)) > 1:
+        reason = f"vLLM does not record experts over {stages} pipeline stages, and trainer.routing_replay asks for them"
+        key = _flag_key(engine, "pipeline-parallel-size")
+        yield Problem(reason, "use tensor_parallel, or leave trainer.routing_replay out", key=key)
 
 
 def _adapters(engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:

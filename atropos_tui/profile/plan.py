@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from atropos_common.bridge import ENV_SAMPLING, few_graph_sizes, server_rank
+from atropos_common.bridge import ENV_SAMPLING, ROUTING_FLAG, few_graph_sizes, server_rank
 from atropos_common.control import Role
 from atropos_common.run_dir import (
     ENV_API_URL,
@@ -397,6 +397,8 @@ def _engine_command(site: Site, section: EngineSection, settings: TrainingConfig
             flags["max-loras"] = LORA_SLOTS
     if site.traits.restarts_engine and not any(section.flag(name) is not None for name in GRAPH_FLAGS):
         flags["cudagraph-capture-sizes"] = few_graph_sizes(section.flag_number("max-num-seqs", MOST_SEQUENCES))
+    if settings.routing_replay and is_fed(site, section):
+        flags[ROUTING_FLAG] = True
     flags |= section.args | part
     return [*_module("vllm_server"), *site.texts(_flags(flags))]
 

@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from atropos_common.model_math import why_not_shared, why_not_spread, why_refused
+from atropos_common.model_math import why_not_replayed, why_not_shared, why_not_spread, why_refused
 from atropos_common.quantized import why_not_base
 from atropos_common.run_dir import (
     ENV_ATTEMPT,
@@ -380,6 +380,8 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
         yield Problem(*refused, key="model")
     if refused := why_not_shared(first.config, settings.context_parallel):
         yield Problem(*refused, key="trainer.context_parallel")
+    if settings.routing_replay and (refused := why_not_replayed(first.config)):
+        yield Problem(*refused, key="trainer.routing_replay")
     beyond = [layer for layer in settings.train_layer_indices or [] if layer >= first.dimensions.layers]
     if beyond:
         reason = f"the model has layers 0-{first.dimensions.layers - 1}, and no {', '.join(map(str, beyond[:5]))}"

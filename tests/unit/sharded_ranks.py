@@ -8,10 +8,12 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -25,9 +27,11 @@ from trainer_core.policy.load import load_model, train_only
 from trainer_core.policy.lora import add_adapter, load_adapter
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
+from trainer_core.policy.routing import RouterShape, replay_in
 from trainer_core.policy.sharding import compute_dtype, load_for, shard
 from trainer_core.policy.speed import compile_layers, compiles, gathered_bytes, use_checkpointing
 from trainer_core.ranks import ALONE, World
+from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, empty_row, pack
 from trainer_core.step import StepOutcome, accumulate
 from trainer_core.world import join
@@ -42,6 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stochastic": ("Qwen3", BF16 | {"master_weights": "stochastic"}),
     "tied": ("Gemma 2", {"dtype": "float32"}),
     "experts": ("Qwen3-MoE", {"dtype": "float32", "router_aux_loss_coef": 0.1}),
+    "routing replayed": ("Qwen3-MoE", {"dtype": "float32", "routing_replay": True, "gradient_checkpointing": "on"}),
     "checkpointing": ("Qwen3", BF16 | {"gradient_checkpointing": "on"}),
     "some layers": ("Qwen3", BF16 | {"train_layer_indices": [1]}),
     "adapters": ("Qwen3", BF16 | {"weight_bridge_mode": "lora_only"}),
@@ -79,6 +84,7 @@ class Trainer:
         train_only(self.model, config.train_layer_indices)
         shard(self.model, world, CPU, config)
         self.proved = prove(self.model) if resume is None else 0.0
+        self.routers = replay_in(self.model) if config.routing_replay else None
         use_checkpointing(self.model, config.gradient_checkpointing, tokens=64, optimizer="adamw", device=CPU)
         if compiles(self.model, config.compile, CPU):
             compile_layers(self.model)
@@ -93,6 +99,8 @@ class Trainer:
         rollouts = rollouts_of(13, seed=step)
         for flat in rollouts[:3]:
             flat.advantages[:] = 0.0
+        if self.routers is not None:
+            rollouts = [_routed(rollout, self.routers, i) for i, rollout in enumerate(rollouts)]
         rows = pack(rollouts, 40)
         rows = rows if len(rows) % 2 else rows[:-1]
         dealt = self.world.dealt
@@ -128,6 +136,15 @@ class Trainer:
         return DTensor.from_local(
             part.detach(), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
         ).full_tensor()
+
+
+def _routed(rollout: Rollout, routers: RouterShape, seed: int) -> Rollout:
+    """With experts of which the engine told all but the last tokens'; of every fifth sequence it told none."""
+    dice = np.random.default_rng(seed)
+    ranks = dice.random((len(rollout.tokens), len(routers.sparse), routers.experts))
+    experts = ranks.argsort(-1)[..., : routers.chosen].astype(np.int16)
+    experts[-2:] = -1
+    return rollout if seed % 5 == 4 else replace(rollout, experts=experts)
 
 
 def apart(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
@@ -273,6 +290,7 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "sinks and experts": ("GPT-OSS", EXACT),
     "latent": ("DeepSeek-V3", EXACT),
     "balance of experts": ("Qwen3-MoE", EXACT | {"router_aux_loss_coef": 0.1}),
+    "routing replayed": ("Qwen3-MoE", EXACT | {"routing_replay": True}),
     "adapters": ("Qwen3", EXACT | {"weight_bridge_mode": "lora_only"}),
     "sequences": ("Qwen3", EXACT | {"ratio_base": "proximal", "objective": "gspo"}),
     "reference": ("Qwen3", EXACT | {"ref_kl_coef": 0.1}),

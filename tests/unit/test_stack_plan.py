@@ -213,6 +213,7 @@ def test_recipe_of_an_unknown_component() -> None:
 TWO_ENGINES = [{"name": "a", "port": 9001}, {"name": "b", "port": 9002}]
 SEVERAL = {"batch_size": 16, "gradient_accumulation_steps": 1}
 LORA = {"mode": "lora_only"}
+REPLAY: dict[str, Any] = {"trainer": {"routing_replay": True}}
 ONE_COPY = LORA | {"trainer": {"single_copy": True}}
 
 
@@ -307,6 +308,10 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         (LORA | {"vllm": {"args": {"enable-lora": False}}}, "vllm.0.args.enable-lora", "serves adapters", "take it"),
         (LORA | {"trainer": SEVERAL | {"lora_r": 600}}, "trainer.lora_r", "up to rank 512", "lower it"),
         # Adapters over the one copy
+        (REPLAY | {"vllm": {"args": {"enable-return-routed-experts": False}}},
+         "vllm.0.args.enable-return-routed-experts", "which experts it took", "take it out"),
+        (REPLAY | {"vllm": {"args": {"pipeline-parallel-size": 2}}}, "vllm.0.args.pipeline-parallel-size",
+         "over 2 pipeline stages", "tensor_parallel"),
         (ONE_COPY | {"vllm": {"tensor_parallel": 2}}, "vllm.0.tensor_parallel", "need all of it", "= 1"),
         (ONE_COPY | {"vllm": {"args": {"quantization": "fp8"}}}, "vllm.0.args.quantization", "quantized", "take it"),
         (ONE_COPY | {"vllm": {"gpus": [1]}, "trainer": {"single_copy": True, "gpus": [0]}}, "trainer.gpus", "same GPU",
@@ -418,6 +423,12 @@ def test_an_environment_is_told_not_to_refill() -> None:
     for refill, told in ((True, None), (False, "0")):
         parts = stack(profile(env={"module": "json", "refill": refill})).components
         assert [part.env.get("ATROPOS_REFILL") for part in parts if part.role == "env"] == [told]
+
+
+def test_replay_lets_every_engine_that_is_fed_record_its_experts() -> None:
+    for trainer, recorded in ((REPLAY["trainer"], True), ({}, False)):
+        command = next(part.command for part in stack(profile(trainer=trainer)).components if part.role == "engine")
+        assert ("--enable-return-routed-experts" in command) is recorded
 
 
 @pytest.mark.parametrize(("rank", "derived"), [(1, "1"), (16, "16"), (17, "32"), (512, "512")])

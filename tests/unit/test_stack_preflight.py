@@ -178,6 +178,21 @@ def test_a_quantized_model_is_a_base_for_adapters_alone(mode: str, trainer: dict
     assert len(said) == bool(words) and all(words in fix for fix in said if words)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "LlamaForCausalLM has no experts"),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}, None),
+        ({"model_type": "jamba", "num_experts": 8, "num_experts_per_tok": 2}, "not among those"),
+    ],
+)
+def test_a_model_whose_routing_cannot_be_replayed(changes: dict[str, Any], words: str | None) -> None:
+    """By its configuration, before anything starts."""
+    chosen = profile(model="a/b", mode="lora_only", trainer={"routing_replay": True})
+    said = [problem for problem in found(chosen, config=LLAMA | changes, gpus=2) if "routing" in problem.key]
+    assert len(said) == bool(words) and all(words in problem.reason for problem in said if words)
+
+
 def test_a_model_that_several_ranks_refuse(tmp_path: Path) -> None:
     """In the trainer's own words, and on several ranks alone."""
     config = LLAMA | {"layer_types": ["linear_attention", "full_attention"] * 2}

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +94,25 @@ def test_all_answers_are_decoded_together() -> None:
     asked = prober._running.result(timeout=20)
     assert asked is not None and [prompt for prompt, *_ in asked.answers] == PROMPTS
     assert asked.anchor[0] == PROMPTS[0] and engine.most == engine.begun == ALL
+    prober.close()
+
+
+def test_answers_bring_the_experts_that_they_took() -> None:
+    """Where routing is replayed: those of each answer's own prompt and tokens."""
+    asked = []
+
+    def of_answer(prompt: list[int], token_ids: list[int]) -> Any:
+        asked.append((prompt, token_ids))
+        return np.full((len(prompt) + len(token_ids), 1, 1), len(asked), dtype=np.int16)
+
+    prober = _prober(Engine())
+    prober._routing = SimpleNamespace(of_answer=of_answer)  # type: ignore[assignment]
+    prober.start(1, 0)
+    found = prober._collected()
+    assert found is not None
+    answers = [found.anchor[1], *(one for _, *both in found.answers for one in both)]
+    assert len(asked) == len(answers) == ALL
+    assert sorted(int(one.experts[0, 0, 0]) for one in answers if one.experts is not None) == [*range(1, ALL + 1)]
     prober.close()
 
 

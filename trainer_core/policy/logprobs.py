@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from atropos_common.model_math import LOGITS_AT_ONCE, carries_state
 from trainer_core.context_parallel import Context, RowPart, context_of
@@ -14,7 +18,10 @@ from trainer_core.policy.attention import layout
 from trainer_core.policy.sharding import compute_dtype, gathered
 from trainer_core.policy.speed import compiled_on_cuda
 from trainer_core.policy.tensor_parallel import Vocabulary, enter, over_ranks, parallel_of
-from trainer_core.rollouts.packing import PackedRow
+from trainer_core.rollouts.packing import PackedRow, packed_experts
+
+EXPERTS = "replayed_experts"
+"""Keyword under which the layers of a model get the experts that a row brings, [N, sparse layers, K]."""
 
 
 class TokenScores(NamedTuple):
@@ -119,7 +126,7 @@ def _part_states(
 ) -> torch.Tensor:
     """Those that predict the labels of this part of a row of `count` tokens."""
     said: list[torch.Tensor] | None = None if routing is None else []
-    hidden = _states(model, part.tokens, part.positions, part.lengths, said, context)
+    hidden = _states(model, part.tokens, part.positions, part.lengths, said, part.experts, context)
     if routing is not None and said is not None:
         here = context.tokens_of(count)
         routing += [context.whole(each[: here.stop - here.start], here, count) for each in said]
@@ -132,16 +139,17 @@ def _predicting_states(model: torch.nn.Module, row: PackedRow, routing: list[tor
     apart = len(row.lengths) > 1 and carries_state(vars(model.config))
     parts = [(n,) for n in row.lengths] if apart else [row.lengths]
     sizes = [sum(part) for part in parts]
+    experts = [None] * len(parts) if row.experts is None else row.experts.split(sizes)
+    each = zip(row.tokens.split(sizes), row.positions.split(sizes), parts, experts, strict=True)
     hidden = [
-        _states(model, tokens, positions, lengths, routing)
-        for tokens, positions, lengths in zip(row.tokens.split(sizes), row.positions.split(sizes), parts, strict=True)
+        _states(model, tokens, positions, lengths, routing, chosen) for tokens, positions, lengths, chosen in each
     ]
     return torch.cat(hidden).index_select(0, row.predict)
 
 
 def _states(
     model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, lengths: tuple[int, ...],
-    routing: list[torch.Tensor] | None, context: Context | None = None,
+    routing: list[torch.Tensor] | None, experts: torch.Tensor | None, context: Context | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """[N, H], of sequences that stand behind one another; of the tokens that are here."""
     output = model.base_model(
@@ -150,6 +158,7 @@ def _states(
         use_cache=False,
         packing=layout(lengths, tokens.device, compute_dtype(model), context),
         **({} if routing is None else {"output_router_logits": True}),
+        **({} if experts is None else {EXPERTS: experts}),
     )
     if routing is not None:
         routing += output.router_logits
@@ -165,10 +174,18 @@ def sequence_logprobs(model: torch.nn.Module, prompt: list[int], completion: lis
 
 @torch.no_grad()
 def completions_logprobs(
-    model: torch.nn.Module, pairs: list[tuple[list[int], list[int]]], *, head_dtype: torch.dtype | None = None
-) -> list[list[float]]:
-    """The same for several (prompt, completion), packed into one row; `head_dtype` as in `row_logprobs`."""
+    model: torch.nn.Module, pairs: list[tuple[list[int], list[int]]], *, head_dtype: torch.dtype | None = None,
+    experts: Sequence[NDArray[np.int16] | None] | None = None,
+) -> list[list[float]]:  # fmt: skip
+    """The same for several (prompt, completion), packed into one row; `head_dtype` as in `row_logprobs`.
+
+    Args:
+        experts: of the tokens of each, as `Rollout.experts`.
+    """
     row = whole_row([torch.tensor([*prompt, *completion]) for prompt, completion in pairs], [len(p) for p, _ in pairs])
+    if experts is not None:
+        lengths = [len(prompt) + len(completion) for prompt, completion in pairs]
+        row = replace(row, experts=packed_experts(list(experts), lengths))
     values = row_logprobs(model, row.to(next(model.parameters()).device), head_dtype=head_dtype).tolist()
     ends = [0, *accumulate(len(completion) for _, completion in pairs)]
     return [values[a:b] for a, b in pairwise(ends)]

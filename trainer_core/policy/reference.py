@@ -12,6 +12,7 @@ from torch import nn
 from trainer_core.config import TrainingConfig
 from trainer_core.policy.logprobs import row_logprobs, use_head
 from trainer_core.policy.lora import adapters_off
+from trainer_core.policy.routing import replay_in
 from trainer_core.policy.sharding import anywhere, compute_dtype, load_for, shard
 from trainer_core.policy.speed import in_threads
 from trainer_core.ranks import ALONE, World
@@ -34,6 +35,8 @@ class Reference:
         model = load_for(world, config.model_name, compute_dtype(policy), device).requires_grad_(False)
         self._model = shard(model, world, device, config)
         use_head(self._model, config.head_dtype)
+        if config.routing_replay:  # else the choice of experts would count as a difference to the policy
+            replay_in(self._model)
         size = sum(p.numel() * p.element_size() for p in self._model.parameters())
         print(f"Frozen reference of --ref-kl-coef: {config.model_name}, a copy of {size / 1e9:.2f} GB")
 

@@ -123,6 +123,9 @@ class Rollout:
     teacher: Teacher | None = None
     base: NDArray[np.float32] | None = None
     """[L] logprobs of the policy before the first of several optimizer steps on its batch; null: there is one step."""
+    experts: NDArray[np.int16] | None = None
+    """[L, sparse layers, K] the experts that the engine took for each token, -1 where that is not known; null: nobody
+    asked, or nobody knew any."""
     oldest_version: int | None = None
     """Oldest weight version behind it, as far as a server told it with the logprobs; the digests ask for the rest."""
 
@@ -173,6 +176,8 @@ class Batch:
     """Whether a turn of each was as long as one may be; empty where no limit is known."""
     raw: list[Any] = field(default_factory=list)
     """The groups as they came, where they are to be recorded."""
+    asked_routing: bool = False
+    """Whether the servers were asked which experts they took."""
     ended: list[bool] = field(default_factory=list)
     """Whether the last generated token of each is one with which a completion ends."""
 
@@ -208,6 +213,14 @@ class Batch:
         if average <= POSITIVE_TOLERANCE:
             return None
         return f"ref_logprobs avg {average:.3f} (should be negative!)"
+
+    @property
+    def routing_replayed(self) -> float | None:
+        """Share of the tokens whose experts the engine told; null where it was not asked."""
+        if not self.asked_routing:
+            return None
+        known = sum(int((r.experts[:, 0, 0] >= 0).sum()) for r in self.rollouts if r.experts is not None)
+        return known / max(1, sum(int(np.flatnonzero(r.trained)[-1]) for r in self.rollouts if r.trained.any()))
 
     def leave_out(self, reason: str, count: int, example: str = "") -> None:
         """Count `count` sequences that do not train."""

@@ -48,6 +48,9 @@ class PackedRow:
     base: torch.Tensor | None = None
     """[T] float32, the policy's own logprobs before the batch's first optimizer step; null: the present ones are that
     """
+    experts: torch.Tensor | None = None
+    """[N, sparse layers, K] int16, the experts that the engine took for each token, -1 where that is not known; null:
+    of none of them it is"""
 
     @property
     def sequences(self) -> torch.Tensor:
@@ -147,8 +150,21 @@ def _row(members: list[tuple[int, Rollout]]) -> PackedRow:
         temperatures=column([np.full(len(at), r.temperature, dtype=np.float32) for r, at in pairs]),
         reference=_reference(pairs),
         base=column([r.base[at] for r, at in pairs if r.base is not None]) if pairs[0][0].base is not None else None,
+        experts=packed_experts([r.experts for _, r in members], lengths),
         **_teacher(pairs),
     )
+
+
+def packed_experts(parts: Sequence[NDArray[np.int16] | None], lengths: Sequence[int]) -> torch.Tensor | None:
+    """`PackedRow.experts` of sequences of these lengths, from what is known of the first tokens of each."""
+    known = next((part for part in parts if part is not None), None)
+    if known is None:
+        return None
+    whole = np.full((sum(lengths), *known.shape[1:]), -1, dtype=np.int16)
+    for part, length, end in zip(parts, lengths, accumulate(lengths), strict=True):
+        if part is not None:
+            whole[end - length : end][: len(part)] = part[:length]
+    return torch.from_numpy(whole)
 
 
 Pairs = Sequence[tuple[Rollout, NDArray[np.int64]]]

@@ -24,6 +24,7 @@ from trainer_core.rollouts.batch import ASKED, RECOMPUTED, Batch, Rollout, Selec
 from trainer_core.rollouts.client import Background, RawBatch, RolloutSource, RunApi
 from trainer_core.rollouts.fields import NOBODY_READS, WHY_UNUSED
 from trainer_core.rollouts.missing import MissingAsker
+from trainer_core.rollouts.routing import RoutingAsker
 from trainer_core.telemetry import Telemetry
 
 REPEAT_S = 60.0
@@ -39,6 +40,13 @@ MOST_NAMED = 50
 UNSENDABLE = "lost in run-api, which could not send their batch (HTTP 500)"
 UNSENDABLE_WHY = "NaN or Infinity in one of its groups, which JSON cannot hold: the others are lost with it"
 UNKNOWN_AGE = "rollouts are of unknown age, so that --max-policy-lag does not hold for them"
+
+ENOUGH_REPLAYED = 0.9
+LITTLE_REPLAYED = "batches in which little routing is replayed"
+NOT_REPLAYED = (
+    "{share:.0%} of the tokens of this one. No server knows which experts the others took, so routers choose for them: "
+    "it was restarted, had no room for so many, or an environment sends other tokens than it read"
+)
 
 Lags = list[int | None]
 """Policy lag of each rollout in weight versions; null where the server does not know the completion."""
@@ -168,6 +176,8 @@ class BatchSource:
     while_waiting: Callable[[], None]
     """Called before a batch is taken and about once a second until it comes; may raise."""
     missing: MissingAsker = field(default_factory=lambda: MissingAsker([]))
+    routing: RoutingAsker | None = None
+    """Asked for the experts of each batch as it is read, beside the training of another; null: routers choose."""
     record: Callable[[int, int, list[Any]], None] | None = None
     """Is handed the step, the policy's weight version and the groups of each batch that trains."""
     _ahead: Background[Batch] | None = None
@@ -205,6 +215,7 @@ class BatchSource:
                 batch, measured, self.config.max_policy_lag, keep_unknown=self.config.unknown_lag == "keep"
             )
             self._print_remarks(batch)
+            self._warn_of_routing(batch)
             if isinstance(self.api, RunApi) and self.api.keeps_batches:
                 self._ahead = self.api.fetch_ahead(self._read)
             if batch.trained_tokens:
@@ -246,6 +257,8 @@ class BatchSource:
             recompute=self.config.missing_logprobs == "recompute", baselines=self._baselines,
         )  # fmt: skip
         batch.raw = raw if self.record is not None else []
+        if self.routing is not None:
+            self.routing.fill(batch)
         return batch
 
     def _dump(self, raw: RawBatch) -> None:
@@ -270,6 +283,11 @@ class BatchSource:
         for name in sorted(batch.unused.keys() - self._named)[: MOST_NAMED - len(self._named)]:
             self._named.add(name)
             print(f"[NOTE] an environment sends {name}, which is not used: {WHY_UNUSED.get(name, NOBODY_READS)}")
+
+    def _warn_of_routing(self, batch: Batch) -> None:
+        replayed = batch.routing_replayed
+        if batch.rollouts and replayed is not None and replayed < ENOUGH_REPLAYED:
+            self._warnings.count(LITTLE_REPLAYED, 1, NOT_REPLAYED.format(share=replayed))
 
 
 def leave_out_by_lag(batch: Batch, lags: Lags, most: int | None, *, keep_unknown: bool = True) -> Lags:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import time
 import uuid
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from atropos_common.bridge import (
@@ -25,6 +28,8 @@ from atropos_common.bridge import (
     LogprobsResponse,
     PauseRequest,
     ResumeRequest,
+    RoutingRequest,
+    RoutingResponse,
     VersionsRequest,
     VersionsResponse,
     WeightsLoaded,
@@ -46,6 +51,8 @@ class GeneratedTokens:
     logprobs: list[float]
     cached_tokens: int | None = None
     """Tokens of the prompt that came from the prefix cache; null when the server does not say."""
+    experts: NDArray[np.int16] | None = None
+    """Of prompt and answer, as `Rollout.experts`; null where nobody asked, or they are not known."""
 
 
 class ServerClient:
@@ -113,6 +120,19 @@ class ServerClient:
         """Logprobs of completions as they were made, as `LogprobsRequest` says; null for one not known."""
         answer = self._call("POST", "/bridge/logprobs", LogprobsRequest(prompts=prompts, completions=completions))
         return _parse(LogprobsResponse, answer).found
+
+    def routing(self, prompts: list[str], completions: list[list[int]], starts: list[int]) -> list[NDArray[Any] | None]:
+        """Which experts the engine took for completions, as `RoutingRequest` says; null for one not known."""
+        request = RoutingRequest(prompts=prompts, completions=completions, starts=starts)
+        found = _parse(RoutingResponse, self._call("POST", "/bridge/routing", request)).found
+        try:
+            return [
+                None if each is None
+                else np.frombuffer(base64.b64decode(each.data), "<u2" if each.wide else "u1").reshape(each.shape)
+                for each in found
+            ]  # fmt: skip
+        except ValueError as error:
+            raise EngineError(f"{self.base_url}/bridge/routing: the answer is broken ({error})") from None
 
     def join_transfer(self, request: TransferInit) -> BridgeInfo:
         """Let every worker join the trainer's group; waits for it."""

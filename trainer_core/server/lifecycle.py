@@ -28,7 +28,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from atropos_common import parent_death, ports
-from atropos_common.bridge import BridgeInfo
+from atropos_common.bridge import ROUTING_FLAG, BridgeInfo
 from atropos_common.control import (
     Accepted,
     CommandRequest,
@@ -378,6 +378,7 @@ class ServerChild:
             "--port", str(config.vllm_port), "--dtype", config.dtype, "--seed", str(config.seed),
             "--gpu-memory-utilization", str(config.gpu_memory_utilization),
             "--max-model-len", str(config.max_model_len), *self.flags,
+            *([f"--{ROUTING_FLAG}"] if config.routing_replay else []),
         ]  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
