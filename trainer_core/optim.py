@@ -632,7 +632,7 @@ def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Ten
 
 @compiled_on_cuda
 def rolled(values: torch.Tensor, key: int, first: int) -> torch.Tensor:
-    """Float32 `values`, [N], rounded by the dice of their elements. Some thirty operations on 4 or 8 bytes of each
+    """Float32 `values`, [N], rounded by the dice of their elements. Some twenty operations on 4 or 8 bytes of each
     element, which compiled are one pass over memory."""
     return round_stochastically(values, dice(key, first, values))
 
