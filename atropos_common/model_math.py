@@ -275,6 +275,24 @@ def _layers(config: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Those of a layer, where they alone are trained: they compute in float32."""
+
+    inputs: int
+    """Elements of all their inputs, for a token."""
+    widest: int
+    """Of the widest input or output."""
+
+    @classmethod
+    def of(cls, trained: Mapping[str, Shape], layers: int) -> Adapters | None:
+        """By the shapes of the trained tensors, `lora_A` and `lora_B` in their names; None where others are trained."""
+        if not trained or not all(".lora_" in name for name in trained):
+            return None
+        inputs = sum(shape[-1] for name, shape in trained.items() if ".lora_A" in name)
+        return cls(inputs // layers, max(max(shape) for shape in trained.values()))
+
+
+@dataclass(frozen=True)
 class Activations:
     """An estimate of what one forward pass keeps for its backward pass, in bytes."""
 
@@ -316,7 +334,7 @@ class Activations:
 
 def activation_bytes(
     model: Dimensions, tokens: int, *, width: int, on_gpu: bool, layers: int | None = None, largest: int | None = None,
-    compiled: bool = False, anew: int = 0, offloaded: bool = False, adapted: int | None = None,
+    compiled: bool = False, anew: int = 0, offloaded: bool = False, adapters: Adapters | None = None,
 ) -> Activations:  # fmt: skip
     """What a pass over `tokens` tokens keeps, the logits of one chunk, and the largest gradient while it is made.
 
@@ -332,16 +350,16 @@ def activation_bytes(
         compiled: the layers are.
         anew: layers that keep their input alone, and compute the rest anew.
         offloaded: these inputs wait in the host's memory.
-        adapted: only adapters are trained, and the inputs of those of a layer have so many elements a token, which they
-            keep in float32, while the products of the model itself keep none.
+        adapters: they alone are trained, and keep their inputs in float32, while the products of the model itself keep
+            none.
     """
     sparse = model.sparse_layers / model.layers
     inner = (1 - sparse) * model.inner + sparse * model.chosen_inner
     copies = sparse * 3 * model.experts_per_token * model.hidden
     values = 4 * (model.hidden + model.queries + inner) + copies
-    if adapted is not None:
+    if adapters is not None:
         values -= model.hidden + inner
-    per_layer = 8 * model.hidden + width * round(values) + 4 * (adapted or 0)
+    per_layer = 8 * model.hidden + width * round(values) + 4 * (adapters.inputs if adapters else 0)
     if model.head_norms:
         per_layer += 2 * (4 + width) * model.queries
     if compiled:
@@ -358,6 +376,10 @@ def activation_bytes(
     away = tokens * per_input * max(0, anew - 2) if offloaded else 0  # one is used while the next one comes
     # The layer that is computed anew meets its own gradients.
     again = per_layer + width * round(2 * inner + 2 * model.hidden)
+    if adapters is not None and adapters.widest >= inner:
+        # In the MLP, whose backward pass comes before anything of the layer is gone: the gradient of an adapter's
+        # product is float32, and compiled code makes that of its input before it is through with the first.
+        again += (8 if compiled else 4) * adapters.widest
     return Activations(tokens, reached - anew, per_layer, 8 * model.hidden, head, anew, per_input, again, away)
 
 

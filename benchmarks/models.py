@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from atropos_common.engine_release import installed, why_not_served
 from atropos_common.model_math import Dimensions, carries_state, why_refused
 from atropos_common.quantized import why_not_base
 from atropos_common.run_dir import ENV_TOKEN
@@ -254,7 +255,12 @@ def measure(name: str, modes: list[str], records: Path, until: float, nursery: C
             if time.monotonic() > until:
                 return
             adapters, shared = mode.startswith("lora"), mode == "shared_vllm"
-            if refused := why_refused(config) or why_not_base(config, frozen=adapters, shared=shared):
+            release = installed()
+            if refused := (
+                why_refused(config)
+                or why_not_base(config, frozen=adapters, shared=shared)
+                or (release and why_not_served(release, config, longest=256, adapters=adapters))
+            ):
                 found = {"result": "refused", "when": "before anything starts", "words": "; ".join(refused)}
             else:
                 for dtype in types_of(mode, nursery, quantized=name in QUANTIZED):
@@ -308,12 +314,12 @@ def read_records(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def table(cells: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """Markdown: architectures, modes, and the words as notes below."""
+    """Markdown: architectures and modes of which anything was measured, and the words as notes below."""
     notes: dict[str, int] = {}
-    rows = [f"| | {' | '.join(f'`{mode}`' for mode in MODES)} |", "|---|" + "---|" * len(MODES)]
-    for name in NAMES:
-        if any((name, mode) in cells for mode in MODES):
-            rows.append(f"| {name} | {' | '.join(_cell(cells.get((name, mode)), notes) for mode in MODES)} |")
+    names = [name for name in NAMES if any((name, mode) in cells for mode in MODES)]
+    modes = [mode for mode in MODES if any((name, mode) in cells for name in NAMES)]
+    rows = [f"| | {' | '.join(f'`{mode}`' for mode in modes)} |", "|---|" + "---|" * len(modes)]
+    rows += [f"| {name} | {' | '.join(_cell(cells.get((name, mode)), notes) for mode in modes)} |" for name in names]
     return "\n".join([*rows, "", *(f"{number}. {words}" for words, number in notes.items())])
 
 

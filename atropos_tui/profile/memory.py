@@ -22,7 +22,7 @@ from typing import Any
 
 from atropos_common import model_math
 from atropos_common.bridge import few_graph_sizes, server_rank
-from atropos_common.model_math import Dimensions
+from atropos_common.model_math import Adapters, Dimensions
 from atropos_tui.profile.hardware import Hardware, read_machine
 from atropos_tui.profile.models import LAYER, Model, Shapes, read_model
 from atropos_tui.profile.plan import LORA_SLOTS, MOST_SEQUENCES, resolve_path
@@ -440,13 +440,13 @@ def activations(
     layers = [int(layer[1]) for name in trained if (layer := LAYER.search(name))]
     # A gradient goes down to the lowest layer that is trained, or to the embedding.
     reached = None if len(trained) == len(model.shapes) else dimensions.layers - min(layers, default=dimensions.layers)
-    inputs = sum(shape[1] for name, shape in trained.items() if name.endswith(".lora_A")) // dimensions.layers
+    adapters = Adapters.of(trained, dimensions.layers)
 
     def kept(anew: int) -> model_math.Activations:
         return model_math.activation_bytes(
             dimensions, tokens, width=width, on_gpu=on_gpu, layers=reached, largest=largest,
             compiled=large and on_gpu, anew=anew, offloaded=settings.activation_offload,
-            adapted=inputs if settings.trains_adapters else None,
+            adapters=adapters,
         )  # fmt: skip
 
     return kept

@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from atropos_common.engine_release import installed, why_not_served
 from atropos_common.model_math import why_not_replayed, why_not_shared, why_not_spread, why_refused
 from atropos_common.quantized import why_not_base
 from atropos_common.run_dir import (
@@ -368,6 +369,8 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
     for index, engine in enumerate(site.profile.vllm):
         if isinstance(model := inventory.models[engine.name], Model):
             yield from _engine_fits(engine, model, index)
+            if refused := _not_served(site, engine, model):
+                yield Problem(*refused, key=f"vllm.{index}.model" if engine.model else "model")
     if not isinstance(first, Model):
         return
     traits = site.traits
@@ -386,6 +389,15 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
     if beyond:
         reason = f"the model has layers 0-{first.dimensions.layers - 1}, and no {', '.join(map(str, beyond[:5]))}"
         yield Problem(reason, f"name layers up to {first.dimensions.layers - 1}", key="trainer.train_layer_indices")
+
+
+def _not_served(site: Site, engine: EngineSection, model: Model) -> tuple[str, str] | None:
+    """Why the vLLM of this machine does not serve the model as it trains; what other machines have, their servers
+    say."""
+    if site.profile.is_spread or (release := installed()) is None:
+        return None
+    adapters = site.traits.lora and engine.flag("lora-target-modules") is None
+    return why_not_served(release, model.config, longest=engine.max_model_len, adapters=adapters)
 
 
 def _engine_fits(engine: EngineSection, model: Model, index: int) -> Iterator[Problem]:

@@ -200,10 +200,11 @@ def use_checkpointing(
 def activations(model: nn.Module, tokens: int, compiled: bool = False, anew: int = 0) -> model_math.Activations:
     """What the forward pass of `tokens` tokens on a GPU keeps for the backward pass, where `anew` layers are computed
     anew in that."""
-    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    trained = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     return model_math.activation_bytes(
         dimensions(model), tokens, width=compute_dtype(model).itemsize, on_gpu=True, compiled=compiled, anew=anew,
-        layers=layers_reached(model), largest=max(trained, default=0),
+        layers=layers_reached(model), largest=max(map(math.prod, trained.values()), default=0),
+        adapters=model_math.Adapters.of(trained, len(decoder_layers(model))),
     )  # fmt: skip
 
 

@@ -414,7 +414,9 @@ class PlainLayers:
     def __init__(self, model: torch.nn.Module) -> None:
         self._weights: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
         for module in model.modules():
-            if (weight := module._parameters.get("weight")) is not None:
+            weight = module._parameters.get("weight")
+            # A causal convolution's kernel has no other way than the packed weight, [channels, 1, width].
+            if weight is not None and weight.ndim < 3:
                 self._weights.append((module, "weight", weight))
                 # vLLM's own switch (0.28 and later) for layers whose weight is read elsewhere: no repacking.
                 module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]

@@ -1,0 +1,40 @@
+"""Layers as torch.compile takes them: those with experts whole, in half precision as on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+
+from benchmarks.model_zoo import build
+from trainer_core.policy.load import decoder_layers
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "Mixtral"])
+def test_a_layer_with_experts_is_one_graph_for_all_lengths(name: str) -> None:
+    """Which tokens an expert gets depends on them; that they are so many in all does not."""
+    torch.compiler.reset()
+    counters.clear()
+    backend = aot_autograd(fw_compiler=lambda graph, _: graph.forward)
+    model = build(name, dtype=torch.bfloat16)
+    config: Any = model.config
+    assert config._experts_implementation == "grouped_mm"
+    found = []
+    for compiled in (False, True):
+        for layer in decoder_layers(model) if compiled else ():
+            layer.compile(dynamic=True, backend=backend)
+        for length in (40, 57):
+            tokens = (torch.arange(length) * 7 % 120)[None] + 3
+            model.zero_grad()
+            logits = model(tokens, use_cache=False).logits
+            logits.float().log_softmax(-1).square().sum().backward()
+            found.append([logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    assert counters["stats"]["unique_graphs"] == 1
+    for plain, again in zip(found[:2], found[2:], strict=True):
+        assert len(plain) == len(again) == 1 + len(list(model.parameters()))
+        assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
