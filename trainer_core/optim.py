@@ -32,7 +32,6 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.offload import SMALL, HostMemory
 from trainer_core.policy.sharding import compute_dtype, local, rows_of, scatter
-from trainer_core.policy.speed import compiled_on_cuda
 from trainer_core.policy.tensor_parallel import parallel_of
 from trainer_core.ranks import ALONE, World
 
@@ -598,7 +597,7 @@ class Stochastic(_Rounded):
         rows = max(1, PART_PARAMETERS * len(weights) // weights.numel())  # rounding takes several times their memory
         begin = self._first[index]
         for some, values in zip(into.split(rows), weights.split(rows), strict=True):
-            some.copy_(rolled(values.flatten(), key, begin).view_as(values))
+            some.copy_(round_stochastically(values, dice(key, begin, values)))
             begin += values.numel()
 
     def write(self) -> None:
@@ -628,13 +627,6 @@ def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Ten
     bits = values.detach().contiguous().view(torch.int32)
     rounded = (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
-
-
-@compiled_on_cuda
-def rolled(values: torch.Tensor, key: int, first: int) -> torch.Tensor:
-    """Float32 `values`, [N], rounded by the dice of their elements. Some twenty operations on 4 or 8 bytes of each
-    element, which compiled are one pass over memory."""
-    return round_stochastically(values, dice(key, first, values))
 
 
 def make_master_weights(

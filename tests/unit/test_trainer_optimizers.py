@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch._inductor.compile_fx import compile_fx
 
 from trainer_core.checkpoint import join_tensors, split_tensors
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
-from trainer_core.optim import Stepper, dice, learning_rate, rolled, round_stochastically
+from trainer_core.optim import Stepper, dice, learning_rate, round_stochastically
 
 STEPS, LR = 100, 1e-6
 MASTERS = ["fp32", "kahan", "stochastic"]
@@ -135,29 +132,6 @@ def test_dice_do_not_depend_on_how_a_parameter_is_cut() -> None:
     shares = [((whole >> bit) & 1).double().mean().item() for bit in range(16)]
     assert shares == pytest.approx([0.5] * 16, abs=0.04)
     assert not (whole >> 16).any()
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-@pytest.mark.timeout(300)
-def test_rounding_is_the_same_compiled_and_is_compiled_once_for_all_keys_and_lengths() -> None:
-    """As it runs on a GPU: bit for bit, so that a run goes on alike where another compiler is at work."""
-    plain: Any = inspect.unwrap(rolled)
-    graphs = 0
-
-    def counted(graph: Any, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return compile_fx(graph, inputs)
-
-    compiled = torch.compile(plain, dynamic=True, backend=counted)
-    generator = torch.Generator().manual_seed(0)
-    for key, first, length in ((2**55 + 3, 5, 1000), (9, 1 << 33, 77), (2**56 - 1, 1000, 4096), (12345, 64, 1)):
-        values = torch.randn(length, generator=generator) * 10.0 ** torch.arange(-30, 30).repeat(69)[:length]
-        values[0] = float("nan")
-        found, expected = compiled(values, key, first), plain(values, key, first)
-        assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().any()
-        assert torch.equal(found.nan_to_num(0).view(torch.int16), expected.nan_to_num(0).view(torch.int16))
-    assert graphs <= 2, "one for all, and one for a single element"
 
 
 def test_stochastic_rounding_is_refused_where_it_cannot_be() -> None:
