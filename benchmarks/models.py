@@ -34,7 +34,6 @@ import numpy as np
 import torch
 
 from atropos_common.model_math import Dimensions, carries_state, why_refused
-from atropos_common.quantized import why_not_base
 from atropos_common.run_dir import ENV_TOKEN
 from benchmarks.children import TOKEN, Child, ChildError, Server, environment, free_ports
 from benchmarks.model_zoo import QUANTIZED, ZOO, save
@@ -254,7 +253,7 @@ def measure(name: str, modes: list[str], records: Path, until: float, nursery: C
             if time.monotonic() > until:
                 return
             adapters, shared = mode.startswith("lora"), mode == "shared_vllm"
-            if refused := why_refused(config) or why_not_base(config, frozen=adapters, shared=shared):
+            if refused := why_refused(config, frozen=adapters, shared=shared):
                 found = {"result": "refused", "when": "before anything starts", "words": "; ".join(refused)}
             else:
                 for dtype in types_of(mode, nursery, quantized=name in QUANTIZED):
