@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -122,3 +122,11 @@ def made_aside(output: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def scratch_below(env: Mapping[str, str], name: str) -> tuple[Path, dict[str, str]]:
+    """A folder for temporary files called `name` on this machine, and `env` with it. What torch has compiled is worth
+    keeping, and would lie in the temporary folder, too."""
+    around = Path(env.get("TMPDIR") or tempfile.gettempdir())
+    compiled = str(around / f"torchinductor_{env.get('USER') or os.getuid()}")
+    return around / name, {"TORCHINDUCTOR_CACHE_DIR": compiled, **env, "TMPDIR": str(around / name)}

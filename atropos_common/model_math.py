@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from atropos_common.quantized import why_not_base
+
 Shape = Sequence[int]
 
 LOGITS_AT_ONCE = {True: 1 << 29, False: 1 << 26}
@@ -69,9 +71,14 @@ _REFUSED = {
 """model_type -> why the trainer does not compute this architecture right, and the way out."""
 
 
-def why_refused(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why the trainer does not train the model of this config.json, in any mode, and the way out; None where nothing is
-    known against it: what nobody has tried is proved when the trainer starts."""
+def why_refused(config: Mapping[str, Any], *, frozen: bool = False, shared: bool = False) -> tuple[str, str] | None:
+    """Why the trainer does not train the checkpoint of this config.json, and the way out; None where nothing is known
+    against it: what nobody has tried is proved when the trainer starts.
+
+    Args:
+        frozen: adapters train, and the weights stay as they are.
+        shared: the trainer computes with the engine's own memory.
+    """
     name = (config.get("architectures") or ["this model"])[0]
     kind = str(config.get("model_type") or "").removesuffix("_text")
     if kind in _REFUSED:
@@ -89,7 +96,7 @@ def why_refused(config: Mapping[str, Any]) -> tuple[str, str] | None:
             f"its rotary embeddings ({rotary}) change with the longest sequence of a packed row",
             "use a model with another rope_type, such as llama3, yarn or linear",
         )
-    return None
+    return why_not_base(config, frozen=frozen, shared=shared)
 
 
 _REPLAYED = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss")

@@ -42,12 +42,7 @@ def _with_scales(bits: float, group: Any) -> float:
 
 
 def why_not_base(config: Mapping[str, Any], *, frozen: bool, shared: bool) -> tuple[str, str] | None:
-    """Why the trainer does not take the checkpoint of this config.json, and the way out; None where it does.
-
-    Args:
-        frozen: adapters train, and the weights stay as they are.
-        shared: the trainer computes with the engine's own memory.
-    """
+    """The part of `model_math.why_refused` that is about quantized weights."""
     method = method_of(config)
     if method is None:
         return None

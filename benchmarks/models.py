@@ -35,7 +35,6 @@ import torch
 
 from atropos_common.engine_release import installed, why_not_served
 from atropos_common.model_math import Dimensions, carries_state, why_refused
-from atropos_common.quantized import why_not_base
 from atropos_common.run_dir import ENV_TOKEN
 from benchmarks.children import TOKEN, Child, ChildError, Server, environment, free_ports
 from benchmarks.model_zoo import QUANTIZED, ZOO, save
@@ -256,10 +255,8 @@ def measure(name: str, modes: list[str], records: Path, until: float, nursery: C
                 return
             adapters, shared = mode.startswith("lora"), mode == "shared_vllm"
             release = installed()
-            if refused := (
-                why_refused(config)
-                or why_not_base(config, frozen=adapters, shared=shared)
-                or (release and why_not_served(release, config, longest=256, adapters=adapters))
+            if refused := why_refused(config, frozen=adapters, shared=shared) or (
+                release and why_not_served(release, config, longest=256, adapters=adapters)
             ):
                 found = {"result": "refused", "when": "before anything starts", "words": "; ".join(refused)}
             else:

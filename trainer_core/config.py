@@ -434,6 +434,11 @@ class TrainingConfig(BaseModel):
         return self.weight_bridge_mode in ("lora_only", "lora_restart")
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether the trainer computes with the server's own memory: the one copy of a model, or of adapters' base."""
+        return self.mode == "shared_vllm" or self.single_copy
+
+    @property
     def engine_urls(self) -> list[str]:
         """Base URLs of the servers that get the weights."""
         return [url.rstrip("/") for url in self.vllm_urls or [f"http://{self.vllm_host}:{self.vllm_port}"]]
@@ -509,7 +514,7 @@ def contradictions(config: TrainingConfig) -> list[str]:
         )
     if config.weight_bridge_mode == "lora_restart" and config.vllm_urls:
         problems.append("--vllm-urls does nothing for lora_restart, which restarts the one server at --vllm-port")
-    if (config.mode == "shared_vllm" or config.single_copy) and config.vllm_urls:
+    if config.shares_memory and config.vllm_urls:
         problems.append("--vllm-urls does nothing in single copy: the server is the one that the manifest names")
     if config.trains_adapters and config.in_flight != "keep":
         problems.append(f"--in-flight {config.in_flight} does nothing with adapters, which are swapped without a pause")
@@ -535,7 +540,7 @@ def contradictions(config: TrainingConfig) -> list[str]:
 def sharding_contradictions(config: TrainingConfig, ranks: int) -> list[str]:
     """Settings that cannot be, with the model spread over so many ranks."""
     context = config.context_parallel
-    if context > 1 and (config.mode == "shared_vllm" or config.single_copy):
+    if context > 1 and config.shares_memory:
         return [
             f"--context-parallel {context} shares rows among ranks, and in single copy all ranks compute the same rows "
             "already: leave it out, or use mode broadcast"

@@ -26,6 +26,8 @@ from vllm_server.config import (
     ServerConfig,
     prepare_environment,
     prepare_network,
+    remove_temporary_folder,
+    take_temporary_folder,
 )
 from vllm_server.plugin import configure_logging, die_with_parent
 
@@ -77,6 +79,15 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2
+    take_temporary_folder(config, os.environ)
+    try:
+        return _serve(config, argv)
+    finally:
+        remove_temporary_folder(config, os.environ)
+
+
+def _serve(config: ServerConfig, argv: list[str]) -> int:
+    """Pass on what vLLM's processes read in their environment, and import it."""
     os.environ[ENV_INSTANCE_ID] = config.instance_id
     release = engine_release.installed()
     cpu = os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or (release is not None and release.cpu)

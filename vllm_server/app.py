@@ -6,7 +6,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import time
@@ -33,6 +32,7 @@ from vllm_server.config import (
     ENV_EAGER_BECAUSE,
     ConfigError,
     ServerConfig,
+    remove_temporary_folder,
     require_own_folder,
 )
 from vllm_server.generate import Generator
@@ -67,7 +67,6 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
         if waits and (config.shared_weights or config.weight_updates):
             waits = False
             if not plugin.is_told_to_go():
-                remove_private_dir(config)
                 return 0
         check_arguments(args, config)
         if args.headless:
@@ -488,15 +487,9 @@ def prepare_bridge_dir(config: ServerConfig) -> None:
 
 
 def clean_up(config: ServerConfig) -> None:
-    """Remove the weight files and the manifest that names them."""
+    """Remove the weight files and the manifest that names them, and the temporary folder."""
     if config.shared_weights:
         for path in [config.shm_path, *config.shm_path.parent.glob(f"{config.shm_path.name}.[0-9]*")]:
             path.unlink(missing_ok=True)
         config.manifest_path.unlink(missing_ok=True)
-    remove_private_dir(config)
-
-
-def remove_private_dir(config: ServerConfig) -> None:
-    """Remove the bridge directory if it is nobody else's."""
-    if config.private_dir:
-        shutil.rmtree(config.bridge_dir, ignore_errors=True)
+    remove_temporary_folder(config, os.environ)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import string
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import get_args
 
 from atropos_common.bridge import ENV_SAMPLING, SamplingPolicy
+from atropos_common.files import scratch_below
 from atropos_common.http import hosts_in
 from atropos_common.node import NoSuchAddress, address_here, interface_of
 from atropos_common.run_dir import (
@@ -53,6 +55,9 @@ DEFAULT_PORT = 9001
 PLUGIN_NAME = "atropos_bridge"
 """Our entry point in vLLM's group `vllm.general_plugins`."""
 
+LONGEST_TEMPORARY = 107 - len("/01234567-89ab-cdef-0123-456789abcdef")
+"""Bytes of the path of a folder in which vLLM's sockets, called by a UUID, can be bound."""
+
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 _TOKEN_CHARACTERS = set(string.ascii_letters + string.digits + "-_.~+/=")
 _MIN_TOKEN_LENGTH = 8
@@ -68,6 +73,9 @@ class ServerConfig:
 
     instance_id: str
     """Random, new at every start."""
+    temporary: Path
+    """A folder for what vLLM makes in a temporary folder and leaves there; made by `take_temporary_folder`, removed at
+    the end."""
     bridge_dir: Path
     """Where manifest, version stamp and token file lie."""
     manifest_path: Path
@@ -83,8 +91,6 @@ class ServerConfig:
     """Answer only requests that carry the token until `/bridge/resume`."""
     shm_path: Path
     """The file that holds the weights on a CPU server."""
-    private_dir: bool = False
-    """`bridge_dir` is a temporary directory of ours, removed at the end."""
     run_dir: Path | None = None
     """The supervised run; adapters are loaded from below it only."""
     allowed_hosts: frozenset[str] = field(default_factory=frozenset)
@@ -94,6 +100,11 @@ class ServerConfig:
     sampling: SamplingPolicy = "plain"
     eager_because: str | None = None
     """Why an earlier start in this process gave up CUDA graphs."""
+
+    @property
+    def private_dir(self) -> bool:
+        """Nobody has named `bridge_dir`: it goes with the temporary folder."""
+        return self.bridge_dir.parent == self.temporary
 
     @property
     def state_path(self) -> Path:
@@ -120,7 +131,7 @@ class ServerConfig:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ServerConfig:
-        """Read and check the environment. Makes no file except a private directory when none is named.
+        """Read and check the environment; makes no file.
 
         Raises:
             ConfigError: a value that cannot be meant, with the way out.
@@ -140,14 +151,15 @@ class ServerConfig:
             raise ConfigError(
                 f"{ENV_SHM_NAME}={shm_name!r}: a plain file name is needed (letters, digits, dot, dash, underscore)"
             )
-        private = bridge_dir is None
+        temporary = scratch_below(env, f"atropos-vllm-{instance_id}")[0]
         if bridge_dir is None:
-            bridge_dir = Path(tempfile.mkdtemp(prefix="atropos-vllm-"))
+            bridge_dir = temporary / "bridge"
             manifest_path = bridge_dir / MANIFEST_NAME
         elif bridge_dir.exists():
             require_own_folder(bridge_dir)
         return cls(
             instance_id=instance_id,
+            temporary=temporary,
             bridge_dir=bridge_dir,
             manifest_path=manifest_path,
             token=token or secrets.token_urlsafe(24),
@@ -156,7 +168,6 @@ class ServerConfig:
             weight_updates=_flag(env, ENV_WEIGHT_UPDATES),
             hold_generation=_flag(env, ENV_HOLD_GENERATION),
             shm_path=Path("/dev/shm") / shm_name,
-            private_dir=private,
             run_dir=Path(env[ENV_RUN_DIR]) if env.get(ENV_RUN_DIR) else None,
             allowed_hosts=hosts_in(env, ENV_ALLOWED_HOSTS),
             trainer_hosts=hosts_in(env, ENV_TRAINER_HOSTS) | hosts_in(env, "MASTER_ADDR"),
@@ -177,6 +188,27 @@ def require_own_folder(folder: Path) -> None:
             f"others may write into {folder}: take a folder of this user alone ({ENV_LOGDIR}=$(mktemp -d)), or, if it "
             f"is yours, chmod go-w {folder}"
         )
+
+
+def take_temporary_folder(config: ServerConfig, env: os._Environ[str]) -> None:
+    """Make the server's own temporary folder, and take it for all that comes: vLLM leaves sockets and files of its
+    groups behind, even where it ends well.
+
+    Args:
+        env: changed in place, unless a socket in the folder would have too long a path.
+    """
+    config.temporary.mkdir(mode=0o700)
+    if len(os.fsencode(config.temporary)) <= LONGEST_TEMPORARY:
+        env.update(scratch_below(env, config.temporary.name)[1])
+        tempfile.tempdir = None  # of the environment before
+
+
+def remove_temporary_folder(config: ServerConfig, env: os._Environ[str]) -> None:
+    """Undo `take_temporary_folder`."""
+    shutil.rmtree(config.temporary, ignore_errors=True)
+    if env.get("TMPDIR") == str(config.temporary):
+        env["TMPDIR"] = str(config.temporary.parent)
+        tempfile.tempdir = None
 
 
 def _sampling(env: Mapping[str, str]) -> SamplingPolicy:

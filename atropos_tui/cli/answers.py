@@ -6,11 +6,11 @@ Fields are added, never renamed or taken away: scripts rely on them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_common.records import DiagnosisRecord
-from atropos_tui.cli.doctor_machine import Check, Verdict
 from atropos_tui.cli.show import ascii_json
 from atropos_tui.errors import Problem
 from atropos_tui.monitor.bench import RunBenchmark
@@ -24,6 +24,8 @@ from atropos_tui.profile.spec import (
     Node,
     NotifyPolicy,
 )
+
+Verdict = Literal["ok", "warn", "fail"]
 
 
 class Answer(BaseModel):
@@ -167,6 +169,16 @@ class Sweep(Answer):
 
     dir: str
     cells: list[SweepCell]
+
+
+@dataclass(frozen=True)
+class Check:
+    """`fail` keeps a stack from running, `warn` may bite later."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
 
 
 class Doctor(Answer):

@@ -87,7 +87,7 @@ def bundle(options: argparse.Namespace) -> int:
 
 
 def _fill(packed: Bundle, entry: runs.RunEntry) -> None:
-    from atropos_tui.cli.doctor import report_json
+    from atropos_tui.cli.doctor.command import report_json
     from atropos_tui.cli.inspect import status_of
 
     root = os.open(entry.dir.root, os.O_RDONLY | os.O_DIRECTORY)

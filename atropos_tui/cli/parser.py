@@ -255,7 +255,9 @@ def _sweep(commands) -> None:  # type: ignore[no-untyped-def]
 
 
 def _caring(commands) -> None:  # type: ignore[no-untyped-def]
-    doctor = _command(commands, "doctor", "doctor:doctor", "check this machine: one line per check, with the way out")
+    doctor = _command(
+        commands, "doctor", "doctor.command:doctor", "check this machine: one line per check, with the way out"
+    )
     doctor.add_argument("profile", metavar="PROFILE", nargs="?", help="check what this profile needs, too")
     instead = doctor.add_mutually_exclusive_group()
     instead.add_argument("--notify", action="store_true", help="try one delivery by [notify] of the profile")

@@ -29,7 +29,7 @@ from atropos_tui import __version__
 from atropos_tui.cli import runs, show, slurm
 from atropos_tui.cli.cleanup import left_text, with_processes
 from atropos_tui.cli.control import open_screen, tell_end
-from atropos_tui.cli.doctor_nodes import refuse_unfit
+from atropos_tui.cli.doctor.nodes import refuse_unfit
 from atropos_tui.cli.profiles import checked, read_env_files, tell_unused
 from atropos_tui.cli.show import Printer, StepLines, parting
 from atropos_tui.errors import Exit, Problem, UserError

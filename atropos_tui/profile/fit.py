@@ -431,7 +431,7 @@ KEY = "inference_gpus"
 def split_gpus(profile: Profile, machine: Hardware) -> Profile | Problem:
     """The profile with `gpus` of both sides in the place of `inference_gpus`, or why it cannot be divided."""
     wanted, there, engine = profile.inference_gpus or 0, len(machine.gpus), profile.vllm[0]
-    if traits_of(profile).shares_memory or profile.mode == "lora_restart":
+    if not traits_of(profile).feeds_all:
         fix = f'leave it out and name vllm.gpus, or use mode = "broadcast" (now "{profile.mode}")'
         return Problem("trainer and engine use the same GPUs in this mode", fix, key=KEY)
     named = [key for key, gpus in (("vllm.gpus", engine.gpus), ("trainer.gpus", profile.trainer.gpus)) if gpus]

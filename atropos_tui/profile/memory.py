@@ -509,13 +509,13 @@ def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list
     engines = {engine.name for engine in profile.engines}
     has_engine = any(item.component in engines for item in device.items)
     ranks = len(profile.trainer.gpus)
-    shared = settings.mode != "shared_vllm" and settings.seq_len >= LONG_ROW
+    divisible = ranks > 1 and settings.seq_len >= LONG_ROW and not settings.shares_memory
     return [
         *([f"lower {profile.short_key(cache)}" if cache else share_text] if has_engine else []),
         f"lower trainer.{row} (now {getattr(settings, row)})",
         f"raise trainer.gradient_accumulation_steps as much (now {settings.gradient_accumulation_steps})",
         f"lower trainer.seq_len (now {settings.seq_len})",
-        *(["raise trainer.context_parallel, by which ranks share a row"] if ranks > 1 and shared else []),
+        *(["raise trainer.context_parallel, by which ranks share a row"] if divisible else []),
         f"name more than {ranks} under trainer.gpus"
         if ranks > 1
         else f'set trainer.optimizer = "adafactor" (now {settings.optimizer})',

@@ -20,7 +20,6 @@ from typing import Any
 
 from atropos_common.engine_release import installed, why_not_served
 from atropos_common.model_math import why_not_replayed, why_not_shared, why_not_spread, why_refused
-from atropos_common.quantized import why_not_base
 from atropos_common.run_dir import (
     ENV_ATTEMPT,
     ENV_COMPONENT,
@@ -374,9 +373,7 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
     if not isinstance(first, Model):
         return
     traits = site.traits
-    if refused := why_refused(first.config) or why_not_base(
-        first.config, frozen=traits.lora, shared=traits.shares_memory
-    ):
+    if refused := why_refused(first.config, frozen=traits.lora, shared=traits.shares_memory):
         yield Problem(*refused, key="model")
     spread = trainer_ranks(site.profile) > 1 and not traits.shares_memory
     if spread and (refused := why_not_spread(first.config)):

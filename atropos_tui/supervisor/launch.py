@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atropos_common import run_dir
+from atropos_common.files import scratch_below
 from atropos_tui.gpu import given_here
 from atropos_tui.profile import redact
 from atropos_tui.profile.spec import ComponentSpec, StackSpec, expand, references
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.process import LaunchError, gpus_within, scratch_below
+from atropos_tui.supervisor.process import LaunchError, gpus_within
 
 
 @dataclass(frozen=True)

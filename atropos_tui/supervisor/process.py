@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,14 +53,6 @@ def gpus_within(env: Mapping[str, str], given: str | None) -> dict[str, str]:
     if not given or not all(each.isdecimal() and int(each) < len(there) for each in wanted):
         return dict(env)
     return {**env, name: ",".join(there[int(each)] for each in wanted)}
-
-
-def scratch_below(env: Mapping[str, str], name: str) -> tuple[Path, dict[str, str]]:
-    """A folder for temporary files called `name` on this machine, and `env` with it. What torch has compiled is worth
-    keeping, and would lie in the temporary folder, too."""
-    around = Path(env.get("TMPDIR") or tempfile.gettempdir())
-    compiled = str(around / f"torchinductor_{env.get('USER') or os.getuid()}")
-    return around / name, {"TORCHINDUCTOR_CACHE_DIR": compiled, **env, "TMPDIR": str(around / name)}
 
 
 def make_scratch(folder: Path | None) -> None:

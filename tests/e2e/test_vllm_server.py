@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -411,8 +412,10 @@ def test_its_port_is_nobody_else_s_before_and_after_it(tmp_path: Path, model: Pa
 
 def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
     """What was refused, by us or by vLLM on any generating route, is in the log: each reason at once, the rest when the
-    server ends."""
-    server = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN, ATROPOS_SAMPLING="refuse")
+    server ends. vLLM itself leaves its sockets and the file of its group."""
+    temporary = Path(tempfile.mkdtemp(prefix="s-"))
+    server = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN, ATROPOS_SAMPLING="refuse", TMPDIR=str(temporary))
+    assert len(list(temporary.rglob("*"))) > 2, "what vLLM makes there"
     shm = Path(server.manifest().ranks[0].shm_path or "")
     assert shm.exists()
     chat = {"model": "another", "messages": [{"role": "user", "content": "1+2="}]}
@@ -442,6 +445,7 @@ def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path)
     assert not (server.bridge_dir / "vllm_bridge_config.json").exists()
     psutil.wait_procs(family, timeout=2)  # the kernel kills them with their parent, an instant later
     assert not still_running(family)
+    assert not any(temporary.iterdir())
 
 
 @pytest.mark.slow

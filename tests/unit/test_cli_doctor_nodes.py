@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from atropos_tui.cli import doctor_nodes, node_line
-from atropos_tui.cli.doctor_machine import Check
-from atropos_tui.cli.doctor_nodes import Target, examine, refuse_unfit
+from atropos_tui.cli.answers import Check
+from atropos_tui.cli.doctor import node_line, nodes
+from atropos_tui.cli.doctor.nodes import Target, examine, refuse_unfit
 from atropos_tui.cli.main import run
 from atropos_tui.errors import UserError
 from atropos_tui.profile.spec import ComponentSpec, Node, Place, StackSpec
@@ -74,7 +74,7 @@ def test_clocks_apart(tmp_path: Path, seconds: str, verdict: str) -> None:
 
 @pytest.mark.skipif(not can(*APART, "--mount", "true"), reason="no mounts of one's own here")
 def test_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_nodes, "SEEN_S", 0.3)
+    monkeypatch.setattr(nodes, "SEEN_S", 0.3)
     over = f'mount -t tmpfs none {tmp_path} && exec "$@"'
     found = fails(checks(tmp_path, HERE, target("far", *APART, "--mount", "sh", "-c", over, "sh")))
     assert "is another one there" in found["node far: shared folder"]
@@ -98,7 +98,7 @@ def test_another_version_and_none_at_all(tmp_path: Path) -> None:
 
 
 def test_the_same_version_of_another_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_nodes.node_probe, "_build", lambda: "0123456789ab")  # here; the far end has its own text
+    monkeypatch.setattr(nodes.node_probe, "_build", lambda: "0123456789ab")  # here; the far end has its own text
     assert re.match(r"atropos-tui \S+ of another commit", fails(checks(tmp_path, HERE))["node here: versions"])
 
 
@@ -205,12 +205,12 @@ for line in sys.stdin:
 @pytest.mark.parametrize("by", ["the transport", "everything"])
 def test_a_transport_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """There is no second GPU here: a program that speaks the far end's part stands for NCCL, which hangs."""
-    monkeypatch.setattr(doctor_nodes, "COLLECTIVE_S", 1.0)
+    monkeypatch.setattr(nodes, "COLLECTIVE_S", 1.0)
     program = tmp_path / "far.py"
     hangs = HANGS_UNLESS_BY_SOCKETS if by == "the transport" else HANGS_UNLESS_BY_SOCKETS.replace('"Socket"', '"none"')
     program.write_text(hangs.replace("HANGS", "True"))
     plays = ["sh", "-c", f"exec {sys.executable} {program}"]
-    check = asyncio.run(doctor_nodes.between([target("a", *plays, gpus=1), target("b", *plays, gpus=1)], tmp_path))
+    check = asyncio.run(nodes.between([target("a", *plays, gpus=1), target("b", *plays, gpus=1)], tmp_path))
     assert check.verdict == "fail" and check.found.startswith("not done after 1 s: a (imported), b (imported)")
     if by == "the transport":
         assert "NCCL's transport between them is at fault" in check.found and "NCCL_NET" in check.fix
@@ -222,7 +222,7 @@ def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
     """One has no torch."""
     venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
     bare = target("bare", "env", python=str(tmp_path / "bare/bin/python"))
-    check = asyncio.run(doctor_nodes.between([HERE, bare], tmp_path))
+    check = asyncio.run(nodes.between([HERE, bare], tmp_path))
     assert check.verdict == "fail" and "bare failed" in check.found and "No module named 'torch'" in check.found
 
 

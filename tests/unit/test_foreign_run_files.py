@@ -149,7 +149,8 @@ def test_metadata_commands_no_terminal(run: RunDir, capsys: pytest.CaptureFixtur
     run.log("vllm", 1).parent.mkdir(parents=True, exist_ok=True)
     run.log("vllm", 1).write_text(f"{evil}\n")
     (run.logs / "\x1b]0;evil\x07").mkdir()
-    for command in (["ps"], ["why"], ["events"], ["bench"], ["logs"], ["runs"], ["bundle", "-o", "all.tar.gz"]):
+    packed = ["bundle", "-o", str(tmp_path / "all.tar.gz")]
+    for command in (["ps"], ["why"], ["events"], ["bench"], ["logs"], ["runs"], packed):
         where = [] if command == ["runs"] else [str(run.root)]
         main.run([*command, *where] if command[0] != "logs" else ["logs", "--run-dir", str(run.root)])
         said = "".join(capsys.readouterr())

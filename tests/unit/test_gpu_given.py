@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atropos_tui import gpu
-from atropos_tui.cli import node_probe
+from atropos_tui.cli.doctor import node_probe
 from atropos_tui.gpu import Nvml, given_here
 from atropos_tui.profile.hardware import read_machine
 

@@ -33,7 +33,7 @@ from atropos_tui.profile.preflight import preflight
 from atropos_tui.profile.sections import EngineSection, Profile, parse_profile
 from atropos_tui.profile.site import make_site, training_config
 from tests.unit.small_models import CONFIGS, SMALL, build, saved, sizes_of
-from trainer_core.config import TrainingConfig
+from trainer_core.config import TrainingConfig, sharding_contradictions
 from trainer_core.optim import Stepper
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import train_only
@@ -267,6 +267,18 @@ def test_a_device_that_is_too_small_is_warned_about_with_the_five_ways_out() -> 
     assert "trainer.pack_tokens (now 99999)" in budget_of(packed, H200).warnings[0]
     assert budget_of(profile(vllm={"gpus": [0], "gpu_memory_utilization": 0.3}), H200).warnings == []
     assert "host" in budget_of(profile(vllm={}, trainer={"device": "cpu"}), host=8 * GIB).warnings[-1]
+
+
+@pytest.mark.parametrize(("single_copy", "shares"), [(False, True), (True, False)])
+def test_rows_are_shared_by_ranks_only_where_they_may_be(single_copy: bool, shares: bool) -> None:
+    """Adapters over the one copy: the trainer refuses `context_parallel` there."""
+    trainer = {"gpus": [0, 1], "seq_len": 32_768, "batch_size": 64, "single_copy": single_copy}
+    chosen = profile(mode="lora_only", vllm={"gpus": [0, 1], "tensor_parallel": 2}, trainer=trainer)
+    settings = training_config(make_site(chosen, Path("/runs/r"), run_id="r"))
+    device = memory.Device("GPU 0", items=[memory.Item("trainer", "activations", GIB)])
+    advised = any("context_parallel" in way for way in memory.ways_out(device, chosen, settings))
+    accepted = not sharding_contradictions(settings.model_copy(update={"context_parallel": 2}), 2)
+    assert (advised, accepted) == (shares, shares)
 
 
 def test_an_engine_without_room_for_one_sequence_is_warned_about() -> None:

@@ -6,26 +6,61 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
 
 from vllm_server import __main__ as start
-from vllm_server.config import ConfigError, ServerConfig, prepare_environment
+from vllm_server.config import (
+    ConfigError,
+    ServerConfig,
+    prepare_environment,
+    remove_temporary_folder,
+    take_temporary_folder,
+)
 
 
-def test_defaults_make_a_private_place_and_a_token() -> None:
-    config = ServerConfig.from_env({})
-    try:
-        assert config.private_dir
-        assert config.bridge_dir.stat().st_mode & 0o077 == 0
-        assert config.token_generated
-        assert len(config.token) >= 24
-        assert not config.shared_weights
-        assert not config.hold_generation
-        assert config.shm_path.name.endswith(config.instance_id)
-    finally:
-        config.bridge_dir.rmdir()
+def test_defaults_are_a_private_place_and_a_token(tmp_path: Path) -> None:
+    config = ServerConfig.from_env({"TMPDIR": str(tmp_path)})
+    assert config.private_dir
+    assert config.bridge_dir.is_relative_to(tmp_path)
+    assert not any(tmp_path.iterdir()), "reading the settings makes nothing"
+    assert config.token_generated
+    assert len(config.token) >= 24
+    assert not config.shared_weights
+    assert not config.hold_generation
+    assert config.shm_path.name.endswith(config.instance_id)
+
+
+def test_its_temporary_folder_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket called by a UUID, as vLLM makes them, can be bound in it."""
+    before = tempfile.gettempdir()
+    monkeypatch.setenv("TMPDIR", before)
+    monkeypatch.setattr(tempfile, "tempdir", before)
+    config = ServerConfig.from_env()
+    take_temporary_folder(config, os.environ)
+    place = Path(tempfile.gettempdir())
+    assert place == config.temporary and place.parent == Path(before)
+    assert place.stat().st_mode & 0o077 == 0
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(place / str(uuid.uuid4())))
+    remove_temporary_folder(config, os.environ)
+    assert not place.exists()
+    assert tempfile.gettempdir() == before
+
+
+def test_a_temporary_folder_too_deep_for_sockets_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("deep" * 20)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    config = ServerConfig.from_env()
+    take_temporary_folder(config, os.environ)
+    assert tempfile.gettempdir() == str(deep), "where vLLM's sockets were before"
+    remove_temporary_folder(config, os.environ)
+    assert not any(deep.iterdir())
 
 
 def test_a_full_environment_is_taken_as_given(tmp_path: Path) -> None:

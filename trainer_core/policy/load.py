@@ -20,7 +20,7 @@ from torch import nn
 
 from atropos_common.manifest import Shard, TensorView
 from atropos_common.model_math import OWN_ATTENTION, Dimensions, why_refused
-from atropos_common.quantized import method_of, why_not_base
+from atropos_common.quantized import method_of
 from atropos_common.strided import Box, joined
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
@@ -42,10 +42,10 @@ def load_config(model_name: str, *, frozen: bool = False, shared: bool = False) 
     """The model's configuration by transformers, as of plain weights: quantized ones are made plain when they are read.
 
     Args:
-        frozen, shared: as in `why_not_base`.
+        frozen, shared: as in `why_refused`.
 
     Raises:
-        UsageError: no such model, or one that `why_refused` or `why_not_base` refuses.
+        UsageError: no such model, or one that `why_refused` refuses.
     """
     from transformers import AutoConfig
 
@@ -54,8 +54,7 @@ def load_config(model_name: str, *, frozen: bool = False, shared: bool = False) 
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise UsageError(f"--model-name {model_name}: no model there ({first})") from None
-    said = config.to_dict()
-    if refused := why_refused(said) or why_not_base(said, frozen=frozen, shared=shared):
+    if refused := why_refused(config.to_dict(), frozen=frozen, shared=shared):
         raise UsageError(f"--model-name {model_name}: {refused[0]}; {refused[1]}")
     return _plain(config)
 
@@ -144,7 +143,7 @@ def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device)
         return _dequantized(model_name, method, config, dtype).to(device)
     with _packed_attention(config):
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            model_name, dtype=dtype, attn_implementation=register(), trust_remote_code=False
+            model_name, config=config, dtype=dtype, attn_implementation=register(), trust_remote_code=False
         )
     return _windows_as_served(model).to(device).eval()
 
@@ -160,7 +159,7 @@ def _dequantized(model_name: str | Path, method: str, config: Any, dtype: torch.
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # that `how` changes what is there
             read = AutoModelForCausalLM.from_pretrained(
-                model_name, dtype=dtype, trust_remote_code=False, device_map="cpu", **more
+                model_name, config=config, dtype=dtype, trust_remote_code=False, device_map="cpu", **more
             )
         weights = (read if how is not None else read.dequantize(dtype)).state_dict()
     except (ImportError, ValueError, RuntimeError, KeyError) as error:

@@ -32,6 +32,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atropos_common.files import scratch_below
 from atropos_common.run_dir import ENV_CONTROL_SOCKET
 from atropos_tui.profile import redact
 from atropos_tui.supervisor import procfs
@@ -48,7 +49,6 @@ from atropos_tui.supervisor.process import (
     gpus_within,
     make_scratch,
     remove_files,
-    scratch_below,
     spawn,
 )
 from atropos_tui.supervisor.tracker import Tracker

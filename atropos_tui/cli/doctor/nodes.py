@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atropos_tui.cli import node_probe
-from atropos_tui.cli.doctor_machine import BUSY_SHARE, OPEN_FILES, PROCESSES, SHARED_MEMORY, Check, fail, ok, warn
-from atropos_tui.cli.node_line import NodeFault, NodeLine
+from atropos_tui.cli.answers import Check
+from atropos_tui.cli.doctor import node_probe
+from atropos_tui.cli.doctor.machine import BUSY_SHARE, OPEN_FILES, PROCESSES, SHARED_MEMORY, fail, ok, warn
+from atropos_tui.cli.doctor.node_line import NodeFault, NodeLine
 from atropos_tui.errors import Problem, UserError
 from atropos_tui.monitor.format import bytes_text
 from atropos_tui.profile.spec import Node, Place, StackSpec

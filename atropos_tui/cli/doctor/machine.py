@@ -16,13 +16,12 @@ import sysconfig
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
 from atropos_tui.cli import cleanup
+from atropos_tui.cli.answers import Check
 from atropos_tui.gpu import Card, NvidiaDriver
 from atropos_tui.monitor.format import bytes_text
 from atropos_tui.profile.load import cache_dir
@@ -51,18 +50,6 @@ BUSY_SHARE = 0.05
 IMPORT_S = 60.0
 """A cold `import torch` on a slow disk takes half a minute."""
 ASK_TORCH = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count())"
-
-Verdict = Literal["ok", "warn", "fail"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """`fail` keeps a stack from running, `warn` may bite later."""
-
-    name: str
-    verdict: Verdict
-    found: str
-    fix: str = ""
 
 
 def ok(name: str, found: str) -> Check:

@@ -6,7 +6,7 @@
     atropos-tui doctor --json
 
 What is installed is known from the packages' own metadata: torch and vLLM are never imported here, which takes seconds;
-where only torch can tell, it is asked in a process of its own. What is no package is looked at in `doctor_machine`.
+where only torch can tell, it is asked in a process of its own. What is no package is looked at in `machine.py`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from atropos_tui import __version__
-from atropos_tui.cli import doctor_machine
-from atropos_tui.cli.answers import Doctor
-from atropos_tui.cli.doctor_machine import Check, Verdict, fail, ok, warn
+from atropos_tui.cli.answers import Check, Doctor, Verdict
+from atropos_tui.cli.doctor import machine
+from atropos_tui.cli.doctor.machine import fail, ok, warn
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.gpu import NvidiaDriver, read_driver
 from atropos_tui.monitor.format import one_line
@@ -98,19 +98,19 @@ def notified(name: str | None) -> Iterator[Check]:
 
 def nodes(name: str | None) -> Iterator[Check]:
     """The machines that a profile names, each asked where it is, and what they do together."""
-    from atropos_tui.cli import doctor_nodes
+    from atropos_tui.cli.doctor.nodes import examine, targets_of
     from atropos_tui.cli.profiles import checked, planned_site
     from atropos_tui.profile.sections import load_profile
 
     if name is None:
         raise _no_profile("[[node]]", "--nodes")
     profile, file = load_profile(name, [])
-    targets = doctor_nodes.targets_of(checked(profile, file, planned_site(profile), machine=False).stack)
+    targets = targets_of(checked(profile, file, planned_site(profile), machine=False).stack)
     if not targets:
         yield ok("nodes", "none: everything runs on this machine, at which atropos-tui doctor looks")
         return
     folder = next(place for place in (Path("runs").absolute(), Path.cwd()) if place.is_dir())
-    yield from asyncio.run(doctor_nodes.examine(targets, folder, collectives=True))
+    yield from asyncio.run(examine(targets, folder, collectives=True))
 
 
 def _no_profile(what: str, flag: str) -> UserError:
@@ -126,13 +126,13 @@ def report_json() -> str:
 def _examine(profile: str | None) -> Iterator[Check]:
     yield from software()
     driver, cuda = read_driver(), torch_cuda()
-    yield from doctor_machine.graphics(driver, cuda, next((name for name in ENGINES if version_of(name)), None))
+    yield from machine.graphics(driver, cuda, next((name for name in ENGINES if version_of(name)), None))
     if isinstance(driver, NvidiaDriver) and driver.cards and cuda:  # importing torch takes seconds
-        yield doctor_machine.torch_sees_gpus(len(driver.cards))
-        yield doctor_machine.compiler(*doctor_machine.find_compiler())
+        yield machine.torch_sees_gpus(len(driver.cards))
+        yield machine.compiler(*machine.find_compiler())
         yield demo_model({name: version_of(name) for name in DEMO_MODEL})
-    yield from doctor_machine.machine()
-    yield from doctor_machine.leftovers()
+    yield from machine.machine()
+    yield from machine.leftovers()
     if profile is not None:
         yield from _preflight(profile)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from atropos_tui.cli import node_probe
+from atropos_tui.cli.doctor import node_probe
 from atropos_tui.diagnoses.model import plain
 from atropos_tui.diagnoses.node_rules import LAUNCHER_RULES
 from atropos_tui.errors import Problem

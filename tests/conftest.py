@@ -1,0 +1,34 @@
+"""A temporary folder for each test process: what products and libraries leave there goes with the session.
+
+Its path is short, since sockets are bound in it. What pytest keeps of a test (`tmp_path`) lies where it always does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from atropos_common.files import scratch_below
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker has its folder in that of the process that started it."""
+    worker = getattr(config, "workerinput", None)
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    name = worker["workerid"] if worker else f"at-{secrets.token_hex(4)}"
+    folder, environment = scratch_below(os.environ, name)
+    folder.mkdir(mode=0o700)
+    os.environ.update(environment)
+    tempfile.tempdir = None  # of the environment before
+    atexit.register(_remove, folder, os.getpid())  # the last: what tests have registered ends processes
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked process has the same functions to call
+        shutil.rmtree(folder, ignore_errors=True)
