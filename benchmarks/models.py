@@ -295,12 +295,14 @@ def attempt(cell: Cell) -> dict[str, Any]:
 
 
 def said(error: str, cell: Cell) -> str:
-    """The cause in one line, without paths: the first error in the log of a server that ended, else our own words."""
+    """The cause in one line, without paths and ports: the first error in the log of a server that ended, else our own
+    words."""
     raised = [line for line in cell.logs().splitlines() if ERROR.search(line)]
     last = [line.strip() for line in error.splitlines() if line.strip()][-1]
     ours = not any(word in error for word in ("ended", "EngineDead", "not ready", "gone", "crashed"))
     words = last if ours or not raised else raised[0]
-    return re.sub(r"^.*?\.py:\d+\]\s*", "", words).replace(str(cell.model.parent), "")[:400]
+    words = re.sub(r"^.*?\.py:\d+\]\s*", "", words).replace(str(cell.model.parent), "")
+    return re.sub(r"(?<=//127\.0\.0\.1):\d+", "", words.replace(sys.executable, "python"))[:400]
 
 
 def read_records(path: Path) -> dict[tuple[str, str], dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.unit.small_models import CONFIGS, build
 from tests.unit.trainer_rollouts import rollouts_of
@@ -176,6 +177,13 @@ def test_the_base_may_be_bfloat16_and_the_adapter_stays_float32(qwen: Path, tmp_
     save_adapter(model, tmp_path / "kept")
     sizes = [(tmp_path / name / "adapter_model.safetensors").stat().st_size for name in ("served", "kept")]
     assert sizes[0] < 0.6 * sizes[1]
+
+
+@pytest.mark.parametrize("wanted", ["all-linear", "q_proj"])
+def test_a_model_without_linear_layers_is_refused_in_words(wanted: str) -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    with pytest.raises(UsageError, match=r"GPT2LMHeadModel has none.*broadcast, shared_vllm or none"):
+        add_adapter(gpt2, config(lora_target_modules=[wanted]))
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,11 @@ def _targets(model: nn.Module, wanted: list[str]) -> list[str]:
     head = model.get_output_embeddings()
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
     names = {name.rpartition(".")[2] for name in linear}
+    if not names:
+        raise UsageError(
+            f"adapters go on linear layers, and {type(model).__name__} has none (GPT-2's are convolutions): train all "
+            "weights, --weight-bridge-mode broadcast, shared_vllm or none"
+        )
     if wanted == [ALL_LINEAR]:
         return sorted(names)
     if missing := sorted(set(wanted) - names):
