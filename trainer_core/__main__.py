@@ -69,7 +69,7 @@ def _run(config: TrainingConfig) -> int:
         start, api = (None, None) if own_rank() else _beginning(config, stop)
         from trainer_core.loop import train
 
-        done = train(config, api=api, stop=stop, start=start).done
+        done = train(config, api=api, stop=stop, start=start, keep_history=False).done
     except Stopped:
         done = False
     except (TrainerError, ManifestError) as error:

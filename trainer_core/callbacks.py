@@ -26,7 +26,8 @@ class TrainResult:
     reason: str = ""
     """What ended the run before its last step."""
     history: list[dict[str, Any]] = field(default_factory=list)
-    """The fields of the `step` record of each step of this attempt, as in docs/telemetry.md, and `step`."""
+    """The fields of the `step` record of each step of this attempt, as in docs/telemetry.md, and `step`; empty without
+    `keep_history`."""
 
 
 class Callback(Protocol):

@@ -161,7 +161,7 @@ class _Enough(Exception):
 def train(
     config: TrainingConfig, *, api: RolloutSource | None = None, stop: threading.Event | None = None,
     start: checkpoint.StartingPoint | None = None, rollouts: str | Path | RolloutSource | None = None,
-    loss_fn: Formula | None = None, callbacks: Sequence[Callback] = (),
+    loss_fn: Formula | None = None, callbacks: Sequence[Callback] = (), keep_history: bool = True,
 ) -> TrainResult:  # fmt: skip
     """Train until `training_steps`, a stop condition, the end of recorded rollouts, or until `stop` is set.
 
@@ -176,6 +176,7 @@ def train(
             one's own.
         loss_fn: takes the place of the objective's formula, as `config.loss`.
         callbacks: are told of the start, each step, each checkpoint and the end.
+        keep_history: hold the fields of every step for the result, some 2 kB each; telemetry has them in any case.
 
     Raises:
         TrainerError: what a user can act on, such as `EngineGone`, `MissingLogprobs`, `LossError` or `CallbackError`.
@@ -196,7 +197,10 @@ def train(
             opened.callback(source.close)
         try:
             try:
-                run = Run(config, start, source, stop, opened, world, loss_fn=loss_fn, callbacks=callbacks)
+                run = Run(
+                    config, start, source, stop, opened, world,
+                    loss_fn=loss_fn, callbacks=callbacks, keep_history=keep_history,
+                )  # fmt: skip
             except Stopped:
                 raise
             except Exception:  # nothing can be rescued yet: say what a next attempt begins with
@@ -213,6 +217,7 @@ class Run:
     def __init__(
         self, config: TrainingConfig, start: checkpoint.StartingPoint, api: RolloutSource, stop: threading.Event,
         opened: ExitStack, world: World = ALONE, *, loss_fn: Formula | None = None, callbacks: Sequence[Callback] = (),
+        keep_history: bool = True,
     ) -> None:  # fmt: skip
         """Get the policy with the starting weights on both sides, and an optimizer over it.
 
@@ -239,6 +244,7 @@ class Run:
         """What ended the run before its last step."""
         self.callbacks = Callbacks(callbacks)
         self.history: list[dict[str, Any]] = []
+        self.keeps_history = keep_history
         self.objective = Objective(config, own_loss(config, loss_fn, self.device))
         self.telemetry = open_telemetry(config.save_path, config.trainer_rank)
         opened.callback(self.telemetry.close)
@@ -386,7 +392,8 @@ class Run:
             engine_idle=self.idle.measure(), step_s=time.perf_counter() - began,
             ranks=rank_use(self.world, tokens, packed - fetched + trained - summed),
         )  # fmt: skip
-        self.history.append({"step": step, **step_fields(report)})
+        if self.keeps_history:
+            self.history.append({"step": step, **step_fields(report)})
         self.world.share(lambda: self.report(report))
         if broken:
             self.failed = MismatchError(

@@ -314,3 +314,8 @@ def test_recording_never_ends_a_run(
     config = run_config(engine, base, tmp_path, training_steps=2, record_rollouts="/dev/full")
     assert train(config, api=Recorded(batches)).done
     assert capsys.readouterr().out.count("rollouts are not recorded whole") == 1
+
+
+def test_a_long_run_need_not_hold_every_step(base: Path, batches: Path, tmp_path: Path) -> None:
+    result = train(offline_config(base, tmp_path), rollouts=str(batches), keep_history=False)
+    assert result.done and result.step > 0 and result.history == []
