@@ -17,6 +17,9 @@ from packaging.version import InvalidVersion, Version
 MENDED = Version("0.29")
 """The release whose Cohere serves adapters, and whose Cohere 2 has windows as it was trained."""
 
+MEASURED = Version("0.33")
+"""Releases below it, for CPUs, were measured with LFM2: attention or convolutions, they are a nat off."""
+
 
 @dataclass(frozen=True)
 class EngineRelease:
@@ -28,12 +31,16 @@ class EngineRelease:
 
     @property
     def is_before_mending(self) -> bool:
-        """Whether it is older than `MENDED`; a build from sources, which may be of any age, is not."""
+        """Whether it is older than `MENDED`."""
+        return self.is_before(MENDED)
+
+    def is_before(self, release: Version) -> bool:
+        """A build from sources, which may be of any age, is not."""
         try:
             version = Version(self.version)
         except InvalidVersion:
             return False
-        return version < MENDED and not version.is_devrelease
+        return version < release and not version.is_devrelease
 
 
 def installed() -> EngineRelease | None:
@@ -58,6 +65,8 @@ def why_not_served(
         adapters: it serves adapters, and may put them on every layer.
     """
     kind = str(config.get("model_type") or "")
+    if kind == "lfm2" and release.cpu and release.is_before(MEASURED):
+        return f"vLLM {release.version} for CPUs is about a nat off in this architecture (lfm2)", "serve it on a GPU"
     if not kind.startswith("cohere") or not release.is_before_mending:
         return None
     newer = f"install vLLM {MENDED} or later"

@@ -114,7 +114,7 @@ ZOO: dict[str, Architecture] = {
     "LFM2": Architecture(
         "Lfm2Config",
         {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_dim": 128,
-         "block_dim": 128},
+         "block_dim": 128, "tie_word_embeddings": True},  # as all are: vLLM's has no head of its own
     ),
     "Llama 4": Architecture(
         "Llama4TextConfig",

@@ -7,6 +7,7 @@ as the file grows; `record_gauges` does both for as long as a supervisor runs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
@@ -222,13 +223,14 @@ async def record_gauges(
     flows: Callable[[], Mapping[str, Flow]],
     urls: Mapping[str, str],
 ) -> None:
-    """Write a line every `EVERY_S` seconds, until cancelled."""
+    """Write a line every `EVERY_S` seconds, until cancelled; none while there is no descriptor to measure with."""
     reader, file = GaugeReader(urls), GaugesFile(path)
     try:
         while True:
             await asyncio.sleep(EVERY_S)
-            now = await status()
-            record = await asyncio.to_thread(reader.read, now, flows(), path.parent)
-            await asyncio.to_thread(file.append, record)
+            with contextlib.suppress(OSError):
+                now = await status()
+                record = await asyncio.to_thread(reader.read, now, flows(), path.parent)
+                await asyncio.to_thread(file.append, record)
     finally:
         reader.close()

@@ -293,7 +293,8 @@ class Supervisor:
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            await self.host.survey()
+            with contextlib.suppress(OSError):  # without a descriptor nobody is seen; the next look has one
+                await self.host.survey()
             for component in self.components.values():
                 component.note_progress()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
 
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import GaugesRecord, Record
-from atropos_tui.supervisor import gauges
+from atropos_tui.supervisor import gauges, supervisor
+from atropos_tui.supervisor.launchers import launcher
 from tests.supervisor.harness import part, python, wait_until
 
 BUSY = "import time\nend = time.monotonic() + 3\nwhile time.monotonic() < end: sum(range(1000))"
@@ -31,3 +33,25 @@ async def test_a_live_stack_leaves_gauges_of_its_components(launch: Any, monkeyp
     assert (last.components["sleeps"].memory_bytes or 0) > 100_000
     assert last.host.memory_total
     assert last.disk_free_bytes
+
+
+async def test_no_descriptor_to_measure_with_is_no_fault(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`psutil` and the look at /proc both fail for a while, as when another program has used up what there is."""
+    monkeypatch.setattr(gauges, "EVERY_S", 0.1)
+    monkeypatch.setattr(supervisor, "SWEEP_S", 0.1)
+    left = {"read": 3, "survey": 3}
+
+    def at_first(name: str, real: Any) -> Any:
+        def call(*values: Any) -> Any:
+            if left[name]:
+                left[name] -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return real(*values)
+
+        return call
+
+    monkeypatch.setattr(gauges.GaugeReader, "read", at_first("read", gauges.GaugeReader.read))
+    monkeypatch.setattr(launcher.Host, "survey", at_first("survey", launcher.Host.survey))
+    async with launch(part("sleeps")) as running:
+        await wait_until(lambda: not any(left.values()) and running.run.gauges_jsonl.exists())
+        assert not running.run.fault_txt.exists()

@@ -55,6 +55,12 @@ def test_adapters_of_cohere_end_the_old_engine_and_those_of_others_do_not() -> N
     assert not _said(OLD, LLAMA | {"model_type": "llama", "tie_word_embeddings": True}, lora=True)
 
 
+def test_lfm2_on_the_cpu_builds_that_were_measured_is_refused() -> None:
+    lfm2 = LLAMA | {"model_type": "lfm2"}
+    assert "a nat off" in _said(EngineRelease("0.32.0", cpu=True), lfm2)
+    assert not _said(EngineRelease("0.33.0", cpu=True), lfm2) and not _said(NEW, lfm2)
+
+
 def test_what_is_installed_is_told_without_importing_it() -> None:
     release = installed()
     assert release is not None and release.cpu and not release.is_before_mending
