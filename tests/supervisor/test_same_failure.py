@@ -84,7 +84,7 @@ async def test_what_was_up_once_is_tried_again(launch: Any) -> None:
 async def test_who_was_up_once_can_start_so_what_keeps_it_from_it_may_pass(launch: Any) -> None:
     once = (
         "import os, time\n"
-        "if os.environ['ATROPOS_ATTEMPT'] == '1': print('up', flush=True); time.sleep(0.3)\n"
+        "if os.environ['ATROPOS_ATTEMPT'] == '1': print('up', flush=True); time.sleep(3)\n"
         "raise ValueError('then')"
     )
     assert (await starts_of(launch, python(once), probes=ready()))[0] == 3

@@ -170,7 +170,8 @@ def test_cross_checks_name_the_file_in_which_the_key_stands(folder: Path) -> Non
 
 def told(text: str) -> set[str]:
     """The keys that a report names."""
-    return {line.split(": ")[1].split(" (")[0] for line in text.splitlines()[1:] if not line.startswith("    fix")}
+    lines = [line for line in text.splitlines() if line.startswith("  ") and not line.startswith("    fix")]
+    return {line.split(": ")[1].split(" (")[0] for line in lines}
 
 
 def test_contradictions_are_told_once_the_keys_are_right(folder: Path) -> None:
