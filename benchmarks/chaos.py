@@ -276,6 +276,8 @@ def one_run(
         if screen is not None:
             screen.process.kill()
         stack.live.close()
+        if record["wrong"]:
+            stack.live.cli("clean", "--yes")  # components that survive their supervisor would live on
     if record["wrong"]:
         yield record
     if record["wrong"] or spoilt:
