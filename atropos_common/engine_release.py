@@ -17,8 +17,8 @@ from packaging.version import InvalidVersion, Version
 MENDED = Version("0.29")
 """The release whose Cohere serves adapters, and whose Cohere 2 has windows as it was trained."""
 
-MEASURED = Version("0.33")
-"""Releases below it, for CPUs, were measured with LFM2: attention or convolutions, they are a nat off."""
+UNTRIED_WITH_LFM2 = Version("0.33")
+"""The first release for CPUs that was not compared with LFM2: 0.32 is a nat off, in attention or convolutions."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def why_not_served(
         adapters: it serves adapters, and may put them on every layer.
     """
     kind = str(config.get("model_type") or "")
-    if kind == "lfm2" and release.cpu and release.is_before(MEASURED):
+    if kind == "lfm2" and release.cpu and release.is_before(UNTRIED_WITH_LFM2):
         return f"vLLM {release.version} for CPUs is about a nat off in this architecture (lfm2)", "serve it on a GPU"
     if not kind.startswith("cohere") or not release.is_before_mending:
         return None

@@ -6,15 +6,16 @@ another program put between two turns come with the later one, and those of a tu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atropos_common.bridge import MOST_COMPLETIONS, prompt_digest
-from trainer_core.errors import EngineError, EngineGone
+from atropos_common.bridge import prompt_digest
+from trainer_core.errors import EngineError
+from trainer_core.rollouts.asking import ServersInTurn
 from trainer_core.rollouts.batch import Batch, segments
 
 Known = Callable[[list[str], list[list[int]], list[int]], list[NDArray[Any] | None]]
@@ -45,12 +46,16 @@ class _Turn:
     start: int
     end: int
 
+    @property
+    def tokens(self) -> int:
+        return self.end - self.begin
+
 
 class RoutingAsker:
-    """Asks each server in turn; one that cannot tell is not asked again."""
+    """Knows the experts of sequences, as far as the servers do."""
 
     def __init__(self, servers: Sequence[Known], shape: Shape) -> None:
-        self._servers = list(servers)
+        self._servers = ServersInTurn(servers, MOST_TOKENS, "[WARNING] routers go by their own choice")
         self._shape = shape
 
     def fill(self, batch: Batch) -> None:
@@ -81,39 +86,24 @@ class RoutingAsker:
             for start, end in ranges:
                 turns.append(_Turn(i, begin, start, end))
                 begin = end - 1  # the last token of a completion is read by the next request alone
-        for ask in list(self._servers):
-            turns = self._ask(ask, sequences, turns, whole) if turns else turns
-        return whole
 
-    def _ask(
-        self, ask: Known, sequences: Sequence[NDArray[np.int64]], turns: list[_Turn],
-        whole: list[NDArray[np.int16] | None],
-    ) -> list[_Turn]:  # fmt: skip
-        """Those that are left."""
-        left: list[_Turn] = []
-        asked = 0
-        for part in _parts(turns):
+        def question(ask: Known, part: list[_Turn]) -> list[NDArray[np.int16] | None]:
             prompts = [prompt_digest(sequences[turn.sequence][: turn.start].tolist()) for turn in part]
             completions = [sequences[turn.sequence][turn.start : turn.end].tolist() for turn in part]
-            try:
-                answers = ask(prompts, completions, [turn.begin for turn in part])
-                found = [None if each is None else self._taken(each) for each in answers]
-            except EngineGone:
-                return [*left, *turns[asked:]]  # it may know the next batch
-            except EngineError as error:
-                print(f"[WARNING] routers go by their own choice: {error}")
-                self._servers.remove(ask)
-                return [*left, *turns[asked:]]
-            asked += len(part)
-            for turn, experts in zip(part, found, strict=True):
-                if experts is None or len(experts) != turn.end - 1 - turn.begin:
-                    left.append(turn)
-                    continue
-                if (into := whole[turn.sequence]) is None:
-                    into = np.full((len(sequences[turn.sequence]), *experts.shape[1:]), -1, dtype=np.int16)
-                    whole[turn.sequence] = into
-                into[turn.begin : turn.end - 1] = experts
-        return left
+            answers = ask(prompts, completions, [turn.begin for turn in part])
+            return [None if each is None else self._taken(each) for each in answers]
+
+        def take(turn: _Turn, experts: NDArray[np.int16]) -> bool:
+            if len(experts) != turn.end - 1 - turn.begin:
+                return False
+            if (into := whole[turn.sequence]) is None:
+                into = np.full((len(sequences[turn.sequence]), *experts.shape[1:]), -1, dtype=np.int16)
+                whole[turn.sequence] = into
+            into[turn.begin : turn.end - 1] = experts
+            return True
+
+        self._servers.ask(turns, question, take)
+        return whole
 
     def _taken(self, experts: NDArray[Any]) -> NDArray[np.int16]:
         """Of the sparse layers; -1 for tokens of which the engine has nothing, for no token takes an expert twice.
@@ -134,18 +124,3 @@ class RoutingAsker:
         first = np.sort(taken[:, 0], axis=-1)  # what was never written is alike in all layers
         taken[(first[:, 1:] == first[:, :-1]).any(-1)] = -1
         return taken
-
-
-def _parts(turns: list[_Turn]) -> Iterator[list[_Turn]]:
-    """At most `MOST_COMPLETIONS` and about `MOST_TOKENS` at a time."""
-    part: list[_Turn] = []
-    size = 0
-    for turn in turns:
-        tokens = turn.end - turn.begin
-        if part and (len(part) == MOST_COMPLETIONS or size + tokens > MOST_TOKENS):
-            yield part
-            part, size = [], 0
-        part.append(turn)
-        size += tokens
-    if part:
-        yield part
