@@ -28,8 +28,8 @@ import torch
 from atropos_envs.base import StackEnv, run
 from atropos_envs.evaluation import Graded
 from benchmarks.children import free_ports
+from benchmarks.shapes import SHAPES
 from benchmarks.situations import Watch
-from benchmarks.trainer_step import SHAPES
 from benchmarks.weight_sync import save_model
 
 START_S = 400.0

@@ -17,7 +17,6 @@ import argparse
 import json
 import sys
 import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,15 @@ from atropos_tui.profile.model_files import build
 from atropos_tui.profile.models import Model, model_shapes
 from atropos_tui.profile.sections import parse_profile
 from atropos_tui.profile.site import make_site, training_config
+from benchmarks.shapes import SHAPES
 
 GIB = 1 << 30
 BOUND = 0.1
 H200 = 140.4
 """GiB of the GPU where a record names none."""
-QWEN3 = {
-    "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
-    "tie_word_embeddings": True,
-}  # fmt: skip
 KNOWN: list[dict[str, Any]] = [
     {
-        "config": QWEN3, "mode": "none", "name": f"benchmarks/trainer_step.py, {name}", "seq_len": 2048,
+        "shape": "qwen3-1.7b", "mode": "none", "name": f"benchmarks/trainer_step.py, {name}", "seq_len": 2048,
         "settings": {"optimizer": "adamw", "gradient_checkpointing": "off"} | settings, "trainer_peak_bytes": peak,
     }
     for name, peak, settings in (
@@ -56,8 +51,8 @@ NAMES = {
 
 
 def model_of(record: dict[str, Any]) -> Model:
-    """The model of a record: a shape of `benchmarks.large_models`, or a folder."""
-    config = record.get("config") or import_module("benchmarks.large_models").SHAPES[record["shape"]]
+    """The model of a record: a shape of `benchmarks.shapes`, or a folder."""
+    config = record.get("config") or SHAPES[record["shape"]]
     if isinstance(config, str):
         config = json.loads((Path(config) / "config.json").read_text())
     config = {"architectures": [NAMES.get(config["model_type"], "")]} | config

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.children import Child, ChildError, Server, answer, environment, free_ports
-from benchmarks.trainer_step import SHAPES
+from benchmarks.shapes import SHAPES
 from benchmarks.weight_sync import save_model
 
 START_S = 600.0

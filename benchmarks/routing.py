@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from benchmarks.children import TAIL, TOKEN, ChildError, Server, environment, free_ports
-from benchmarks.large_models import SHAPES
+from benchmarks.shapes import SHAPES
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import row_scores
 from trainer_core.policy.routing import RouterShape, own_experts, replay_in

@@ -30,7 +30,8 @@ import torch
 from torch import nn
 
 from atropos_common.model_math import Dimensions, step_flops
-from benchmarks.trainer_step import PEAK_FLOPS, SHAPES, model_config
+from benchmarks.shapes import SHAPES, model_config
+from benchmarks.trainer_step import PEAK_FLOPS
 from trainer_core import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective

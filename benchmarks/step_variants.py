@@ -27,7 +27,8 @@ from unittest import mock
 import torch
 
 from atropos_common.model_math import LOGITS_AT_ONCE, Dimensions, step_flops
-from benchmarks.trainer_step import MIXES, PEAK_FLOPS, SHAPES, Ours, make_batch, model_config, sizes
+from benchmarks.shapes import SHAPES, model_config
+from benchmarks.trainer_step import MIXES, PEAK_FLOPS, Ours, make_batch, sizes
 from trainer_core.policy import logprobs
 
 Patch = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -77,6 +78,13 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
         "rows of 32,768": ({"pack_tokens": 32_768}, []),
         "fp32 logits": ({"head_dtype": "float32"}, []),
         "a compilation for each length": ({}, [static_shapes]),
+        "one row": ({"pack_tokens": 49_152}, []),
+        "rows of 32,768, 2^31 logits at a time": ({"pack_tokens": 32_768}, [kept(True), chunks(30)]),
+        "rows of 32,768, head's gradient summed in the product": ({"pack_tokens": 32_768}, [fused_sum]),
+        "rows of 32,768, a compilation for each length": ({"pack_tokens": 32_768}, [static_shapes]),
+        "rows of 32,768, all of these, bf16 gradients": (
+            {"pack_tokens": 32_768, "gradient_dtype": "bfloat16"}, [kept(True), chunks(30), fused_sum, static_shapes]
+        ),
     },
     "qwen3-8b": {
         "as it is": (BIG, []),
@@ -92,6 +100,11 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
         "rows of 8,192": (BIG | {"pack_tokens": 8192}, []),
     },
 }  # fmt: skip
+VARIANTS["qwen3-moe-8"] = VARIANTS["qwen3-30b-a3b"] = VARIANTS["tiny-moe"] = {
+    "checkpointing": VARIANTS["qwen3-8b"]["checkpointing"],
+    "checkpointing, one row": (VARIANTS["qwen3-8b"]["checkpointing"][0] | {"pack_tokens": 49_152}, []),
+    "checkpointing, not compiled": (VARIANTS["qwen3-8b"]["checkpointing"][0] | {"compile": "off"}, []),
+}
 VARIANTS["tiny"] = {
     name: VARIANTS["qwen3-1.7b"][name] for name in ("as it is", "logits kept", "bf16 gradients", "fp32 logits")
 }
@@ -148,7 +161,7 @@ def watched(phases: Phases, runner: Ours) -> Iterator[None]:
     head, stepper = logprobs._HeadScores, runner.stepper
     with contextlib.ExitStack() as stack:
         for owner, name, phase in (
-            (logprobs, "predicting_states", "body"), (torch.Tensor, "backward", "back"), (stepper, "clip", "clip"),
+            (logprobs, "_predicting_states", "body"), (torch.Tensor, "backward", "back"), (stepper, "clip", "clip"),
             (stepper, "compute", "compute"), (stepper, "write", "write"),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, phases.timed(phase, getattr(owner, name))))

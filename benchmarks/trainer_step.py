@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from atropos_common.model_math import Dimensions, step_flops
+from benchmarks.shapes import SHAPES, model_config
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
@@ -42,22 +43,6 @@ from trainer_core.step import accumulate
 
 PEAK_FLOPS = 790e12
 GROUP = 8
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-1.7b": {
-        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "rope_theta": 1e6,
-    },
-    "qwen3-8b": {
-        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "rope_theta": 1e6,
-    },
-}  # fmt: skip
-SHAPES["demo"] = SHAPES["tiny"] | {"vocab_size": 14, "rope_theta": 1e4}
 
 
 @dataclass(frozen=True)
@@ -79,12 +64,6 @@ MIXES = {
     "long": Mix(7.6, 0.5, 512, 7800),
     "arithmetic": Mix(0.9, 0.3, 2, 4, prompt=5, groups=16),
 }
-
-
-def model_config(shape: str) -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**({"tie_word_embeddings": True, "max_position_embeddings": 16_384} | SHAPES[shape]))
 
 
 def build(shape: str, device: torch.device, attention: str) -> torch.nn.Module:

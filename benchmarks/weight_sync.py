@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from benchmarks.children import Child, ChildError, Process, Server, environment, free_ports
+from benchmarks.shapes import SHAPES
 from benchmarks.sync_report import show
-from benchmarks.trainer_step import SHAPES, build
+from benchmarks.trainer_step import build
 
 MODES = ("shared_vllm", "lora_only", "none", "lora_restart", "broadcast")
 FP32_HEAD = ["--hf-overrides", '{"head_dtype": "float32"}']
