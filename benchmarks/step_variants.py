@@ -65,6 +65,18 @@ def static_shapes() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(torch.nn.Module, "compile", lambda self, **_: _compile(self, dynamic=False))
 
 
+@contextlib.contextmanager
+def flash_4() -> Iterator[None]:
+    """Attention by the package flash-attn-4, where it is installed."""
+    from torch.nn import attention
+
+    attention.activate_flash_attention_impl("FA4")
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl()
+
+
 _compile = torch.nn.Module.compile
 BIG = {"optimizer": "adafactor", "master_weights": "stochastic", "gradient_dtype": "bfloat16", "pack_tokens": 16_384}
 VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
@@ -82,6 +94,7 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
         "rows of 32,768, 2^31 logits at a time": ({"pack_tokens": 32_768}, [kept(True), chunks(30)]),
         "rows of 32,768, head's gradient summed in the product": ({"pack_tokens": 32_768}, [fused_sum]),
         "rows of 32,768, a compilation for each length": ({"pack_tokens": 32_768}, [static_shapes]),
+        "rows of 32,768, FlashAttention 4": ({"pack_tokens": 32_768}, [flash_4]),
         "rows of 32,768, all of these, bf16 gradients": (
             {"pack_tokens": 32_768, "gradient_dtype": "bfloat16"}, [kept(True), chunks(30), fused_sum, static_shapes]
         ),
@@ -97,6 +110,7 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
             BIG | {"optimizer": "adamw_8bit", "master_weights": "fp32", "optimizer_offload": True}, []
         ),
         "adamw_8bit, kahan": (BIG | {"optimizer": "adamw_8bit", "master_weights": "kahan"}, []),
+        "FlashAttention 4": (BIG, [flash_4]),
         "rows of 8,192": (BIG | {"pack_tokens": 8192}, []),
     },
 }  # fmt: skip

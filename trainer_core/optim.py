@@ -20,6 +20,7 @@ In float16 the loss is scaled by a power of two (`LossScale`), or most of a grad
 from __future__ import annotations
 
 import math
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
@@ -32,6 +33,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.offload import SMALL, HostMemory
 from trainer_core.policy.sharding import compute_dtype, local, rows_of, scatter
+from trainer_core.policy.speed import compiled_on_cuda
 from trainer_core.policy.tensor_parallel import parallel_of
 from trainer_core.ranks import ALONE, World
 
@@ -593,11 +595,11 @@ class Stochastic(_Rounded):
         self._seed, self._first, self._steps = seed, first or [0] * len(params), 0
 
     def _round(self, index: int, weights: torch.Tensor, into: torch.Tensor) -> None:
-        key = int.from_bytes(blake2b(f"{self._seed} {self._steps} {index}".encode(), digest_size=7).digest())
+        key = blake2b(f"{self._seed} {self._steps} {index}".encode(), digest_size=8).digest()
         rows = max(1, PART_PARAMETERS * len(weights) // weights.numel())  # rounding takes several times their memory
         begin = self._first[index]
         for some, values in zip(into.split(rows), weights.split(rows), strict=True):
-            some.copy_(round_stochastically(values, dice(key, begin, values)))
+            some.copy_(round_stochastically(values.contiguous(), *counters(key, begin, values)))
             begin += values.numel()
 
     def write(self) -> None:
@@ -611,21 +613,33 @@ class Stochastic(_Rounded):
         self._steps = state.get("steps", 0)
 
 
-def dice(key: int, first: int, like: torch.Tensor) -> torch.Tensor:
-    """16 random bits for each element of `like`, int32 in its shape: those of elements `first` and on under `key`, so
-    that they do not depend on how many ranks share a parameter (SplitMix64: Steele et al. 2014, figure 17)."""
-    bits = torch.arange(first, first + like.numel(), device=like.device).mul_(-0x61C8864680B583EB).add_(key)
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        bits.bitwise_xor_(bits >> shift).mul_(factor)
-    return bits.bitwise_right_shift_(32).bitwise_and_(0xFFFF).int().view(like.shape)
+def counters(key: bytes, first: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the dice of elements `first` and on are made of under `key` (8 bytes), whatever the ranks that share a
+    parameter: their numbers from 0 on, int32 in the shape of `like`, and what `dice` adds to them."""
+    numbers = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)
+    low, high = struct.unpack("<2i", key)
+    (begin,) = struct.unpack("<i", struct.pack("<I", (first + low) % (1 << 32)))
+    return numbers, torch.tensor([begin, high], dtype=torch.int32, device=like.device)
 
 
-def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """float32 `values` rounded to a neighbour in bfloat16, at random as `noise` (16 bits each) says, right on average;
-    NaN and infinity stay."""
+def dice(numbers: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
+    """16 random bits for each of `numbers`, int32 in their shape: a hash of 32 bits, twice (lowbias32: Wellons 2018,
+    "Prospecting for Hash Functions"). Sums and products wrap as those of int32 do."""
+    bits = numbers
+    for each in salt:
+        bits = bits + each
+        for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975), (16, 1)):
+            bits = (bits ^ (bits >> shift & (1 << 32 - shift) - 1)) * factor
+    return bits & 0xFFFF
+
+
+@compiled_on_cuda
+def round_stochastically(values: torch.Tensor, numbers: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
+    """float32 `values` rounded to a neighbour in bfloat16, at random as `dice` of `counters` say, right on average; NaN
+    and infinity stay. By operations this would be some twenty passes over the memory: compiled it is one."""
     # bfloat16 is the upper half of a float32: random lower halves carry into it as often as they should.
-    bits = values.detach().contiguous().view(torch.int32)
-    rounded = (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
+    bits = values.detach().view(torch.int32)
+    rounded = ((bits + dice(numbers, salt)) & -(1 << 16)).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 

@@ -16,7 +16,7 @@ from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core.checkpoint import split_tensors
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper
+from trainer_core.optim import Stepper, counters, round_stochastically
 from trainer_core.policy.attention import register
 from trainer_core.policy.speed import use_checkpointing
 from trainer_core.rollouts.packing import pack
@@ -69,6 +69,14 @@ def test_the_step_is_the_same_and_takes_less(
     print(f"\n{optimizer} {masters} {gradients}: {per[0]:.2f} and {per[1]:.2f} bytes a parameter, {lasted:.3f} s")
     if (optimizer, masters) != ("adafactor", "stochastic"):
         assert most_away < most_here
+
+
+def test_rounding_is_the_same_as_on_a_cpu() -> None:
+    """Compiled on the one, by operations on the other."""
+    for count, first in ((100_003, 5), (1 << 20, (1 << 32) - 1000)):
+        values = torch.randn(count, generator=torch.Generator().manual_seed(count))
+        here = round_stochastically(values.to(GPU), *counters(b"8 bytes.", first, values.to(GPU)))
+        assert torch.equal(here.cpu(), round_stochastically(values, *counters(b"8 bytes.", first, values)))
 
 
 def _gradient(offload: bool) -> tuple[torch.Tensor, int]:

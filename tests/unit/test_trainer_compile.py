@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from benchmarks.model_zoo import build
+from trainer_core.policy.attention import register
 from trainer_core.policy.load import decoder_layers
+from trainer_core.policy.logprobs import row_logprobs, whole_row
+from trainer_core.policy.routing import replay_in
+
+BACKEND = aot_autograd(fw_compiler=lambda graph, _: graph.forward)
 
 
 @pytest.mark.timeout(300)
@@ -19,14 +25,13 @@ def test_a_layer_with_experts_is_one_graph_for_all_lengths(name: str) -> None:
     """Which tokens an expert gets depends on them; that they are so many in all does not."""
     torch.compiler.reset()
     counters.clear()
-    backend = aot_autograd(fw_compiler=lambda graph, _: graph.forward)
     model = build(name, dtype=torch.bfloat16)
     config: Any = model.config
     assert config._experts_implementation == "grouped_mm"
     found = []
     for compiled in (False, True):
         for layer in decoder_layers(model) if compiled else ():
-            layer.compile(dynamic=True, backend=backend)
+            layer.compile(dynamic=True, backend=BACKEND)
         for length in (40, 57):
             tokens = (torch.arange(length) * 7 % 120)[None] + 3
             model.zero_grad()
@@ -38,3 +43,26 @@ def test_a_layer_with_experts_is_one_graph_for_all_lengths(name: str) -> None:
     for plain, again in zip(found[:2], found[2:], strict=True):
         assert len(plain) == len(again) == 1 + len(list(model.parameters()))
         assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+
+
+def test_routers_that_take_the_engines_choice_are_one_graph_too() -> None:
+    """A graph for each layer would be one for eight of them, and the layers above uncompiled."""
+    torch.compiler.reset()
+    counters.clear()
+    model = build("Qwen3-MoE", dtype=torch.bfloat16)
+    model.set_attn_implementation(register())
+    shape = replay_in(model)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for compiled in (False, True):
+        for layer in decoder_layers(model) if compiled else ():
+            layer.compile(dynamic=True, backend=BACKEND)
+        for length in (40, 57):
+            tokens = torch.arange(length) * 7 % 120 + 3
+            ranks = torch.rand(length, len(shape.sparse), shape.experts, generator=generator.manual_seed(length))
+            row = replace(whole_row([tokens]), experts=ranks.topk(shape.chosen).indices.to(torch.int16))
+            found.append(row_logprobs(model, row))
+            found[-1].sum().backward()
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    assert counters["stats"]["unique_graphs"] == 1 and len(shape.sparse) > 1
+    assert all(torch.equal(plain, again) for plain, again in zip(found[:2], found[2:], strict=True))

@@ -63,10 +63,6 @@ def _sigmoid_of_chosen(router: Any, logits: torch.Tensor, experts: torch.Tensor)
 _FORMULAS: tuple[Weigh, ...] = (_share, _share_of_chosen, _softmax_of_chosen, _sigmoid, _sigmoid_of_chosen)
 
 
-Shown = list[tuple[int, nn.Module, tuple[torch.Tensor, ...]]]
-"""Of each sparse layer: its place among them, its router and what that returned."""
-
-
 @dataclass(frozen=True)
 class RouterShape:
     """What a recorded choice looks like for a model."""
@@ -83,8 +79,6 @@ class _Here(threading.local):
     """What the layer that this thread computes now is to take; rows pass through one model in several threads."""
 
     experts: torch.Tensor | None = None
-    shown: Shown | None = None
-    """Where its routers are to put what they return; null: nowhere."""
 
 
 _here = _Here()
@@ -102,15 +96,16 @@ def replay_in(model: nn.Module) -> RouterShape:
     routers = _routers(model)
     if sorted(routers) != sparse_layers(config):
         raise UsageError(_refusal(model, f"it has routers in layers {sorted(routers)} alone"))
-    weighs: dict[int, Weigh] = {}
-    for place, (layer, router) in enumerate(sorted(routers.items())):
+    tokens = torch.randint(model.config.vocab_size, (_SHOWN,), generator=torch.Generator().manual_seed(0))
+    returned = _returned(model, routers, whole_row([tokens]))
+    for place, (layer, router) in enumerate(routers.items()):
         around = decoder_layers(model)[layer]
         # Inside of what gradient checkpointing runs again: the second pass sees the same row.
         around.register_forward_pre_hook(_enter, with_kwargs=True)
         around.register_forward_hook(_leave, always_call=True)
-        router.register_forward_hook(partial(_choose, place, weighs))
-    for place, router, output in _show(model):
-        weighs[place] = _formula(model, router, output)
+        # A tensor, not a number: layers have to look alike to torch.compile, which has one graph for all of them.
+        which = torch.tensor([place], device=next(model.parameters()).device)
+        router.register_forward_hook(partial(_choose, which, _formula(model, router, returned[place])))
     said = config["num_experts_per_tok"], next(config[n] for n in _COUNTS if config.get(n))
     return RouterShape(len(decoder_layers(model)), tuple(sorted(routers)), *said)
 
@@ -136,34 +131,31 @@ def _leave(*_: Any) -> None:
     _here.experts = None
 
 
-def _choose(place: int, weighs: dict[int, Weigh], router: nn.Module, _: Any, output: Any) -> Any:
-    """After a router: what it returns, with the experts that the row brings."""
-    if _here.shown is not None:
-        _here.shown.append((place, router, output))
+def _choose(place: torch.Tensor, weigh: Weigh, router: nn.Module, _: Any, output: Any) -> Any:
+    """After router number `place`: what it returns, with the experts that the row brings."""
     if _here.experts is None:
         return None
     logits, weights, own = output
-    wanted = _here.experts[:, place].to(own.dtype)
+    wanted = _here.experts.index_select(1, place).squeeze(1).to(own.dtype)
     experts = torch.where(wanted >= 0, wanted, own)
-    return logits, weighs[place](router, logits, experts.long()).to(weights.dtype), experts
-
-
-def _show(model: nn.Module) -> Shown:
-    """What every router makes of some tokens."""
-    generator = torch.Generator().manual_seed(0)
-    return _returned(model, whole_row([torch.randint(model.config.vocab_size, (_SHOWN,), generator=generator)]))
+    return logits, weigh(router, logits, experts.long()).to(weights.dtype), experts
 
 
 @torch.no_grad()
-def _returned(model: nn.Module, row: PackedRow) -> Shown:
+def _returned(model: nn.Module, routers: dict[int, nn.Module], row: PackedRow) -> list[Any]:
     """What every router returns for `row`, before it takes another's choice."""
-    shown: Shown = []
-    _here.shown = shown
+    returned: list[Any] = []
+
+    def note(_: nn.Module, args: Any, output: Any) -> None:
+        returned.append(output)
+
+    hooks = [router.register_forward_hook(note, prepend=True) for router in routers.values()]
     try:
         predicting_states(model, row.to(next(model.parameters()).device))
     finally:
-        _here.shown = None
-    return shown
+        for hook in hooks:
+            hook.remove()
+    return returned
 
 
 def _formula(model: nn.Module, router: nn.Module, output: Any) -> Weigh:
@@ -193,4 +185,4 @@ def _refusal(model: nn.Module, why: str) -> str:
 def own_experts(model: nn.Module, row: PackedRow) -> torch.Tensor:
     """The experts that the routers of `replay_in` would take for `row`, [N, sparse layers, K] int16; where the row
     brings some, layers above see what came of those."""
-    return torch.stack([output[2].to(torch.int16) for _, _, output in _returned(model, row)], dim=1)
+    return torch.stack([output[2].to(torch.int16) for output in _returned(model, _routers(model), row)], dim=1)
