@@ -4,10 +4,11 @@
     python -m benchmarks.step_variants --shape qwen3-8b --limit 300 --json
     python -m benchmarks.step_variants --shape tiny --mix short           # on a CPU, to see that it runs
 
-The batch is that of `trainer_step.py`, the step is the trainer's own. Phases are measured on the device: body (the
-layers, forward), head (its logprobs), head_back, body_back, clip, compute (the optimizer) and write; `other` is the
-rest of the step. MFU is of 790 TFLOP/s. `--kernels` profiles one more step of the first variant and sums kernels by
-kind. Nothing new is begun after `--limit` seconds; a variant that fails is told and left out.
+The batch is that of `trainer_step.py`, the step is the trainer's own, from rollouts that were read beforehand: the
+trainer reads the next batch while it trains. Phases are measured on the device: body (the layers, forward), head (its
+logprobs), head_back, body_back, clip, compute (the optimizer) and write; `other` is the rest of the step. MFU is of
+790 TFLOP/s. `--kernels` profiles one more step of the first variant and sums kernels by kind. Nothing new is begun
+after `--limit` seconds; a variant that fails is told and left out.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from atropos_common.model_math import LOGITS_AT_ONCE, Dimensions, step_flops
 from benchmarks.shapes import SHAPES, model_config
 from benchmarks.trainer_step import MIXES, PEAK_FLOPS, Ours, make_batch, sizes
 from trainer_core.policy import logprobs
+from trainer_core.rollouts.batch import Rollout
 
 Patch = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -65,18 +67,6 @@ def static_shapes() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(torch.nn.Module, "compile", lambda self, **_: _compile(self, dynamic=False))
 
 
-@contextlib.contextmanager
-def flash_4() -> Iterator[None]:
-    """Attention by the package flash-attn-4, where it is installed."""
-    from torch.nn import attention
-
-    attention.activate_flash_attention_impl("FA4")
-    try:
-        yield
-    finally:
-        attention.restore_flash_attention_impl()
-
-
 _compile = torch.nn.Module.compile
 BIG = {"optimizer": "adafactor", "master_weights": "stochastic", "gradient_dtype": "bfloat16", "pack_tokens": 16_384}
 VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
@@ -94,7 +84,6 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
         "rows of 32,768, 2^31 logits at a time": ({"pack_tokens": 32_768}, [kept(True), chunks(30)]),
         "rows of 32,768, head's gradient summed in the product": ({"pack_tokens": 32_768}, [fused_sum]),
         "rows of 32,768, a compilation for each length": ({"pack_tokens": 32_768}, [static_shapes]),
-        "rows of 32,768, FlashAttention 4": ({"pack_tokens": 32_768}, [flash_4]),
         "rows of 32,768, all of these, bf16 gradients": (
             {"pack_tokens": 32_768, "gradient_dtype": "bfloat16"}, [kept(True), chunks(30), fused_sum, static_shapes]
         ),
@@ -110,7 +99,6 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
             BIG | {"optimizer": "adamw_8bit", "master_weights": "fp32", "optimizer_offload": True}, []
         ),
         "adamw_8bit, kahan": (BIG | {"optimizer": "adamw_8bit", "master_weights": "kahan"}, []),
-        "FlashAttention 4": (BIG, [flash_4]),
         "rows of 8,192": (BIG | {"pack_tokens": 8192}, []),
     },
 }  # fmt: skip
@@ -200,7 +188,8 @@ def measure(
             stack.enter_context(patch())
         began = time.perf_counter()
         runner = Ours(shape, torch.device("cuda" if cuda else "cpu"), **settings)
-        runner.step(batch)
+        rollouts = runner.read(batch)
+        runner.train(rollouts)
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -208,11 +197,11 @@ def measure(
         stack.enter_context(watched(phases, runner))
         for _ in range(steps):
             began = time.perf_counter()
-            runner.step(batch)
+            runner.train(rollouts)
             each.append(phases.totals())
             took.append(time.perf_counter() - began)
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-        by_kind = _kernels(runner, batch) if kernels and cuda else None
+        by_kind = _kernels(runner, rollouts) if kernels and cuda else None
     seconds = median(took)
     parts = {name: median(one[name] for one in each) for name in each[0]}
     return {
@@ -222,12 +211,12 @@ def measure(
     }  # fmt: skip
 
 
-def _kernels(runner: Ours, batch: list[dict[str, Any]]) -> dict[str, Any]:
+def _kernels(runner: Ours, rollouts: list[Rollout]) -> dict[str, Any]:
     """Seconds of the device by kind of kernel, and the longest."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        runner.step(batch)
+        runner.train(rollouts)
         torch.cuda.synchronize()
     found = {event.key: event.self_device_time_total / 1e6 for event in profiled.key_averages()}
     kinds: dict[str, float] = {}

@@ -37,7 +37,7 @@ from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.attention import register
 from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.speed import compile_layers, compiles, use_checkpointing, use_cores, use_memory
-from trainer_core.rollouts.batch import read_batch
+from trainer_core.rollouts.batch import Rollout, read_batch
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
 
@@ -129,8 +129,15 @@ class Ours:
         self.taken = 0
 
     def step(self, batch: list[dict[str, Any]]) -> None:
+        self.train(self.read(batch))
+
+    def read(self, batch: list[dict[str, Any]]) -> list[Rollout]:
+        """What the trainer does in a thread, while it trains the batch before."""
+        return read_batch(batch, seq_len=self.config.seq_len).rollouts
+
+    def train(self, rollouts: list[Rollout]) -> None:
         self.taken += 1
-        rows = pack(read_batch(batch, seq_len=self.config.seq_len).rollouts, self.config.tokens_per_pass, self.threads)
+        rows = pack(rollouts, self.config.tokens_per_pass, self.threads)
         accumulate(self.model, self.stepper, rows, Objective(self.config), self.taken, threads=self.threads)
         self.stepper.compute()
         self.stepper.write()

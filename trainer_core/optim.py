@@ -599,7 +599,8 @@ class Stochastic(_Rounded):
         rows = max(1, PART_PARAMETERS * len(weights) // weights.numel())  # rounding takes several times their memory
         begin = self._first[index]
         for some, values in zip(into.split(rows), weights.split(rows), strict=True):
-            some.copy_(round_stochastically(values.contiguous(), *counters(key, begin, values)))
+            rounded = round_stochastically(values.flatten(), salt(key, begin, values.device))
+            some.copy_(rounded.view_as(values))
             begin += values.numel()
 
     def write(self) -> None:
@@ -613,19 +614,17 @@ class Stochastic(_Rounded):
         self._steps = state.get("steps", 0)
 
 
-def counters(key: bytes, first: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the dice of elements `first` and on are made of under `key` (8 bytes), whatever the ranks that share a
-    parameter: their numbers from 0 on, int32 in the shape of `like`, and what `dice` adds to them."""
-    numbers = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)
-    low, high = struct.unpack("<2i", key)
-    (begin,) = struct.unpack("<i", struct.pack("<I", (first + low) % (1 << 32)))
-    return numbers, torch.tensor([begin, high], dtype=torch.int32, device=like.device)
+def salt(key: bytes, first: int, device: torch.device) -> torch.Tensor:
+    """What makes the `dice` of elements `first` and on under `key` (8 bytes), [2] int32: the same whatever part of a
+    parameter a rank has."""
+    low, high = struct.unpack("<2I", key)
+    return torch.tensor([(first + low) % (1 << 32), high], device=device).int()
 
 
-def dice(numbers: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
-    """16 random bits for each of `numbers`, int32 in their shape: a hash of 32 bits, twice (lowbias32: Wellons 2018,
+def dice(salt: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """16 random bits for each element, int32: a hash of 32 bits, twice, of its number (lowbias32: Wellons 2018,
     "Prospecting for Hash Functions"). Sums and products wrap as those of int32 do."""
-    bits = numbers
+    bits = torch.arange(shape.numel(), dtype=torch.int32, device=salt.device).view(shape)
     for each in salt:
         bits = bits + each
         for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975), (16, 1)):
@@ -634,12 +633,12 @@ def dice(numbers: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
 
 
 @compiled_on_cuda
-def round_stochastically(values: torch.Tensor, numbers: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
-    """float32 `values` rounded to a neighbour in bfloat16, at random as `dice` of `counters` say, right on average; NaN
-    and infinity stay. By operations this would be some twenty passes over the memory: compiled it is one."""
+def round_stochastically(values: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
+    """float32 `values` rounded to a neighbour in bfloat16, at random as `dice` of `salt` say, right on average; NaN and
+    infinity stay. By operations this would be some twenty passes over the memory: compiled it is one."""
     # bfloat16 is the upper half of a float32: random lower halves carry into it as often as they should.
     bits = values.detach().view(torch.int32)
-    rounded = ((bits + dice(numbers, salt)) & -(1 << 16)).view(torch.float32)
+    rounded = ((bits + dice(salt, values.shape)) & -(1 << 16)).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 

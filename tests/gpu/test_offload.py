@@ -16,7 +16,7 @@ from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core.checkpoint import split_tensors
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
-from trainer_core.optim import Stepper, counters, round_stochastically
+from trainer_core.optim import Stepper, round_stochastically, salt
 from trainer_core.policy.attention import register
 from trainer_core.policy.speed import use_checkpointing
 from trainer_core.rollouts.packing import pack
@@ -75,8 +75,11 @@ def test_rounding_is_the_same_as_on_a_cpu() -> None:
     """Compiled on the one, by operations on the other."""
     for count, first in ((100_003, 5), (1 << 20, (1 << 32) - 1000)):
         values = torch.randn(count, generator=torch.Generator().manual_seed(count))
-        here = round_stochastically(values.to(GPU), *counters(b"8 bytes.", first, values.to(GPU)))
-        assert torch.equal(here.cpu(), round_stochastically(values, *counters(b"8 bytes.", first, values)))
+        here, there = (
+            round_stochastically(values.to(device), salt(b"8 bytes.", first, device))
+            for device in (GPU, torch.device("cpu"))
+        )
+        assert torch.equal(here.cpu(), there)
 
 
 def _gradient(offload: bool) -> tuple[torch.Tensor, int]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from trainer_core.checkpoint import join_tensors, split_tensors
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
-from trainer_core.optim import Stepper, counters, dice, learning_rate, round_stochastically
+from trainer_core.optim import Stepper, dice, learning_rate, round_stochastically, salt
 
 STEPS, LR = 100, 1e-6
 MASTERS = ["fp32", "kahan", "stochastic"]
@@ -111,28 +111,28 @@ def test_nothing_but_what_is_named_stays_in_memory(masters: str) -> None:
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
-    noise = counters(bytes(8), 0, torch.empty(20_000))
+    noise = salt(bytes(8), 0, torch.device("cpu"))
     low, high = 1.0, 1.0 + 2**-7  # neighbours in bfloat16
     value = low + 0.25 * (high - low)
-    rounded = round_stochastically(torch.full((20_000,), value), *noise)
+    rounded = round_stochastically(torch.full((20_000,), value), noise)
     assert set(rounded.tolist()) == {low, high}
     assert (rounded == high).double().mean().item() == pytest.approx(0.25, abs=0.02)
-    negative = round_stochastically(torch.full((20_000,), -value), *noise)
+    negative = round_stochastically(torch.full((20_000,), -value), noise)
     assert (negative == -high).double().mean().item() == pytest.approx(0.25, abs=0.02)
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
-    kept = round_stochastically(special, *counters(bytes(8), 0, special))
+    kept = round_stochastically(special, noise)
     assert kept.isnan()[0] and kept[1:].tolist() == [float("inf"), -float("inf"), 0.0]
 
 
 @pytest.mark.parametrize("begin", [0, (1 << 31) - 1000, (1 << 32) - 700])
 def test_dice_do_not_depend_on_how_a_parameter_is_cut(begin: int) -> None:
-    def of(key: int, first: int, like: torch.Tensor) -> torch.Tensor:
-        return dice(*counters(key.to_bytes(8), begin + first, like))
+    def of(key: int, first: int, rows: int) -> torch.Tensor:
+        return dice(salt(key.to_bytes(8), begin + first, torch.device("cpu")), torch.Size([rows, 50]))
 
-    whole = of(7, 0, torch.empty(40, 50))
-    assert torch.equal(whole[25:], of(7, 25 * 50, torch.empty(15, 50)))
+    whole = of(7, 0, 40)
+    assert torch.equal(whole[25:], of(7, 25 * 50, 15))
     for other in (8, 1 << 60):  # another half of the key each
-        same = (whole == of(other, 0, torch.empty(40, 50))).double().mean().item()
+        same = (whole == of(other, 0, 40)).double().mean().item()
         assert same < 0.01
     shares = [((whole >> bit) & 1).double().mean().item() for bit in range(16)]
     assert shares == pytest.approx([0.5] * 16, abs=0.05)
@@ -140,8 +140,8 @@ def test_dice_do_not_depend_on_how_a_parameter_is_cut(begin: int) -> None:
 
 
 def test_dice_of_neighbours_and_of_two_steps_have_nothing_to_do_with_each_other() -> None:
-    like = torch.empty(200_000)
-    first, second = (dice(*counters(key.to_bytes(8), 0, like)).double() / 65536 for key in (1, 2))
+    salts = [salt(key.to_bytes(8), 0, torch.device("cpu")) for key in (1, 2)]
+    first, second = (dice(each, torch.Size([200_000])).double() / 65536 for each in salts)
     assert first.mean().item() == pytest.approx(0.5, abs=0.004)
     pairs = ((first[1:], first[:-1]), (first[64:], first[:-64]), (first, second), (first[1:], second[:-1]))
     for one, other in pairs:
