@@ -50,6 +50,8 @@ def _run(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     tempfile.tempdir = None  # of the environment before
+    given = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    sys.path[:0] = [each for each in given if each not in sys.path]
     out = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.chdir(request["cwd"])
     os.dup2(os.open(request["stdin"], os.O_RDONLY), 0)

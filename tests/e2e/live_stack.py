@@ -22,6 +22,9 @@ from atropos_common.run_dir import ENV_RUN_ID, RunDir
 from benchmarks.demo import prepare
 from tests.e2e.vllm_server_live import SHARED_NAME
 
+STEPS_LIVE = 40
+"""Of a run in which a command does something: it takes as long to start as ten of them."""
+
 
 def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago."""

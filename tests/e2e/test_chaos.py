@@ -19,6 +19,7 @@ def test_a_seeded_round(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     rows = [json.loads(line) for line in records.read_text().splitlines()]
     assert rows, done.stderr[-4000:]
-    assert not [row for row in rows if row["wrong"]]
+    wrong = [row for row in rows if row["wrong"]]
+    assert not wrong, json.dumps(wrong, indent=1)
     assert all(row["next_step_s"] > 0 for row in rows)
     assert done.returncode == 0, done.stderr[-4000:]

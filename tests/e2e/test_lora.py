@@ -23,7 +23,7 @@ from atropos_common.bridge import ADAPTER_WEIGHTS
 from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN, MANIFEST_NAME
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e import gate
-from tests.e2e.live_stack import LiveStack, free_ports
+from tests.e2e.live_stack import STEPS_LIVE, LiveStack, free_ports
 from tests.e2e.small_models import ARCHITECTURES, TINY, make_model
 from tests.e2e.streams import Streamed, Streams
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
@@ -366,17 +366,17 @@ def assert_trained(run: LiveStack, steps: int) -> None:
 def test_lora_only_survives_its_engine(stack: Start_, how: str, single_copy: str) -> None:
     """The whole stack; vLLM goes in the middle: its successor holds until it has the adapter, and no step is lost. Over
     one copy the trainer goes on with the successor's base model."""
-    settings = {"training_steps": 8, "checkpoint_interval": 4, "single_copy": single_copy}
+    settings = {"training_steps": STEPS_LIVE, "checkpoint_interval": STEPS_LIVE // 2, "single_copy": single_copy}
     run = stack(mode="lora_only", **{f"trainer__{name}": value for name, value in settings.items()})
     run.until_step(3, 180)
     assert run.cli(how, "vllm", "--yes").returncode == 0
     code, output = run.wait(timeout=300)
     assert code == 0, output[-4000:]
-    assert_trained(run, 8)
+    assert_trained(run, STEPS_LIVE)
     lags = [step.policy_lag_max for step in run.steps()]
     assert all(lag is None or lag <= 2 for lag in lags), f"no rollout is of base weights: {lags}"
     assert len([r for r in run.states("vllm") if r.new == "healthy"]) == 2
-    assert (run.run.checkpoints / "adapter_step_4" / "trainer_state.json").is_file()
+    assert (run.run.checkpoints / f"adapter_step_{STEPS_LIVE // 2}" / "trainer_state.json").is_file()
     assert "BENCHMARK SUMMARY (lora_only)" in output
     run.assert_nothing_left()
 

@@ -19,7 +19,7 @@ import torch
 from atropos_common.bridge import LoadWeightsRequest
 from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
 from atropos_envs.tiny_model import make_tiny_model
-from tests.e2e.live_stack import LiveStack, free_ports
+from tests.e2e.live_stack import STEPS_LIVE, LiveStack, free_ports
 from tests.e2e.small_models import ARCHITECTURES, TINY, another_model, make_model
 from tests.e2e.streams import Streamed, Streams
 from tests.e2e.test_lora import EXACT, PROMPT, STEPS, Trainer, ask, own_servers
@@ -292,12 +292,12 @@ def assert_trained(run: LiveStack, steps: int) -> None:
 @pytest.mark.slow
 def test_the_whole_stack_survives_its_engine(stack: Start_) -> None:
     """vLLM is killed in the middle: its successor holds until it has the weights; no step is lost."""
-    run = stack(mode="none", trainer__training_steps=8, trainer__vllm_restart_interval=2)
+    run = stack(mode="none", trainer__training_steps=STEPS_LIVE, trainer__vllm_restart_interval=2)
     run.until_step(3, 180)
     assert run.cli("kill", "vllm", "--yes").returncode == 0
     code, output = run.wait(timeout=300)
     assert code == 0, output[-4000:]
-    assert_trained(run, 8)
+    assert_trained(run, STEPS_LIVE)
     lags = [step.policy_lag_max for step in run.steps()]
     assert all(lag is None or lag <= 4 for lag in lags), f"no rollout is of base weights: {lags}"
     assert len([r for r in run.states("vllm") if r.new == "healthy"]) == 2
