@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -242,6 +243,7 @@ def test_a_write_from_another_process_changes_the_answers_cached_prefix_included
     server.publish(1, write)
     after = server.generate(**body)
     assert largest_gap(reference, after) > 1e-2, "the unchanged reference must be off now, or this test sees nothing"
+    reference = copy.deepcopy(reference)  # other tests have it as well
     with torch.no_grad():
         layer = reference.model.layers[0].mlp
         layer.gate_proj.weight.add_(noise[:rows])
