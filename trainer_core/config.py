@@ -168,7 +168,7 @@ class TrainingConfig(BaseModel):
     routing_replay: bool = False
     """Mixtures of experts: let each token take the experts that it took at the engine, which records them
     (--enable-return-routed-experts), weighed by the trainer's own router. Where two experts are nearly equal to a
-    router, rounding decides between them, and engine and trainer compute something else. Layers are not compiled."""
+    router, rounding decides between them, and engine and trainer compute something else."""
     group_of_one: Literal["baseline", "score"] = "baseline"
     """The advantage of a sequence that is alone in its group. baseline: its score, less the running mean of about the
     last 256 such scores of its environment, over their standard deviation as advantage_std says. score: as it is."""
@@ -595,7 +595,6 @@ def _not_replayed(config: TrainingConfig) -> dict[str, bool]:
         "lora_only": config.weight_bridge_mode == "lora_restart",
         "asks the server, which forgets at every restart: leave out --engine-reload restart":
             config.engine_reload == "restart",
-        "changes what routers return, and --compile on compiles them: leave out one of them": config.compile == "on",
     }  # fmt: skip
 
 

@@ -708,7 +708,7 @@ def _stepper(
     stepper = Stepper(model, config, world)
     if weights is not None:
         checkpoint.restore(weights, stepper)
-    compiled = compiles(model, config.compile, device) and not config.routing_replay
+    compiled = compiles(model, config.compile, device)
     use_checkpointing(
         model, config.gradient_checkpointing, device=device,
         tokens=math.ceil(max(config.tokens_per_pass, config.seq_len) / config.context_parallel),

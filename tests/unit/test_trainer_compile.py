@@ -45,8 +45,10 @@ def test_a_layer_with_experts_is_one_graph_for_all_lengths(name: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
 
 
-def test_routers_that_take_the_engines_choice_are_one_graph_too() -> None:
-    """A graph for each layer would be one for eight of them, and the layers above uncompiled."""
+@pytest.mark.parametrize("hooks", ["inside", "outside"])
+def test_routers_that_take_the_engines_choice_are_one_graph_too(hooks: str) -> None:
+    """A graph for each layer would be one for eight of them, and the layers above uncompiled. Layers of a model that
+    ranks share are compiled without their own hooks."""
     torch.compiler.reset()
     counters.clear()
     model = build("Qwen3-MoE", dtype=torch.bfloat16)
@@ -56,7 +58,10 @@ def test_routers_that_take_the_engines_choice_are_one_graph_too() -> None:
     found = []
     for compiled in (False, True):
         for layer in decoder_layers(model) if compiled else ():
-            layer.compile(dynamic=True, backend=BACKEND)
+            if hooks == "inside":
+                layer.compile(dynamic=True, backend=BACKEND)
+            else:
+                layer.forward = torch.compile(layer.forward, dynamic=True, backend=BACKEND)
         for length in (40, 57):
             tokens = torch.arange(length) * 7 % 120 + 3
             ranks = torch.rand(length, len(shape.sparse), shape.experts, generator=generator.manual_seed(length))

@@ -381,7 +381,6 @@ def test_what_is_known_of_a_sequence_lies_at_its_place_in_the_row() -> None:
         ({"rollouts": "r.jsonl"}, "trains without one"),
         ({"weight_bridge_mode": "lora_restart"}, "use lora_only"),
         ({"engine_reload": "restart"}, "leave out --engine-reload restart"),
-        ({"compile": "on"}, "--compile on compiles them"),
     ],
 )
 def test_settings_that_contradict_it(settings: dict[str, Any], words: str) -> None:
