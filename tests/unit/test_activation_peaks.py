@@ -16,7 +16,8 @@ from trainer_core.policy.lora import add_adapter
 from trainer_core.policy.speed import activations, compile_layers, use_checkpointing
 
 CPU = torch.device("cpu")
-COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+COMPILER = [pytest.mark.slow, pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")]
+"""What only a compiler with kernels of its own keeps; the first compilation of a machine takes a minute or more."""
 SHAPES: dict[str, Any] = {
     "llama": LlamaConfig(hidden_size=256, intermediate_size=896, num_attention_heads=8, num_key_value_heads=2),
     "qwen3": Qwen3Config(
