@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,18 @@ def test_dice_of_neighbours_and_of_two_steps_have_nothing_to_do_with_each_other(
     pairs = ((first[1:], first[:-1]), (first[64:], first[:-64]), (first, second), (first[1:], second[:-1]))
     for one, other in pairs:
         assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1].item()) < 0.012
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_a_compiler_rounds_the_same() -> None:
+    """As on a GPU: sums and products that wrap stay those of int32."""
+    plain = round_stochastically.__wrapped__
+    compiled = torch.compile(plain, dynamic=True)
+    for count, first in ((100_003, 5), (65_536, (1 << 32) - 1000), (70_000, 1 << 31)):
+        values, salted = torch.randn(count), salt(b"8 bytes.", first, torch.device("cpu"))
+        assert torch.equal(compiled(values, salted), plain(values, salted))
 
 
 def test_stochastic_rounding_is_refused_where_it_cannot_be() -> None:
