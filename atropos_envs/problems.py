@@ -21,9 +21,9 @@ THINK_END = "</think>"
 BOX = "\\boxed"
 LONGEST_ANSWER = 400
 """Characters of an answer that are read: nobody needs more, and parsing a crafted one takes for ever."""
-PATIENCE_S = 1
-"""Seconds for parsing and for comparing one answer, since the event loop waits meanwhile; an honest one takes
-milliseconds."""
+PATIENCE_S = 3
+"""Seconds for parsing and for comparing one answer, since the event loop waits meanwhile. An honest one takes
+milliseconds, and the first on a busy machine, for which sympy is still being imported, more than one."""
 
 
 class MathProblem(TypedDict):
