@@ -23,7 +23,7 @@ from benchmarks.demo import prepare
 from tests.e2e.vllm_server_live import SHARED_NAME
 
 STEPS_LIVE = 40
-"""Of a run in which a command does something: it takes as long to start as ten of them."""
+"""Of a run in which a command does something: more than are over before it has started."""
 
 
 def free_ports(count: int) -> list[int]:

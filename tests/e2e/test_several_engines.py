@@ -51,7 +51,7 @@ def test_each_engine_gets_its_share_and_every_version(stack: Callable[..., LiveS
     code, output = run.wait(timeout=120)
     assert code == 0, output[-4000:]
     print(f"\n{mode}: requests {counts}")
-    assert min(counts) >= 0.2 * sum(counts) > 30, f"{counts}: the faster one is asked more"
+    assert min(counts) >= 0.4 * sum(counts) > 60, counts
     assert [name for name in NAMES if {s.new for s in run.states(name)} >= {"starting", "healthy"}] == NAMES
     lags = [step.policy_lag_max for step in run.steps()]
     assert None not in lags and max(lags) <= 3, "rollouts of both engines have a known version"

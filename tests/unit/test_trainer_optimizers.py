@@ -112,16 +112,16 @@ def test_nothing_but_what_is_named_stays_in_memory(masters: str) -> None:
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
-    noise = salt(bytes(8), 0, torch.device("cpu"))
+    salted = salt(bytes(8), 0, torch.device("cpu"))
     low, high = 1.0, 1.0 + 2**-7  # neighbours in bfloat16
     value = low + 0.25 * (high - low)
-    rounded = round_stochastically(torch.full((20_000,), value), noise)
+    rounded = round_stochastically(torch.full((20_000,), value), salted)
     assert set(rounded.tolist()) == {low, high}
     assert (rounded == high).double().mean().item() == pytest.approx(0.25, abs=0.02)
-    negative = round_stochastically(torch.full((20_000,), -value), noise)
+    negative = round_stochastically(torch.full((20_000,), -value), salted)
     assert (negative == -high).double().mean().item() == pytest.approx(0.25, abs=0.02)
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
-    kept = round_stochastically(special, noise)
+    kept = round_stochastically(special, salted)
     assert kept.isnan()[0] and kept[1:].tolist() == [float("inf"), -float("inf"), 0.0]
 
 
@@ -136,7 +136,7 @@ def test_dice_do_not_depend_on_how_a_parameter_is_cut(begin: int) -> None:
         same = (whole == of(other, 0, 40)).double().mean().item()
         assert same < 0.01
     shares = [((whole >> bit) & 1).double().mean().item() for bit in range(16)]
-    assert shares == pytest.approx([0.5] * 16, abs=0.05)
+    assert shares == pytest.approx([0.5] * 16, abs=0.04)
     assert not (whole >> 16).any()
 
 
