@@ -312,7 +312,9 @@ class Run:
             "publish_phases": syncs[-1].phases, "mfu": median(mfu) if mfu else None,
             "mfu_790": median(mfu) * 989 / 790 if mfu else None, "tokens_per_s": median(t.tokens_per_s for t in warm),
             "routing_replayed": [a.routing_replayed for a in by_kind.get("alignment", [])],
-            "probe_abs_mean": probes, "verdicts": [a.verdict for a in by_kind.get("alignment", [])],
+            "probe_abs_mean": probes, "verdicts": [
+                f"{a.verdict}: {a.cause}" if a.cause else a.verdict for a in by_kind.get("alignment", [])
+            ],
             "trainer_peak_bytes": max(m.peak_bytes or 0 for m in memory),
             "trainer_reserved_bytes": max(m.reserved_bytes or 0 for m in memory),
             "trainer_rss_bytes": max(m.rss_bytes or 0 for m in memory), "device_peak_bytes": self.devices.peak,

@@ -39,7 +39,7 @@ from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import empty_model
 from trainer_core.policy.sharding import load_for, shard, weights
-from trainer_core.policy.speed import compile_layers, compiles, use_checkpointing, use_memory
+from trainer_core.policy.speed import compile_layers, compiles, use_attention, use_checkpointing, use_memory
 from trainer_core.ranks import World
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, deal, hand, pack
@@ -84,6 +84,7 @@ class Trainer:
         self.stepper = Stepper(self.model, self.config, world)
         if job.resume:
             checkpoint.restore(Path(job.resume), self.stepper)
+        use_attention(self.model, self.config.attention_kernel)
         compiled = compiles(self.model, self.config.compile, device)
         use_checkpointing(
             self.model, self.config.gradient_checkpointing, device=device, tokens=job.row,

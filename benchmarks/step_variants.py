@@ -30,7 +30,7 @@ import torch
 from atropos_common.model_math import LOGITS_AT_ONCE, Dimensions, step_flops
 from benchmarks.shapes import SHAPES, model_config
 from benchmarks.trainer_step import MIXES, PEAK_FLOPS, Ours, make_batch, sizes
-from trainer_core.policy import logprobs
+from trainer_core.policy import attention, logprobs
 from trainer_core.rollouts.batch import Rollout
 
 Patch = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -62,12 +62,25 @@ def fused_sum() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(logprobs, "_add_product", add)
 
 
+def heads_not_repeated() -> contextlib.AbstractContextManager[Any]:
+    """FlashAttention 2 gets the fewer heads of keys and values as they are."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(query, key, value, packing, groups, scaling, window):  # type: ignore[no-untyped-def]
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        starts, longest = packing.cumulative, packing.max_length
+        return varlen_attn(query, key, value, starts, starts, longest, longest, window_size=(-1, 0), scale=scaling)
+
+    return mock.patch.object(attention, "_varlen", attend)
+
+
 def static_shapes() -> contextlib.AbstractContextManager[Any]:
     """Layers are compiled for each length of a row."""
     return mock.patch.object(torch.nn.Module, "compile", lambda self, **_: _compile(self, dynamic=False))
 
 
 _compile = torch.nn.Module.compile
+FLASH2 = {"attention_kernel": "flash_attention_2"}
 BIG = {"optimizer": "adafactor", "master_weights": "stochastic", "gradient_dtype": "bfloat16", "pack_tokens": 16_384}
 VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
     "qwen3-1.7b": {
@@ -83,6 +96,10 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
         "one row": ({"pack_tokens": 49_152}, []),
         "rows of 32,768, 2^31 logits at a time": ({"pack_tokens": 32_768}, [kept(True), chunks(30)]),
         "rows of 32,768, head's gradient summed in the product": ({"pack_tokens": 32_768}, [fused_sum]),
+        "rows of 32,768, FlashAttention 2": ({"pack_tokens": 32_768} | FLASH2, []),
+        "rows of 32,768, FlashAttention 2, heads not repeated": (
+            {"pack_tokens": 32_768} | FLASH2, [heads_not_repeated]
+        ),
         "rows of 32,768, a compilation for each length": ({"pack_tokens": 32_768}, [static_shapes]),
         "rows of 32,768, all of these, bf16 gradients": (
             {"pack_tokens": 32_768, "gradient_dtype": "bfloat16"}, [kept(True), chunks(30), fused_sum, static_shapes]
@@ -90,6 +107,7 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
     },
     "qwen3-8b": {
         "as it is": (BIG, []),
+        "FlashAttention 2": (BIG | FLASH2, []),
         "logits kept, 2^30 at a time": (BIG, [kept(True), chunks(30)]),
         "checkpointing": (BIG | {"gradient_checkpointing": "on"}, []),
         "checkpointing, activations in the host": (

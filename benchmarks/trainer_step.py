@@ -36,7 +36,14 @@ from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.attention import register
 from trainer_core.policy.logprobs import use_head
-from trainer_core.policy.speed import compile_layers, compiles, use_checkpointing, use_cores, use_memory
+from trainer_core.policy.speed import (
+    compile_layers,
+    compiles,
+    use_attention,
+    use_checkpointing,
+    use_cores,
+    use_memory,
+)
 from trainer_core.rollouts.batch import Rollout, read_batch
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
@@ -115,6 +122,7 @@ class Ours:
         self.config = for_device(TrainingConfig.model_validate(defaults | settings), device)
         use_memory(device)
         self.model = build(shape, device, register()).eval()
+        use_attention(self.model, self.config.attention_kernel)
         if compiled := compiles(self.model, self.config.compile, device):
             compile_layers(self.model)
         self.threads = use_cores(self.model, self.config, device)

@@ -65,6 +65,7 @@ Duration = Annotated[
 
 WeightBridgeMode = Literal["none", "shared_vllm", "lora_only", "lora_restart"]
 Mode = Literal[WeightBridgeMode, "broadcast"]
+AttentionKernel = Literal["auto", "flash_attention_2", "flash_attention_4"]
 """The stack's names of the modes: `shared_vllm` with `use_shared_memory` is `broadcast`."""
 
 
@@ -345,6 +346,9 @@ class TrainingConfig(BaseModel):
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the transformer layers (torch.compile): some seconds at the first step, a fifth less in each. auto does
     so on CUDA for models from 100 million parameters."""
+    attention_kernel: AttentionKernel = "auto"
+    """auto takes FlashAttention 4 (`pip install flash-attn-4`) where the GPU can run it and it is right for the model's
+    heads, which is proved at the start; else FlashAttention 2, which is part of torch."""
     head_dtype: Literal["model", "float32"] = "model"
     """Type of the logits. float32: the head's products are not rounded to half precision, which costs a little time and
     memory; the server does the same with --hf-overrides '{"head_dtype": "float32"}'."""

@@ -61,7 +61,14 @@ from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.routing import RouterShape, replay_in
 from trainer_core.policy.sharding import compute_dtype
-from trainer_core.policy.speed import compile_layers, compiles, use_checkpointing, use_cores, use_memory
+from trainer_core.policy.speed import (
+    compile_layers,
+    compiles,
+    use_attention,
+    use_checkpointing,
+    use_cores,
+    use_memory,
+)
 from trainer_core.probe import LogprobProbe, explain
 from trainer_core.ranks import ALONE, SEEN_S, World, speaks_for_node
 from trainer_core.report import (
@@ -261,6 +268,7 @@ class Run:
         train_only(self.model, config.train_layer_indices)
         print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         use_head(self.model, config.head_dtype)
+        print(f"Attention: {use_attention(self.model, config.attention_kernel)}")
         routers = replay_in(self.model) if config.routing_replay else None
         world.share(self._require_recording)
         self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)

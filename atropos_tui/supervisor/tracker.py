@@ -87,14 +87,17 @@ class Tracker:
                     self._tracked[name].shared |= files
 
     def shared_files(self, name: str) -> set[str]:
-        """Files in /dev/shm that members of `name` had mapped when they were looked at."""
+        """Files in /dev/shm that members of `name` had mapped when they were looked at; none once it is removed."""
         with self._lock:
-            return set(self._tracked[name].shared)
+            one = self._tracked.get(name)
+            return set(one.shared) if one else set()
 
     def sessions(self, name: str) -> dict[int, int]:
-        """Sessions that members of `name` lead, as of the last look: session id -> start ticks of its leader."""
+        """Sessions that members of `name` lead, as of the last look: session id -> start ticks of its leader; none once
+        it is removed."""
         with self._lock:
-            return dict(self._tracked[name].led)
+            one = self._tracked.get(name)
+            return dict(one.led) if one else {}
 
     def members(self, name: str) -> list[procfs.Proc]:
         """Live processes of one component."""

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from atropos_common.run_dir import RunDir
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
+from atropos_tui.supervisor.launchers.launcher import Host
 from atropos_tui.supervisor.store import ProcessTable, RunResult
 from atropos_tui.supervisor.supervisor import SWEEP_S
 from tests import nursery
@@ -312,3 +314,20 @@ def test_bad_input_on_stdin_is_exit_2_without_a_traceback() -> None:
         )
         assert done.returncode == 2
         assert b"Traceback" not in done.stderr
+
+
+async def test_a_component_that_goes_while_its_processes_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of it is taken away in the event loop, while a thread still looks."""
+    members = tracker.Tracker("a-run")
+    members.add("api", os.getpid())
+    looked = members.note_shared_memory
+
+    def note(found: dict[str, list[procfs.Proc]]) -> None:
+        looked(found)
+        members.remove("api")
+
+    monkeypatch.setattr(members, "note_shared_memory", note)
+    told: list[set[str]] = []
+    guard = SimpleNamespace(note_shared_memory=told.append, remember=lambda *_: None)
+    await Host.survey(SimpleNamespace(tracker=members, guard=guard, _gpus_of={}))  # type: ignore[arg-type]
+    assert told == [set()] and members.sessions("api") == {}

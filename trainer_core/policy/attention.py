@@ -1,6 +1,7 @@
 """Causal attention over packed sequences of different lengths, as an attention implementation of transformers.
 
-On CUDA in half precision `torch.nn.attention.varlen` runs over the packed row as it is. On a CPU, or in float32, there
+On CUDA in half precision FlashAttention 2 (`torch.nn.attention.varlen`) or FlashAttention 4 (`flash4.py`) runs over the
+packed row as it is; `speed.use_attention` chooses. On a CPU, or in float32, there
 is no such kernel: each sequence becomes a row of one right-padded batch for SDPA, which is exact, since a causal row
 never looks at what follows it. Scores that are soft-capped or have a sink beside them are computed whole, a sequence at
 a time.
@@ -18,8 +19,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trainer_core.context_parallel import Context
+from trainer_core.policy.flash4 import PROVEN, flash4
 
 NAME = "atropos_packed"
+NAME_FLASH4 = "atropos_packed_4"
+"""Without "flash", which transformers would look for among its own."""
+HALF = (torch.bfloat16, torch.float16)
 KERNEL_HEAD = 256
 """Largest head that the kernel for variable lengths computes."""
 
@@ -48,7 +53,7 @@ def layout(
     lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype, context: Context | None = None
 ) -> Layout:
     """The layout of a row whose sequences have these lengths, for weights of `dtype`."""
-    varlen = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    varlen = device.type == "cuda" and dtype in HALF
     longest = max(lengths)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
     if varlen:
@@ -68,9 +73,14 @@ def register() -> str:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)  # the layout says it all
+    for name, function in ((NAME, packed_attention), (NAME_FLASH4, _packed_by_flash4)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)  # the layout says it all
     return NAME
+
+
+def _packed_by_flash4(*args: Any, **more: Any) -> tuple[torch.Tensor, None]:
+    return packed_attention(*args, **more, by_flash4=True)
 
 
 def packed_attention(
@@ -86,6 +96,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    by_flash4: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention in transformers' form.
@@ -95,6 +106,7 @@ def packed_attention(
         packing: the row's layout; the caller of the model passes it as a keyword.
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
         s_aux: [heads], a score beside those of all keys that takes its share and gives nothing, a sink (GPT-OSS).
+        by_flash4: compute what FlashAttention 4 can with it.
 
     Returns:
         [1, N, heads, head_dim] and no attention weights.
@@ -108,13 +120,13 @@ def packed_attention(
         raise ValueError("packed attention takes its layout from `packing`, without mask and dropout")
     if packing.context is not None:
         query, key, value, s_aux = packing.context.heads(query, key, value, s_aux)
-    result = _attend(query[0], key[0], value[0], packing, scaling, sliding_window, softcap, s_aux)
+    result = _attend(query[0], key[0], value[0], packing, scaling, sliding_window, softcap, s_aux, by_flash4)
     return (result if packing.context is None else packing.context.tokens(result)), None
 
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Layout, scaling: float | None,
-    window: int | None, softcap: float | None, sinks: torch.Tensor | None,
+    window: int | None, softcap: float | None, sinks: torch.Tensor | None, by_flash4: bool,
 ) -> torch.Tensor:  # fmt: skip
     """[1, N, heads, head_dim]."""
     groups = query.shape[0] // key.shape[0]
@@ -122,8 +134,20 @@ def _attend(
     beyond = packing.varlen and (query.dtype == torch.float32 or query.shape[-1] > KERNEL_HEAD)
     if softcap is not None or sinks is not None or beyond:
         return _one_by_one(query, key, value, packing, groups, scaling, window, softcap, sinks)
+    if by_flash4 and packing.varlen and (query.shape[-1], value.shape[-1]) in PROVEN:
+        return _flash4(query, key, value, packing, scaling, window)[None]
     run = _varlen if packing.varlen else _padded
     return run(query, key, value, packing, groups, scaling, window)[None]
+
+
+def _flash4(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Layout, scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    longest = packing.max_length
+    window = window if window and window < longest else None
+    return flash4(query, key, value, packing.cumulative, longest, scale=scaling, window=window)
 
 
 def _varlen(

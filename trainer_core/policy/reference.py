@@ -14,7 +14,7 @@ from trainer_core.policy.logprobs import row_logprobs, use_head
 from trainer_core.policy.lora import adapters_off
 from trainer_core.policy.routing import replay_in
 from trainer_core.policy.sharding import anywhere, compute_dtype, load_for, shard
-from trainer_core.policy.speed import in_threads
+from trainer_core.policy.speed import in_threads, use_attention
 from trainer_core.ranks import ALONE, World
 from trainer_core.rollouts.packing import PackedRow
 
@@ -35,6 +35,7 @@ class Reference:
         model = load_for(world, config.model_name, compute_dtype(policy), device).requires_grad_(False)
         self._model = shard(model, world, device, config)
         use_head(self._model, config.head_dtype)
+        use_attention(self._model, config.attention_kernel)
         if config.routing_replay:  # else the choice of experts would count as a difference to the policy
             replay_in(self._model)
         size = sum(p.numel() * p.element_size() for p in self._model.parameters())

@@ -1,4 +1,5 @@
-"""How forward and backward passes use the machine: threads on a CPU, torch.compile and gradient checkpointing on a GPU.
+"""How forward and backward passes use the machine: threads on a CPU; attention's kernel, torch.compile and gradient
+checkpointing on a GPU.
 
 Rows of an optimizer step lie side by side on the cores of a CPU, for models too small to share out one product. Split
 over threads, each small operation makes them wait for one another thousands of times a step, and on cores that other
@@ -22,8 +23,11 @@ import torch
 from torch import nn
 
 from atropos_common import model_math
-from trainer_core.config import TrainingConfig
+from trainer_core.config import AttentionKernel, TrainingConfig
+from trainer_core.errors import UsageError
 from trainer_core.offload import SavedStates
+from trainer_core.policy.attention import HALF, NAME_FLASH4
+from trainer_core.policy.flash4 import wrong
 from trainer_core.policy.load import decoder_layers, dimensions
 from trainer_core.policy.sharding import compute_dtype, local
 from trainer_core.ranks import ALONE, World
@@ -38,6 +42,44 @@ LARGE_MODEL = 100_000_000
 Function = TypeVar("Function", bound=Callable[..., Any])
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def use_attention(model: nn.Module, kernel: AttentionKernel) -> str:
+    """Let `model`, before its layers are compiled, compute attention by this kernel; returns the one that it uses.
+
+    Args:
+        model: loaded with `register`'s implementation, on its device.
+        kernel: "auto" takes FlashAttention 4 where it is installed and right for this model's heads on this device.
+
+    Raises:
+        UsageError: FlashAttention 4 is asked for and cannot be used.
+    """
+    why_not = "" if kernel == "flash_attention_2" else _why_not_flash4(model)
+    if kernel == "flash_attention_4" and why_not:
+        raise UsageError(f"--attention-kernel flash_attention_4: {why_not}. auto takes what there is")
+    if kernel == "flash_attention_2" or why_not:
+        return "flash_attention_2"
+    model.set_attn_implementation(NAME_FLASH4)  # type: ignore[operator]  # transformers' models have it
+    return "flash_attention_4"
+
+
+def _why_not_flash4(model: nn.Module) -> str:
+    device = next(model.parameters()).device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return "it needs a GPU of compute capability 9.0 or newer"
+    if compute_dtype(model) not in HALF:
+        return "it computes in half precision"
+    return wrong(device, *_heads(model))
+
+
+def _heads(model: nn.Module) -> tuple[int, int, int, int, int | None]:
+    """Heads of queries and of keys, a head's size in keys and in values, and the window, of most layers."""
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    heads = config.num_attention_heads
+    size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    latent = getattr(config, "kv_lora_rank", None)  # MLA
+    kv_heads = heads if latent else getattr(config, "num_key_value_heads", None) or heads
+    return heads, kv_heads, size, config.v_head_dim if latent else size, getattr(config, "sliding_window", None)
 
 
 def use_cores(model: nn.Module, config: TrainingConfig, device: torch.device, ranks: int = 1) -> int:

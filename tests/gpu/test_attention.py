@@ -1,0 +1,50 @@
+"""FlashAttention 4 on the device: which heads are left to it, and that a model trains as by FlashAttention 2."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from tests.unit.trainer_rollouts import rollouts_of
+from trainer_core.policy.attention import register
+from trainer_core.policy.flash4 import kernels, wrong
+from trainer_core.policy.logprobs import row_logprobs
+from trainer_core.policy.speed import compile_layers, use_attention
+from trainer_core.rollouts.packing import pack
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(kernels() is None, reason="pip install flash-attn-4")]
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("shape", [
+    (16, 8, 128, 128, None), (32, 8, 64, 64, None), (16, 8, 128, 128, 128), (8, 4, 256, 256, None),
+    (16, 16, 192, 128, None), (8, 2, 96, 96, None),
+])  # fmt: skip
+def test_common_heads_are_right(shape: tuple[int, int, int, int, int | None]) -> None:
+    assert wrong(GPU, *shape) == ""
+
+
+def test_a_model_trains_alike_by_either() -> None:
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=128, vocab_size=512,
+    )  # fmt: skip
+    with GPU:
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16, attn_implementation=register()).eval()
+    (row, *_) = pack(rollouts_of(40, longest=120), 16_384)
+
+    def gradients() -> torch.Tensor:
+        model.zero_grad()
+        row_logprobs(model, row.to(GPU)).sum().backward()
+        return torch.cat([p.grad.float().flatten() for p in model.parameters()])
+
+    assert use_attention(model, "flash_attention_2") == "flash_attention_2"
+    older = gradients()
+    assert use_attention(model, "flash_attention_4") == "flash_attention_4"
+    for compiled in (False, True):
+        if compiled:
+            compile_layers(model)
+        newer = gradients()
+        assert float((newer - older).norm() / older.norm()) < 0.02, compiled

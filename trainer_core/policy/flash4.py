@@ -1,0 +1,152 @@
+"""FlashAttention 4 for packed rows, as two operators that torch.compile does not look into.
+
+The kernels are those of the package `flash-attn-4` (CuTe DSL, compiled for the device on first use; sm_90 and newer).
+They take fewer heads for keys than for queries, and windows. Source: flash_attn/cute/interface.py. Not every size of
+heads is right there (80: gradients off by 130 %, 4.0.0b18 on an H200), so each is proved on the device before use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+FARTHEST = 0.01
+"""Relative distance to float32 from which on a result is wrong; rounding to bfloat16 takes up to 0.0035."""
+LENGTHS = (1, 7, 300, 64, 513)
+"""Tokens of the proof's sequences."""
+PROVEN: set[tuple[int, int]] = set()
+"""Sizes of a head, of keys and of values, that `wrong` has found right on this device."""
+
+
+@cache
+def kernels() -> Any | None:
+    """The package's interface; None where it is not installed."""
+    try:
+        return importlib.import_module("flash_attn.cute.interface")
+    except ImportError:
+        return None
+
+
+@cache
+def wrong(device: torch.device, heads: int, kv_heads: int, size: int, value_size: int, window: int | None) -> str:
+    """Why attention of this shape is not left to these kernels on `device`, in words; empty when it is.
+
+    Output and gradients of five random sequences are held against whole scores in float32. The first call of a shape
+    compiles its kernels, which takes some seconds; training would do it otherwise.
+    """
+    if kernels() is None:
+        return "pip install flash-attn-4"
+    dice = torch.Generator(device).manual_seed(0)
+    count = sum(LENGTHS)
+    query, key, value, to_out = (
+        torch.randn(count, number, width, generator=dice, device=device, dtype=torch.bfloat16).requires_grad_()
+        for number, width in ((heads, size), (kv_heads, size), (kv_heads, value_size), (heads, value_size))
+    )
+    starts = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32, device=device)
+    try:
+        out = flash4(query, key, value, starts, max(LENGTHS), window=window)
+        found = out.detach(), *torch.autograd.grad(out, (query, key, value), to_out)
+    except Exception as error:  # the compiler's errors have no class in common
+        return f"it does not run: {type(error).__name__}: {str(error)[:200]}"
+    exact = _exact(query, key, value, to_out, window)
+    far = max(float((mine.float() - theirs).norm() / theirs.norm()) for mine, theirs in zip(found, exact, strict=True))
+    if not far < FARTHEST:
+        return f"heads of {size} come out wrong, by {far:.2g} of their size"
+    PROVEN.add((size, value_size))
+    return ""
+
+
+def _exact(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, to_out: torch.Tensor, window: int | None
+) -> tuple[torch.Tensor, ...]:
+    """The output and the gradients of query, key and value in float32."""
+    wide = [x.detach().float().requires_grad_() for x in (query, key, value)]
+    groups, results = query.shape[1] // key.shape[1], []
+    for mine, theirs, held in zip(*(x.split(LENGTHS) for x in wide), strict=True):
+        theirs, held = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (theirs, held))
+        scores = mine.transpose(0, 1) @ theirs.transpose(1, 2) * query.shape[-1] ** -0.5
+        seen = torch.ones_like(scores, dtype=torch.bool).tril()
+        seen = seen if window is None else seen.triu(1 - window)
+        results.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ held).transpose(0, 1))
+    out = torch.cat(results)
+    return out.detach(), *torch.autograd.grad(out, wide, to_out.detach().float())
+
+
+def flash4(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, *,
+    scale: float | None = None, window: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Causal attention within each sequence of a packed row.
+
+    Args:
+        query: [N, heads, head_dim] in half precision; key: [N, kv_heads, head_dim]; value: [N, kv_heads, value_dim].
+        starts: [sequences + 1] int32, where each sequence begins and the last one ends.
+        longest: at least the tokens of the longest sequence.
+        window: tokens that each one sees, itself included; None is all before it.
+
+    Returns:
+        [N, heads, value_dim].
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out, _ = _forward(query, key, value, starts, longest, scale, -1 if window is None else window - 1)
+    return out
+
+
+def _arguments(starts: torch.Tensor, longest: int, scale: float, left: int) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest,
+        "softmax_scale": scale, "causal": left < 0, "window_size_left": None if left < 0 else left,
+        "window_size_right": None if left < 0 else 0,
+    }  # fmt: skip
+
+
+@torch.library.custom_op("atropos::flash4_forward", mutates_args=())
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float,
+    left: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    found = kernels()._flash_attn_fwd(  # type: ignore[union-attr]  # who calls has asked
+        query, key, value, **_arguments(starts, longest, scale, left), return_lse=True
+    )
+    return found[0], found[1]
+
+
+@_forward.register_fake
+def _(query, key, value, *_):  # type: ignore[no-untyped-def]
+    tokens, heads, _ = query.shape
+    return query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(heads, tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("atropos::flash4_backward", mutates_args=())
+def _backward(
+    to_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+    sums: torch.Tensor, starts: torch.Tensor, longest: int, scale: float, left: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    to_query, to_key, to_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    kernels()._flash_attn_bwd(  # type: ignore[union-attr]
+        query, key, value, out, to_out, sums, dq=to_query, dk=to_key, dv=to_value,
+        **_arguments(starts, longest, scale, left),
+    )  # fmt: skip
+    return to_query, to_key, to_value
+
+
+@_backward.register_fake
+def _(to_out, query, key, value, *_):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, starts, *ctx.rest = inputs
+    ctx.save_for_backward(query, key, value, *output, starts)
+
+
+def _differentiate(ctx: Any, to_out: torch.Tensor, to_sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    found = _backward(to_out.contiguous(), *ctx.saved_tensors, *ctx.rest)
+    return *found, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
