@@ -106,6 +106,7 @@ def test_a_run_takes_all_of_it(server: Server, live: type[Live], tmp_path: Path)
     assert probes and max(probes) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_server_that_records_nothing_is_refused(tmp_path: Path) -> None:
     made = start_server(tmp_path, make_model("qwen3-moe", tmp_path / "model"), ATROPOS_TOKEN=TOKEN)
     try:
@@ -117,6 +118,7 @@ def test_a_server_that_records_nothing_is_refused(tmp_path: Path) -> None:
         end_of(made.process)
 
 
+@pytest.mark.slow
 def test_a_dense_model_is_refused_by_the_server(tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match="--enable-return-routed-experts with --model"):
         start_server(tmp_path, make_model("tiny qwen3", tmp_path / "model"), flags=RECORDS, ATROPOS_TOKEN=TOKEN)

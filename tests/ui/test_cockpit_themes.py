@@ -52,6 +52,7 @@ def bars(panel: Header | Benchmark) -> list[tuple[Segment, Segment]]:
     return found
 
 
+@pytest.mark.slow
 async def test_in_every_theme_a_bar_shows_its_share_and_labels_can_be_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:

@@ -104,6 +104,7 @@ def test_our_settings_beside_it_are_refused(tmp_path: Path) -> None:
     assert 'mode = "none"' in str(refused.value)
 
 
+@pytest.mark.slow
 def test_it_trains_under_the_same_cockpit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import tomli_w
 

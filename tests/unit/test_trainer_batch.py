@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -296,6 +297,13 @@ def test_what_nobody_reads_is_named() -> None:
     }  # fmt: skip
     read = _read(_group(ref_logprobs=LOGPROBS, distill_token_ids=IDS, distill_logprobs=TAUGHT), selection=BOTH)
     assert not read.unused
+
+
+def test_lists_in_lists_in_place_of_images_cost_a_group_and_not_the_run() -> None:
+    """As deep as JSON is read; before, the trainer ended with a RecursionError."""
+    deep = json.loads("[" * 900 + "]" * 900)
+    batch = _read(_group(), _group(images=deep, env_id=2))
+    assert batch.left_out == {"with images, which this trainer cannot read": 2} and len(batch.rollouts) == 2
 
 
 def test_images_are_refused_in_words() -> None:

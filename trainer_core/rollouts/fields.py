@@ -123,9 +123,11 @@ class Group:
         )  # fmt: skip
 
 
-def _holds_something(value: Any) -> bool:
-    """Whether a list, or a list of lists, holds more than nothings."""
-    return any(map(_holds_something, value)) if isinstance(value, list) else bool(value)
+def _holds_something(value: Any, levels: int = 4) -> bool:
+    """Whether a list, or a list of lists, holds more than nothings; lists in more than `levels` lists are something."""
+    if not isinstance(value, list):
+        return bool(value)
+    return not levels or any(_holds_something(each, levels - 1) for each in value)
 
 
 def unused(group: dict[str, Any], *, reference: bool, teacher: bool) -> Iterator[str]:
