@@ -22,7 +22,7 @@ GPU = torch.device("cuda")
     (16, 16, 192, 128, None), (8, 2, 96, 96, None),
 ])  # fmt: skip
 def test_common_heads_are_right(shape: tuple[int, int, int, int, int | None]) -> None:
-    assert wrong(GPU, *shape) == ""
+    assert wrong(GPU, torch.bfloat16, *shape) == ""
 
 
 def test_a_model_trains_alike_by_either() -> None:

@@ -32,18 +32,18 @@ def kernels() -> Any | None:
 
 
 @cache
-def wrong(device: torch.device, heads: int, kv_heads: int, size: int, value_size: int, window: int | None) -> str:
-    """Why attention of this shape is not left to these kernels on `device`, in words; empty when it is.
+def wrong(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, value_size: int, window: int | None
+) -> str:
+    """Why attention of this shape is not left to these kernels, installed, on `device`, in words; empty when it is.
 
     Output and gradients of five random sequences are held against whole scores in float32. The first call of a shape
     compiles its kernels, which takes some seconds; training would do it otherwise.
     """
-    if kernels() is None:
-        return "pip install flash-attn-4"
     dice = torch.Generator(device).manual_seed(0)
     count = sum(LENGTHS)
     query, key, value, to_out = (
-        torch.randn(count, number, width, generator=dice, device=device, dtype=torch.bfloat16).requires_grad_()
+        torch.randn(count, number, width, generator=dice, device=device, dtype=dtype).requires_grad_()
         for number, width in ((heads, size), (kv_heads, size), (kv_heads, value_size), (heads, value_size))
     )
     starts = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32, device=device)

@@ -27,7 +27,7 @@ from trainer_core.config import AttentionKernel, TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.offload import SavedStates
 from trainer_core.policy.attention import HALF, NAME_FLASH4
-from trainer_core.policy.flash4 import wrong
+from trainer_core.policy.flash4 import kernels, wrong
 from trainer_core.policy.load import decoder_layers, dimensions
 from trainer_core.policy.sharding import compute_dtype, local
 from trainer_core.ranks import ALONE, World
@@ -67,19 +67,30 @@ def _why_not_flash4(model: nn.Module) -> str:
     device = next(model.parameters()).device
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
         return "it needs a GPU of compute capability 9.0 or newer"
-    if compute_dtype(model) not in HALF:
+    dtype = compute_dtype(model)
+    if dtype not in HALF:
         return "it computes in half precision"
-    return wrong(device, *_heads(model))
+    if kernels() is None:
+        return "pip install flash-attn-4"
+    heads, window = _heads(model)
+    if not all(isinstance(one, int) for one in heads):
+        return "the model's configuration does not name its heads"
+    return wrong(device, dtype, *heads, None) or (wrong(device, dtype, *heads, window) if window else "")
 
 
-def _heads(model: nn.Module) -> tuple[int, int, int, int, int | None]:
-    """Heads of queries and of keys, a head's size in keys and in values, and the window, of most layers."""
+def _heads(model: nn.Module) -> tuple[tuple[Any, Any, Any, Any], int | None]:
+    """Heads of queries and of keys, a head's size in keys and in values, as the configuration says of all layers or
+    most, and None for what it leaves out; the window of layers that have one."""
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    heads = config.num_attention_heads
-    size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    latent = getattr(config, "kv_lora_rank", None)  # MLA
-    kv_heads = heads if latent else getattr(config, "num_key_value_heads", None) or heads
-    return heads, kv_heads, size, config.v_head_dim if latent else size, getattr(config, "sliding_window", None)
+
+    def told(*names: str) -> Any:
+        return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+    heads, latent = told("num_attention_heads"), told("kv_lora_rank")  # MLA
+    hidden = told("hidden_size")
+    size = told("qk_head_dim", "head_dim") or (hidden // heads if isinstance(heads, int) and hidden else None)
+    kv_heads = heads if latent else told("num_key_value_heads", "num_attention_heads")
+    return (heads, kv_heads, size, told("v_head_dim") if latent else size), told("sliding_window")
 
 
 def use_cores(model: nn.Module, config: TrainingConfig, device: torch.device, ranks: int = 1) -> int:
