@@ -125,7 +125,7 @@ async def test_evaluations_are_judged(launch: Launch, tmp_path: Path) -> None:
 
 
 async def test_a_trainer_that_stands_still(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall_rules, "STALL_S", 0.3)
+    monkeypatch.setattr(stall_rules, "STALL_S", 1.5)  # by then the environment has ended
     env = part("env", python("print('done')"), role=Role.ENV)
     async with launch(env, part("train", python(SLEEP), role=Role.TRAINER)) as running:
         await wait_until(lambda: bool(diagnoses(running)))

@@ -88,11 +88,12 @@ def test_a_batch_is_kept_until_the_one_after_it_is_asked_for(api: Api) -> None:
 
 
 def test_a_question_waits_a_moment_for_its_answer(api: Api) -> None:
+    other = Api(api.http.base_url.port or 0)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(api.batch, "")
         time.sleep(0.2)
         assert api.batch() == ([], None) and not asked.done(), "without the header it is answered at once"
-        Api(api.http.base_url.port or 0).send(1)
+        other.send(1)
         assert asked.result(10)[0] == [1]
 
 
