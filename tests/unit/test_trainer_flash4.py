@@ -130,8 +130,15 @@ def _model() -> torch.nn.Module:
 def test_the_kernel_is_chosen_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model()
     assert _heads(model) == ((4, 2, 16, 16), None)
-    assert use_attention(model, "auto") == "flash_attention_2", "a CPU"
-    with pytest.raises(UsageError, match=r"--attention-kernel flash_attention_4: it needs a GPU of .* auto takes"):
+    assert use_attention(model, "auto") == use_attention(model, "flash_attention_2") == "sdpa"
+    with pytest.raises(UsageError, match=r"--attention-kernel flash_attention_4 needs a GPU .* auto takes"):
+        use_attention(model, "flash_attention_4")
+    card = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16)
+    monkeypatch.setattr(model, "parameters", lambda: iter([card]))
+    monkeypatch.setattr("trainer_core.policy.speed.compute_dtype", lambda _: torch.bfloat16)
+    monkeypatch.setattr("trainer_core.policy.speed._why_not_flash4", lambda _: "pip install flash-attn-4")
+    assert use_attention(model, "auto") == "flash_attention_2"
+    with pytest.raises(UsageError, match=r"--attention-kernel flash_attention_4: pip install flash-attn-4\. auto"):
         use_attention(model, "flash_attention_4")
     monkeypatch.setattr("trainer_core.policy.speed._why_not_flash4", lambda _: "")
     assert use_attention(model, "flash_attention_2") == "flash_attention_2"

@@ -45,7 +45,8 @@ Result = TypeVar("Result")
 
 
 def use_attention(model: nn.Module, kernel: AttentionKernel) -> str:
-    """Let `model`, before its layers are compiled, compute attention by this kernel; returns the one that it uses.
+    """Let `model`, before its layers are compiled, compute attention by this kernel; returns the one that it uses,
+    "sdpa" on a CPU and in float32.
 
     Args:
         model: loaded with `register`'s implementation, on its device.
@@ -54,9 +55,13 @@ def use_attention(model: nn.Module, kernel: AttentionKernel) -> str:
     Raises:
         UsageError: FlashAttention 4 is asked for and cannot be used.
     """
+    if next(model.parameters()).device.type != "cuda" or compute_dtype(model) not in HALF:
+        if kernel == "flash_attention_4":
+            raise UsageError(f"--attention-kernel {kernel} needs a GPU and half precision. auto takes what there is")
+        return "sdpa"
     why_not = "" if kernel == "flash_attention_2" else _why_not_flash4(model)
     if kernel == "flash_attention_4" and why_not:
-        raise UsageError(f"--attention-kernel flash_attention_4: {why_not}. auto takes what there is")
+        raise UsageError(f"--attention-kernel {kernel}: {why_not}. auto takes what there is")
     if kernel == "flash_attention_2" or why_not:
         return "flash_attention_2"
     model.set_attn_implementation(NAME_FLASH4)  # type: ignore[operator]  # transformers' models have it
@@ -65,16 +70,14 @@ def use_attention(model: nn.Module, kernel: AttentionKernel) -> str:
 
 def _why_not_flash4(model: nn.Module) -> str:
     device = next(model.parameters()).device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+    if torch.cuda.get_device_capability(device)[0] < 9:
         return "it needs a GPU of compute capability 9.0 or newer"
-    dtype = compute_dtype(model)
-    if dtype not in HALF:
-        return "it computes in half precision"
     if kernels() is None:
         return "pip install flash-attn-4"
     heads, window = _heads(model)
     if not all(isinstance(one, int) for one in heads):
         return "the model's configuration does not name its heads"
+    dtype = compute_dtype(model)
     return wrong(device, dtype, *heads, None) or (wrong(device, dtype, *heads, window) if window else "")
 
 
