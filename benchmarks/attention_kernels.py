@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.trainer_step import make_batch, sizes
-from trainer_core.policy.attention import _one_by_one, _varlen, layout
+from trainer_core.policy.attention import _varlen, layout, one_by_one
 from trainer_core.policy.flash4 import flash4, kernels
 
 SHORT = [1, 7, 300, 1000, 64, 2048, 129]
@@ -75,7 +75,7 @@ def compare(heads: int, kv_heads: int, size: int, value_size: int, window: int |
         words += f"   {name} {milliseconds(function):.2f} ms, with gradients {milliseconds(lambda: both(function)):.2f}"  # noqa: B023
         if tokens == sum(SHORT):
             wide = [x.detach().float().requires_grad_() for x in inputs]
-            out = _one_by_one(*wide, packing, groups, None, window, None, None)[0]  # type: ignore[arg-type]
+            out = one_by_one(*wide, packing, groups, window=window)[0]  # type: ignore[arg-type]
             exact = out, *torch.autograd.grad(out, wide, to_out.float())
             words += ", off " + " ".join(f"{off:.1e}" for off in distances(found, exact))
     return words

@@ -37,9 +37,10 @@ from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.attention import register
+from trainer_core.policy.kernel_choice import use_attention
 from trainer_core.policy.load import empty_model
 from trainer_core.policy.sharding import load_for, shard, weights
-from trainer_core.policy.speed import compile_layers, compiles, use_attention, use_checkpointing, use_memory
+from trainer_core.policy.speed import compile_layers, compiles, use_checkpointing, use_memory
 from trainer_core.ranks import World
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, deal, hand, pack

@@ -35,11 +35,11 @@ from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.attention import register
+from trainer_core.policy.kernel_choice import use_attention
 from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.speed import (
     compile_layers,
     compiles,
-    use_attention,
     use_checkpointing,
     use_cores,
     use_memory,

@@ -55,6 +55,7 @@ from trainer_core.objective.loss import Formula
 from trainer_core.objective.penalties import balance_coefficient
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
+from trainer_core.policy.kernel_choice import use_attention
 from trainer_core.policy.load import end_tokens, train_only
 from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.proof import prove
@@ -64,7 +65,6 @@ from trainer_core.policy.sharding import compute_dtype
 from trainer_core.policy.speed import (
     compile_layers,
     compiles,
-    use_attention,
     use_checkpointing,
     use_cores,
     use_memory,

@@ -1,5 +1,5 @@
 """FlashAttention 4's way through the trainer, with kernels that are computed on the CPU; the real ones are proved on a
-GPU, by tests/gpu/test_attention.py."""
+GPU, by tests/gpu/test_kernels.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from trainer_core.errors import UsageError
 from trainer_core.policy import flash4
 from trainer_core.policy.attention import NAME_FLASH4, layout, packed_attention, register
-from trainer_core.policy.speed import _heads, use_attention
+from trainer_core.policy.kernel_choice import _heads, use_attention, wrong_kernels
 
 CPU = torch.device("cpu")
 
@@ -58,28 +58,28 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     made = Kernels()
     monkeypatch.setattr(flash4, "kernels", lambda: made)
-    monkeypatch.setattr(flash4, "PROVEN", set())
-    flash4.wrong.cache_clear()
+    flash4.PROVEN.clear()
+    wrong_kernels.cache_clear()
     return made
 
 
 @pytest.mark.parametrize("window", [None, 16])
 def test_right_kernels_are_taken(window: int | None) -> None:
-    assert flash4.wrong(CPU, torch.bfloat16, 4, 2, 64, 32, window) == ""
+    assert wrong_kernels(CPU, torch.bfloat16, 4, 2, 64, 32, window) == ""
     assert {(64, 32)} == flash4.PROVEN
 
 
 def test_wrong_gradients_are_seen(kernels: Kernels) -> None:
     """So is a head of 80 with 4.0.0b18: right forward, wrong backward."""
     kernels.factor = 1.02
-    assert flash4.wrong(CPU, torch.bfloat16, 4, 2, 80, 80, None) == "heads of 80 come out wrong, by 0.02 of their size"
+    assert wrong_kernels(CPU, torch.bfloat16, 4, 2, 80, 80, None) == "heads of 80 come out wrong, by 0.02 of their size"
     assert not flash4.PROVEN
 
 
 def test_what_does_not_run_is_told(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_flash_attn_fwd", lambda *_, **__: 1 / 0)
     assert (
-        flash4.wrong(CPU, torch.bfloat16, 4, 2, 64, 64, None) == "it does not run: ZeroDivisionError: division by zero"
+        wrong_kernels(CPU, torch.bfloat16, 4, 2, 64, 64, None) == "it does not run: ZeroDivisionError: division by zero"
     )
 
 
@@ -89,8 +89,7 @@ def test_a_packed_row_is_the_same(compiled: bool, window: int | None, monkeypatc
     lengths = (5, 40, 1)
     row = layout(lengths, CPU, torch.bfloat16)
     by_kernel = flash4_layout(lengths)
-    flash4.wrong(CPU, torch.bfloat16, 4, 2, 64, 64, None)
-    monkeypatch.setattr("trainer_core.policy.attention.PROVEN", flash4.PROVEN)
+    wrong_kernels(CPU, torch.bfloat16, 4, 2, 64, 64, None)
     inputs = [torch.randn(1, heads, 46, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
 
     def run(packing: Any, **more: Any) -> tuple[torch.Tensor, ...]:
@@ -135,12 +134,12 @@ def test_the_kernel_is_chosen_before_training(monkeypatch: pytest.MonkeyPatch) -
         use_attention(model, "flash_attention_4")
     card = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16)
     monkeypatch.setattr(model, "parameters", lambda: iter([card]))
-    monkeypatch.setattr("trainer_core.policy.speed.compute_dtype", lambda _: torch.bfloat16)
-    monkeypatch.setattr("trainer_core.policy.speed._why_not_flash4", lambda _: "pip install flash-attn-4")
+    monkeypatch.setattr("trainer_core.policy.kernel_choice.compute_dtype", lambda _: torch.bfloat16)
+    monkeypatch.setattr("trainer_core.policy.kernel_choice._why_not_flash4", lambda _: "pip install flash-attn-4")
     assert use_attention(model, "auto") == "flash_attention_2"
     with pytest.raises(UsageError, match=r"--attention-kernel flash_attention_4: pip install flash-attn-4\. auto"):
         use_attention(model, "flash_attention_4")
-    monkeypatch.setattr("trainer_core.policy.speed._why_not_flash4", lambda _: "")
+    monkeypatch.setattr("trainer_core.policy.kernel_choice._why_not_flash4", lambda _: "")
     assert use_attention(model, "flash_attention_2") == "flash_attention_2"
     assert model.config._attn_implementation == register()
     assert use_attention(model, "auto") == "flash_attention_4"

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences of different lengths, as an attention implementation of transformers.
 
 On CUDA in half precision FlashAttention 2 (`torch.nn.attention.varlen`) or FlashAttention 4 (`flash4.py`) runs over the
-packed row as it is; `speed.use_attention` chooses. On a CPU, or in float32, there
+packed row as it is; `kernel_choice.use_attention` chooses. On a CPU, or in float32, there
 is no such kernel: each sequence becomes a row of one right-padded batch for SDPA, which is exact, since a causal row
 never looks at what follows it. Scores that are soft-capped or have a sink beside them are computed whole, a sequence at
 a time.
@@ -133,7 +133,7 @@ def _attend(
     # The kernel takes half precision (the proof on a GPU does not), and heads up to a size.
     beyond = packing.varlen and (query.dtype == torch.float32 or query.shape[-1] > KERNEL_HEAD)
     if softcap is not None or sinks is not None or beyond:
-        return _one_by_one(query, key, value, packing, groups, scaling, window, softcap, sinks)
+        return one_by_one(query, key, value, packing, groups, scaling, window, softcap, sinks)
     if by_flash4 and packing.varlen and (query.shape[-1], value.shape[-1]) in PROVEN:
         return _flash4(query, key, value, packing, scaling, window)[None]
     run = _varlen if packing.varlen else _padded
@@ -211,12 +211,14 @@ def _padded(
 
 
 @torch.compiler.disable  # lengths change with every row
-def _one_by_one(
+def one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Layout, groups: int,
-    scaling: float | None, window: int | None, softcap: float | None, sinks: torch.Tensor | None,
+    scaling: float | None = None, window: int | None = None, softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[1, N, heads, head_dim], for what no kernel here does: whole scores, one sequence at a time, and anew in the
-    backward pass, so that those of one sequence alone are held."""
+    """[1, N, heads, head_dim] from [heads, N, head_dim] and [kv_heads, N, head_dim], for what no kernel here does:
+    whole scores, one sequence at a time, and anew in the backward pass, so that those of one sequence alone are
+    held."""
     key, value = (x.repeat_interleave(groups, dim=0) if groups > 1 else x for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = zip(*(x.split(packing.lengths, dim=1) for x in (query, key, value)), strict=True)

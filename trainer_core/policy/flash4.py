@@ -1,25 +1,20 @@
 """FlashAttention 4 for packed rows, as two operators that torch.compile does not look into.
 
 The kernels are those of the package `flash-attn-4` (CuTe DSL, compiled for the device on first use; sm_90 and newer).
-They take fewer heads for keys than for queries, and windows. Source: flash_attn/cute/interface.py. Not every size of
-heads is right there (80: gradients off by 130 %, 4.0.0b18 on an H200), so each is proved on the device before use.
+They take fewer heads for keys than for queries, and windows. Source: flash_attn/cute/interface.py. Which sizes of heads
+they get right, `kernel_choice` proves on the device.
 """
 
 from __future__ import annotations
 
 import importlib
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import torch
 
-FARTHEST = 0.01
-"""Relative distance to float32 from which on a result is wrong; rounding to bfloat16 takes up to 0.0035."""
-LENGTHS = (1, 7, 300, 64, 513)
-"""Tokens of the proof's sequences."""
 PROVEN: set[tuple[int, int]] = set()
-"""Sizes of a head, of keys and of values, that `wrong` has found right on this device."""
+"""Sizes of a head, of keys and of values, that `kernel_choice.wrong_kernels` has found right on this device."""
 
 
 @cache
@@ -29,51 +24,6 @@ def kernels() -> Any | None:
         return importlib.import_module("flash_attn.cute.interface")
     except Exception:  # with another cutlass than its own it fails in ways of its own
         return None
-
-
-@cache
-def wrong(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, value_size: int, window: int | None
-) -> str:
-    """Why attention of this shape is not left to these kernels, installed, on `device`, in words; empty when it is.
-
-    Output and gradients of five random sequences are held against whole scores in float32. The first call of a shape
-    compiles its kernels, which takes some seconds; training would do it otherwise.
-    """
-    dice = torch.Generator(device).manual_seed(0)
-    count = sum(LENGTHS)
-    query, key, value, to_out = (
-        torch.randn(count, number, width, generator=dice, device=device, dtype=dtype).requires_grad_()
-        for number, width in ((heads, size), (kv_heads, size), (kv_heads, value_size), (heads, value_size))
-    )
-    starts = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32, device=device)
-    try:
-        out = flash4(query, key, value, starts, max(LENGTHS), window=window)
-        found = out.detach(), *torch.autograd.grad(out, (query, key, value), to_out)
-    except Exception as error:  # the compiler's errors have no class in common
-        return f"it does not run: {type(error).__name__}: {str(error)[:200]}"
-    exact = _exact(query, key, value, to_out, window)
-    far = max(float((mine.float() - theirs).norm() / theirs.norm()) for mine, theirs in zip(found, exact, strict=True))
-    if not far < FARTHEST:
-        return f"heads of {size} come out wrong, by {far:.2g} of their size"
-    PROVEN.add((size, value_size))
-    return ""
-
-
-def _exact(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, to_out: torch.Tensor, window: int | None
-) -> tuple[torch.Tensor, ...]:
-    """The output and the gradients of query, key and value in float32."""
-    wide = [x.detach().float().requires_grad_() for x in (query, key, value)]
-    groups, results = query.shape[1] // key.shape[1], []
-    for mine, theirs, held in zip(*(x.split(LENGTHS) for x in wide), strict=True):
-        theirs, held = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (theirs, held))
-        scores = mine.transpose(0, 1) @ theirs.transpose(1, 2) * query.shape[-1] ** -0.5
-        seen = torch.ones_like(scores, dtype=torch.bool).tril()
-        seen = seen if window is None else seen.triu(1 - window)
-        results.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ held).transpose(0, 1))
-    out = torch.cat(results)
-    return out.detach(), *torch.autograd.grad(out, wide, to_out.detach().float())
 
 
 def flash4(

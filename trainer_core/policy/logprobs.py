@@ -340,7 +340,7 @@ def _add_product(total: torch.Tensor, to_logits: torch.Tensor, hidden: torch.Ten
     if total.dtype == hidden.dtype:
         total.addmm_(to_logits.T, hidden)
     elif total.is_cuda:
-        total += torch.mm(to_logits.T, hidden, out_dtype=total.dtype)
+        torch.addmm(total, to_logits.T, hidden, out_dtype=total.dtype, out=total)
     else:
         total += torch.mm(to_logits.T, hidden)
 

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from trainer_core.config import TrainingConfig
+from trainer_core.policy.kernel_choice import use_attention
 from trainer_core.policy.logprobs import row_logprobs, use_head
 from trainer_core.policy.lora import adapters_off
 from trainer_core.policy.routing import replay_in
 from trainer_core.policy.sharding import anywhere, compute_dtype, load_for, shard
-from trainer_core.policy.speed import in_threads, use_attention
+from trainer_core.policy.speed import in_threads
 from trainer_core.ranks import ALONE, World
 from trainer_core.rollouts.packing import PackedRow
 

@@ -1,5 +1,5 @@
-"""How forward and backward passes use the machine: threads on a CPU; attention's kernel, torch.compile and gradient
-checkpointing on a GPU.
+"""How forward and backward passes use the machine: threads on a CPU; torch.compile and gradient checkpointing on a
+GPU.
 
 Rows of an optimizer step lie side by side on the cores of a CPU, for models too small to share out one product. Split
 over threads, each small operation makes them wait for one another thousands of times a step, and on cores that other
@@ -23,11 +23,8 @@ import torch
 from torch import nn
 
 from atropos_common import model_math
-from trainer_core.config import AttentionKernel, TrainingConfig
-from trainer_core.errors import UsageError
+from trainer_core.config import TrainingConfig
 from trainer_core.offload import SavedStates
-from trainer_core.policy.attention import HALF, NAME_FLASH4
-from trainer_core.policy.flash4 import kernels, wrong
 from trainer_core.policy.load import decoder_layers, dimensions
 from trainer_core.policy.sharding import compute_dtype, local
 from trainer_core.ranks import ALONE, World
@@ -42,58 +39,6 @@ LARGE_MODEL = 100_000_000
 Function = TypeVar("Function", bound=Callable[..., Any])
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-def use_attention(model: nn.Module, kernel: AttentionKernel) -> str:
-    """Let `model`, before its layers are compiled, compute attention by this kernel; returns the one that it uses,
-    "sdpa" on a CPU and in float32.
-
-    Args:
-        model: loaded with `register`'s implementation, on its device.
-        kernel: "auto" takes FlashAttention 4 where it is installed and right for this model's heads on this device.
-
-    Raises:
-        UsageError: FlashAttention 4 is asked for and cannot be used.
-    """
-    if next(model.parameters()).device.type != "cuda" or compute_dtype(model) not in HALF:
-        if kernel == "flash_attention_4":
-            raise UsageError(f"--attention-kernel {kernel} needs a GPU and half precision. auto takes what there is")
-        return "sdpa"
-    why_not = "" if kernel == "flash_attention_2" else _why_not_flash4(model)
-    if kernel == "flash_attention_4" and why_not:
-        raise UsageError(f"--attention-kernel {kernel}: {why_not}. auto takes what there is")
-    if kernel == "flash_attention_2" or why_not:
-        return "flash_attention_2"
-    model.set_attn_implementation(NAME_FLASH4)  # type: ignore[operator]  # transformers' models have it
-    return "flash_attention_4"
-
-
-def _why_not_flash4(model: nn.Module) -> str:
-    device = next(model.parameters()).device
-    if torch.cuda.get_device_capability(device)[0] < 9:
-        return "it needs a GPU of compute capability 9.0 or newer"
-    if kernels() is None:
-        return "pip install flash-attn-4"
-    heads, window = _heads(model)
-    if not all(isinstance(one, int) for one in heads):
-        return "the model's configuration does not name its heads"
-    dtype = compute_dtype(model)
-    return wrong(device, dtype, *heads, None) or (wrong(device, dtype, *heads, window) if window else "")
-
-
-def _heads(model: nn.Module) -> tuple[tuple[Any, Any, Any, Any], int | None]:
-    """Heads of queries and of keys, a head's size in keys and in values, as the configuration says of all layers or
-    most, and None for what it leaves out; the window of layers that have one."""
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-
-    def told(*names: str) -> Any:
-        return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
-
-    heads, latent = told("num_attention_heads"), told("kv_lora_rank")  # MLA
-    hidden = told("hidden_size")
-    size = told("qk_head_dim", "head_dim") or (hidden // heads if isinstance(heads, int) and hidden else None)
-    kv_heads = heads if latent else told("num_key_value_heads", "num_attention_heads")
-    return (heads, kv_heads, size, told("v_head_dim") if latent else size), told("sliding_window")
 
 
 def use_cores(model: nn.Module, config: TrainingConfig, device: torch.device, ranks: int = 1) -> int:

@@ -1,4 +1,5 @@
-"""FlashAttention 4 on the device: which heads are left to it, and that a model trains as by FlashAttention 2."""
+"""Kernels on the device: which heads are left to FlashAttention 4, that a model trains by it as by FlashAttention 2,
+and in which type the head's gradient is summed."""
 
 from __future__ import annotations
 
@@ -8,23 +9,27 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core.policy.attention import register
-from trainer_core.policy.flash4 import kernels, wrong
-from trainer_core.policy.logprobs import row_logprobs
-from trainer_core.policy.speed import compile_layers, use_attention
+from trainer_core.policy.flash4 import kernels
+from trainer_core.policy.kernel_choice import use_attention, wrong_kernels
+from trainer_core.policy.logprobs import _add_product, row_logprobs
+from trainer_core.policy.speed import compile_layers
 from trainer_core.rollouts.packing import pack
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(kernels() is None, reason="pip install flash-attn-4")]
+pytestmark = pytest.mark.gpu
+flash4_installed = pytest.mark.skipif(kernels() is None, reason="pip install flash-attn-4")
 GPU = torch.device("cuda")
 
 
+@flash4_installed
 @pytest.mark.parametrize("shape", [
     (16, 8, 128, 128, None), (32, 8, 64, 64, None), (16, 8, 128, 128, 128), (8, 4, 256, 256, None),
     (16, 16, 192, 128, None), (8, 2, 96, 96, None),
 ])  # fmt: skip
 def test_common_heads_are_right(shape: tuple[int, int, int, int, int | None]) -> None:
-    assert wrong(GPU, torch.bfloat16, *shape) == ""
+    assert wrong_kernels(GPU, torch.bfloat16, *shape) == ""
 
 
+@flash4_installed
 def test_a_model_trains_alike_by_either() -> None:
     torch.manual_seed(0)
     shape = Qwen3Config(
@@ -48,3 +53,15 @@ def test_a_model_trains_alike_by_either() -> None:
             compile_layers(model)
         newer = gradients()
         assert float((newer - older).norm() / older.norm()) < 0.02, compiled
+
+
+def test_the_head_sums_its_gradient_in_float32() -> None:
+    """Many small parts would be lost in half precision."""
+    torch.manual_seed(0)
+    total = torch.zeros(3000, 256, device=GPU)
+    exact = total.double()
+    for _ in range(40):
+        to_logits, hidden = (torch.randn(64, width, device=GPU, dtype=torch.bfloat16) for width in total.shape)
+        _add_product(total, to_logits, hidden)
+        exact += to_logits.double().T @ hidden.double()
+    assert float((total - exact).norm() / exact.norm()) < 1e-6
