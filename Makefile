@@ -110,6 +110,9 @@ requirements:  ## resolve requirements/*.in into the pinned *.txt (needs uv)
 	  $(foreach p,torch torchaudio torchvision torchcodec triton,--no-emit-package $(p)) \
 	  requirements/cpu.in --output-file requirements/cpu.txt
 	$(COMPILE) --overrides requirements/gpu.overrides requirements/gpu.in --output-file requirements/gpu.txt
+	for kind in cpu gpu; do \
+	  sed -i "1i # Resolved from $$kind.in by \`make requirements\`; installed with --no-deps." requirements/$$kind.txt; \
+	done
 
 clean:  ## remove caches and .venv; runs/ stays
 	rm -rf $(VENV) $(TOOLS) $(VENV)-empty dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import psutil
 import uvloop
 from prometheus_client import REGISTRY
 
@@ -21,7 +25,7 @@ from atropos_common import ports
 from atropos_common.bridge import ENV_SAMPLING, ROUTING_FLAG
 from atropos_common.files import write_private
 from atropos_common.http import allowed_hosts, door_keys
-from atropos_common.manifest import Shard
+from atropos_common.manifest import ManifestError, Shard, read_manifest
 from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, part, plugin, refusals
 from vllm_server.auth import Access, GenerationHold
@@ -48,6 +52,9 @@ logger = logging.getLogger(__name__)
 LOGPROBS_MODE = "processed_logprobs"
 SHUTDOWN_TIMEOUT_S = 2
 """Time for requests in flight at SIGTERM; with vLLM's default of 0 it kills its engine in mid-step."""
+SHARED_MEMORY = Path("/dev/shm")
+TORCH_COUNTER = re.compile(r"/torch_(\d+)_\d+_\d+")
+"""As torch's StorageSharing.cpp names it."""
 WORKER_EXTENSION = "vllm_server.plugin.AtroposWorkerExtension"
 QUIET_ROUTES = "/health,/health_generate,/metrics,/bridge/info,/bridge/versions"
 """Polled routes that would fill the access log."""
@@ -479,6 +486,7 @@ def prepare_bridge_dir(config: ServerConfig) -> None:
     """
     config.bridge_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     require_own_folder(config.bridge_dir)
+    _remove_counters(config.manifest_path)
     config.manifest_path.unlink(missing_ok=True)
     config.state_path.unlink(missing_ok=True)
     if config.token_generated:
@@ -491,5 +499,23 @@ def clean_up(config: ServerConfig) -> None:
     if config.shared_weights:
         for path in [config.shm_path, *config.shm_path.parent.glob(f"{config.shm_path.name}.[0-9]*")]:
             path.unlink(missing_ok=True)
+        _remove_counters(config.manifest_path)
         config.manifest_path.unlink(missing_ok=True)
     remove_temporary_folder(config, os.environ)
+
+
+def _remove_counters(manifest: Path) -> None:
+    """Remove what torch and the CUDA driver made in /dev/shm for the memory that this manifest offers.
+
+    torch counts there who has it open. A trainer that was killed never counts itself out, so the engine, which has
+    ended by now, has left its file.
+    """
+    with contextlib.suppress(ManifestError):
+        ranks = read_manifest(manifest).ranks.values()
+        handles = [entry.ipc_handle for rank in ranks for entry in rank.param_mappings.values() if entry.ipc_handle]
+        names = {base64.b64decode(handle.ref_counter_handle).decode(errors="replace") for handle in handles}
+        for name in filter(None, map(TORCH_COUNTER.fullmatch, names)):
+            pid = int(name[1])
+            if not psutil.pid_exists(pid):
+                for path in [SHARED_MEMORY / name[0][1:], *SHARED_MEMORY.glob(f"cuda.shm.{os.getuid()}.{pid:x}.*")]:
+                    path.unlink(missing_ok=True)

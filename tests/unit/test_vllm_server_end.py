@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import pytest
 from fastapi import FastAPI
 
 from atropos_common.http import allowed_hosts
+from atropos_common.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
 from vllm_server import app
 from vllm_server.auth import Access, AuthMiddleware, GenerationHold
 from vllm_server.config import ServerConfig
@@ -101,3 +104,41 @@ async def test_only_a_server_that_was_told_to_end_ends_well(
         assert await asyncio.wait_for(app.serve(config, args), timeout=30) == code
     await ending
     assert caplog.messages[-1] == words
+
+
+@pytest.mark.parametrize("how", ["it ends", "the next one begins"])
+def test_a_killed_trainer_leaves_no_counter(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts in /dev/shm who has an engine's memory open, and who was killed is counted for ever."""
+    monkeypatch.setattr(app, "SHARED_MEMORY", tmp_path)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    gone, here = ended.pid, os.getpid()
+    mine, others = (f"torch_{gone}_17_0", f"cuda.shm.{os.getuid()}.{gone:x}.1"), ("torch_1_2_3", "torch_x", "else")
+    living = f"torch_{here}_17_0"
+    for name in (*mine, *others, living):
+        (tmp_path / name).touch()
+    config = ServerConfig.from_env({"LOGDIR": str(tmp_path / "run"), "VLLM_ENABLE_SHARED_WEIGHTS": "1"})
+    config.bridge_dir.mkdir(mode=0o700, parents=True)
+    write_manifest(_offering(f"/{mine[0]}", f"/{living}", "/torch_x", "/../else"), config.manifest_path)
+    (app.clean_up if how == "it ends" else app.prepare_bridge_dir)(config)
+    assert not config.manifest_path.exists()
+    assert {path.name for path in tmp_path.iterdir()} - {"run"} == {*others, living}
+
+
+def _offering(*counters: str) -> Manifest:
+    """Memory of a GPU, with torch's counters of these names."""
+    entries = {
+        f"p{number}": TensorEntry(
+            shape=[2], stride=[1], dtype="float32",
+            ipc_handle=CudaIpc(
+                device=0, handle="", storage_bytes=8, storage_offset_bytes=0,
+                ref_counter_handle=base64.b64encode(counter.encode()).decode(), ref_counter_offset=0, event_handle="",
+                event_sync_required=True,
+            ),
+        )
+        for number, counter in enumerate(counters)
+    }  # fmt: skip
+    return Manifest(
+        model="m", architecture="A", config={}, instance_id="i", server_pid=1, server_create_time=0.0, base_url="",
+        vllm_version="0", tensor_parallel_size=1, ranks={0: Shard(kind="cuda_ipc", param_mappings=entries, views={})},
+    )  # fmt: skip

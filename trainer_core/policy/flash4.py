@@ -8,6 +8,7 @@ they get right, `kernel_choice` proves on the device.
 from __future__ import annotations
 
 import importlib
+import warnings
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,8 @@ PROVEN: set[tuple[int, int]] = set()
 @cache
 def kernels() -> Any | None:
     """The package's interface; None where it is not installed, or not with what it needs."""
+    # One warning for each argument that its compiler passes on as it is.
+    warnings.filterwarnings("ignore", message="Argument .* cannot be converted to a JitArgument", category=UserWarning)
     try:
         return importlib.import_module("flash_attn.cute.interface")
     except Exception:  # with another cutlass than its own it fails in ways of its own
