@@ -36,6 +36,7 @@ from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.run_files import read_info
 from atropos_tui.monitor.run_list import last_figures
+from atropos_tui.profile import ports
 from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.load import read_toml
 from atropos_tui.profile.plan import redacted
@@ -45,6 +46,7 @@ from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.sections import Profile, load_profile
 from atropos_tui.profile.site import make_site
 from atropos_tui.profile.spec import StackError, StackSpec
+from atropos_tui.supervisor.store import ProcessTable
 
 MAX_SHOWN = 120
 """Characters of a path in a message about it, and of a value in the list of changes."""
@@ -219,12 +221,16 @@ def _headless(run: RunDir, stack: StackSpec, *, goes_on: bool) -> int:
 
 
 def spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
-    """Start the supervisor in a session of its own and wait until its socket answers.
+    """Start the supervisor in a session of its own and wait until its socket is there.
 
     The spec goes through a pipe: it holds what must not be written to a file.
+
+    Raises:
+        UserError: it did not start; another one that began beside it may have been faster.
     """
     run.result_json.unlink(missing_ok=True)
-    run.control_sock.unlink(missing_ok=True)  # of a supervisor that was killed with its guard: nobody listens there
+    if not ports.has_supervisor(run):  # nobody listens where a supervisor was killed with its guard
+        run.control_sock.unlink(missing_ok=True)
     descriptor = os.open(run.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         process = subprocess.Popen(
@@ -238,7 +244,7 @@ def spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
     process.stdin.write(json.dumps(stack.model_dump(mode="json")).encode())
     process.stdin.close()
     deadline = time.monotonic() + SUPERVISOR_START_S
-    while not run.control_sock.exists():
+    while not (run.control_sock.exists() and _runs_by(process.pid, run)):
         if process.poll() is not None and run.result_json.exists():
             return
         if process.poll() is not None or time.monotonic() > deadline:
@@ -247,6 +253,12 @@ def spawn_supervisor(run: RunDir, stack: StackSpec) -> None:
             tail = run.supervisor_log.read_text(errors="replace").splitlines()[-5:]
             raise UserError("the supervisor did not start", [Problem(line) for line in tail], code)
         time.sleep(0.02)
+
+
+def _runs_by(pid: int, run: RunDir) -> bool:
+    """Whether this process is the run's supervisor."""
+    table = ProcessTable.load(run.journal_json)
+    return table is not None and table.supervisor is not None and table.supervisor.pid == pid
 
 
 def _profile_name(options: argparse.Namespace) -> str:

@@ -32,6 +32,7 @@ from atropos_tui.errors import Problem
 from atropos_tui.profile import memory, ports
 from atropos_tui.profile.fit import nearest
 from atropos_tui.profile.hardware import Hardware
+from atropos_tui.profile.load import CACHE
 from atropos_tui.profile.memory import Inventory, take_inventory
 from atropos_tui.profile.model_files import is_hub_id
 from atropos_tui.profile.models import Model
@@ -109,8 +110,20 @@ def unfit(site: Site, inventory: Inventory) -> list[Problem]:
     return [*_gpus(site, inventory.machine), *_memory(site, training_config(site), inventory)]
 
 
+def _places(site: Site) -> Iterator[Problem]:
+    """Where a preparation cannot put what it creates, such as the demo's model in the cache."""
+    for step in site.profile.prepare:
+        made = Path(site.text(step.creates or ""))
+        there = next((folder for folder in (made, *made.parents) if folder.exists()), made)
+        if step.creates and there != made and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            fix = f"set {CACHE} to a folder of yours" if CACHE in step.creates else "name a place that you may write to"
+            section = site.profile.section_of(step.name)
+            yield Problem(f"{made} cannot be made: {there} cannot be written to", fix, key=f"{section}.creates")
+
+
 def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
     """What no process could be started with: variables that are not set, working directories that do not exist."""
+    yield from _places(site)
     known = stack.variables | os.environ
     variables = {*known, ENV_TOKEN, ENV_RUN_DIR, ENV_RUN_ID, ENV_CONTROL_SOCKET, ENV_COMPONENT, ENV_ATTEMPT}
     named: set[tuple[str, str]] = set()

@@ -29,6 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from atropos_common.files import open_regular
+
 CHUNK = 256 * 1024
 """Bytes read from a component's pipe at once."""
 MOST_LEFT = 64 * 1024 * 1024
@@ -410,7 +412,7 @@ class LogTimes:
 
 def _inode_named_in(path: Path) -> int | None:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             magic, inode = _HEAD.unpack(file.read(_HEAD.size))
     except (OSError, struct.error):
         return None
@@ -427,7 +429,7 @@ def _inode(path: Path) -> int:
 def _opened(path: Path, inode: int | None) -> BinaryIO | None:
     """`path` open behind its head, if it still is the index that names `inode`."""
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except OSError:
         return None
     if inode is not None and file.read(_HEAD.size) == _HEAD.pack(MAGIC, inode):

@@ -18,6 +18,8 @@ import pytest
 
 from atropos_common.control import State
 from atropos_common.run_dir import RunDir
+from atropos_tui.cli import control, up
+from atropos_tui.errors import Exit, UserError
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import procfs, tracker
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
@@ -331,3 +333,36 @@ async def test_a_component_that_goes_while_its_processes_are_looked_at(monkeypat
     guard = SimpleNamespace(note_shared_memory=told.append, remember=lambda *_: None)
     await Host.survey(SimpleNamespace(tracker=members, guard=guard, _gpus_of={}))  # type: ignore[arg-type]
     assert told == [set()] and members.sessions("api") == {}
+
+
+async def test_of_two_that_begin_at_once_one_is_told(tmp_path: Path) -> None:
+    """Neither takes the socket away from the other, and each says what became of it."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    stack = StackSpec(
+        run_id=f"two-{time.monotonic_ns()}", name="t", mode="none", run_dir=str(run.root),
+        components=[part("a")],
+    )  # fmt: skip
+    begun = [asyncio.to_thread(up.spawn_supervisor, run, stack) for _ in range(2)]
+    told = [each for each in await asyncio.gather(*begun, return_exceptions=True) if each is not None]
+    try:
+        assert len(told) == 1 and isinstance(told[0], UserError), told
+        assert any("another supervisor runs here" in problem.reason for problem in told[0].problems), told[0].problems
+        assert (await ControlClient(run.root).wait("ready", timeout=60)).outcome == "reached"
+    finally:
+        await control.bring_down(run.root, 10)
+
+
+async def test_a_socket_that_was_moved_is_no_end(tmp_path: Path) -> None:
+    with background(tmp_path / "run", part("a")) as supervisor:
+        await supervisor.ready()
+        sock = supervisor.run.control_sock
+        sock.rename(sock.with_name("away"))
+        told = control.not_live(supervisor.run.root)
+        assert told.exit_code == Exit.TIMEOUT
+        assert told.problems[0].reason.startswith(
+            f"it runs (pid {supervisor.process.pid}), and nobody listens at {sock}"
+        )
+        sock.with_name("away").rename(sock)
+        await control.bring_down(supervisor.run.root, 10)
+        assert control.not_live(supervisor.run.root).exit_code == Exit.NO_RUN

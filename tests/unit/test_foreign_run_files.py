@@ -44,6 +44,16 @@ def test_a_pipe_is_no_file(run: RunDir) -> None:
     assert runs.read_run(run.root) is None and runs.read_result(run) is None
 
 
+def test_logs_wait_for_no_pipe(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor do they where the times of the lines should be."""
+    log = next(run.logs.glob("*/1.log"))
+    for name in ("1.times", "1.times.1"):
+        log.with_name(name).unlink(missing_ok=True)
+        os.mkfifo(log.with_name(name))
+    assert main.run(["logs", "--run-dir", str(run.root), log.parent.name]) == 0
+    assert capsys.readouterr().out.count("\n") == log.read_text().count("\n") > 0
+
+
 def test_names_are_plain_before_they_reach_a_terminal(run: RunDir) -> None:
     evil = "\x1b]52;c;UFdORUQ=\x07v\ud800"
     for path in (run.profile_toml, run.result_json):

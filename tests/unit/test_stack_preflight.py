@@ -87,6 +87,15 @@ def test_what_is_missing(changes: dict[str, Any], key: str, expected: str) -> No
     assert expected in one(found(profile(**changes)), key).reason
 
 
+def test_a_cache_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path / "file" / "cache"))
+    made = {"name": "warm-start", "command": ["true"], "creates": "${ATROPOS_CACHE}/model"}
+    problem = one(found(profile(prepare=[made])), "prepare.0.creates")
+    assert problem.reason.endswith(f"cannot be made: {tmp_path / 'file'} cannot be written to")
+    assert problem.fix == "set ATROPOS_CACHE to a folder of yours"
+
+
 def test_a_loss_function_of_ones_own_is_found(tmp_path: Path) -> None:
     """Where the trainer runs, or on its PYTHONPATH."""
     (tmp_path / "my_loss.py").write_text("def mine(logprobs, rollout_logprobs, advantages, sequences): ...\n")
