@@ -25,13 +25,12 @@ POLL_S = 0.1
 
 def not_live(run_dir: Path) -> UserError:
     """Why nobody can act on this run: it has ended, or its supervisor lost the file by which it is reached."""
-    from atropos_tui.monitor.run_files import supervisor_gone
+    from atropos_tui.monitor.run_files import living_supervisor
     from atropos_tui.supervisor.store import ProcessTable
 
     run = RunDir(run_dir)
-    table = ProcessTable.load(run.journal_json)
-    if table and table.supervisor and not run.result_json.exists() and not supervisor_gone(run):
-        pid = table.supervisor.pid
+    pid = living_supervisor(ProcessTable.load(run.journal_json))
+    if pid and not run.result_json.exists():
         problem = Problem(
             f"it runs (pid {pid}), and nobody listens at {run.control_sock}, which somebody moved or removed",
             f"kill {pid} ends the run as `down` does; atropos-tui up --resume {shlex.quote(str(run_dir))} goes on then",

@@ -283,10 +283,14 @@ def _dicts(value: object) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
+def living_supervisor(table: ProcessTable | None) -> int | None:
+    """The pid of the supervisor that a run's journal names, if it lives."""
+    return table.supervisor.pid if table and table.supervisor and tracker.supervisor_alive(table) else None
+
+
 def supervisor_gone(run: RunDir) -> bool:
     """Whether a run has neither a result nor the supervisor that its journal names."""
-    table = ProcessTable.load(run.journal_json)
-    return not run.result_json.exists() and not (table and tracker.supervisor_alive(table))
+    return not run.result_json.exists() and living_supervisor(ProcessTable.load(run.journal_json)) is None
 
 
 def is_crashed(status: RunStatus) -> bool:
@@ -297,8 +301,7 @@ def is_crashed(status: RunStatus) -> bool:
 def without_result(run: RunDir, status: RunStatus) -> RunStatus:
     """`status`, last heard of in the journal, set right by the process table."""
     table = ProcessTable.load(run.journal_json)
-    if table and table.supervisor and tracker.supervisor_alive(table):
-        pid = table.supervisor.pid
+    if pid := living_supervisor(table):
         reason = f"its supervisor (pid {pid}) does not answer"
         return status.model_copy(update={"phase": Phase.RUNNING, "supervisor_pid": pid, "reason": reason})
     run_id = table.run_id if table else status.run_id

@@ -314,8 +314,10 @@ def test_what_survives_a_killed_supervisor_is_shown_as_living(
         assert (row["state"], row["pid"]) == ("stopped", None)
 
 
-def test_a_supervisor_that_only_does_not_answer_is_not_called_gone(tmp_path: Path) -> None:
-    """It has not opened its socket yet, or has closed it already: its process lives."""
+def test_a_supervisor_that_only_does_not_answer_is_not_called_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its socket was moved or removed: its process lives, and only a signal reaches it."""
     from atropos_tui.cli.inspect import status_of
 
     run, run_id = make_run(tmp_path)
@@ -324,7 +326,8 @@ def test_a_supervisor_that_only_does_not_answer_is_not_called_gone(tmp_path: Pat
         (entry,) = runs.all_runs()
         status = asyncio.run(status_of(entry))
         assert (status.phase, status.supervisor_pid) == ("running", supervisor.pid)
-        assert main.run(["wait", "--for", "done"]) == Exit.NO_RUN
+        assert main.run(["wait", "--for", "done"]) == Exit.TIMEOUT
+        assert f"kill {supervisor.pid} ends the run" in capsys.readouterr().err
 
 
 def test_up_says_in_one_line_that_dead_runs_left_processes(
