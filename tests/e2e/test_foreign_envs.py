@@ -49,6 +49,7 @@ script = "{folder}/teacher.py"
 """
 
 
+@pytest.mark.slow
 def test_they_train_and_what_is_left_out_is_named(tmp_path: Path) -> None:
     prepare_demo()
     profile = tmp_path / "strangers.toml"

@@ -143,6 +143,7 @@ def ask(server_url: str, token: str = TOKEN, tokens: int = 24) -> Streamed:
         engine.close()
 
 
+@pytest.mark.slow
 def test_swaps_under_load(server: Server, tmp_path: Path, alone: None) -> None:
     """20 optimizer steps under 16 streams: nothing is cut off, and each completion is its own version's to 1e-4."""
     assert server.get("/bridge/info").json()["held"], "before the first adapter nobody is served"

@@ -96,7 +96,7 @@ def test_what_is_recorded_is_what_routers_chose(server: Server) -> None:
     assert asker.of_answer(PROMPTS[2], [5, 6, 7]) is None
 
 
-@pytest.mark.parametrize("live", [Live, Turns])
+@pytest.mark.parametrize("live", [Live, pytest.param(Turns, marks=pytest.mark.slow)])
 def test_a_run_takes_all_of_it(server: Server, live: type[Live], tmp_path: Path) -> None:
     """At every version of the weights; the probe, replayed too, finds no difference."""
     found = alignments(train_on(server, tmp_path, live(server), routing_replay=True))

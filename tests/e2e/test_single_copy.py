@@ -92,6 +92,7 @@ def _assert_equal_before_and_after(server: Server, folder: Path) -> None:
     assert [step.policy_lag_max for step in steps] == [0.0] * 20
 
 
+@pytest.mark.slow
 def test_equal_before_and_after_twenty_steps_under_streams(server: Server, tmp_path: Path) -> None:
     assert "kinds of layers compute from the weights in place" in server.log.read_text()
     _assert_equal_before_and_after(server, tmp_path)

@@ -118,8 +118,9 @@ async def test_stopped_means_that_the_memory_is_back(launch: Any, driver: FakeDr
         driver.stuck = True
         await stop(running)
         await wait_until(lambda: not alive(pid))
-        await asyncio.sleep(0.3)
-        found = await row(running)
+        async with asyncio.timeout(10):
+            while "waiting for" not in (found := await row(running)).reason:
+                await asyncio.sleep(0.02)
         assert (found.state, found.reason) == (State.STOPPING, "stop of engine by hand; waiting for 40.0 GiB on GPU 0")
         assert found.waiting_for == "40.0 GiB on GPU 0 to be given back"
         driver.stuck = False

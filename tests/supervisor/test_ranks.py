@@ -64,6 +64,7 @@ async def test_a_stop_saves_once_and_is_a_stop(launch: Callable[..., Any], train
     assert len(list((tmp_path / "offline").glob("step_*"))) == 1
 
 
+@pytest.mark.slow
 async def test_a_killed_rank_is_named(launch: Callable[..., Any], trainer: Any, tmp_path: Path) -> None:
     """And is what the run ends with; what the ranks did is in the stream."""
     async with launch(trainer) as running:

@@ -56,6 +56,7 @@ def worker() -> None:
     link.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not two_machines.possible(), reason="no network of one's own here")
 def test_weights_go_from_one_machine_to_another() -> None:
     words = two_machines.command(sys.executable, "-m", "tests.unit.test_broadcast_machines", "trainer")
