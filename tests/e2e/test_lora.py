@@ -186,14 +186,6 @@ def test_swaps_under_load(server: Server, tmp_path: Path, alone: None) -> None:
     trainer.sync.close()
 
 
-def test_the_base_model_is_untouched(server: Server, alone: None) -> None:
-    assert server.post("/lora/unload").status_code == 200
-    plain = load_model(server.model, torch.float32, CPU)
-    done = ask(server.url)
-    ours = sequence_logprobs(plain, PROMPT, done.token_ids)
-    assert max(abs(a - b) for a, b in zip(ours, done.logprobs, strict=True)) < EXACT
-
-
 def test_an_adapter_that_does_not_fit(server: Server, tmp_path: Path, alone: None) -> None:
     """Refused in words, and the one before goes on serving."""
     trainer = Trainer(LoraSwap, config(server.model, tmp_path, server.url))
@@ -214,6 +206,15 @@ def test_an_adapter_that_does_not_fit(server: Server, tmp_path: Path, alone: Non
     assert engine.adapters().weight_version == 1
     assert trainer.gap(ask(server.url), 1) < EXACT
     trainer.sync.close()
+
+
+def test_the_base_model_is_untouched(server: Server, alone: None) -> None:
+    """After the adapters of the tests above."""
+    assert server.post("/lora/unload").status_code == 200
+    plain = load_model(server.model, torch.float32, CPU)
+    done = ask(server.url)
+    ours = sequence_logprobs(plain, PROMPT, done.token_ids)
+    assert max(abs(a - b) for a, b in zip(ours, done.logprobs, strict=True)) < EXACT
 
 
 @pytest.fixture
