@@ -17,6 +17,7 @@ from atropos_common.control import Action, Recipe, Role, State
 from atropos_common.records import DiagnosisRecord, RolloutRecord
 from atropos_tui.monitor.log_buffer import LogEntry
 from atropos_tui.monitor.patterns import compiled
+from atropos_tui.profile.spec import StopPolicy
 from atropos_tui.ui.dialogs import ChooseRunsDialog, ConfirmDialog, QuitDialog, TextDialog
 from atropos_tui.ui.views import VIEWS
 from atropos_tui.ui.widgets.bars import ViewsLine
@@ -43,8 +44,12 @@ time.sleep(600)
 """
 
 SLOW = """
-import signal, time
-signal.signal(15, lambda *_: time.sleep(1.5) or exit())
+import os, signal, time
+def end(*_):
+    while not os.path.exists({may_end!r}):
+        time.sleep(0.05)
+    exit()
+signal.signal(15, end)
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -56,7 +61,9 @@ async def type_in(screen: object, words: str) -> None:
 
 
 async def test_the_whole_stack_is_restarted_in_order(tmp_path: Path, supervise: Supervise) -> None:
-    run = supervise(small_stack(tmp_path / "run", child("slow", Role.OTHER, SLOW)))
+    may_end = tmp_path / "may-end"
+    slow = child("slow", Role.OTHER, SLOW.format(may_end=str(may_end)), stop=StopPolicy(grace_s=30))
+    run = supervise(small_stack(tmp_path / "run", slow))
     names = ("run-api", "vllm", "slow", "trainer")
     async with cockpit(run) as screen:
         await screen.until(lambda: screen.row("trainer").state is State.HEALTHY)
@@ -67,6 +74,7 @@ async def test_the_whole_stack_is_restarted_in_order(tmp_path: Path, supervise: 
         await screen.shows("run-api → vllm → slow → trainer")
         await screen.press("y")
         await screen.shows("◔ restart the stack")
+        may_end.touch()
         await screen.until(lambda: any("restart the stack: done" in toast for toast in screen.toasts()))
         await screen.until(lambda: all(screen.row(name).state is State.HEALTHY for name in names))
         assert all(screen.row(name).pid not in (None, before[name]) for name in names)
