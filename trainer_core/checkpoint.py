@@ -179,6 +179,12 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
     return f"Starting from the base model {config.model_name}{ignored}"
 
 
+def describe_last(config: TrainingConfig) -> str:
+    """What a later attempt would go on from, in words."""
+    saved = complete_checkpoints(Path(config.save_path), config.trains_adapters)
+    return f"Last checkpoint: {saved[-1]}" if saved else "There is no checkpoint: a restart begins with the base model"
+
+
 def save(
     model: torch.nn.Module | None, config: TrainingConfig, target: Path, *, step: int, version: int,
     stepper: Stepper | None, stopping: dict[str, Any] | None = None, merged: bool = False,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import shutil
 import sys
 import threading
 import time
@@ -33,12 +32,9 @@ from atropos_common.bridge import ROUTING_FLAG
 from atropos_common.records import BenchmarkRecord, CheckpointRecord
 from atropos_common.run_dir import RunDir
 from trainer_core import checkpoint
-from trainer_core.background import BackgroundSave
 from trainer_core.callbacks import Callback, Callbacks, TrainResult
 from trainer_core.config import TrainingConfig, sharding_contradictions, validate
-from trainer_core.durable import why_full
 from trainer_core.errors import (
-    DiskFull,
     EngineGone,
     MemoryFullError,
     MismatchError,
@@ -89,6 +85,7 @@ from trainer_core.rollouts.packing import PackedRow
 from trainer_core.rollouts.recorded import RecordedLags, RecordedRollouts, Recorder, Witness, open_rollouts
 from trainer_core.rollouts.routing import RoutingAsker
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
+from trainer_core.saving import Saver
 from trainer_core.server.client import IdleMeter
 from trainer_core.step import StepOutcome, accumulate
 from trainer_core.telemetry import Trackers, open_telemetry
@@ -112,11 +109,6 @@ NON_FINITE = """loss or gradient was not a finite number in {steps} steps in a r
   a lower --lr or --max-grad-norm, and that checkpoint or an earlier one (--resume CHECKPOINT)
   --dtype bfloat16 or float32 instead of float16, whose largest number is 65,504
   weights of the base model that are broken: does the server answer with NaN, too?"""
-
-FULL_DISK_RETRY_S = 60.0
-"""So long a checkpoint that found no room waits before it is tried again in any case."""
-MORE_ROOM = 1 << 20
-"""Bytes by which the free room of a full disk must grow before a checkpoint is tried again at once."""
 
 COLLECTIVE_S = 600.0
 """By so much a rank may come to a pass through the model later than another: one of them compiles, or reads its model.
@@ -211,7 +203,7 @@ def train(
             except Stopped:
                 raise
             except Exception:  # nothing can be rescued yet: say what a next attempt begins with
-                print(_last_checkpoint(config))
+                print(checkpoint.describe_last(config))
                 raise
             return run.to_the_end()
         except torch.OutOfMemoryError as error:
@@ -237,8 +229,6 @@ class Run:
         use_memory(self.device)
         self.config = config = for_device(config, self.device)
         self.step, self.version = start.step, start.version
-        self.saved_step = start.step
-        self.saving: BackgroundSave | None = None
         self.skipped = 0
         """Steps in a row without an update."""
         self.partly = False
@@ -264,7 +254,6 @@ class Run:
         _seed(config.seed)
         self.dealt = self.sync.spread.dealt
         self.model = self.sync.attach(Start(start.path, start.version))
-        self.sync.wait_for_room = self.wait_for_room
         train_only(self.model, config.train_layer_indices)
         print(f"Proved: packed logprobs are the model's own, to {prove(self.model):.1g} nats")
         use_head(self.model, config.head_dtype)
@@ -275,6 +264,11 @@ class Run:
         self.threads = use_cores(self.model, config, self.device, world.size)
         self.reference = Reference(config, self.model, self.device, self.sync.spread) if config.ref_kl_coef else None
         self.stepper = _stepper(self.model, config, self.device, start.path if start.exact else None, world)
+        self.saver = Saver(
+            config, self.model, self.stepper, world, saved_step=start.step, stop=stop, stopping=self.stopping.state,
+            record=self.record_checkpoint,
+        )  # fmt: skip
+        self.sync.wait_for_room = lambda folder, words: self.saver.wait_for_room(self.step, folder, words)
         self.minibatches = Minibatches(
             config, self.model, self.objective, threads=self.threads, reference=self.reference, world=self.dealt
         )
@@ -285,24 +279,28 @@ class Run:
         opened.callback(self.probe.close)
         self.idle = IdleMeter(self.sync.engines)
         self.idle.measure()
+        self.batches = self._batches(api, self._asker(routers), opened)
+        self.bench = BenchmarkTotals(config.mode)
+        print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
+        if speaks_for_node():  # whoever watches over that node's log waits for the same words
+            print(f"Ready to train beside rank 0, from rank {world.rank} on", file=sys.__stdout__, flush=True)
+
+    def _batches(self, api: RolloutSource, routing: RoutingAsker | None, opened: ExitStack) -> BatchSource:
+        """Batches of `api`; what they lack is asked of the servers, or of the file that they come from."""
         witnesses: list[Witness] = [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
-        recorder = None if world.rank else _recorder(config, opened)
+        recorder = None if self.world.rank else _recorder(self.config, opened)
         if recorder is not None:
             witnesses = [recorder.overhear(witness) for witness in witnesses]
-        self.batches = BatchSource(
-            config, api, self.telemetry,
+        return BatchSource(
+            self.config, api, self.telemetry,
             selection=self.objective.selection(self.model.config.vocab_size, end_tokens(self.model)),
             advantage_std=self.objective.advantage_std,
             lag_meter=_lag_meter(api, witnesses),
             while_waiting=self.while_waiting,
             missing=MissingAsker([witness.logprobs for witness in witnesses]),
-            routing=self._asker(routers),
+            routing=routing,
             record=None if recorder is None else recorder.write,
         )  # fmt: skip
-        self.bench = BenchmarkTotals(config.mode)
-        print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
-        if speaks_for_node():  # whoever watches over that node's log waits for the same words
-            print(f"Ready to train beside rank 0, from rank {world.rank} on", file=sys.__stdout__, flush=True)
 
     def _require_recording(self) -> None:
         """With `routing_replay`, every server that is there records which experts it takes."""
@@ -325,13 +323,13 @@ class Run:
             self.tell("on_end", result)
             return result
         except (Stopped, MismatchError, NonFiniteError):
-            self.finish_saving()
+            self.saver.finish(self.step, self.version)
             raise
         except Exception as error:
             if self.world.known(error):
                 self.rescue(error)
             else:  # only together could the ranks save anything
-                print(f"The steps after the last checkpoint are lost. {_last_checkpoint(self.config)}")
+                print(f"The steps after the last checkpoint are lost. {checkpoint.describe_last(self.config)}")
             raise
 
     def tell(self, method: str, *values: Any) -> None:
@@ -387,7 +385,7 @@ class Run:
         broken = self.config.stop_on_mismatch and alignment.verdict == "mismatch"
         if step < self.config.training_steps and not broken and self.failed is None:
             self.probe.start(step + 1, self.version)
-        checkpoint_s = 0.0 if broken else self.save_if_due()
+        checkpoint_s = 0.0 if broken else self.saver.save_if_due(self.step, self.version)
         taught = [r for r in batch.rollouts if self.objective.teaches(r.advantages[r.trained])]
         report = StepReport(
             step, self.version, self.config.objective, batch, outcome, lags, probe_diffs, alignment, sync,
@@ -406,7 +404,7 @@ class Run:
         if broken:
             self.failed = MismatchError(
                 f"--stop-on-mismatch: {alignment.cause}. The weights of this step are not saved. "
-                f"{_last_checkpoint(self.config)}"
+                f"{checkpoint.describe_last(self.config)}"
             )
         self.world.agree(self.failed)
 
@@ -462,7 +460,7 @@ class Run:
         if not changes:
             self.step += 1
             if self.skipped == MOST_SKIPPED:
-                last = _last_checkpoint(self.config)
+                last = checkpoint.describe_last(self.config)
                 self.failed = NonFiniteError(NON_FINITE.format(steps=MOST_SKIPPED, last=last))
             return None
         return self._publish(self.write)
@@ -498,17 +496,17 @@ class Run:
         cause = "the server" if isinstance(error, EngineGone) else "the error"
         try:
             with suppress(OSError):  # it is saved anew
-                self.finish_saving()
+                self.saver.finish(self.step, self.version)
             lost = self.sync.let_go(self.stepper.copies())
             if self.partly and not self.stepper.unwritten:
                 self.stepper.zero_grad()  # of a minibatch that broke off; the batch counts with what it has changed
             if not lost and (self.stepper.unwritten or self.partly):
                 self.write()
-            if not lost and self.step > self.saved_step:
-                self.save()
+            if not lost and self.step > self.saver.saved_step:
+                self.saver.save(self.step, self.version)
         except Exception as another:  # what brought us here is told, whatever comes on top of it
             lost = f"they cannot be saved ({type(another).__name__}: {another})"
-        last = _last_checkpoint(self.config)
+        last = checkpoint.describe_last(self.config)
         if lost:
             print(f"The weights of step {self.step} are lost with {cause}: {lost}. {last}")
         else:
@@ -536,98 +534,35 @@ class Run:
         self.bench.add(report)
         self.callbacks.tell("on_step", report)
 
-    def save_if_due(self) -> float:
-        """Seconds spent on a checkpoint, 0 when none is due."""
-        if self.saving is not None and self.world.share(self.saving.over):
-            self.finish_saving()
-        interval = self.config.checkpoint_interval
-        if not interval or self.step % interval:
-            return 0.0
-        if not self.config.checkpoint_in_background or self.config.trains_adapters:
-            return self.save().seconds
-        began = time.perf_counter()
-        self.finish_saving()
-        self.saving = BackgroundSave(
-            self.model, self.config, self.stepper, step=self.step, version=self.version,
-            stopping=self.stopping.state(), world=self.world,
-        )  # fmt: skip
-        return time.perf_counter() - began
-
-    def finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written, if any; where the disk was full the present step is saved in
-        its place, which waits for room."""
-        if self.saving is None:
-            return
-        saving, self.saving = self.saving, None
-        try:
-            saved = saving.finish()
-        except OSError as error:
-            if not why_full(error):
-                raise
-            self.save()
-            return
-        self.saved_step = saving.step
-        self.world.share(lambda: self._record(saved, saving.step))
-
-    def save(self) -> checkpoint.Saved:
-        """Write step_N/ for the present step."""
-        saved = checkpoint.save_step(
-            self.model, self.config, self.stepper, step=self.step, version=self.version, stopping=self.stopping.state(),
-            wait_for_room=self.wait_for_room, world=self.world,
-        )  # fmt: skip
-        self.saved_step = self.step
-        self.world.share(lambda: self._record(saved, self.step))
-        return saved
-
-    def wait_for_room(self, folder: Path, words: str) -> None:
-        """Pause until there is more room on a full disk, or a minute has passed: a quota does not show.
-
-        Raises:
-            DiskFull: the run is to stop, so there is nothing to wait for.
-        """
-        free = shutil.disk_usage(folder).free
-        text = f"{words}: step {self.step} cannot be saved in {folder} ({free / 1e9:.1f} GB free)"
-        if self.stop.is_set():
-            raise DiskFull(f"{text}. {_last_checkpoint(self.config)}")
-        print(f"[WARNING] {text}. Training pauses until there is room: free some, and it goes on by itself")
-        until = time.monotonic() + FULL_DISK_RETRY_S
-        while time.monotonic() < until and shutil.disk_usage(folder).free <= free + MORE_ROOM:
-            if self.stop.wait(1.0):
-                break
-
     def save_at_stop(self) -> TrainResult:
         """A checkpoint of what was trained since the last one."""
         # A server that has died may have taken the weights with it: what is read then is nobody's model.
         self.world.share(self.sync.check)
-        self.finish_saving()
-        path = self.save().path if self.step > self.saved_step else None
+        self.saver.finish(self.step, self.version)
+        path = self.saver.save(self.step, self.version).path if self.step > self.saver.saved_step else None
         self.world.share(lambda: self.tracker.finish({}))
-        print(f"Stopped after step {self.step}. {_last_checkpoint(self.config)}")
+        print(f"Stopped after step {self.step}. {checkpoint.describe_last(self.config)}")
         return TrainResult(self.step, self.version, False, path, history=self.history)
 
     def finish(self) -> TrainResult:
         """The final model and the benchmark."""
-        self.finish_saving()
-        final = checkpoint.save_final(
-            self.model, self.config, step=self.step, version=self.version, wait_for_room=self.wait_for_room,
-            world=self.world,
-        )  # fmt: skip
-        self.world.share(lambda: self._finished(final))
+        self.saver.finish(self.step, self.version)
+        final = self.saver.save_final(self.step, self.version)
+        self.world.share(self._finished)
         early = self.step < self.config.training_steps
         reason = (self.reason or self.world.share(self.stopping.reason) or "") if early else ""
         why = f" ({reason})" if reason else ""
         print(f"Training finished: {self.step} steps{why}, final model in {final.path}")
         return TrainResult(self.step, self.version, True, final.path, reason, self.history)
 
-    def _finished(self, final: checkpoint.Saved) -> None:
-        self._record(final, self.step)
+    def _finished(self) -> None:
         fields = self.bench.fields()
         self.telemetry.write(BenchmarkRecord, self.step, **fields)
         self.tracker.finish(fields)
         if self.config.benchmark or RunDir.from_env() is not None:
             print(self.bench.summary())
 
-    def _record(self, saved: checkpoint.Saved, step: int) -> None:
+    def record_checkpoint(self, saved: checkpoint.Saved, step: int) -> None:
         self.telemetry.write(CheckpointRecord, step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes)
         print(f"Saved {saved.path.name} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
         self.callbacks.tell("on_checkpoint", saved)
@@ -726,12 +661,6 @@ def _stepper(
     if compiled:
         compile_layers(model)
     return stepper
-
-
-def _last_checkpoint(config: TrainingConfig) -> str:
-    """What a later attempt would go on from, in words."""
-    saved = checkpoint.complete_checkpoints(Path(config.save_path), config.trains_adapters)
-    return f"Last checkpoint: {saved[-1]}" if saved else "There is no checkpoint: a restart begins with the base model"
 
 
 def _device(config: TrainingConfig) -> torch.device:

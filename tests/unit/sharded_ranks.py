@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.unit.trainer_rollouts import rollouts_of
 from trainer_core import checkpoint
-from trainer_core.background import BackgroundSave
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
@@ -33,6 +32,7 @@ from trainer_core.policy.speed import compile_layers, compiles, gathered_bytes, 
 from trainer_core.ranks import ALONE, World
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, empty_row, pack
+from trainer_core.saving import BackgroundSave
 from trainer_core.step import StepOutcome, accumulate
 from trainer_core.world import join
 

@@ -18,13 +18,13 @@ import torch
 from tests.tmpfs import mounted
 from tests.unit.trainer_stand_ins import Engine, Recorded, group, plain_model, run_config
 from trainer_core import checkpoint
-from trainer_core.background import BackgroundSave
 from trainer_core.config import TrainingConfig
 from trainer_core.durable import PART_BYTES, checksums, damage, seal
 from trainer_core.errors import DiskFull, UsageError
-from trainer_core.loop import Run, train
+from trainer_core.loop import train
 from trainer_core.optim import Stepper
 from trainer_core.ranks import ALONE
+from trainer_core.saving import BackgroundSave, Saver
 
 
 @pytest.fixture
@@ -199,14 +199,14 @@ def test_a_full_disk_pauses_the_run_until_there_is_room(
     )
     paused = threading.Event()
 
-    wait = Run.wait_for_room
+    wait = Saver.wait_for_room
 
-    def seen(self: Run, folder: Path, words: str) -> None:
+    def seen(self: Saver, step: int, folder: Path, words: str) -> None:
         assert not list(folder.glob(".*.writing"))
         paused.set()
-        wait(self, folder, words)
+        wait(self, step, folder, words)
 
-    monkeypatch.setattr(Run, "wait_for_room", seen)
+    monkeypatch.setattr(Saver, "wait_for_room", seen)
 
     def make_room() -> None:
         assert paused.wait(30)

@@ -222,7 +222,7 @@ def test_a_full_disk_at_the_swap_is_waited_out(
         save(model, folder, dtype)
 
     monkeypatch.setattr(lora, "save_adapter", full)
-    monkeypatch.setattr("trainer_core.loop.FULL_DISK_RETRY_S", 0.1)
+    monkeypatch.setattr("trainer_core.saving.FULL_DISK_RETRY_S", 0.1)
     run(AdapterEngine(tmp_path, base), base, tmp_path)
     assert capsys.readouterr().out.count("Training pauses until there is room") == 2
 
