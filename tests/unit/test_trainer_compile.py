@@ -20,7 +20,7 @@ BACKEND = aot_autograd(fw_compiler=lambda graph, _: graph.forward)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "Mixtral"])
+@pytest.mark.parametrize("name", ["Qwen3-MoE", pytest.param("Mixtral", marks=pytest.mark.slow)])
 def test_a_layer_with_experts_is_one_graph_for_all_lengths(name: str) -> None:
     """Which tokens an expert gets depends on them; that they are so many in all does not."""
     torch.compiler.reset()
@@ -45,7 +45,7 @@ def test_a_layer_with_experts_is_one_graph_for_all_lengths(name: str) -> None:
         assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
 
 
-@pytest.mark.parametrize("hooks", ["inside", "outside"])
+@pytest.mark.parametrize("hooks", ["inside", pytest.param("outside", marks=pytest.mark.slow)])
 def test_routers_that_take_the_engines_choice_are_one_graph_too(hooks: str) -> None:
     """A graph for each layer would be one for eight of them, and the layers above uncompiled. Layers of a model that
     ranks share are compiled without their own hooks."""
