@@ -93,7 +93,8 @@ def hold(limit_gib: float) -> None:
 def feed(api: str, engine: str, vocabulary: int, prompt: int, completion: int, sequences: int) -> None:
     """Be the environment: a batch of groups whenever run-api holds less than two."""
     http = httpx.Client(base_url=api, timeout=60, trust_env=False, headers={TOKEN_HEADER: TOKEN})
-    server = ServerClient(engine, TOKEN, timeout_s=600.0)
+    # Without the token, as environments are: whoever has it passes the hold, while the trainer still tries the weights.
+    server = ServerClient(engine, "", timeout_s=600.0)
     dice = random.Random(0)
     about = {
         "max_token_length": prompt + completion, "desired_name": "feeder", "weight": 1.0, "group_size": GROUP,
@@ -302,7 +303,7 @@ class Run:
         timings, syncs = by_kind.get("timing", []), by_kind.get("sync", [])
         probes = [a.probe_diff_abs_mean for a in by_kind.get("alignment", []) if a.probe_diff_abs_mean is not None]
         memory = by_kind.get("memory", [])
-        if not (timings and memory):
+        if not (timings and memory and syncs):
             return
         warm = timings[2:] or timings[-1:]
         mfu = [t.mfu for t in warm if t.mfu is not None]

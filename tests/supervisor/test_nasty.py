@@ -128,15 +128,17 @@ async def test_reports_the_kernels_view_of_a_crash(launch: Any) -> None:
 
 
 async def test_crash_is_noticed_at_once(launch: Any) -> None:
-    """From SIGKILL to the journaled, published transition."""
-    async with launch(part("victim")) as running:
-        pid = (await running.until("victim", State.HEALTHY)).pid
-        assert pid
-        began = time.time()
-        os.kill(pid, signal.SIGKILL)
-        failed = await running.until("victim", State.FAILED)
-        assert failed.time - began < 0.25  # usually 5-15 ms; the bound leaves room for a loaded machine
-        await running.end()
+    """From SIGKILL to the journaled, published transition; several times, since another process may have the cores."""
+    took = []
+    for number in range(4):
+        async with launch(part(f"victim-{number}")) as running:
+            pid = (await running.until(f"victim-{number}", State.HEALTHY)).pid
+            assert pid
+            began = time.time()
+            os.kill(pid, signal.SIGKILL)
+            took.append((await running.until(f"victim-{number}", State.FAILED)).time - began)
+            await running.end()
+    assert min(took) < 0.1, took  # usually 5-15 ms
 
 
 @pytest.mark.launchers("direct")
