@@ -64,6 +64,10 @@ class FakeDriver:
         return any((mine, card) == (pid, index) for mine, card, _ in self.taken)
 
 
+AT_ONCE = 10.0
+"""Seconds, of the minute or more that a wait would take: on a busy machine all takes longer."""
+
+
 class Clock:
     """The time, some seconds ahead."""
 
@@ -77,12 +81,18 @@ class Clock:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr("atropos_tui.supervisor.launchers.launcher.Nvml", lambda _: fake)
-    fast = {"LIMIT_S": 0.6, "BARRED_S": 0.8, "SETTLE_S": 0.1, "OTHERS_S": 0.3, "LOOK_S": (0.01, 0.05)}
-    for name, value in fast.items():
+    times = {"LIMIT_S": 60.0, "BARRED_S": 120.0, "SETTLE_S": 0.1, "OTHERS_S": 0.3, "LOOK_S": (0.01, 0.05)}
+    for name, value in times.items():
         monkeypatch.setattr(gpu_memory, name, value)
     monkeypatch.setattr("atropos_tui.supervisor.launchers.launcher.MAX_AGE_S", 0.0)
     monkeypatch.setattr("atropos_tui.supervisor.launchers.launcher.PATIENCE_S", 10.0)
     return fake
+
+
+@pytest.fixture
+def _impatient(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is not back is given up soon."""
+    monkeypatch.setattr(gpu_memory, "LIMIT_S", 0.6)
 
 
 def engine(**fields: Any) -> Any:
@@ -155,11 +165,11 @@ async def test_a_crash_is_restarted_only_when_the_memory_is_back(launch: Any, dr
         assert (await row(running)).restarts == 1
 
 
+@pytest.mark.usefixtures("_impatient")
 async def test_memory_that_never_comes_back_is_named_and_bars_the_card_for_a_while(
     launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.count = 2
-    monkeypatch.setattr(gpu_memory, "BARRED_S", 120.0)
     clock = Clock()
     monkeypatch.setattr(gpu_memory, "time", clock)
     beside = part("beside", gpus=[1])
@@ -187,10 +197,8 @@ async def test_memory_that_never_comes_back_is_named_and_bars_the_card_for_a_whi
         await running.until("engine", State.HEALTHY, attempt=2)
 
 
-async def test_a_barred_card_opens_as_soon_as_it_is_free(
-    launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_memory, "BARRED_S", 60.0)
+@pytest.mark.usefixtures("_impatient")
+async def test_a_barred_card_opens_as_soon_as_it_is_free(launch: Any, driver: FakeDriver) -> None:
     async with launch(engine()) as running:
         await started(running, driver)
         driver.stuck = True
@@ -203,10 +211,8 @@ async def test_a_barred_card_opens_as_soon_as_it_is_free(
         await running.until("engine", State.HEALTHY, attempt=2)
 
 
-async def test_a_stop_by_hand_ends_the_waiting_of_a_start(
-    launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_memory, "BARRED_S", 60.0)
+@pytest.mark.usefixtures("_impatient")
+async def test_a_stop_by_hand_ends_the_waiting_of_a_start(launch: Any, driver: FakeDriver) -> None:
     async with launch(engine(), part("other")) as running:
         await started(running, driver)
         driver.stuck = True
@@ -220,15 +226,18 @@ async def test_a_stop_by_hand_ends_the_waiting_of_a_start(
         assert running.path("engine")[-2:] == ["pending", "stopped"]
 
 
-async def test_what_others_do_on_the_card_disturbs_nothing(launch: Any, driver: FakeDriver) -> None:
+async def test_what_others_do_on_the_card_disturbs_nothing(
+    launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pids tell: a stranger who comes, grows and stays is never waited for, one who leaves hides nothing."""
+    monkeypatch.setattr(gpu_memory, "OTHERS_S", 60.0)
     driver.strangers = {HOST: 10.0}
     async with launch(engine()) as running:
         await started(running, driver)
         driver.strangers = {HOST + 1: 35.0}
         await stop(running)
         await running.until("engine", State.STOPPED)
-        assert gap(running, "stopping", "stopped") < 0.5
+        assert gap(running, "stopping", "stopped") < AT_ONCE
         await running.client.command(CommandRequest(action="start", component="engine"))
         driver.take((await running.until("engine", State.HEALTHY, attempt=2)).pid, 20)
         await running.client.status()
@@ -264,7 +273,7 @@ async def test_a_newcomer_seen_from_a_container_costs_a_moment_and_no_more(launc
         driver.strangers = {8: 20.0}
         await stop(running)
         await running.until("engine", State.STOPPED)
-        assert 0.3 <= gap(running, "stopping", "stopped") < 0.6
+        assert 0.3 <= gap(running, "stopping", "stopped") < AT_ONCE
         assert not diagnoses(running)
 
 
@@ -293,7 +302,6 @@ async def test_sharing_a_card_in_single_copy(
 ) -> None:
     """The trainer does not wait for the engine's memory; the last to leave answers for both."""
     monkeypatch.setattr(gpu_memory, "OTHERS_S", 60.0)
-    monkeypatch.setattr(gpu_memory, "LIMIT_S", 60.0)
     driver.lists = lists
     trainer = part("trainer", role=Role.TRAINER, gpus=[0], depends_on={"engine": "healthy"})
     async with launch(engine(restart_with=["trainer"]), trainer) as running:
@@ -303,7 +311,7 @@ async def test_sharing_a_card_in_single_copy(
         await stop(running, "trainer")
         await running.until("trainer", State.STOPPED)
         times = {r.new: r.time for r in running.states("trainer")}
-        assert times["stopped"] - times["stopping"] < 0.5
+        assert times["stopped"] - times["stopping"] < AT_ONCE
         driver.stuck = True
         await stop(running)
         await asyncio.sleep(0.3)
@@ -316,20 +324,18 @@ async def test_sharing_a_card_in_single_copy(
 async def test_who_never_touched_the_card_is_not_waited_for(
     launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_memory, "LIMIT_S", 60.0)
     monkeypatch.setattr(gpu_memory, "OTHERS_S", 60.0)
     driver.strangers = {HOST: 70.0}
     async with launch(engine()) as running:
         await running.until("engine", State.HEALTHY)
         await stop(running)
         await running.until("engine", State.STOPPED)
-        assert gap(running, "stopping", "stopped") < 5
+        assert gap(running, "stopping", "stopped") < AT_ONCE
 
 
 async def test_without_a_driver_there_is_no_gate(
     launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_memory, "LIMIT_S", 60.0)
     monkeypatch.setattr(gpu_memory, "OTHERS_S", 60.0)
     driver.fail = _no_driver
     async with launch(engine()) as running:
@@ -337,7 +343,7 @@ async def test_without_a_driver_there_is_no_gate(
         driver.stuck = True
         await stop(running)
         await running.until("engine", State.STOPPED)
-        assert gap(running, "stopping", "stopped") < 5
+        assert gap(running, "stopping", "stopped") < AT_ONCE
         assert (await running.client.status()).gpus == []
         assert driver.readings == 1
 
@@ -351,7 +357,7 @@ async def test_a_driver_that_fails_midway_stops_nobody(launch: Any, driver: Fake
         assert (await row(running)).state is State.STOPPING
         driver.fail = _gpu_is_lost
         await running.until("engine", State.STOPPED)
-        assert gap(running, "stopping", "stopped") < 0.6
+        assert gap(running, "stopping", "stopped") < AT_ONCE
         await running.client.command(CommandRequest(action="start", component="engine"))
         await running.until("engine", State.HEALTHY, attempt=2)
         assert (await row(running)).gpu_bytes is None
@@ -377,10 +383,7 @@ async def test_a_driver_that_hangs_holds_up_nobody(
     free.set()
 
 
-async def test_a_second_interrupt_waits_for_no_memory(
-    launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_memory, "LIMIT_S", 60.0)
+async def test_a_second_interrupt_waits_for_no_memory(launch: Any, driver: FakeDriver) -> None:
     async with launch(engine()) as running:
         await started(running, driver)
         driver.stuck = True
