@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
+from atropos_common.control import CommandRequest
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import GaugesRecord, Record
 from atropos_tui.supervisor import gauges, supervisor
 from atropos_tui.supervisor.launchers import launcher
 from tests.supervisor.harness import part, python, wait_until
 
-BUSY = "import time\nend = time.monotonic() + 3\nwhile time.monotonic() < end: sum(range(1000))"
+BUSY = "while True: sum(range(1000))"
 
 
 async def test_a_live_stack_leaves_gauges_of_its_components(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gauges, "EVERY_S", 0.3)
-    async with launch(part("sleeps"), part("works", python(BUSY), ends_run=True)) as running:
+    async with launch(part("sleeps"), part("works", python(BUSY))) as running:
         tail, found = RecordTail(running.run.gauges_jsonl), list[Record]()
 
         def worked() -> bool:
@@ -26,7 +27,8 @@ async def test_a_live_stack_leaves_gauges_of_its_components(launch: Any, monkeyp
             used = [one.components["works"].cpu_percent for one in found if "works" in one.components]
             return any((percent or 0) > 10 for percent in used)
 
-        await wait_until(worked)
+        await wait_until(worked, 30)
+        await running.client.command(CommandRequest(action="down"))
         await running.end()
     last = next(one for one in reversed(found) if "sleeps" in one.components)
     assert isinstance(last, GaugesRecord)

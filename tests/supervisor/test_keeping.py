@@ -76,6 +76,7 @@ async def test_lines_that_rotation_dropped_are_remembered(tmp_path: Path) -> Non
         client = await first.ready()
         while (stage := (await client.status()).components[0].stages[0]).reached_at is None:
             await asyncio.sleep(0.02)
+        await wait_until(lambda: str(stage.reached_at) in first.run.journal_json.read_text())
         kill(first)
         with again(first, logs=LogPolicy(max_bytes=20_000)) as second:
             same_processes(before, await rows_of(second))
@@ -95,8 +96,7 @@ async def test_the_guard_dies_with_the_supervisor(tmp_path: Path) -> None:
         kill(first)
         assert os.path.lexists(first.run.control_sock), "nobody was left to remove it"
         written = check_counted(first, "one")
-        await asyncio.sleep(0.3)
-        assert check_counted(first, "one") > written + 50
+        await wait_until(lambda: check_counted(first, "one") > written + 50)
         second = successor(first)
         same_processes(before, await rows_of(second))
         kill(second)

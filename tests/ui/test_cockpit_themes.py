@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pty
 import re
@@ -69,12 +70,21 @@ async def test_in_every_theme_a_bar_shows_its_share_and_labels_can_be_read(tmp_p
                 assert set(done.text) == {"━"} and set(left.text) == {"┄"}, f"{name}: told apart without colours"
                 assert colour(done) != colour(left), f"{name}: and with them"
             if not screen.app.current_theme.ansi:
+                await drawn(screen)
                 can_be_seen(screen, name)
 
 
 def colour(segment: Segment) -> object:
     assert isinstance(segment.style, Style)
     return segment.style.color
+
+
+async def drawn(screen: Screen) -> None:
+    """Wait until the theme has reached the ground that all stands on."""
+    wanted = Color.parse(screen.app.theme_variables["background"])
+    async with asyncio.timeout(30):
+        while screen.app.screen.styles.background != wanted:
+            await screen.pilot.pause(0.02)
 
 
 def can_be_seen(screen: Screen, name: str) -> None:
