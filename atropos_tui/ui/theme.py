@@ -9,7 +9,7 @@ from rich.style import Style
 from textual.app import App
 from textual.color import Color
 from textual.content import Content
-from textual.style import Style as TextualStyle
+from textual.markup import parse_style
 from textual.theme import Theme
 
 from atropos_common.control import State
@@ -136,7 +136,8 @@ def ink(app: App[Any], name: str) -> Style:
     """The style `name` of `INKS`, in the theme of now."""
     if (styles := _made.get(app.theme)) is None:
         variables = own_colours(app.current_theme) | app.get_css_variables()
-        parsed = {name: TextualStyle.parse(words, variables) for name, words in INKS.items()}
+        # `textual.style.Style.parse` goes by the stylesheet, which may still have the colours of the theme before.
+        parsed = {name: parse_style(words, variables) for name, words in INKS.items()}
         styles = _made[app.theme] = {name: style.rich_style for name, style in parsed.items()}
     return styles[name]
 

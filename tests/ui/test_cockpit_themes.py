@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.color import Color
 
-from atropos_tui.ui import preferences
+from atropos_tui.ui import preferences, theme
 from atropos_tui.ui.app import CockpitApp, dressed
 from atropos_tui.ui.theme import LIGHT, THEME, ink
 from atropos_tui.ui.widgets.benchmark import Benchmark
@@ -79,9 +79,28 @@ def colour(segment: Segment) -> object:
     return segment.style.color
 
 
+async def test_what_is_drawn_at_the_moment_of_a_choice_has_the_new_colours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are those of the theme before kept for it."""
+    run = make_run(tmp_path / "run")
+    async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        for name in ("atom-one-dark", "atom-one-light"):
+            screen.app.theme = name
+            await drawn(screen)
+            monkeypatch.setattr(theme, "_made", {})
+            right = ink(screen.app, "plain")
+            screen.app.theme = THEME.name
+            await drawn(screen)
+            ink(screen.app, "plain")
+            monkeypatch.setattr(theme, "_made", {})
+            screen.app.theme = name
+            assert ink(screen.app, "plain") == right != Style()
+
+
 async def drawn(screen: Screen) -> None:
     """Wait until the theme has reached the ground that all stands on."""
-    wanted = Color.parse(screen.app.theme_variables["background"])
+    wanted = Color.parse(screen.app.get_css_variables()["background"])
     async with asyncio.timeout(30):
         while screen.app.screen.styles.background != wanted:
             await screen.pilot.pause(0.02)
