@@ -563,6 +563,7 @@ class Run:
             print(self.bench.summary())
 
     def record_checkpoint(self, saved: checkpoint.Saved, step: int) -> None:
+        """Tell telemetry, the log and callbacks of a checkpoint, or of the final model, as of `step`."""
         self.telemetry.write(CheckpointRecord, step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes)
         print(f"Saved {saved.path.name} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
         self.callbacks.tell("on_checkpoint", saved)

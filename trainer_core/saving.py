@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,27 +91,27 @@ class Saver:
                 raise
             self.save(step, version)
             return
-        self._written(saved, saving.step)
+        self._remember(saved, saving.step)
 
     def save(self, step: int, version: int) -> checkpoint.Saved:
         """Write step_N/ of the present step."""
         saved = checkpoint.save_step(
             self._model, self._config, self._stepper, step=step, version=version, stopping=self._stopping(),
-            wait_for_room=lambda folder, words: self.wait_for_room(step, folder, words), world=self._world,
+            wait_for_room=partial(self.wait_for_room, step), world=self._world,
         )  # fmt: skip
-        self._written(saved, step)
+        self._remember(saved, step)
         return saved
 
     def save_final(self, step: int, version: int) -> checkpoint.Saved:
         """Write final_model/."""
         saved = checkpoint.save_final(
             self._model, self._config, step=step, version=version,
-            wait_for_room=lambda folder, words: self.wait_for_room(step, folder, words), world=self._world,
+            wait_for_room=partial(self.wait_for_room, step), world=self._world,
         )  # fmt: skip
         self._world.share(lambda: self._record(saved, step))
         return saved
 
-    def _written(self, saved: checkpoint.Saved, step: int) -> None:
+    def _remember(self, saved: checkpoint.Saved, step: int) -> None:
         self.saved_step = step
         self._world.share(lambda: self._record(saved, step))
 

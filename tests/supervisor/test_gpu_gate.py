@@ -81,7 +81,7 @@ class Clock:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr("atropos_tui.supervisor.launchers.launcher.Nvml", lambda _: fake)
-    times = {"LIMIT_S": 60.0, "BARRED_S": 120.0, "SETTLE_S": 0.1, "OTHERS_S": 0.3, "LOOK_S": (0.01, 0.05)}
+    times = {"LIMIT_S": 60.0, "SETTLE_S": 0.1, "OTHERS_S": 0.3, "LOOK_S": (0.01, 0.05)}
     for name, value in times.items():
         monkeypatch.setattr(gpu_memory, name, value)
     monkeypatch.setattr("atropos_tui.supervisor.launchers.launcher.MAX_AGE_S", 0.0)
@@ -190,10 +190,10 @@ async def test_memory_that_never_comes_back_is_named_and_bars_the_card_for_a_whi
         assert waits.state is State.PENDING
         await running.client.command(CommandRequest(action="restart", component="beside"))
         await running.until("beside", State.HEALTHY, attempt=2)  # another card is not barred
-        clock.ahead = 60.0
+        clock.ahead = gpu_memory.BARRED_S / 2
         await asyncio.sleep(0.2)
         assert (await row(running)).state is State.PENDING
-        clock.ahead = 121.0
+        clock.ahead = gpu_memory.BARRED_S + 1
         await running.until("engine", State.HEALTHY, attempt=2)
 
 
