@@ -71,7 +71,7 @@ async def test_groups_that_begin_together_are_shared_out_evenly(served: Any) -> 
 
 async def test_a_quick_server_gets_more(served: Any) -> None:
     async with served(2) as (engines, manager):
-        engines[0].delay_s, engines[1].delay_s = 0.05, 0.005
+        engines[0].delay_s, engines[1].delay_s = 0.5, 0.005
         places = asyncio.Semaphore(8)
 
         async def one() -> None:
