@@ -328,6 +328,9 @@ class TrainingConfig(BaseModel):
     unset: as many as there are."""
     broadcast_timeout: float = Field(60.0, gt=0)
     """Seconds that a broadcast may take, and that its group may take to form, before it is given up and begun anew."""
+    overlap_publish: bool = False
+    """Broadcast while the next step is computed, up to where weights change again; servers generate with the version
+    before meanwhile. For a slow link, large weights or in_flight = wait."""
 
     # Device and speed
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
@@ -491,6 +494,8 @@ def contradictions(config: TrainingConfig) -> list[str]:
         problems.append(
             "--single-copy and --use-shared-memory exclude each other: one copy, or a broadcast to a second"
         )
+    if config.overlap_publish and config.mode != "broadcast":
+        problems.append("--overlap-publish is for a broadcast (--use-shared-memory): leave it out in other modes")
     if config.use_shared_memory and config.weight_bridge_mode != "shared_vllm":
         problems.append(
             f"--use-shared-memory belongs to --weight-bridge-mode shared_vllm, not {config.weight_bridge_mode}"

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from atropos_common.bridge import ROUTING_FLAG
-from atropos_common.records import BenchmarkRecord, CheckpointRecord
+from atropos_common.records import BenchmarkRecord, CheckpointRecord, SyncRecord
 from atropos_common.run_dir import RunDir
 from trainer_core import checkpoint
 from trainer_core.callbacks import Callback, Callbacks, TrainResult
@@ -268,6 +268,7 @@ class Run:
             config, self.model, self.stepper, world, saved_step=start.step, stop=stop, stopping=self.stopping.state,
             record=self.record_checkpoint,
         )  # fmt: skip
+        self.sync.arrived = self.record_sync
         self.sync.wait_for_room = lambda folder, words: self.saver.wait_for_room(self.step, folder, words)
         self.minibatches = Minibatches(
             config, self.model, self.objective, threads=self.threads, reference=self.reference, world=self.dealt
@@ -448,6 +449,7 @@ class Run:
         if self.sync.shares_memory:
             self._publish(self.write_version)
         else:
+            self.sync.settle()
             self.stepper.write()
 
     def publish(self, outcome: StepOutcome) -> SyncReport | None:
@@ -495,6 +497,8 @@ class Run:
         """After `error`: save what is not saved yet, if the weights are still the policy's, and say what remains."""
         cause = "the server" if isinstance(error, EngineGone) else "the error"
         try:
+            with suppress(TrainerError):
+                self.sync.settle()
             with suppress(OSError):  # it is saved anew
                 self.saver.finish(self.step, self.version)
             lost = self.sync.let_go(self.stepper.copies())
@@ -536,6 +540,7 @@ class Run:
 
     def save_at_stop(self) -> TrainResult:
         """A checkpoint of what was trained since the last one."""
+        self.sync.settle()
         # A server that has died may have taken the weights with it: what is read then is nobody's model.
         self.world.share(self.sync.check)
         self.saver.finish(self.step, self.version)
@@ -546,6 +551,7 @@ class Run:
 
     def finish(self) -> TrainResult:
         """The final model and the benchmark."""
+        self.sync.settle()
         self.saver.finish(self.step, self.version)
         final = self.saver.save_final(self.step, self.version)
         self.world.share(self._finished)
@@ -561,6 +567,11 @@ class Run:
         self.tracker.finish(fields)
         if self.config.benchmark or RunDir.from_env() is not None:
             print(self.bench.summary())
+
+    def record_sync(self, sync: SyncReport) -> None:
+        """Tell telemetry and the benchmark of a version that arrived during the step after its own."""
+        self.telemetry.write(SyncRecord, self.step, **vars(sync))
+        self.bench.add_sync(sync)
 
     def record_checkpoint(self, saved: checkpoint.Saved, step: int) -> None:
         """Tell telemetry, the log and callbacks of a checkpoint, or of the final model, as of `step`."""

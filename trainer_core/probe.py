@@ -14,6 +14,7 @@ lag or noise is never taken for one.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -40,6 +41,7 @@ NEAREST_TEMPERATURE = 0.04
 """Share by which a temperature has to differ before it is called the cause."""
 SEQUENCES = 6
 FEWEST_TOKENS = 8
+POLL_S = 0.02
 USUAL_BLOCK = 16
 """Tokens of a block of the prefix cache, where no server tells."""
 LAG_INTERVAL = 10
@@ -106,7 +108,7 @@ class LogprobProbe:
         if due and self.engines and self._prompts and self._running is None:
             self._running = self._pool.submit(
                 _ask, self._asked(step), self._pool, self._prompts, self._anchor, self.config.probe_tokens, version,
-                self._routing,
+                self._routing, self.config.broadcast_timeout if self.config.overlap_publish else 0.0,
             )  # fmt: skip
 
     def _asked(self, step: int) -> ServerClient:
@@ -170,11 +172,18 @@ def _strung(batch: Batch, length: int) -> list[list[int]]:
 
 def _ask(
     engine: ServerClient, pool: Executor, prompts: list[list[int]], anchor: list[int], tokens: int, version: int,
-    routing: RoutingAsker | None = None,
+    routing: RoutingAsker | None = None, patience_s: float = 0.0,
 ) -> ProbeAnswers | None:  # fmt: skip
-    """Everything at once: the server decodes all answers together in the time of one."""
-    if engine.info().weight_version != version:
-        return None
+    """Everything at once: the server decodes all answers together in the time of one.
+
+    Args:
+        patience_s: so long a server without `version` may be about to get it.
+    """
+    until = time.monotonic() + patience_s
+    while engine.info().weight_version != version:
+        if time.monotonic() > until:
+            return None
+        time.sleep(POLL_S)
 
     def unseen(prompt: list[int], temperature: float = 1.0) -> Future[GeneratedTokens]:
         return pool.submit(engine.generate, prompt, tokens, temperature=temperature, salt=secrets.token_hex(8))

@@ -298,9 +298,13 @@ class BenchmarkTotals:
             self.told_s += report.step_s
         self.tokens += report.batch.tokens
         self.byte_sum += memory_fields()["allocated_bytes"] or 0
-        if report.sync is not None and report.sync.moved:
+        if report.sync is not None:
+            self.add_sync(report.sync)
+
+    def add_sync(self, sync: SyncReport) -> None:
+        if sync.moved:
             self.syncs += 1
-            self.sync_s += report.sync.seconds
+            self.sync_s += sync.seconds
 
     def fields(self) -> dict[str, Any]:
         """The fields of a `benchmark` record. `tokens_per_s` counts every token trained on, prompts included, by the

@@ -55,11 +55,12 @@ class Served(torch.nn.Module):
             self.get_parameter(where.replace(".", "/")).data[first : first + len(mine)].copy_(mine)
 
 
-def settings(model: str, urls: list[str]) -> TrainingConfig:
+def settings(model: str, urls: list[str], **fields: Any) -> TrainingConfig:
     return TrainingConfig.model_validate(
         {
             "model_name": model, "weight_bridge_mode": "shared_vllm", "use_shared_memory": True, "dtype": "bfloat16",
             "vllm_urls": urls, "engine_timeout": 30, "broadcast_timeout": 20, "device": "cpu", "optimizer": "adamw",
+            **fields,
         }
     )  # fmt: skip
 
@@ -73,19 +74,22 @@ def change(model: torch.nn.Module, seed: int) -> None:
         rows.add_(torch.randn(rows.shape, generator=random).to(rows.dtype), alpha=0.1)
 
 
-def publish(world: World, model: str, urls: list[str]) -> None:
+def publish(world: World, model: str, urls: list[str], overlap: bool) -> None:
     """Several versions; each is written down whole, by what gathers it for checkpoints."""
-    sync: Any = make_sync(settings(model, urls), CPU, threading.Event(), world)
+    sync: Any = make_sync(settings(model, urls, overlap_publish=overlap), CPU, threading.Event(), world)
     policy = sync.attach(Start())
-    left_out = []
+    left_out: list[list[str]] = []
+    sync.arrived = lambda report: left_out.append(list(report.left_out))
     for version in range(VERSIONS + 1):
         if version:
             report = sync.publish(version, lambda v=version: change(policy, 10 * v + world.rank))
-            assert report.moved and report.weight_version == version
-            left_out.append(list(report.left_out))
+            assert report.moved is not overlap and report.weight_version == version
+            if not overlap:
+                sync.arrived(report)
         tensors = weights(policy)
         if world.rank == 0:
             save_file(tensors, f"{model}.v{version}.safetensors")
+    sync.settle()
     sync.close()
     if world.rank == 0:
         Path(f"{model}.left_out.json").write_text(json.dumps(left_out))
@@ -105,12 +109,13 @@ def lose_a_rank(world: World, model: str, urls: list[str]) -> int:
 
 def everything(_: Path, cases: str) -> int:
     """Args:
-    cases: models to be published, with the addresses of their servers, and the last of which a rank is lost.
+    cases: models to be published, with the addresses of their servers, the second one while the next step is
+            computed; and the last, of which a rank is lost.
     """
     world = join(CPU, 60.0)
     torch.set_num_threads(1)
     outgoing.CHUNK_BYTES = broadcast.CHUNK_BYTES = CHUNK_BYTES
     *published, lost = json.loads(cases)
-    for model, urls in published:
-        publish(world, model, urls)
+    for turn, (model, urls) in enumerate(published):
+        publish(world, model, urls, overlap=bool(turn))
     return lose_a_rank(world, *lost)

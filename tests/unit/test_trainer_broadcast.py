@@ -31,7 +31,7 @@ from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.ranks import World
 from trainer_core.rollouts.source import LagMeter
 from trainer_core.server.client import ServerClient
-from trainer_core.weight_sync.base import FIRST_PAUSE_S, Backoff, Start
+from trainer_core.weight_sync.base import FIRST_PAUSE_S, Backoff, Start, SyncReport
 from trainer_core.weight_sync.broadcast import Broadcast, require_nodes
 from trainer_core.weight_sync.collectives import meeting_point
 from trainer_core.weight_sync.orders import Follower, Order, Orders
@@ -105,6 +105,59 @@ def test_every_worker_of_every_server_gets_every_version(make: Make, receivers: 
             assert each.version == version
             assert_same_weights(each, model)
     assert [each.joins for each in receivers] == [1, 1], "one group for all versions"
+
+
+def test_an_overlapped_publish_returns_at_once_and_ends_before_weights_change(
+    make: Make, receivers: list[Receiver]
+) -> None:
+    sync = make(overlap_publish=True)
+    model = sync.attach(Start(version=7))
+    arrived: list[SyncReport] = []
+    seen: list[list[int | None]] = []
+    sync.arrived = arrived.append
+    for each in receivers:
+        each.lets_end_s = 0.5
+
+    def write() -> None:
+        seen.append([each.version for each in receivers])
+        step(model)
+
+    for version in (8, 9):
+        report = sync.publish(version, write)
+        assert not report.moved and report.phases.keys() == {"settle", "write"}
+        assert [each.version for each in receivers] == [version - 1] * 2, "under way"
+        assert len(arrived) == version - 8
+    assert seen == [[7, 7], [8, 8]], "nothing is written while a version is on its way"
+    sync.settle()
+    assert [each.weight_version for each in arrived] == [8, 9] and all(each.moved for each in arrived)
+    assert all(each.seconds > 0.4 and "receive" in each.phases for each in arrived)
+    for each in receivers:
+        assert each.version == 9
+        assert_same_weights(each, model)
+    sync.settle()
+    assert len(arrived) == 2, "told once"
+
+
+def test_a_server_lost_during_an_overlapped_publish_is_left_out(make: Make, receivers: list[Receiver]) -> None:
+    sync = make(overlap_publish=True, engine_timeout=2)
+    model = sync.attach(Start())
+    arrived: list[SyncReport] = []
+    sync.arrived = arrived.append
+    receivers[1].fault = "dies at update"
+    sync.publish(1, lambda: step(model))
+    until = time.monotonic() + 30
+    while not arrived and time.monotonic() < until:
+        sync.check()
+        time.sleep(0.05)
+    assert receivers[0].version == 1 and list(arrived[0].left_out) == [receivers[1].url]
+    assert_same_weights(receivers[0], model)
+    receivers[0].fault = "dies at update"
+    sync.publish(2, lambda: step(model))
+    with pytest.raises(EngineGone):
+        sync.settle()
+    sync.publish(3, lambda: step(model))  # nothing of the failed one is left; it is said anew
+    with pytest.raises(EngineGone):
+        sync.publish(4, lambda: pytest.fail("written"))
 
 
 def test_parameters_lie_in_one_piece_and_compute_the_same(base: Path) -> None:

@@ -94,6 +94,8 @@ class WeightSync(ABC):
         """The servers that generate the rollouts, from `attach` on."""
         self.left_out: dict[str, str] = {}
         """Addresses of those that the run goes on without, and why."""
+        self.arrived: Callable[[SyncReport], None] = lambda report: None
+        """Told on rank 0 of a version that reached the servers after its `publish` had returned."""
         self.wait_for_room: Callable[[Path, str], None] | None = None
         """Asked while a disk is full, with the folder and the system's words; returns when it may be tried again."""
         supervisor = supervised(config, stop)
@@ -132,14 +134,24 @@ class WeightSync(ABC):
     def attach(self, start: Start) -> torch.nn.Module:
         """Wait for the server and return the policy, with the weights of `start` on both sides."""
 
+    def settle(self) -> None:  # noqa: B027 - most modes have nothing under way
+        """Wait until the version published last is where it goes; before parameters change otherwise than by `publish`,
+        and at the end. Of all ranks.
+
+        Raises:
+            EngineGone: no server has it, nor came back within `engine_timeout`.
+        """
+
     def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
         """Call `write`, which changes the policy's parameters in place, and let the server generate with `version`."""
         clock = Phases()
         moved = self._publish(version, write, clock)
+        return self._report(version, clock.seconds, moved)
+
+    def _report(self, version: int, phases: dict[str, float], moved: bool) -> SyncReport:
         return SyncReport(
-            self.config.mode, version, sum(clock.seconds.values()), clock.seconds, moved=moved,
-            left_out=dict(self.left_out),
-        )  # fmt: skip
+            self.config.mode, version, sum(phases.values()), phases, moved=moved, left_out=dict(self.left_out)
+        )
 
     @abstractmethod
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:

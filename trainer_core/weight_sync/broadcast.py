@@ -14,6 +14,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -40,6 +42,8 @@ NAME_S = 8.0
 
 Members = dict[ServerClient, BridgeInfo]
 """Servers, and what each said of itself."""
+Delivery = Future[tuple[bool, dict[str, float]]]
+"""Whether a server got the version, and the seconds of each phase."""
 T = TypeVar("T")
 
 
@@ -71,6 +75,8 @@ class Broadcast(SeparateWeights):
         self._rests = Rests()
         self._complained: set[str] = set()
         """Since the last group that worked."""
+        self._delivery: Delivery | None = None
+        """With `overlap_publish` the one under way."""
 
     def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
         model = super()._spread(model)
@@ -91,6 +97,41 @@ class Broadcast(SeparateWeights):
         if self._follower is not None:
             self._follower.wrote(self.version)
 
+    def settle(self) -> None:
+        if self.config.overlap_publish:
+            self.world.share(self._settle)
+
+    def _settle(self) -> None:
+        """Wait for the delivery under way, tell of it, and raise what went wrong there."""
+        delivery, self._delivery = self._delivery, None
+        if delivery is not None:
+            moved, seconds = delivery.result()
+            self.arrived(self._report(self.version, seconds, moved))
+
+    def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
+        with clock("settle") if self.config.overlap_publish else nullcontext():
+            self.settle()
+        return super()._publish(version, write, clock)
+
+    def _delivered(self, clock: Phases) -> bool:
+        """With `overlap_publish` it is only begun, and nobody has the version yet; from here on servers, the group and
+        orders are the thread's until `_settle`."""
+        if not self.config.overlap_publish:
+            return super()._delivered(clock)
+        delivery: Delivery = Future()
+        self._delivery = delivery
+        threading.Thread(target=self._deliver_to, args=(delivery,), name="publish", daemon=True).start()
+        return False
+
+    def _deliver_to(self, delivery: Delivery) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        clock = Phases()
+        try:
+            delivery.set_result((super()._delivered(clock), clock.seconds))
+        except Exception as error:
+            delivery.set_exception(error)
+
     def check(self) -> None:
         """Give a server that is back, or is another one now, the present weights; it serves nobody before.
 
@@ -100,6 +141,10 @@ class Broadcast(SeparateWeights):
         now = time.monotonic()
         if self.world.rank or now - self._looked < LOOK_S or self.stop.is_set():
             return  # rank 0 alone knows servers; at the end nobody waits for one: the weights are here
+        if self._delivery is not None:
+            if not self._delivery.done():
+                return  # it looks after servers meanwhile
+            self._settle()
         self._looked = now
         back = False
         for engine, info in self._look(LOOK_S / 2).items():
@@ -110,6 +155,8 @@ class Broadcast(SeparateWeights):
             self._await_server(self._regroup)
 
     def close(self) -> None:
+        if self._delivery is not None:  # after an error: it has had its time
+            wait([self._delivery], LAST_WORDS_S)
         if self._follower is not None:
             self._follower.close()
         self._leave()

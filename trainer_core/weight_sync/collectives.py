@@ -153,7 +153,8 @@ class NcclGroup:
         self._done = torch.cuda.Event()
 
     def send(self, what: Outgoing) -> None:
-        self._filling.wait_stream(torch.cuda.current_stream(self._filling.device))
+        if what.ready is not None:
+            self._filling.wait_event(what.ready)
         left: list[torch.cuda.Event | None] = [None] * SLOTS
         for index, chunk in enumerate(what.chunks):
             slot = index % SLOTS

@@ -36,6 +36,8 @@ class Outgoing(Protocol):
 
     tensors: list[SentTensor]
     chunks: list[Chunk]
+    ready: torch.cuda.Event | None
+    """When what is sent is in place, for a stream that reads it; null on a CPU."""
 
     def refresh(self) -> None:
         """The parameters have changed."""
@@ -51,11 +53,13 @@ class OnePiece:
     def __init__(self, model: torch.nn.Module) -> None:
         self._stream, self.tensors, self._copied = into_one_piece(model)
         self.chunks = chunks(self.tensors, CHUNK_BYTES)
+        self.ready: torch.cuda.Event | None = None
 
     @torch.no_grad()
     def refresh(self) -> None:
         for sent, tensor in self._copied:
             sent.copy_(tensor)
+        self.ready = _now(self._stream.device)
 
     def fill(self, chunk: Chunk, slot: int) -> torch.Tensor:
         return self._stream[chunk.start : chunk.end]
@@ -87,9 +91,11 @@ class Shards:
         self.chunks = chunks(self.tensors, CHUNK_BYTES)
         room, device = max(chunk.nbytes for chunk in self.chunks), local(next(iter(named.values()))).device
         self._buffers = [torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self.ready: torch.cuda.Event | None = None
 
     def refresh(self) -> None:
         """Rows are read where they lie."""
+        self.ready = _now(self._buffers[0].device)
 
     @torch.no_grad()
     def fill(self, chunk: Chunk, slot: int) -> torch.Tensor:
@@ -217,6 +223,11 @@ def _rank_of(first: int, last: int, bounds: list[int]) -> int | None:
     """The rank that has elements `first` to `last`; null when several do."""
     spans = enumerate(pairwise(bounds))
     return next((rank for rank, (begin, end) in spans if begin <= first and last < end), None)
+
+
+def _now(device: torch.device) -> torch.cuda.Event | None:
+    """The end of what the present stream was given so far, not of what it is given later."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def _view(part: torch.Tensor, dtype: str) -> torch.Tensor:
