@@ -1,6 +1,7 @@
 """Who waits for whom on two GPUs: trainer and engine in broadcast, long completions, and what the cockpit says of it.
 
-    python -m benchmarks.idle_shares [--shape tiny|qwen3-1.7b|qwen3-8b] [--tokens 512] [--steps 20] [--json]
+    python -m benchmarks.idle_shares [--shape tiny|qwen3-1.7b|qwen3-8b] [--tokens 512] [--steps 20]
+                                     [--set trainer.overlap_publish=true] [--json]
 
 The whole product: `atropos-tui up` with the engine on GPU 0 and the trainer on GPU 1 (on a machine without GPUs a tiny
 model on its cores). Weights are random, of the named shape, and never end a completion, so all have `--tokens` tokens;
@@ -99,6 +100,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     (folder / "idle.toml").write_text(tomli_w.dumps(profile(options, folder / "model")))
     root, product = folder / "run", [sys.executable, "-m", "atropos_tui"]
     command = [*product, "up", str(folder / "idle.toml"), "--headless", "--run-dir", str(root)]
+    command += [part for setting in options.set for part in ("--set", setting)]
     with (folder / "log").open("wb") as log:
         up = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -133,6 +135,7 @@ def main() -> int:
         "--ahead", type=int, default=2, help="steps' worth of completions that the engine has at a time"
     )
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the profile, as of `up`")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="atropos-idle-") as temporary:

@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from atropos_common.manifest import Shard, TensorEntry, TensorView
@@ -22,8 +24,8 @@ from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
 from trainer_core.policy import load
 from trainer_core.policy.attention import register
-from trainer_core.policy.load import attach_views, copy_weights, empty_model, load_model
-from trainer_core.policy.logprobs import row_scores, whole_row
+from trainer_core.policy.load import attach_views, copy_weights, decoder_layers, empty_model, load_model
+from trainer_core.policy.logprobs import row_logprobs, row_scores, whole_row
 from trainer_core.policy.proof import prove
 from trainer_core.policy.tensor_parallel import TensorParallel
 from trainer_core.ranks import World
@@ -31,6 +33,7 @@ from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
 from trainer_core.world import join
 
+BACKEND = aot_autograd(fw_compiler=lambda graph, _: graph.forward)
 PADDING = 64
 """To a multiple of it vLLM pads a vocabulary before it splits it."""
 SHAPE: dict[str, Any] = {
@@ -186,6 +189,7 @@ def everything(folder: Path) -> int:
     torch.set_num_threads(1)
     world = join(torch.device("cpu"), 60.0)
     found = {"models": {name: compare(name) for name in CONFIGS}, "copies": _copies(), "resume": _resume(folder, world)}
+    found["compiled"] = _compiled()
     (folder / f"answer.{world.rank}").write_text(json.dumps(found))
     world.close()
     return 0
@@ -241,6 +245,23 @@ def _copies() -> dict[str, Any]:
     moved = max((model.parallel.part(n).take(p) - model.get_parameter(n)).abs().max().item()
                 for n, p in whole.named_parameters() if model.get_parameter(n).numel())  # fmt: skip
     return {"before": apart, "after": _differ(model), "moved": moved}
+
+
+def _compiled() -> dict[str, Any]:
+    """What torch makes of the layers, and whether it computes the same: a graph for each would end after the eighth."""
+    whole = whole_model(CONFIGS["norms of heads"])
+    whole.set_attn_implementation(register())
+    model, _ = cut_model(whole)
+    gradients = []
+    for compiled in (False, True):
+        for layer in decoder_layers(model) if compiled else ():
+            layer.compile(dynamic=True, backend=BACKEND)
+        for length in (40, 57):
+            model.zero_grad()
+            row_logprobs(model, whole_row([torch.arange(3, 3 + length)])).sum().backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    equal = all(torch.equal(*pair) for i in (0, 1) for pair in zip(gradients[i], gradients[i + 2], strict=True))
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"]), "equal": equal}
 
 
 def _differ(model: torch.nn.Module) -> int:

@@ -37,6 +37,11 @@ def test_copies_of_a_weight_stay_equal_bit_for_bit(answers: list[Any]) -> None:
         assert found["after"] == 0 and found["before"] > 0 and found["moved"] > 1e-3, found
 
 
+def test_layers_are_one_graph_for_the_compiler(answers: list[Any]) -> None:
+    for rank in answers:
+        assert rank["compiled"] == {"graphs": 1, "breaks": 0, "equal": True}
+
+
 def test_a_checkpoint_in_parts_is_a_model_and_goes_on_in_as_many(answers: list[Any]) -> None:
     assert [rank["resume"]["read"] for rank in answers] == [1, *[0] * (len(answers) - 1)], "rank 0 alone reads it"
     for rank in answers:

@@ -189,7 +189,7 @@ class TensorParallel:
             elif cuts["weight"] == BY_ROWS:
                 by_rows[path] = module
             else:
-                module.forward = partial(_row_product, module)
+                module.__class__ = ColumnsLinear
                 regions.append(model.get_submodule(path.rpartition(".")[0]))
                 if regions[-1] in layers or regions[-1] is model:
                     yield f"{path}, which stands in no module of its own together with what computes its input"
@@ -245,6 +245,18 @@ def own_part(model: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
     return whole if parallel is None else parallel.part(name).take(whole)
 
 
+class ColumnsLinear(nn.Linear):
+    """A product by the columns of the weight that are here, added up over ranks; the bias is added once.
+
+    A class, not a `forward` of the module's own: torch.compile would take each such module for another function, compile
+    a layer for each of them, and give up after the eighth.
+    """
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = _Leave.apply(F.linear(states, self.weight))
+        return summed if self.bias is None else summed + self.bias
+
+
 BY_ROWS, BY_COLUMNS = "by rows", "by columns"
 BY_DIMENSION = {0: BY_ROWS, 1: BY_COLUMNS}
 _LINEAR = (
@@ -255,8 +267,7 @@ _LINEAR = (
 
 
 def _sums_up(module: nn.Module) -> bool:
-    forward = module.forward
-    return isinstance(forward, partial) and forward.func is _row_product
+    return isinstance(module, ColumnsLinear)
 
 
 def over_ranks(tensor: torch.Tensor, how: str = "sum", group: Any = None) -> torch.Tensor:
@@ -302,12 +313,6 @@ def _enter_region(
     if args:
         return (enter(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"])}
-
-
-def _row_product(module: nn.Linear, states: torch.Tensor) -> torch.Tensor:
-    """Of the columns that are here; the bias is added once."""
-    summed: torch.Tensor = _Leave.apply(F.linear(states, module.weight))
-    return summed if module.bias is None else summed + module.bias
 
 
 def _look_up(module: nn.Embedding, forward: Callable[[torch.Tensor], torch.Tensor], rows: Vocabulary,
