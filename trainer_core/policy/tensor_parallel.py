@@ -248,8 +248,8 @@ def own_part(model: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
 class ColumnsLinear(nn.Linear):
     """A product by the columns of the weight that are here, added up over ranks; the bias is added once.
 
-    A class, not a `forward` of the module's own: torch.compile would take each such module for another function, compile
-    a layer for each of them, and give up after the eighth.
+    A class, not a `forward` of the module's own: torch.compile would take each of those for another function, compile a
+    layer for each, and give up after the eighth.
     """
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
