@@ -5,8 +5,8 @@
 
 The whole product: `atropos-tui up` with the engine on GPU 0 and the trainer on GPU 1 (on a machine without GPUs a tiny
 model on its cores). Weights are random, of the named shape, and never end a completion, so all have `--tokens` tokens;
-this module is the environment as well, whose scores are the toss of a coin. Shares are of all steps, as `atropos-tui
-bench` gives them; the sentence is the one on the screen.
+this module is the environment as well, whose scores are the toss of a coin. Shares are of the steps after the first
+two, which compile; the sentence is the one on the screen.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import tomli_w
 import torch
 
+from atropos_common.records import TimingRecord
 from atropos_envs.base import StackEnv, run
 from atropos_envs.evaluation import Graded
 from benchmarks.children import free_ports
+from benchmarks.large_models import records
 from benchmarks.shapes import SHAPES
 from benchmarks.situations import Watch
 from benchmarks.weight_sync import save_model
 
-START_S = 400.0
+WARM = 2
+"""Steps that are not measured."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 SMALL = {"enforce-eager": True, "kv-cache-memory-bytes": 64 << 20, "block-size": 32}
 """An engine on a CPU."""
@@ -98,15 +102,24 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Shares and sentence of one run."""
     save_model(options.shape, folder / "model", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     (folder / "idle.toml").write_text(tomli_w.dumps(profile(options, folder / "model")))
-    root, product = folder / "run", [sys.executable, "-m", "atropos_tui"]
-    command = [*product, "up", str(folder / "idle.toml"), "--headless", "--run-dir", str(root)]
+    root = folder / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "atropos_tui",
+        "up",
+        str(folder / "idle.toml"),
+        "--headless",
+        "--run-dir",
+        str(root),
+    ]
     command += [part for setting in options.set for part in ("--set", setting)]
     with (folder / "log").open("wb") as log:
         up = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        give_up = time.monotonic() + START_S + 30 * options.steps
-        while (found := bench(product, root)).get("steps", 0) < options.steps:
-            if up.poll() is not None or time.monotonic() > give_up:
+        give_up = time.monotonic() + options.limit
+        while (found := shares(root)).get("steps", 0) < options.steps and time.monotonic() < give_up:
+            if up.poll() is not None:
                 raise SystemExit(f"{found}\n{(folder / 'log').read_text()[-6000:]}")
             time.sleep(2)
         said = Watch(root).said()
@@ -116,13 +129,18 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"sentence": said.line if said else "", **found}
 
 
-def bench(product: list[str], root: Path) -> dict[str, Any]:
-    """What `atropos-tui bench` says of the run so far; nothing before it has steps."""
-    done = subprocess.run([*product, "bench", str(root), "--json"], capture_output=True, text=True)
-    if done.returncode:
+def shares(root: Path) -> dict[str, Any]:
+    """What the trainer's records say so far, without the first steps, which compile; empty before there are others."""
+    timings = [r for r in records(root / "telemetry.jsonl") if isinstance(r, TimingRecord) and (r.step or 0) > WARM]
+    if not timings:
         return {}
-    (found,) = json.loads(done.stdout)["runs"]
-    return {name: found[name] for name in ("steps", "avg_step_s", "waiting_share", "engine_idle_fraction")}
+    idle = [r.engine_idle_fraction for r in timings if r.engine_idle_fraction is not None]
+    return {
+        "steps": len(timings), "step_s": mean(r.step_s for r in timings), "train_s": mean(r.train_s for r in timings),
+        "publish_s": mean(r.sync_s for r in timings),
+        "waiting_share": sum(r.data_wait_s for r in timings) / sum(r.step_s for r in timings),
+        "engine_idle_fraction": mean(idle) if idle else None,
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -134,7 +152,8 @@ def main() -> int:
     parser.add_argument(
         "--ahead", type=int, default=2, help="steps' worth of completions that the engine has at a time"
     )
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="measured, after the first ones")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds, after which fewer steps have to do")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the profile, as of `up`")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

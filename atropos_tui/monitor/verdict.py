@@ -31,6 +31,8 @@ IDLES = 0.3
 """Share of the time without a request from which on the engine could do more."""
 FEW_IN_FLIGHT = 0.1
 """Of the sequences that the engine computes at a time."""
+HAS_ROOM = 0.6
+"""Of them, below which a busy engine makes more tokens a second by computing more at a time."""
 LEFT_OUT = 0.05
 """Share of sequences that are too old, from which on it is worth a word."""
 LEFT_BEHIND = 2
@@ -361,14 +363,20 @@ def _by_environment(found: Rates) -> Verdict:
 
 def _by_engine(known: Known, found: Rates) -> Verdict:
     names = [found.flow.engine] if found.flow else [row.name for row in known.of(Role.ENGINE)]
-    full = ""
+    full, do = "", ["shorter env.max_token_length", MORE_ENGINE.get(known.status.mode, "more engines")]
     if found.flow and found.flow.slots:
-        full = f" with {found.flow.running or 0.0:.0f} of {found.flow.slots:.0f} possible sequences"
+        running, slots = found.flow.running or 0.0, found.flow.slots
+        full = f" with {running:.0f} of {slots:.0f} possible sequences"
+        if running < HAS_ROOM * slots:
+            bound = known.option(Role.ENV, "--env.max_batches_offpolicy") or "1"
+            do.insert(0, f"more at a time by env.max_batches_offpolicy above {bound} (policy lag grows with it)")
+    if any("--enforce-eager" in part.command for part in known.info.components if part.role is Role.ENGINE):
+        do.append("no enforce-eager")
     return Verdict(
         "advice",
         f"limited by the engine {', '.join(names)}: busy {1.0 - found.idle:.0%} of the time{full}, while the trainer "
         f"waits {found.waiting:.0%}",
-        f"shorter env.max_token_length, {MORE_ENGINE.get(known.status.mode, 'more engines')}, or no enforce-eager",
+        f"{', '.join(do[:-1])}, or {do[-1]}",
     )
 
 

@@ -27,6 +27,7 @@ INFO = RunInfo(
     training_steps=60,
     components=[
         PlannedComponent("math", Role.ENV, command=("python", "--env.max_batches_offpolicy", "1")),
+        PlannedComponent("vllm", Role.ENGINE, command=("python", "--enforce-eager")),
     ],
     last_start_s={"vllm": 41.0},
 )
@@ -102,9 +103,9 @@ SITUATIONS: dict[str, tuple[Severity, str, Verdict]] = {
     ),
     "engine slow": (
         "advice",
-        "limited by the engine vllm: busy 97% of the time with 60 of 128 possible sequences, while the trainer waits "
+        "limited by the engine vllm: busy 97% of the time with 100 of 128 possible sequences, while the trainer waits "
         "71%; shorter env.max_token_length, more engines, or no enforce-eager",
-        said(flow(0.71, 0.03)),
+        said(flow(0.71, 0.03, running=100.0)),
     ),
     "trainer slow": (
         "advice",
@@ -167,6 +168,13 @@ def test_sequences_that_are_too_old_are_counted_over_the_newest_steps() -> None:
 def test_few_requests_in_flight_are_the_environment_s_limit_however_busy_the_engine_is() -> None:
     found = said(flow(0.8, 0.0, running=4.0))
     assert found.what.startswith("limited by the environment math: 2 groups/s; the trainer waits 80%")
+
+
+def test_an_engine_that_has_room_is_told_to_take_more_at_a_time() -> None:
+    assert said(flow(0.71, 0.03, running=46.0)).do.startswith(
+        "more at a time by env.max_batches_offpolicy above 1 (policy lag grows with it), shorter env.max_token_length"
+    )
+    assert "at a time" not in said(flow(0.71, 0.03, running=100.0)).do
 
 
 def test_trainer_and_engine_that_take_turns_are_told_how_to_overlap() -> None:
