@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hmac
+import ssl
 from collections.abc import Collection, Iterable, Mapping
 
 import httpx
@@ -22,6 +24,21 @@ LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepali
 """uvicorn, as run-api and a stock vLLM have it, closes a connection that was idle for five seconds. httpx's limit is
 the same, and a request sent at that very moment is lost without an answer. A client with a transport of its own takes
 no heed of its own `limits`: they are the transport's then."""
+
+
+def certificates(url: str) -> ssl.SSLContext | bool:
+    """What a client of `url` takes for httpx's `verify`.
+
+    Every client reads the machine's certificates, 20 to 100 ms of a core, also one that never meets TLS. A client of an
+    http:// address goes without; led to https:// all the same it trusts nobody.
+    """
+    return True if url.lower().startswith("https:") else _no_certificates()
+
+
+@functools.cache
+def _no_certificates() -> ssl.SSLContext:
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
 
 AFTER_HEADER = "X-Atropos-After"
 """Of a `GET /batch` of our trainer: the name of the batch that it had last, empty for none. Our run-api lets that one

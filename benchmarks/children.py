@@ -20,6 +20,8 @@ from typing import Any
 
 import httpx
 
+from atropos_common.http import certificates
+
 MARK = "ANSWER "
 TOKEN = "benchmark-0123456789"
 TAIL = 1500
@@ -167,7 +169,8 @@ class Server(Process):
         if self.popen.poll() is not None:
             raise ChildError(f"ended with {self.popen.returncode}:\n{self.tail()}")
         try:
-            if httpx.get(self.url + self.health, timeout=5, trust_env=False).status_code == 200:
+            there = httpx.get(self.url + self.health, timeout=5, trust_env=False, verify=certificates(self.url))
+            if there.status_code == 200:
                 self.ready_s = time.perf_counter() - self.began
         except httpx.TransportError:
             pass

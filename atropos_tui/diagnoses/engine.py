@@ -24,7 +24,7 @@ from typing import Protocol
 import httpx
 
 from atropos_common.control import Role
-from atropos_common.http import door_headers
+from atropos_common.http import certificates, door_headers
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     AlignmentRecord,
@@ -560,14 +560,17 @@ class Watcher:
         return [(name, replace(found, episode=episode))]
 
 
+def _api(url: str) -> httpx.Client:
+    return httpx.Client(
+        base_url=url, timeout=ANSWER_S, trust_env=False, headers=door_headers(os.environ), verify=certificates(url)
+    )
+
+
 def registrations(url: str) -> list[tuple[str, float]]:
     """Name and moment (Unix seconds) of each environment at the run-api at `url`; nothing where it does not tell."""
     try:
-        answer = (
-            httpx.get(f"{url}/envs", timeout=ANSWER_S, trust_env=False, headers=door_headers(os.environ))
-            .raise_for_status()
-            .json()
-        )
+        with _api(url) as http:
+            answer = http.get("/envs").raise_for_status().json()
         return [(str(env["name"]), float(env["registered_at"])) for env in answer["envs"] if env["connected"]]
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return []
@@ -576,7 +579,7 @@ def registrations(url: str) -> list[tuple[str, float]]:
 def ask_api(url: str) -> ApiView:
     """What the run-api at `url` says of itself; its newest group only when groups wait, since it may be large."""
     try:
-        with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False, headers=door_headers(os.environ)) as http:
+        with _api(url) as http:
             status, info = http.get("/status").json(), http.get("/info").json()
             queue = int(status.get("queue_size") or 0)
             group = len(http.get("/latest_example").json().get("tokens") or []) if queue else 0

@@ -19,7 +19,7 @@ import httpx
 
 from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
-from atropos_common.http import LIMITS, door_headers
+from atropos_common.http import LIMITS, certificates, door_headers
 from atropos_common.records import EnvCountsRecord, TimingRecord
 from atropos_tui.diagnoses.stall_rules import FLAT, RUNS, Flow, Part, asked_engines
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
@@ -117,8 +117,9 @@ class FlowWatch:
         """The one environment, where it does not count its groups: what logs tell of groups is about it."""
         self._seen: Counter[str] = Counter()
         self._http = httpx.Client(
-            timeout=ANSWER_S, limits=LIMITS, trust_env=False, follow_redirects=True, headers=door_headers(os.environ)
-        )
+            timeout=ANSWER_S, limits=LIMITS, trust_env=False, follow_redirects=True, headers=door_headers(os.environ),
+            verify=certificates("http:"),
+        )  # fmt: skip
         steps = next(
             (_flag(spec.command, "--training-steps") for spec in stack.components if spec.role is Role.TRAINER), ""
         )

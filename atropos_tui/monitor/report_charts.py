@@ -17,9 +17,9 @@ from xml.etree import ElementTree
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from atropos_common.records import GaugesRecord
 from atropos_tui.monitor.bench import PARTS
@@ -40,6 +40,9 @@ POINTS = 1_000
 STACKED = 250
 """Columns of the split of a step; more steps are averaged."""
 SIZE_IN = (5.6, 2.5)
+FONT_PT = 9
+GLYPH_PT, LINE_PT, TICK_PT = 0.64 * FONT_PT, 1.2 * FONT_PT, 8
+"""Width of a digit, height of a line, from an axis to its labels."""
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 PALETTE = 6
 """Colours of the page for curves: `--c1` to `--c6`."""
@@ -58,7 +61,7 @@ _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "atropos",
     "path.simplify": False,  # the points are thinned already, by a rule that keeps the spikes
-    "font.size": 9,
+    "font.size": FONT_PT,
     "text.parse_math": False,
     "axes.edgecolor": _AXIS,
     "axes.grid": True,
@@ -280,13 +283,32 @@ def draw(chart: PageChart, name: str) -> str:
     """An `<svg>` element with a title and a description; `name` makes its ids unique on the page."""
     with rc_context(_STYLE), warnings.catch_warnings():  # type: ignore[arg-type]
         warnings.simplefilter("ignore")  # a log axis without a positive value, say: drawn empty
-        figure = Figure(SIZE_IN, layout=ConstrainedLayoutEngine(h_pad=0.02, w_pad=0.02))
+        figure = Figure(SIZE_IN)
         axes = figure.add_subplot()
         _paint(axes, chart)
+        _make_room(axes)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", transparent=True)
         spots = list(_spots(axes, chart))
     return _embedded(buffer.getvalue(), chart, name, spots)
+
+
+def _make_room(axes: Axes) -> None:
+    """Let the labels of both axes just fit into the figure, by the length of their texts: the page that shows them has
+    fonts of its own, and to measure each in matplotlib's is half of what a page costs."""
+    beside, below = _labels(axes.yaxis), _labels(axes.xaxis)
+    left = max(map(len, beside), default=0) * GLYPH_PT + TICK_PT
+    right = max(len(below[-1]) if below else 0, 2) * GLYPH_PT / 2
+    width, height = (72 * inches for inches in SIZE_IN)
+    bottom, top = LINE_PT + TICK_PT, LINE_PT / 2
+    axes.set_position((left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height))
+
+
+def _labels(axis: Axis) -> list[str]:
+    """Of the ticks that are seen."""
+    low, high = sorted(axis.get_view_interval())
+    places = [float(place) for place in axis.get_majorticklocs() if low <= place <= high]
+    return axis.get_major_formatter().format_ticks(places)
 
 
 @dataclass(frozen=True)
@@ -348,7 +370,9 @@ def _paint(axes: Axes, chart: PageChart) -> None:
             axes.plot([mark.step], [low], _POINTS[mark.kind], color=_AXIS, markersize=3.5, clip_on=False, zorder=4)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.over != Along.MINUTES))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    if not chart.spec.log:
+    if chart.spec.log:
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
         axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, chart.spec.unit)))
 

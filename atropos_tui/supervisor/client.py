@@ -33,7 +33,7 @@ from atropos_common.control import (
     WaitResult,
 )
 from atropos_common.files import is_private
-from atropos_common.http import LIMITS
+from atropos_common.http import LIMITS, certificates
 from atropos_common.records import Record, parse_line
 from atropos_common.run_dir import RunDir
 from atropos_tui.errors import Exit, Problem, UserError
@@ -203,7 +203,7 @@ class ControlClient:
             raise NoSupervisor(f"the supervisor of {self.run_dir.root} is user {owner}'s: only he may speak to it")
         if self._http is None or target != self._target:
             self._target = target
-            transport = httpx.AsyncHTTPTransport(uds=target, limits=LIMITS, verify=False)  # no TLS: spare its set-up
+            transport = httpx.AsyncHTTPTransport(uds=target, limits=LIMITS, verify=certificates("http:"))
             self._http = httpx.AsyncClient(transport=transport, base_url="http://supervisor", trust_env=False)
         return self._http
 

@@ -21,7 +21,7 @@ import psutil
 from atropos_common.bridge import METRIC_VERSION
 from atropos_common.control import ComponentStatus, Role, RunStatus, State
 from atropos_common.files import cut_torn_line, write_private
-from atropos_common.http import LIMITS, door_headers
+from atropos_common.http import LIMITS, certificates, door_headers
 from atropos_common.records import ComponentUse, EngineGauges, EnvFlow, GaugesRecord, HostUse
 from atropos_tui.diagnoses.flow import read_figures
 from atropos_tui.diagnoses.stall_rules import Flow
@@ -71,7 +71,10 @@ class GaugeReader:
     def __init__(self, urls: Mapping[str, str]) -> None:
         """`urls`: where each component's port is asked."""
         self._urls = urls
-        self._http = httpx.Client(timeout=ANSWER_S, limits=LIMITS, trust_env=False, headers=door_headers(os.environ))
+        self._http = httpx.Client(
+            timeout=ANSWER_S, limits=LIMITS, trust_env=False, headers=door_headers(os.environ),
+            verify=certificates("http:"),
+        )  # fmt: skip
         self._cpu = _cpu_seconds()
 
     def read(self, status: RunStatus, flows: Mapping[str, Flow], folder: Path) -> GaugesRecord:

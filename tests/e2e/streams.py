@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from atropos_common.bridge import TOKEN_HEADER, completion_digest
-from atropos_common.http import LIMITS
+from atropos_common.http import LIMITS, certificates
 from tests.e2e.vllm_server_live import reference_logprobs
 from trainer_core.server.client import ServerClient
 
@@ -89,7 +89,8 @@ class Streams:
         deadline = time.monotonic() + patience_s * self._patient
         while True:
             try:
-                return str(httpx.get(f"{self.url}/v1/models", timeout=30).json()["data"][0]["id"])
+                answer = httpx.get(f"{self.url}/v1/models", timeout=30, verify=certificates(self.url))
+                return str(answer.json()["data"][0]["id"])
             except (httpx.HTTPError, ValueError, KeyError):
                 if time.monotonic() > deadline:
                     raise
@@ -131,7 +132,8 @@ class Streams:
 
     def _run(self, number: int, streamed: bool) -> None:
         headers = {TOKEN_HEADER: self.token} if self._with_token else {}
-        with httpx.Client(base_url=self.url, headers=headers, timeout=120, limits=LIMITS, trust_env=False) as http:
+        settings: dict[str, Any] = {"timeout": 120, "limits": LIMITS, "trust_env": False}
+        with httpx.Client(base_url=self.url, headers=headers, verify=certificates(self.url), **settings) as http:
             turn = 0
             while not self._stop.is_set():
                 turn += 1

@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from atropos_common.bridge import TOKEN_HEADER, completion_digest
+from atropos_common.http import certificates
 from atropos_common.manifest import Manifest, read_manifest
 from atropos_common.run_dir import ENV_HELD_PORT
 from benchmarks.nursery import ForkedProcess, forked_server
@@ -49,10 +50,11 @@ class Server:
 
     def post(self, path: str, body: Any = None, *, token: bool = True, timeout: float = 60) -> httpx.Response:
         headers = {TOKEN_HEADER: self.token} if token else {}
-        return httpx.post(self.url + path, json=body, headers=headers, timeout=timeout)
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=timeout, verify=certificates(self.url))
 
     def get(self, path: str, *, token: bool = True) -> httpx.Response:
-        return httpx.get(self.url + path, headers={TOKEN_HEADER: self.token} if token else {}, timeout=30)
+        headers = {TOKEN_HEADER: self.token} if token else {}
+        return httpx.get(self.url + path, headers=headers, timeout=30, verify=certificates(self.url))
 
     def generate(self, **body: Any) -> dict[str, Any]:
         answer = self.post("/generate", body, token=False)
@@ -112,7 +114,7 @@ def await_ready(server: Server) -> Server:
     try:
         while time.monotonic() - begun < START_S and server.process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(server.url + "/health_generate", timeout=15).status_code == 200:
+                if server.get("/health_generate", token=False).status_code == 200:
                     server.started_s = time.monotonic() - begun
                     return server
             time.sleep(0.2)

@@ -27,7 +27,7 @@ import httpx
 import msgspec
 
 from atropos_common.bridge import TOKEN_HEADER
-from atropos_common.http import AFTER_HEADER, BATCH_HEADER, LIMITS, door_headers
+from atropos_common.http import AFTER_HEADER, BATCH_HEADER, LIMITS, certificates, door_headers
 from atropos_common.run_dir import ENV_TOKEN
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import ApiError, Stopped
@@ -125,6 +125,7 @@ class RunApi:
         self.timeout_s = timeout_s
         self._http = httpx.Client(
             base_url=self.url, timeout=ANSWER_S, limits=LIMITS, transport=transport, trust_env=False,
+            verify=certificates(self.url),
             # Compressing a batch costs run-api more time than sending it.
             headers={"Accept-Encoding": "identity"} | door_headers(os.environ),
         )  # fmt: skip

@@ -34,7 +34,7 @@ from atropos_common.bridge import (
     VersionsResponse,
     WeightsLoaded,
 )
-from atropos_common.http import LIMITS
+from atropos_common.http import LIMITS, certificates
 from atropos_common.run_dir import ENV_TOKEN
 from atropos_common.transfer import TransferInit, TransferReport, TransferUpdate
 from trainer_core.errors import EngineError, EngineGone
@@ -83,7 +83,7 @@ class ServerClient:
         self._holder = uuid.uuid4().hex
         self._http = httpx.Client(
             base_url=self.base_url, headers=headers, timeout=timeout_s, limits=LIMITS, transport=transport,
-            trust_env=False,
+            trust_env=False, verify=certificates(self.base_url),
         )  # fmt: skip
 
     def info(self) -> BridgeInfo:

@@ -39,7 +39,7 @@ from atropos_common.control import (
     RunStatus,
     State,
 )
-from atropos_common.http import LIMITS
+from atropos_common.http import LIMITS, certificates
 from atropos_common.run_dir import (
     ENV_CONTROL_SOCKET,
     ENV_HELD_PORT,
@@ -115,7 +115,7 @@ class Supervised:
     def __init__(self, config: TrainingConfig, stop: threading.Event, socket: str) -> None:
         self.config = config
         self.stop = stop
-        transport = httpx.HTTPTransport(uds=socket, limits=LIMITS)
+        transport = httpx.HTTPTransport(uds=socket, limits=LIMITS, verify=certificates("http:"))
         self._http = httpx.Client(base_url="http://supervisor", transport=transport, timeout=ANSWER_S, trust_env=False)
 
     def ensure(self) -> None:
