@@ -259,6 +259,28 @@ def test_a_server_lost_in_the_middle_is_named_and_waited_for(
         assert_same_weights(each, model)
 
 
+@pytest.mark.parametrize("fault", ["a worker dies at update", "a worker hangs at update"])
+def test_one_worker_of_several_costs_its_server_and_no_other(
+    fault: Fault, make: Make, receivers: list[Receiver], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its neighbour waits in the same broadcast, and so would the servers beside it."""
+    sync = make(broadcast_timeout=4.0)
+    model = sync.attach(Start())
+    receivers[0].fault = fault
+    began = time.monotonic()
+    report = sync.publish(1, lambda: step(model))
+    assert time.monotonic() - began < 15, "of 4 seconds that a broadcast may take, and a group anew"
+    assert report.left_out.keys() == {receivers[0].url} and receivers[1].version == 1
+    said = next(line for line in capsys.readouterr().out.splitlines() if "did not reach every server" in line)
+    assert "phase transfer" in said and receivers[0].url in said, said
+    assert_same_weights(receivers[1], model)
+    receivers[0].restart()
+    sync._looked = 0.0
+    sync.check()
+    assert not sync.left_out and receivers[0].version == 1
+    assert_same_weights(receivers[0], model)
+
+
 def test_when_none_is_left_one_is_waited_for(make: Make, receivers: list[Receiver]) -> None:
     sync = make()
     model = sync.attach(Start())
@@ -322,8 +344,12 @@ def test_every_server_that_answers_is_named(
 
 
 @pytest.mark.parametrize(
-    ("fault", "phase"), [("never comes", "rendezvous"), ("dies at join", "rendezvous"), ("never connects", "connect")]
-)
+    ("fault", "phase"),
+    [
+        ("never comes", "rendezvous"), ("dies at join", "rendezvous"), ("never connects", "connect"),
+        ("a worker dies at join", "rendezvous"),
+    ],
+)  # fmt: skip
 def test_a_group_that_does_not_form_says_who_is_missing(
     fault: Fault, phase: str, make: Make, receivers: list[Receiver]
 ) -> None:
@@ -334,7 +360,7 @@ def test_a_group_that_does_not_form_says_who_is_missing(
     assert sync.left_out.keys() == {receivers[0].url}
     assert receivers[0].version is None and receivers[1].version == 3
     (text,) = sync.left_out.values()
-    if fault != "dies at join":  # whose later silence is newer
+    if "dies at join" not in fault:  # whose later silence is newer
         assert f"phase {phase}" in text and receivers[0].url in text, text
         assert f"no word from {receivers[0].url}" in text, text
     assert receivers[1].url not in text, "the one that died is named, not the one that noticed"

@@ -15,8 +15,9 @@ from vllm_server.weights import collectives
 from vllm_server.weights.copy_recorder import Copies, CopyRecorder, named_views
 
 Fault = Literal[
-    "dies at join", "never comes", "never connects", "dies at update", "never receives", "refuses", "breaks"
-]
+    "dies at join", "never comes", "never connects", "dies at update", "never receives", "refuses", "breaks",
+    "a worker dies at join", "a worker dies at update", "a worker hangs at update",
+]  # fmt: skip
 
 
 class Worker:
@@ -130,6 +131,9 @@ class Receiver:
                 for rank in range(init.first_rank, init.first_rank + len(self.workers)):
                     threading.Thread(target=collectives.Lifeline, args=(init, rank), daemon=True).start()
             threading.Event().wait(3)
+        elif self.fault == "a worker dies at join":
+            self._all([(self.workers[0].join, (init, init.first_rank))])
+            self.die()  # so does vLLM's engine without one of its workers
         else:
             return self._all([(worker.join, (init, init.first_rank + i)) for i, worker in enumerate(self.workers)])
         return 503, {}
@@ -140,6 +144,15 @@ class Receiver:
             self.die()
         elif self.fault == "never receives":
             threading.Event().wait(3)
+        elif self.fault in ("a worker dies at update", "a worker hangs at update"):
+            hangs = "hangs" in self.fault
+            if not hangs:
+                self.workers[-1].leave()
+            self._all([(worker.receive, ()) for worker in self.workers[:-1]])
+            if hangs:  # vLLM waits for all of them
+                threading.Event().wait(3)
+            else:
+                self.die()
         elif self.fault == "breaks":
             return 503, {"error": "a worker broke"}
         else:
