@@ -498,11 +498,11 @@ class Component:
 
     def reach(self, stage: str, attempt: int) -> None:
         """Note a stage that was seen elsewhere than in the log."""
-        if stage not in self._stages and any(known.name == stage for known in self.spec.stages):
+        if any(known.name == stage for known in self.spec.stages):
             self._staged(attempt, stage)
 
     def _staged(self, attempt: int, stage: str) -> None:
-        if self._is_present(attempt):
+        if self._is_present(attempt) and stage not in self._stages:  # an adopted one's log still knows its line
             self._stages[stage] = time.time()
             self._restarts.came_up |= not self.has_gate
             self._store.emit(StageRecord(component=self.name, stage=stage, attempt=attempt))

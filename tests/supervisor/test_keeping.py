@@ -81,6 +81,7 @@ async def test_lines_that_rotation_dropped_are_remembered(tmp_path: Path) -> Non
         with again(first, logs=LogPolicy(max_bytes=20_000)) as second:
             same_processes(before, await rows_of(second))
             assert steps(second, "talk")[-1][0] == "healthy"
+            await asyncio.sleep(1.0)  # the adopted log has been looked through by then
             assert (await rows_of(second))["talk"].stages == [stage], "reached when it was reached"
             await down(second)
         assert b"up\n" not in log.with_name("1.log.1").read_bytes() + log.read_bytes()

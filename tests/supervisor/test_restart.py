@@ -113,7 +113,7 @@ async def test_wrong_usage_is_not_retried(launch: Any) -> None:
 
 @pytest.mark.launchers("direct")
 async def test_exit_2_of_what_was_healthy_is_a_crash(launch: Any) -> None:
-    code = "import time; print('up',flush=True); time.sleep(.2); raise SystemExit(2)"
+    code = "import time; print('up',flush=True); time.sleep(1); raise SystemExit(2)"
     async with launch(part("late", python(code), probes=ready(), restart=QUICK)) as running:
         assert await running.end() == 3
         assert running.path("late").count("starting") == 3
