@@ -42,7 +42,7 @@ from vllm_server.config import (
 from vllm_server.generate import Generator
 from vllm_server.load import LoadMetrics
 from vllm_server.recorded import record
-from vllm_server.routing.store import Experts, RoutingKeeper, RoutingStore
+from vllm_server.routing import Experts, RoutingKeeper, RoutingStore
 from vllm_server.versions import SpanFile
 from vllm_server.weights import broadcast, reload
 from vllm_server.weights.graph_check import UnsafeGraphs, stale_kinds

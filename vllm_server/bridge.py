@@ -39,7 +39,7 @@ from vllm_server.config import ServerConfig
 from vllm_server.generate import Generator
 from vllm_server.load import ServerLoad
 from vllm_server.recorded import CompletionStore
-from vllm_server.routing.store import RoutingStore
+from vllm_server.routing import RoutingStore
 from vllm_server.versions import MAX_LEASE_S, BridgeState, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)

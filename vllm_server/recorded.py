@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from atropos_common.bridge import GREEDY_BELOW, KnownLogprobs, prompt_digest
-from vllm_server.routing.store import RoutingKeeper
+from vllm_server.routing import RoutingKeeper
 from vllm_server.versions import VersionHistory
 
 MOST_TOKENS = 4_000_000

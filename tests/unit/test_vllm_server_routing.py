@@ -24,8 +24,7 @@ from vllm_server.auth import GenerationHold
 from vllm_server.bridge import WeightBridge
 from vllm_server.config import ConfigError, ServerConfig
 from vllm_server.recorded import CompletionStore, record
-from vllm_server.routing.recorder import SlotRecorder
-from vllm_server.routing.store import OVERHEAD, RoutingKeeper, RoutingStore, compact
+from vllm_server.routing import OVERHEAD, RoutingKeeper, RoutingStore, SlotRecorder, compact
 from vllm_server.versions import VersionHistory
 
 PROMPT = [5, 6, 7]
