@@ -58,7 +58,7 @@ test: install  ## unit, supervisor, screen and end-to-end tests
 	$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-waiting test-computing MARKS='$(MARKS)'
 
 test-waiting:
-	$(PYTEST) $(MARKS) --numprocesses 3 --ignore tests/e2e --ignore tests/gpu --ignore tests/cluster $(addprefix --ignore-glob=,$(MODEL_TESTS))
+	ATROPOS_TESTS_WITHOUT=torch $(PYTEST) $(MARKS) --numprocesses 3 --ignore tests/e2e --ignore tests/gpu --ignore tests/cluster $(addprefix --ignore-glob=,$(MODEL_TESTS))
 
 test-computing:
 	nice -n 5 $(PYTEST) $(MARKS) --numprocesses 2 tests/e2e $(MODEL_TESTS)

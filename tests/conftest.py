@@ -9,6 +9,7 @@ import atexit
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -27,6 +28,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(environment)
     tempfile.tempdir = None  # of the environment before
     atexit.register(_remove, folder, os.getpid())  # the last: what tests have registered ends processes
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where tests are to wait and not to compute (`make test-waiting`), each process would pay for the import."""
+    if (heavy := os.environ.get("ATROPOS_TESTS_WITHOUT")) and heavy in sys.modules:
+        raise pytest.UsageError(f"a test file imports {heavy}: it belongs to MODEL_TESTS in the Makefile")
 
 
 def _remove(folder: Path, owner: int) -> None:

@@ -93,9 +93,9 @@ class Cockpit:
             seen = self.terminal.shows(lambda text, before=before: _reward(text) not in ("", before))  # type: ignore[misc]
             shown = _reward(self.terminal.cells.text)
             steps = self.files.telemetry("step")
-            times = [s.time for s in steps if f"{s.reward_mean:.3f}" == shown and since - 1 < s.time <= seen]
-            assert times, f"no step of the last second has the reward {shown}"
-            assert seen - min(times) < SEEN_S, f"reward {shown} was drawn {seen - min(times):.2f} s late"
+            times = [s.time for s in steps if f"{s.reward_mean:.3f}" == shown and since - SEEN_S < s.time <= seen]
+            assert times, f"no step of the last seconds has the reward {shown}"
+            assert seen - max(times) < SEEN_S, f"reward {shown} was drawn {seen - max(times):.2f} s late"
             since = seen
 
     def shows_what_the_file_says(self) -> None:

