@@ -17,7 +17,7 @@ from atropos_common.records import EvalRecord, parse_line
 from atropos_envs import EnvFault
 from atropos_envs.math_env import Completion
 from atropos_envs.math_zero_server import PROMPT, MathZeroConfig, MathZeroEnv
-from atropos_envs.problems import HubSplit, MathProblem, is_right, parse_answer
+from atropos_envs.problems import PATIENCE_S, HubSplit, MathProblem, is_right, parse_answer
 from tests.unit.envs_support import Engine, decode, encode, make_env, text_tokenizer, write_splits
 
 NOWHERE = "http://127.0.0.1:9/v1"
@@ -140,7 +140,8 @@ def test_a_hostile_completion_is_wrong_in_bounded_time(hostile: str) -> None:
     gold = parse_answer("\\boxed{2}")
     began = time.monotonic()
     assert is_right(hostile, gold) is False
-    assert time.monotonic() - began < 4, "the event loop waits for the verdict"
+    # It is read, and then compared, and each may take so long.
+    assert time.monotonic() - began < 2 * PATIENCE_S + 1, "the event loop waits for the verdict"
 
 
 async def test_the_local_test_split_is_evaluated_greedily(folder: Path) -> None:
