@@ -10,6 +10,7 @@ thread when it is imported.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ VLLM = "vllm_server.app"
 def main(modules: list[str]) -> None:
     for module in modules:
         importlib.import_module(module)
+    gc.freeze()  # what was imported stays: no child looks through it for garbage, which would copy its pages
     answer({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)

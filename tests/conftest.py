@@ -6,6 +6,7 @@ Its path is short, since sockets are bound in it. What pytest keeps of a test (`
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import secrets
 import shutil
@@ -31,9 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where tests are to wait and not to compute (`make test-waiting`), each process would pay for the import."""
+    """Where tests are to wait and not to compute (`make test-waiting`), each process would pay for a heavy import."""
     if (heavy := os.environ.get("ATROPOS_TESTS_WITHOUT")) and heavy in sys.modules:
         raise pytest.UsageError(f"a test file imports {heavy}: it belongs to MODEL_TESTS in the Makefile")
+    gc.freeze()  # what was imported and collected stays to the end, and is not looked through for garbage any more
 
 
 def _remove(folder: Path, owner: int) -> None:
