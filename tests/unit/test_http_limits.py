@@ -1,7 +1,9 @@
-"""A connection that was idle for a while is not used again: the server may be closing it at that moment."""
+"""A connection that was idle for a while is not used again: the server may be closing it at that moment. A client of
+an address without TLS reads no certificates."""
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.http import LIMITS
+from atropos_common.http import LIMITS, certificates
 from tests.unit.json_server import JsonServer
 from trainer_core.rollouts.client import RunApi
 from trainer_core.server.client import ServerClient
@@ -54,3 +56,19 @@ def test_an_idle_connection_is_given_up_before_the_server_does(
     time.sleep(IDLE_S + 0.2)
     call()
     assert server.connections == 2
+
+
+def test_certificates_are_read_for_tls_alone_and_never_left_out_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[object] = []
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *args, **words: read.append(words))
+    for url in ("http://127.0.0.1:9001", "HTTP://10.0.0.1:8000"):
+        ServerClient(url, "token").close()
+        RunApi(url, {}, threading.Event())
+    assert not read
+    ServerClient("https://engine.example", "token").close()
+    assert read and certificates("https://engine.example") is True
+    without = certificates("http://127.0.0.1:9001")
+    assert isinstance(without, ssl.SSLContext)
+    assert without.verify_mode is ssl.CERT_REQUIRED and without.check_hostname, (
+        "led to TLS all the same it trusts nobody"
+    )
