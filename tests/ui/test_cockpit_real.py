@@ -142,6 +142,7 @@ async def test_a_refused_command_says_why(tmp_path: Path, supervise: Supervise) 
         if "Restart slow?" in screen.text():
             await screen.press("enter")
         await screen.until(lambda: any("refused" in toast for toast in screen.toasts()))
+        psutil.Process(screen.row("slow").pid).kill()  # or the end waits for its grace
 
 
 async def test_quit_asks_and_detaching_leaves_the_run_alone(tmp_path: Path, supervise: Supervise) -> None:
