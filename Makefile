@@ -53,7 +53,8 @@ cuda-driver:
 
 # Two calls at once: what imports torch or vLLM has processes of its own, since most of what collecting costs is that
 # import. The tests of the first mostly wait for what they start, and look at the clock; those of the second compute, at a
-# lower priority, in the time that the first leave. Each shows what it says when it is through.
+# lower priority, in the time that the first leave; whole stacks come last, when the machine is theirs. Each shows what it
+# says when it is through.
 test: install  ## unit, supervisor, screen and end-to-end tests
 	$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-waiting test-computing MARKS='$(MARKS)'
 
@@ -61,7 +62,7 @@ test-waiting:
 	ATROPOS_TESTS_WITHOUT=torch $(PYTEST) $(MARKS) --numprocesses 3 --ignore tests/e2e --ignore tests/gpu --ignore tests/cluster $(addprefix --ignore-glob=,$(MODEL_TESTS))
 
 test-computing:
-	nice -n 5 $(PYTEST) $(MARKS) --numprocesses 2 tests/e2e $(MODEL_TESTS)
+	nice -n 5 $(PYTEST) $(MARKS) --numprocesses 2 $(MODEL_TESTS) tests/e2e
 
 test-all: MARKS := -m "not gpu and not cluster"
 test-all: test docs dist  ## the same with the tests marked slow, the site of the docs, and the packages
