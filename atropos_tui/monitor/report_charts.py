@@ -295,7 +295,7 @@ def draw(chart: PageChart, name: str) -> str:
 
 def _make_room(axes: Axes) -> None:
     """Let the labels of both axes just fit into the figure, by the length of their texts: the page that shows them has
-    fonts of its own, and to measure each in matplotlib's is half of what a page costs."""
+    fonts of its own, and to measure each in matplotlib's is a third of what a page costs."""
     beside, below = _labels(axes.yaxis), _labels(axes.xaxis)
     left = max(map(len, beside), default=0) * GLYPH_PT + TICK_PT
     right = max(len(below[-1]) if below else 0, 2) * GLYPH_PT / 2
