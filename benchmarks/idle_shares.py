@@ -103,19 +103,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     save_model(options.shape, folder / "model", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     (folder / "idle.toml").write_text(tomli_w.dumps(profile(options, folder / "model")))
     root = folder / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "atropos_tui",
-        "up",
-        str(folder / "idle.toml"),
-        "--headless",
-        "--run-dir",
-        str(root),
-    ]
-    command += [part for setting in options.set for part in ("--set", setting)]
+    settings = [part for setting in options.set for part in ("--set", setting)]
+    command = ["-m", "atropos_tui", "up", str(folder / "idle.toml"), "--headless", "--run-dir", str(root), *settings]
     with (folder / "log").open("wb") as log:
-        up = subprocess.Popen(command, stdout=log, stderr=log)
+        up = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)
     try:
         give_up = time.monotonic() + options.limit
         while (found := shares(root)).get("steps", 0) < options.steps and time.monotonic() < give_up:
@@ -134,12 +125,12 @@ def shares(root: Path) -> dict[str, Any]:
     timings = [r for r in records(root / "telemetry.jsonl") if isinstance(r, TimingRecord) and (r.step or 0) > WARM]
     if not timings:
         return {}
-    idle = [r.engine_idle_fraction for r in timings if r.engine_idle_fraction is not None]
+    idle = [(r.engine_idle_fraction, r.step_s) for r in timings if r.engine_idle_fraction is not None]
     return {
         "steps": len(timings), "step_s": mean(r.step_s for r in timings), "train_s": mean(r.train_s for r in timings),
         "publish_s": mean(r.sync_s for r in timings),
         "waiting_share": sum(r.data_wait_s for r in timings) / sum(r.step_s for r in timings),
-        "engine_idle_fraction": mean(idle) if idle else None,
+        "engine_idle_fraction": sum(share * s for share, s in idle) / sum(s for _, s in idle) if idle else None,
     }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """A temporary folder for each test process: what products and libraries leave there goes with the session.
 
 Its path is short, since sockets are bound in it. What pytest keeps of a test (`tmp_path`) lies where it always does.
+Once tests are collected, what that has imported is looked at, and frozen.
 """
 
 from __future__ import annotations

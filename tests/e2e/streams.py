@@ -132,8 +132,10 @@ class Streams:
 
     def _run(self, number: int, streamed: bool) -> None:
         headers = {TOKEN_HEADER: self.token} if self._with_token else {}
-        settings: dict[str, Any] = {"timeout": 120, "limits": LIMITS, "trust_env": False}
-        with httpx.Client(base_url=self.url, headers=headers, verify=certificates(self.url), **settings) as http:
+        verify = certificates(self.url)
+        with httpx.Client(
+            base_url=self.url, headers=headers, timeout=120, limits=LIMITS, trust_env=False, verify=verify
+        ) as http:
             turn = 0
             while not self._stop.is_set():
                 turn += 1

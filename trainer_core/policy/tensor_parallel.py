@@ -218,7 +218,7 @@ class TensorParallel:
             region.num_key_value_groups = len(region.q_proj.weight) // len(region.k_proj.weight)
         for module in region.modules():
             for leaf, parameter in module._parameters.items():
-                if parameter is None or (leaf == "bias" and _sums_up(module)):
+                if parameter is None or (leaf == "bias" and isinstance(module, ColumnsLinear)):
                     continue
                 ranks = self._holders[known[id(parameter)]]
                 if len(ranks) > 1:
@@ -264,10 +264,6 @@ _LINEAR = (
     {"weight": BY_COLUMNS, "bias": ""},
 )  # fmt: skip
 """How a linear layer may be cut: of outputs each rank has some, or of inputs."""
-
-
-def _sums_up(module: nn.Module) -> bool:
-    return isinstance(module, ColumnsLinear)
 
 
 def over_ranks(tensor: torch.Tensor, how: str = "sum", group: Any = None) -> torch.Tensor:
