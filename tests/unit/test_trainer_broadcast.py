@@ -294,6 +294,18 @@ def test_when_none_is_left_one_is_waited_for(make: Make, receivers: list[Receive
     assert_same_weights(receivers[1], model)
 
 
+@pytest.mark.parametrize("comes", [True, False], ids=["comes late", "never comes"])
+def test_at_the_beginning_only_who_never_comes_is_left_out(
+    make: Make, receivers: list[Receiver], capsys: pytest.CaptureFixture[str], comes: bool
+) -> None:
+    """A server that still loads its own weights is not one that a run goes on without."""
+    receivers[1].die()
+    if comes:
+        threading.Timer(0.7, receivers[1].restart).start()
+    make(engine_timeout=30 if comes else 2).attach(Start())
+    assert (f"{receivers[1].url} is left out of the broadcast" in capsys.readouterr().out) is not comes
+
+
 def test_another_rank_does_not_look_for_servers(make: Make) -> None:
     """It knows none; one that met with an error would wait for them while rank 0 waits for it."""
     sync = make(engine_timeout=5)

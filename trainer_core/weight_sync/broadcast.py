@@ -73,6 +73,8 @@ class Broadcast(SeparateWeights):
         self._looks: dict[ServerClient, Calls[BridgeInfo]] = {}
         """Questions under way."""
         self._rests = Rests()
+        self._begun = False
+        """Until then no server is left out: who does not answer yet is only starting, and waited for."""
         self._complained: set[str] = set()
         """Since the last group that worked."""
         self._delivery: Delivery | None = None
@@ -172,6 +174,9 @@ class Broadcast(SeparateWeights):
                 self._regroup()
             except EngineGone:
                 raise error from None
+            for url, why in self.left_out.items():
+                self._tell_left_out(url, why)
+        self._begun = True
 
     def _deliver(self, clock: Phases) -> bool:
         """Broadcast the update; a server that dies meanwhile is left out, and only when none is left waited for."""
@@ -271,8 +276,13 @@ class Broadcast(SeparateWeights):
         self.fed.discard(engine)
         engine.away = True
         if engine.base_url not in self.left_out:
-            print(f"[WARNING] {engine.base_url} is left out of the broadcast: {why}")
             self.left_out[engine.base_url] = why
+            if self._begun:
+                self._tell_left_out(engine.base_url, why)
+
+    @staticmethod
+    def _tell_left_out(url: str, why: str) -> None:
+        print(f"[WARNING] {url} is left out of the broadcast: {why}")
 
     def _form(self, infos: Members) -> None:
         """Let everyone meet, then connect.
