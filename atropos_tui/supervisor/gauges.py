@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import psutil
 
 from atropos_common.bridge import METRIC_VERSION
 from atropos_common.control import ComponentStatus, Role, RunStatus, State
@@ -25,6 +24,7 @@ from atropos_common.http import LIMITS, certificates, door_headers
 from atropos_common.records import ComponentUse, EngineGauges, EnvFlow, GaugesRecord, HostUse
 from atropos_tui.diagnoses.flow import read_figures
 from atropos_tui.diagnoses.stall_rules import Flow
+from atropos_tui.supervisor import procfs
 
 EVERY_S = 5.0
 MOST_BYTES = 2_000_000
@@ -35,7 +35,6 @@ ANSWER_S = 1.0
 MOST_ANSWER_BYTES = 4_000_000
 """A longer answer is no metrics page."""
 _ANSWERING = (State.HEALTHY, State.UNHEALTHY)
-_CGROUP = Path("/sys/fs/cgroup")
 _GAUGES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -66,7 +65,7 @@ def parse_queue(text: str) -> int | None:
 
 
 class GaugeReader:
-    """Keeps connections and what is needed to turn CPU seconds into percent."""
+    """Keeps connections, and what the machine had used at the last look."""
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         """`urls`: where each component's port is asked."""
@@ -75,7 +74,7 @@ class GaugeReader:
             timeout=ANSWER_S, limits=LIMITS, trust_env=False, headers=door_headers(os.environ),
             verify=certificates("http:"),
         )  # fmt: skip
-        self._cpu = _cpu_seconds()
+        self._machine = procfs.MachineMeter()
 
     def read(self, status: RunStatus, flows: Mapping[str, Flow], folder: Path) -> GaugesRecord:
         """Look at every engine and at run-api, all at once, at the host and at the disk that holds `folder`."""
@@ -93,22 +92,13 @@ class GaugeReader:
             engines={name: parse_metrics(text) for name, text in metrics.items() if text is not None},
             gpus=status.gpus,
             queue=next((depth for depth in queues if depth is not None), None),
-            host=self._host(),
+            host=HostUse(cores=float(os.cpu_count() or 1), **self._machine.read()),
             **_disk(folder),
             flows={name: _flow(found) for name, found in flows.items()},
         )  # fmt: skip
 
     def close(self) -> None:
         self._http.close()
-
-    def _host(self) -> HostUse:
-        """CPU since the last call and memory, of the container where it has a limit, else of the machine."""
-        before, self._cpu = self._cpu, _cpu_seconds()
-        busy, whole = (now - then for now, then in zip(self._cpu, before, strict=True))
-        used, total = _memory()
-        percent = min(100.0, max(0.0, 100 * busy / whole)) if whole > 0 else None
-        cores = float(psutil.cpu_count() or 1)
-        return HostUse(cpu_percent=percent, cores=cores, memory_used=used, memory_total=total)
 
     def _ask(self, routes: list[tuple[ComponentStatus, str]]) -> list[str | None]:
         if not routes:
@@ -129,44 +119,6 @@ class GaugeReader:
                 return body.decode("utf-8", "replace")
         except (httpx.HTTPError, OSError):
             return None
-
-
-def _cpu_seconds() -> tuple[float, float]:
-    """Seconds of all cores that were spent working, and all of them.
-
-    psutil's own percentages are since the last call of the same thread, and each look here may be in another one.
-    """
-    times = psutil.cpu_times()
-    whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # these are in user and nice
-    return whole - times.idle - getattr(times, "iowait", 0.0), whole
-
-
-def _memory() -> tuple[int, int]:
-    """Bytes used, and bytes there are."""
-    memory = psutil.virtual_memory()
-    used, total = memory.total - memory.available, memory.total
-    limit, held = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    if limit is not None and held is not None and limit < total:
-        return max(0, held - _reclaimable()), limit
-    return used, total
-
-
-def _cgroup_bytes(name: str) -> int | None:
-    try:
-        return int((_CGROUP / name).read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _reclaimable() -> int:
-    """Cached files of a container: the kernel gives them back when memory is needed."""
-    try:
-        for line in (_CGROUP / "memory.stat").read_text().splitlines():
-            if line.startswith("inactive_file "):
-                return int(line.split()[1])
-    except (OSError, ValueError, IndexError):
-        pass
-    return 0
 
 
 def _disk(folder: Path) -> dict[str, int]:

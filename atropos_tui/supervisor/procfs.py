@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 TICKS_PER_SECOND: int = os.sysconf("SC_CLK_TCK")
 SPAWNED: set[int] = set()
 """Children that were started here and are not reaped yet; all others in foreign sessions are adopted."""
+CONTAINER = "/sys/fs/cgroup"
+"""The control group that a container takes for the root of all."""
 PREFIX = "atropos-"
 """Every group of ours is called this and the run's id; nothing else is ever killed or removed."""
 SCRATCH = "atropos-scratch-"
@@ -447,7 +449,7 @@ def _group_tree(group: str) -> list[str]:
 
 
 class MachineMeter:
-    """CPU and memory of the whole machine, from one look to the next."""
+    """CPU and memory of the machine, from one look to the next; memory of the container where that has a limit."""
 
     def __init__(self) -> None:
         self._before = _machine_ticks()
@@ -456,14 +458,9 @@ class MachineMeter:
         """`cpu_percent` of all cores since the last look, `memory_used` and `memory_total` in bytes."""
         before, self._before = self._before, _machine_ticks()
         busy, whole = (now - then for now, then in zip(self._before, before, strict=True))
-        with open("/proc/meminfo") as file:  # noqa: PTH123
-            lines = [line.split() for line in file]
-        sizes = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("MemTotal:", "MemAvailable:")}
-        return {
-            "cpu_percent": min(100.0, max(0.0, 100 * busy / whole)) if whole > 0 else None,
-            "memory_used": sizes["MemTotal:"] - sizes["MemAvailable:"],
-            "memory_total": sizes["MemTotal:"],
-        }
+        used, total = _memory()
+        percent = min(100.0, max(0.0, 100 * busy / whole)) if whole > 0 else None
+        return {"cpu_percent": percent, "memory_used": used, "memory_total": total}
 
 
 def _machine_ticks() -> tuple[int, int]:
@@ -472,6 +469,23 @@ def _machine_ticks() -> tuple[int, int]:
         user, nice, system, idle, wait, irq, soft, stolen = map(int, file.readline().split()[1:9])
     busy = user + nice + system + irq + soft + stolen
     return busy, busy + idle + wait
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes used, and bytes there are."""
+    with open("/proc/meminfo") as file:  # noqa: PTH123
+        lines = [line.split() for line in file]
+    sizes = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("MemTotal:", "MemAvailable:")}
+    total = sizes["MemTotal:"]
+    try:
+        with open(f"{CONTAINER}/memory.max") as limit, open(f"{CONTAINER}/memory.current") as held:  # noqa: PTH123
+            most, used = int(limit.read()), int(held.read())
+        with open(f"{CONTAINER}/memory.stat") as file:  # noqa: PTH123
+            # Cached files: the kernel gives them back when memory is needed.
+            used -= next((int(line.split()[1]) for line in file if line.startswith("inactive_file ")), 0)
+    except (OSError, ValueError):  # no container, or one without a limit, whose file says `max`
+        most = total
+    return (max(0, used), most) if most < total else (total - sizes["MemAvailable:"], total)
 
 
 def ancestors() -> set[int]:

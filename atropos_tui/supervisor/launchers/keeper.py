@@ -1,6 +1,6 @@
 """The parent of one component that may outlive its supervisor: waits for it, writes its log, and can be taken over.
 
-    python -I -S -c 'sys.path.insert(0, ROOT); from ...launchers.keeper import main; main()' LISTENER
+    python -I -S -c '... from atropos_tui.supervisor.launchers.keeper import main; main()' ROOT LISTENER
 
 LISTENER is the descriptor of a Unix socket. The supervisor connects and, when it wants a component, says `start` with
 the marshalled fields of a `Job`. The component is the keeper's child, in a session of its own, and dies with it. From
