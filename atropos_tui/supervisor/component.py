@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from atropos_common.control import ComponentStatus, Role, StageStatus, State
-from atropos_common.records import DiagnosisRecord, ProbeRecord, StageRecord, StateRecord
+from atropos_common.records import ProbeRecord, StageRecord, StateRecord
 from atropos_tui.diagnoses import Diagnosis, Evidence, describe_exit, diagnose, model, node_lost, port_taken
 from atropos_tui.diagnoses.engine import LogScanner, Printed
 from atropos_tui.diagnoses.exit_rules import lasting_error
@@ -281,11 +281,7 @@ class Component:
         if found.rule and said in recent:
             return
         self._said = [*self._said[-SAID_KEPT:], said]
-        self._store.emit(
-            DiagnosisRecord(
-                component=self.name, rule=found.rule, title=found.title, evidence=found.evidence, fix=found.fix
-            )
-        )
+        self._store.emit(found.record(self.name))
 
     def newest_probe(self) -> ProbeResult | None:
         """The round that matters now: readiness once it runs, else startup or liveness."""

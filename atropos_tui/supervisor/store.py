@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,8 +28,6 @@ from atropos_common.records import ComponentRecord, Record
 from atropos_tui.profile.spec import StackSpec
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
-Event = TypeVar("Event")
-Snapshot = TypeVar("Snapshot")
 OnEvent = Callable[[Record], object]
 
 _SEQ = re.compile(rb'"seq":\s*(\d+)')
@@ -231,18 +229,18 @@ class SubscriberDroppedError(Exception):
     """This subscriber was too slow and has lost events; subscribe again for a fresh snapshot."""
 
 
-class Subscription(Generic[Event]):
-    """Asynchronous iterator over events in order; ends when the hub closes."""
+class Subscription:
+    """Asynchronous iterator over records in order; ends when the hub closes."""
 
-    def __init__(self, hub: Hub[Event], limit: int) -> None:
+    def __init__(self, hub: Hub, limit: int) -> None:
         self._hub = hub
         self._limit = limit
-        self._events: deque[Event] = deque()
+        self._events: deque[Record] = deque()
         self._wake = asyncio.Event()
         self._closed = False
         self.dropped = False
 
-    def _offer(self, event: Event) -> None:
+    def _offer(self, event: Record) -> None:
         if len(self._events) >= self._limit:
             self.dropped = True
             self._events.clear()
@@ -260,10 +258,10 @@ class Subscription(Generic[Event]):
         self._hub.unsubscribe(self)
         self._end()
 
-    def __aiter__(self) -> Subscription[Event]:
+    def __aiter__(self) -> Subscription:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> Record:
         while not self._events:
             if self.dropped:
                 raise SubscriberDroppedError
@@ -274,35 +272,33 @@ class Subscription(Generic[Event]):
         return self._events.popleft()
 
 
-class Hub(Generic[Event]):
-    """Hands every event to every subscriber: a late one gets a snapshot and every event after it.
+class Hub:
+    """Hands every record to every subscriber.
 
     The publisher never waits; a subscriber that falls behind is dropped, and told so. All methods belong to the thread
-    of the event loop.
+    of the event loop: what is looked at after `subscribe` and before the next `await` is as of its first record.
     """
 
     def __init__(self, limit: int = 2000) -> None:
         self._limit = limit
-        self._subscribers: set[Subscription[Event]] = set()
+        self._subscribers: set[Subscription] = set()
         self._closed = False
 
-    def publish(self, event: Event) -> None:
+    def publish(self, event: Record) -> None:
         """Give `event` to all; never waits."""
         for subscriber in list(self._subscribers):
             subscriber._offer(event)
 
-    def subscribe(
-        self, snapshot: Callable[[], Snapshot], limit: int | None = None
-    ) -> tuple[Snapshot, Subscription[Event]]:
-        """A snapshot and all events after it: nothing can be published between the two, since neither waits."""
-        subscription = Subscription(self, limit or self._limit)
+    def subscribe(self) -> Subscription:
+        """All records from now on."""
+        subscription = Subscription(self, self._limit)
         if self._closed:
             subscription._end()
         else:
             self._subscribers.add(subscription)
-        return snapshot(), subscription
+        return subscription
 
-    def unsubscribe(self, subscription: Subscription[Event]) -> None:
+    def unsubscribe(self, subscription: Subscription) -> None:
         self._subscribers.discard(subscription)
 
     def close(self) -> None:
@@ -318,7 +314,7 @@ class Store:
 
     def __init__(self, stack: StackSpec, journal: Journal, on_event: OnEvent | None = None) -> None:
         self.journal = journal
-        self.hub: Hub[Record] = Hub()
+        self.hub = Hub()
         self._roles = {spec.name: spec.role.value for spec in stack.components}
         self._node = platform.node()
         self._nodes = {spec.name: spec.place.node for spec in stack.components if spec.place}
