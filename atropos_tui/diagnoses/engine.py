@@ -13,7 +13,9 @@ costs no more.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -39,7 +41,7 @@ from atropos_common.records import (
 )
 from atropos_common.run_dir import RunDir
 from atropos_tui.diagnoses.alert_rules import alert_rules
-from atropos_tui.diagnoses.flow import FlowWatch
+from atropos_tui.diagnoses.flow import FlowWatch, fetch
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES, FlowRule, explain
 from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule
@@ -465,15 +467,12 @@ class Watcher:
         step = self._metrics.step_at
         for path in (self._run.telemetry_jsonl, *sorted(self._run.root.glob("eval.*.jsonl"))):
             tail = self._tails.setdefault(path, RecordTail(path))
-            while True:
-                for record in tail.read():
-                    said += self._metrics.feed(record)
-                    if isinstance(record, EnvCountsRecord):
-                        self._flows.count(record)
-                    elif isinstance(record, TimingRecord) and record.rank == 0:
-                        self._flows.step(record)
-                if not tail.behind:
-                    break
+            for record in tail.rest():
+                said += self._metrics.feed(record)
+                if isinstance(record, EnvCountsRecord):
+                    self._flows.count(record)
+                elif isinstance(record, TimingRecord) and record.rank == 0:
+                    self._flows.step(record)
         if self._metrics.step_at != step:
             self._since_step.clear()
         return said
@@ -539,8 +538,8 @@ class Watcher:
         if now - self._disk_at >= DISK_S:
             self._disk_at = now
             try:
-                disk = os.statvfs(self._run.root)
-                self._disk = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+                disk = shutil.disk_usage(self._run.root)
+                self._disk = disk.free, disk.total
             except OSError:
                 self._disk = (None, None)
         return self._disk
@@ -570,7 +569,7 @@ def registrations(url: str) -> list[tuple[str, float]]:
     """Name and moment (Unix seconds) of each environment at the run-api at `url`; nothing where it does not tell."""
     try:
         with _api(url) as http:
-            answer = http.get("/envs").raise_for_status().json()
+            answer = json.loads(fetch(http, "/envs"))
         return [(str(env["name"]), float(env["registered_at"])) for env in answer["envs"] if env["connected"]]
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return []
@@ -580,9 +579,9 @@ def ask_api(url: str) -> ApiView:
     """What the run-api at `url` says of itself; its newest group only when groups wait, since it may be large."""
     try:
         with _api(url) as http:
-            status, info = http.get("/status").json(), http.get("/info").json()
+            status, info = (json.loads(fetch(http, path)) for path in ("/status", "/info"))
             queue = int(status.get("queue_size") or 0)
-            group = len(http.get("/latest_example").json().get("tokens") or []) if queue else 0
+            group = len(json.loads(fetch(http, "/latest_example")).get("tokens") or []) if queue else 0
             return ApiView(int(info.get("batch_size", -1)), queue, group, int(status.get("current_step") or 0))
     except (httpx.HTTPError, ValueError, AttributeError, TypeError) as error:
         return ApiView(problem=f"{url}: {str(error) or type(error).__name__}")

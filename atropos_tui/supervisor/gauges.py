@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from atropos_common.control import ComponentStatus, Role, RunStatus, State
 from atropos_common.files import cut_torn_line, write_private
 from atropos_common.http import LIMITS, certificates, door_headers
 from atropos_common.records import ComponentUse, EngineGauges, EnvFlow, GaugesRecord, HostUse
-from atropos_tui.diagnoses.flow import read_figures
+from atropos_tui.diagnoses.flow import fetch_page, read_figures
 from atropos_tui.diagnoses.stall_rules import Flow
 from atropos_tui.supervisor import procfs
 
@@ -32,8 +33,6 @@ MOST_BYTES = 2_000_000
 DENSE = 720
 """An hour."""
 ANSWER_S = 1.0
-MOST_ANSWER_BYTES = 4_000_000
-"""A longer answer is no metrics page."""
 _ANSWERING = (State.HEALTHY, State.UNHEALTHY)
 _GAUGES = {
     "vllm:num_requests_running": "running",
@@ -104,29 +103,15 @@ class GaugeReader:
         if not routes:
             return []
         with ThreadPoolExecutor(len(routes), thread_name_prefix="gauges") as pool:
-            return list(pool.map(lambda route: self._get(self._urls[route[0].name] + route[1]), routes))
-
-    def _get(self, url: str) -> str | None:
-        try:
-            with self._http.stream("GET", url) as answer:
-                if answer.status_code != 200:
-                    return None
-                body = b""
-                for chunk in answer.iter_bytes():
-                    body += chunk
-                    if len(body) > MOST_ANSWER_BYTES:
-                        return None
-                return body.decode("utf-8", "replace")
-        except (httpx.HTTPError, OSError):
-            return None
+            return list(pool.map(lambda route: fetch_page(self._http, self._urls[route[0].name] + route[1]), routes))
 
 
 def _disk(folder: Path) -> dict[str, int]:
     try:
-        disk = os.statvfs(folder)
+        disk = shutil.disk_usage(folder)
     except OSError:
         return {}
-    return {"disk_free_bytes": disk.f_bavail * disk.f_frsize, "disk_bytes": disk.f_blocks * disk.f_frsize}
+    return {"disk_free_bytes": disk.free, "disk_bytes": disk.total}
 
 
 def _flow(flow: Flow) -> EnvFlow:

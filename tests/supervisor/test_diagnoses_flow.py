@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -12,6 +15,7 @@ from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
 from atropos_common.records import EnvCountsRecord, TimingRecord
 from atropos_common.run_dir import ENV_ENGINE_URLS
+from atropos_tui.diagnoses import flow as flow_module
 from atropos_tui.diagnoses.flow import FlowWatch, parse_look
 from atropos_tui.diagnoses.flow_rules import explain
 from atropos_tui.diagnoses.stall_rules import FLAT, Flow, Part, RunSnapshot, no_batches
@@ -120,6 +124,34 @@ def page(idle_s: float, requests: int, running: float, tokens: float) -> str:
 
 def test_a_page_of_another_server_is_no_look() -> None:
     assert parse_look('vllm:num_requests_running{engine="0"} 3.0\n', 1.0) is None
+
+
+def test_a_page_without_an_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of the user's on the engine's port: it says a line now and then, and never that it is done."""
+    monkeypatch.setattr(flow_module, "PATIENCE_S", 0.2, raising=False)
+    over = threading.Event()
+
+    class Endless(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while not over.wait(0.02):
+                    self.wfile.write(b"a_figure 1.0\n")
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    stack = STACK.model_copy(update={"components": [component(Role.ENGINE, "vllm", port=server.server_address[1])]})
+    look = threading.Thread(target=FlowWatch(stack).ask, args=(PARTS, BEGAN), daemon=True)
+    look.start()
+    look.join(10)
+    held_up = look.is_alive()
+    over.set()
+    server.shutdown()
+    assert not held_up
 
 
 def played(*, requests: int = 3) -> tuple[FlowWatch, float]:
