@@ -67,6 +67,11 @@ LOOK_AT_ROLLOUTS = (
 )
 """What to do about groups of equal scores."""
 
+COLLAPSE_FIX = (
+    "go back to the last good checkpoint (atropos-tui up PROFILE --resume RUN), lower [trainer] lr, keep clip_eps at "
+    "0.2; see what alignment and ratio did just before"
+)
+
 Judge = Callable[[Sequence[Any]], str | None]
 
 
@@ -415,8 +420,7 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "accuracy_collapse",
         "the accuracy has collapsed",
-        "go back to the last good checkpoint (atropos-tui up PROFILE --resume RUN), lower [trainer] lr, keep "
-        "clip_eps at 0.2; see what alignment and ratio did just before",
+        COLLAPSE_FIX,
         STEPS,
         reward_collapsed,
         window=REMEMBERED,
@@ -424,8 +428,7 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     MetricRule(
         "accuracy_collapse",
         "the held-out accuracy has collapsed",
-        "go back to the last good checkpoint (atropos-tui up PROFILE --resume RUN), lower [trainer] lr, keep "
-        "clip_eps at 0.2; see what alignment and ratio did just before",
+        COLLAPSE_FIX,
         (EvalRecord,),
         held_out_collapsed,
         window=REMEMBERED,

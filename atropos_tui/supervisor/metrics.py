@@ -123,11 +123,8 @@ class Newest:
         """Blocks while it reads."""
         for path in (self._run.telemetry_jsonl, self._run.gauges_jsonl, *self._run.root.glob("eval.*.jsonl")):
             tail = self._tails.setdefault(path.name, RecordTail(path))
-            while True:
-                for record in tail.read():
-                    self._take(record)
-                if not tail.behind:
-                    break
+            for record in tail.rest():
+                self._take(record)
 
     def _take(self, record: Record) -> None:
         if isinstance(record, EvalRecord):

@@ -85,40 +85,45 @@ def lives(pid: int, ticks: int) -> bool:
     return row is not None and row.alive and row.ticks == ticks
 
 
+def exit_of(pidfd: int) -> int | None:
+    """How the child behind `pidfd` has ended, negative for a signal; it stays a zombie. None while it runs."""
+    found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
 def scan() -> dict[int, Proc]:
     """Every process of the machine that can be read, by pid."""
     rows = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
     return {row.pid: row for row in rows if row is not None}
 
 
-def environ(pid: int) -> dict[str, str]:
-    """Environment that the process was started with; empty when it cannot be read (another user's, a zombie)."""
+def _block(pid: int) -> bytes:
+    """The environment that the process was started with, a zero byte before and behind each entry; empty when it
+    cannot be read (another user's, a zombie)."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
-            entries = file.read().split(b"\0")
+            return b"\0" + file.read() + b"\0"
     except OSError:
-        return {}
-    pairs = (entry.partition(b"=") for entry in entries if b"=" in entry)
+        return b""
+
+
+def environ(pid: int) -> dict[str, str]:
+    """Environment that the process was started with; empty when it cannot be read."""
+    pairs = (entry.partition(b"=") for entry in _block(pid).split(b"\0") if b"=" in entry)
     return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
 
 
 def marked(pid: int, *markers: bytes) -> bool:
     """Whether the process was started with every one of `markers` (`NAME=value`) in its environment."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
-            data = b"\0" + file.read() + b"\0"
-    except OSError:
-        return False
+    data = _block(pid)
     return all(b"\0" + marker + b"\0" in data for marker in markers)
 
 
 def component_of(pid: int, run: bytes) -> str:
     """Of which component of a run (`ATROPOS_RUN_ID=...`) the process was started; empty if of none."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
-            data = b"\0" + file.read() + b"\0"
-    except OSError:
-        return ""
+    data = _block(pid)
     begin = data.find(b"\0ATROPOS_COMPONENT=") + 1
     if not begin or b"\0" + run + b"\0" not in data:
         return ""

@@ -110,10 +110,20 @@ def _last_seq(path: Path) -> int:
         return max(map(_seq_of, file), default=-1)
 
 
-class FarEntry(BaseModel):
+class Kept(BaseModel):
+    """A file of the run directory that is replaced as a whole, or a part of one."""
+
+    model_config = ConfigDict(extra="ignore", defer_build=True)
+
+    def write(self, path: Path) -> None:
+        """Replace `path` atomically. A disk that refuses leaves the old file: the run goes on, and ends, without."""
+        with contextlib.suppress(OSError):
+            write_private(path, self.model_dump_json(indent=1))
+
+
+class FarEntry(Kept, frozen=True):
     """A component on another node, and how that node is reached."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
     name: str
     node: str
     host: str
@@ -133,10 +143,9 @@ class FarEntry(BaseModel):
     """Of SLURM's job, whose end is that of all that was started in it."""
 
 
-class ProcessEntry(BaseModel):
+class ProcessEntry(Kept, frozen=True):
     """One process that the supervisor started. `create_time` counts seconds after the boot named by `boot_id`."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
     pid: int
     create_time: float
     ticks: int
@@ -166,10 +175,9 @@ class ProcessEntry(BaseModel):
     """Stages that it has reached, and when, in Unix seconds."""
 
 
-class ProcessTable(BaseModel):
-    """`journal.json`: which processes a crashed supervisor may have left."""
+class ProcessTable(Kept):
+    """`journal.json`: which processes a crashed supervisor may have left. Where it is old, the marker finds them."""
 
-    model_config = ConfigDict(extra="ignore", defer_build=True)
     run_id: str
     supervisor: ProcessEntry | None = None
     components: dict[str, ProcessEntry] = Field(default_factory=dict)
@@ -179,11 +187,6 @@ class ProcessTable(BaseModel):
     """One-shot steps that were done; they are not repeated under components that live on."""
     written_at: float = Field(0.0, exclude=True)
     """Of a table that was read: when its file was written, in Unix seconds."""
-
-    def write(self, path: Path) -> None:
-        """Replace `path` atomically. A disk that refuses leaves the old file; the marker still finds all."""
-        with contextlib.suppress(OSError):
-            write_private(path, self.model_dump_json(indent=1))
 
     @classmethod
     def load(cls, path: Path) -> ProcessTable | None:
@@ -199,10 +202,9 @@ class ProcessTable(BaseModel):
         return table
 
 
-class RunResult(BaseModel):
+class RunResult(Kept):
     """Exit code as in the table of exit codes: 0 done, 1 fault, 3 failed, 4 timed out, 130 interrupted."""
 
-    model_config = ConfigDict(extra="ignore", defer_build=True)
     exit_code: int
     reason: str
     component: str | None = None
@@ -210,11 +212,6 @@ class RunResult(BaseModel):
     last_lines: list[str] = Field(default_factory=list)
     """The end of its log."""
     ended_at: float = Field(default_factory=time.time)
-
-    def write(self, path: Path) -> None:
-        """Replace `path` atomically. A full disk costs the file, not the clean end."""
-        with contextlib.suppress(OSError):
-            write_private(path, self.model_dump_json(indent=1))
 
     @classmethod
     def load(cls, path: Path) -> RunResult | None:

@@ -525,31 +525,29 @@ class Supervisor:
             RefusedError: it cannot.
         """
         action, name = request.action, request.component
+        whole = action == "restart" and not name
         if action == "down":
             return
-        if action == "restart" and not name:
-            if self.phase is Phase.STOPPING:
-                raise RefusedError(409, "the stack is being stopped", "wait for its end")
-            if all(component.state.is_resting for component in self.components.values()):
-                raise RefusedError(409, "nothing runs", "start the components that shall run")
-            for other in self._by_hand():
-                whole = other.request.component or "the stack"
-                problem = f"{other.action} of {whole} is under way ({other.id})"
-                raise RefusedError(409, problem, "wait until that command is done")
-            return
-        if not name:
+        if not name and not whole:
             raise RefusedError(422, f"{action} needs a component", f"one of: {', '.join(self.components)}")
-        if name not in self.components:
+        if name and name not in self.components:
             raise self._unknown(name)
         if self.phase is Phase.STOPPING and action != "kill":
-            raise RefusedError(409, "the stack is being stopped", "wait for its end, or kill the component")
-        self._check_state(action, self.components[name])
-        if action in ("start", "restart"):  # stop and kill always win
-            for other in self._by_hand():
-                if name in {*other.stop, *other.start}:
-                    whole = f"{other.action} {other.request.component or ''}".strip()
-                    problem = f"{name} is part of {whole} ({other.id})"
-                    raise RefusedError(409, problem, "wait until that command is done")
+            fix = "wait for its end" + (", or kill the component" if name else "")
+            raise RefusedError(409, "the stack is being stopped", fix)
+        if name:
+            self._check_state(action, self.components[name])
+        elif all(component.state.is_resting for component in self.components.values()):
+            raise RefusedError(409, "nothing runs", "start the components that shall run")
+        if action not in ("start", "restart"):
+            return  # stop and kill always win
+        for other in self._by_hand():
+            whose, wait = other.request.component, "wait until that command is done"
+            if whole:
+                raise RefusedError(409, f"{other.action} of {whose or 'the stack'} is under way ({other.id})", wait)
+            if name in {*other.stop, *other.start}:
+                told = f"{other.action} {whose or 'of the stack'}"
+                raise RefusedError(409, f"{name} is part of {told} ({other.id})", wait)
 
     def _check_state(self, action: Action, component: Component) -> None:
         name, state = component.name, component.state

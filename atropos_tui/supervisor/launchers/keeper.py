@@ -21,7 +21,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any
 
 from atropos_common.parent_death import become
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.launchers.line import Line, LineClosedError
+from atropos_tui.supervisor.launchers.line import Line, LineClosedError, is_own
 from atropos_tui.supervisor.logs import MOST_LEFT, SAY_AGAIN_S, LogFile, read_some, widen
 
 GREETING_S = 2.0
@@ -138,10 +137,9 @@ class Keeper:
             self._finish()
 
     def _ended(self) -> None:
-        found = os.waitid(os.P_PIDFD, self._child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is not None:
+        self._exit = procfs.exit_of(self._child)
+        if self._exit is not None:
             self._poll.unregister(self._child)
-            self._exit = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
             self._say("exit", str(self._exit))
 
     def _copy(self) -> int:
@@ -205,8 +203,7 @@ def _start(job: dict[str, Any], writing: int) -> int:
 def accept(listener: socket.socket) -> Line | None:
     """The line to the next caller; None if it is another user, to whom nothing is said."""
     caller, _ = listener.accept()
-    _, uid, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if uid == os.getuid():
+    if is_own(caller):
         descriptor = caller.detach()
         return Line(descriptor, descriptor)
     caller.close()
