@@ -40,11 +40,10 @@ from atropos_common.records import (
     TrainerRecord,
 )
 from atropos_common.run_dir import RunDir
-from atropos_tui.diagnoses.alert_rules import alert_rules
 from atropos_tui.diagnoses.flow import FlowWatch, fetch
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES, FlowRule, explain
 from atropos_tui.diagnoses.log_rules import LOG_RULES
-from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule
+from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule, alert_rules
 from atropos_tui.diagnoses.model import (
     LONGEST_LINE,
     QUIET_S,

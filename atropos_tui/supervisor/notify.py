@@ -24,7 +24,7 @@ import httpx
 
 from atropos_common.records import DiagnosisRecord, Record
 from atropos_common.run_dir import ENV_TOKEN
-from atropos_tui.diagnoses.alert_rules import ALERT
+from atropos_tui.diagnoses.metric_rules import ALERT
 from atropos_tui.errors import Exit
 from atropos_tui.profile.redact import REDACTED, mask
 from atropos_tui.profile.spec import NotifyPolicy, StackSpec

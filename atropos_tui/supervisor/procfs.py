@@ -323,7 +323,11 @@ def part_group(group: str, component: str, attempt: int) -> str:
     if not group:
         return ""
     path = f"{group}/{_as_path_part(component)}.{attempt}"
-    return path if _make(path) else ""
+    try:
+        os.mkdir(path)  # noqa: PTH102
+    except OSError:
+        return path if os.path.isdir(path) else ""  # noqa: PTH112
+    return path
 
 
 def group_pids(group: str) -> set[int]:
@@ -340,7 +344,12 @@ def group_pids(group: str) -> set[int]:
 
 def kill_group(group: str) -> bool:
     """SIGKILL to all of `group`, also to what it is just forking; False where the kernel has no `cgroup.kill`."""
-    return _write(f"{group}/cgroup.kill", b"1")
+    try:
+        with open(f"{group}/cgroup.kill", "wb", buffering=0) as file:  # noqa: PTH123
+            file.write(b"1")
+    except OSError:
+        return False
+    return True
 
 
 def remove_group(group: str, patience_s: float = PATIENCE_S) -> bool:
@@ -419,26 +428,6 @@ def _make_fillable(path: str) -> str:
             remove_group(path, 0.0)
             return f"{folder}/cgroup.procs cannot be written"
     return ""
-
-
-def _make(path: str) -> bool:
-    try:
-        os.mkdir(path)  # noqa: PTH102
-    except OSError:
-        return os.path.isdir(path)  # noqa: PTH112
-    return True
-
-
-def _write(path: str, data: bytes) -> bool:
-    try:
-        descriptor = os.open(path, os.O_WRONLY)
-        try:
-            os.write(descriptor, data)
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 def _group_tree(group: str) -> list[str]:

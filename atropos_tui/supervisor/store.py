@@ -23,7 +23,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from atropos_common.files import cut_torn_line, is_own, read_regular, write_private
+from atropos_common.files import is_own, read_regular, write_private
+from atropos_common.record_tail import next_seq
 from atropos_common.records import ComponentRecord, Record
 from atropos_tui.profile.spec import StackSpec
 
@@ -58,8 +59,7 @@ class Journal:
             raise RunInUseError(
                 f"{path.parent}: another supervisor runs here; attach to it, or name another --run-dir"
             ) from None
-        cut_torn_line(self._fd)
-        self.seq = _last_seq(path)
+        self.seq = next_seq(path) - 1
         self._backlog: deque[bytes] = deque(maxlen=BACKLOG_LINES)
         self._torn = b""
 
@@ -103,11 +103,6 @@ def _seq_of(line: bytes) -> int:
     """Sequence of a line, -1 if it has none; without parsing it, since a long run has many."""
     found = _SEQ.search(line)
     return int(found.group(1)) if found else -1
-
-
-def _last_seq(path: Path) -> int:
-    with path.open("rb") as file:
-        return max(map(_seq_of, file), default=-1)
 
 
 class Kept(BaseModel):

@@ -103,11 +103,11 @@ class Keeper:
         self._let_go()
         self._line, self._muted = line, False
         self._poll.register(line.reading, select.POLLIN)
-        self._say("kept", f"{os.getpid()} {self._pid} {self._ticks} {self._started}")
-        self._say("notes", self._notes)
+        self._say("kept", f"{os.getpid()} {self._pid} {self._ticks} {self._started}".encode())
+        self._say("notes", self._notes.encode())
         self._tell()
         if self._exit is not None:
-            self._say("exit", str(self._exit))
+            self._say("exit", b"%d" % self._exit)
         self._say("ready")
 
     def _let_go(self) -> None:
@@ -117,10 +117,7 @@ class Keeper:
             self._line.close()
             self._line = None
 
-    def _say(self, kind: str, text: str = "") -> None:
-        self._send(kind, text.encode())
-
-    def _send(self, kind: str, payload: bytes) -> None:
+    def _say(self, kind: str, payload: bytes = b"") -> None:
         """Say it, if somebody listens; wait for a busy one, as the component itself would."""
         if self._line is not None and not self._muted:
             try:
@@ -140,7 +137,7 @@ class Keeper:
         self._exit = procfs.exit_of(self._child)
         if self._exit is not None:
             self._poll.unregister(self._child)
-            self._say("exit", str(self._exit))
+            self._say("exit", b"%d" % self._exit)
 
     def _copy(self) -> int:
         """Move one chunk; how many bytes it had."""
@@ -159,14 +156,15 @@ class Keeper:
             self._trouble = problem
             if time.monotonic() - self._told[0] >= SAY_AGAIN_S:
                 self._tell()
-        self._send("output", data)
+        self._say("output", data)
         return len(data)
 
     def _tell(self) -> None:
         """Tell of trouble with the log that was not told yet; without a listener it waits for the next one."""
         lost = self._log.lost_bytes if self._log else 0
         if self._line is not None and self._trouble and (self._log is None or lost > self._told[1]):
-            self._say("problem", self._trouble + (f"; {lost:,} bytes of output are lost so far" if lost else ""))
+            words = self._trouble + (f"; {lost:,} bytes of output are lost so far" if lost else "")
+            self._say("problem", words.encode())
             self._told = time.monotonic(), lost
             self._trouble = ""
 
