@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -323,6 +324,8 @@ class Routes:
         target = request.query_params.get("for", "ready")
         try:
             timeout = float(request.query_params["timeout"]) if "timeout" in request.query_params else None
+            if timeout is not None and math.isnan(timeout):
+                raise ValueError  # it is never over, and wakes the loop at once, again and again
         except ValueError:
             raise RefusedError(422, "timeout must be a number of seconds") from None
         if target not in ("ready", "done") and target not in self._supervisor.components:
