@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import time
 from collections import Counter, deque
@@ -26,7 +25,6 @@ from typing import Protocol
 import httpx
 
 from atropos_common.control import Role
-from atropos_common.http import certificates, door_headers
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     AlignmentRecord,
@@ -40,7 +38,7 @@ from atropos_common.records import (
     TrainerRecord,
 )
 from atropos_common.run_dir import RunDir
-from atropos_tui.diagnoses.flow import FlowWatch, fetch
+from atropos_tui.diagnoses.flow import FlowWatch, asking, fetch
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES, FlowRule, explain
 from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule, alert_rules
@@ -558,16 +556,10 @@ class Watcher:
         return [(name, replace(found, episode=episode))]
 
 
-def _api(url: str) -> httpx.Client:
-    return httpx.Client(
-        base_url=url, timeout=ANSWER_S, trust_env=False, headers=door_headers(os.environ), verify=certificates(url)
-    )
-
-
 def registrations(url: str) -> list[tuple[str, float]]:
     """Name and moment (Unix seconds) of each environment at the run-api at `url`; nothing where it does not tell."""
     try:
-        with _api(url) as http:
+        with asking(url, ANSWER_S) as http:
             answer = json.loads(fetch(http, "/envs"))
         return [(str(env["name"]), float(env["registered_at"])) for env in answer["envs"] if env["connected"]]
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
@@ -577,7 +569,7 @@ def registrations(url: str) -> list[tuple[str, float]]:
 def ask_api(url: str) -> ApiView:
     """What the run-api at `url` says of itself; its newest group only when groups wait, since it may be large."""
     try:
-        with _api(url) as http:
+        with asking(url, ANSWER_S) as http:
             status, info = (json.loads(fetch(http, path)) for path in ("/status", "/info"))
             queue = int(status.get("queue_size") or 0)
             group = len(json.loads(fetch(http, "/latest_example")).get("tokens") or []) if queue else 0

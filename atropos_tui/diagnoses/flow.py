@@ -58,6 +58,18 @@ class EngineLook:
         return self.figures.get(name, 0.0)
 
 
+def asking(url: str, timeout_s: float) -> httpx.Client:
+    """For questions to servers of the run: no proxy, and with its key where other machines reach them.
+
+    Args:
+        url: what addresses are relative to; empty where each is given in full.
+    """
+    return httpx.Client(
+        base_url=url, timeout=timeout_s, limits=LIMITS, trust_env=False, follow_redirects=True,
+        headers=door_headers(os.environ), verify=certificates(url or "http:"),
+    )  # fmt: skip
+
+
 def fetch(http: httpx.Client, url: str) -> bytes:
     """What a server answers to GET `url`.
 
@@ -146,10 +158,7 @@ class FlowWatch:
         self._unhosted = self.environments[0] if alone else ""
         """The one environment, where it does not count its groups: what logs tell of groups is about it."""
         self._seen: Counter[str] = Counter()
-        self._http = httpx.Client(
-            timeout=ANSWER_S, limits=LIMITS, trust_env=False, follow_redirects=True, headers=door_headers(os.environ),
-            verify=certificates("http:"),
-        )  # fmt: skip
+        self._http = asking("", ANSWER_S)
         steps = next(
             (_flag(spec.command, "--training-steps") for spec in stack.components if spec.role is Role.TRAINER), ""
         )

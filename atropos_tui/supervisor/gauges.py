@@ -16,15 +16,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
-
 from atropos_common.bridge import METRIC_VERSION
-from atropos_common.control import ComponentStatus, Role, RunStatus, State
+from atropos_common.control import ComponentStatus, Role, RunStatus
 from atropos_common.files import cut_torn_line, write_private
-from atropos_common.http import LIMITS, certificates, door_headers
 from atropos_common.records import ComponentUse, EngineGauges, EnvFlow, GaugesRecord, HostUse
-from atropos_tui.diagnoses.flow import fetch_page, read_figures
-from atropos_tui.diagnoses.stall_rules import Flow
+from atropos_tui.diagnoses.flow import asking, fetch_page, read_figures
+from atropos_tui.diagnoses.stall_rules import RUNS, Flow
 from atropos_tui.supervisor import procfs
 
 EVERY_S = 5.0
@@ -33,7 +30,6 @@ MOST_BYTES = 2_000_000
 DENSE = 720
 """An hour."""
 ANSWER_S = 1.0
-_ANSWERING = (State.HEALTHY, State.UNHEALTHY)
 _GAUGES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -69,15 +65,12 @@ class GaugeReader:
     def __init__(self, urls: Mapping[str, str]) -> None:
         """`urls`: where each component's port is asked."""
         self._urls = urls
-        self._http = httpx.Client(
-            timeout=ANSWER_S, limits=LIMITS, trust_env=False, headers=door_headers(os.environ),
-            verify=certificates("http:"),
-        )  # fmt: skip
+        self._http = asking("", ANSWER_S)
         self._machine = procfs.MachineMeter()
 
     def read(self, status: RunStatus, flows: Mapping[str, Flow], folder: Path) -> GaugesRecord:
         """Look at every engine and at run-api, all at once, at the host and at the disk that holds `folder`."""
-        rows = [row for row in status.components if row.port and row.state in _ANSWERING]
+        rows = [row for row in status.components if row.port and row.state in RUNS]
         engines = [row for row in rows if row.role is Role.ENGINE]
         apis = [row for row in rows if row.role is Role.API]
         answers = self._ask([(row, "/metrics") for row in engines] + [(row, "/status") for row in apis])
