@@ -513,7 +513,7 @@ class Watcher:
         )
         if stalled_s(run) is None:
             self._api = None
-        elif bare.now - self._asked_at >= ASK_S:
+        elif abs(bare.now - self._asked_at) >= ASK_S:
             self._asked_at = bare.now
             self._api = ask_api(self._api_url) if self._api_url else None
         return replace(run, api=self._api)
@@ -521,7 +521,7 @@ class Watcher:
     def _look_for_registrations(self, parts: Sequence[Part], now: float) -> None:
         """Ask run-api about environments that have not said themselves that they are registered."""
         missing = [p for p in parts if p.role is Role.ENV and p.state in RUNS and not self._flows.is_registered(p)]
-        if not missing or not self._api_url or now - self._listed_at < LIST_S:
+        if not missing or not self._api_url or abs(now - self._listed_at) < LIST_S:
             return
         self._listed_at = now
         for name, at in registrations(self._api_url):
@@ -532,7 +532,7 @@ class Watcher:
                     self._flows.registered(part, at)
 
     def _free(self, now: float) -> tuple[int, int] | tuple[None, None]:
-        if now - self._disk_at >= DISK_S:
+        if abs(now - self._disk_at) >= DISK_S:
             self._disk_at = now
             try:
                 disk = shutil.disk_usage(self._run.root)

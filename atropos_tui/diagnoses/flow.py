@@ -201,7 +201,7 @@ class FlowWatch:
 
     def ask(self, parts: Sequence[Part], now: float, get: Callable[[str], str | None] | None = None) -> None:
         """Look at the engines that run."""
-        if now - self._asked_at < ASK_S:
+        if abs(now - self._asked_at) < ASK_S:  # a clock that was set back stops no look
             return
         self._asked_at = now
         for part in parts:
@@ -211,7 +211,10 @@ class FlowWatch:
             text = get(url) if get else fetch_page(self._http, url)
             look = parse_look(text, now) if text else None
             if look is not None:
-                self._looks.setdefault((part.name, part.attempt), deque(maxlen=40)).append(look)
+                looks = self._looks.setdefault((part.name, part.attempt), deque(maxlen=40))
+                if looks and look.at <= looks[-1].at:
+                    looks.clear()  # the clock was set back: what lies between is not known
+                looks.append(look)
         for part in parts:
             if part.role is Role.ENV and part.state in RUNS:
                 self._note_requests(self._env(part), parts)

@@ -7,6 +7,7 @@ import http.server
 import threading
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -224,6 +225,18 @@ def test_an_engine_that_nobody_asks_makes_a_silent_environment_and_no_bottleneck
     assert explain({"env": found}, ())["env"].rule == "environment_silent"
     again = [part(Role.ENV, BEGAN + 20, attempt=2) if each.role is Role.ENV else each for each in PARTS]
     assert explain(watch.view(again, BEGAN + 24), ()) == {}, "its next attempt is not registered yet"
+
+
+def test_a_clock_that_is_set_back_stops_no_look_and_makes_no_idleness() -> None:
+    """Half a minute back, an hour after the registration: the engine has been busy all the time but for a tenth."""
+    watch, asked = FlowWatch(STACK), []
+    watch.registered(PARTS[2], BEGAN)
+    for second in range(3600, 3660):
+        now = BEGAN + second - (30 if second >= 3630 else 0)
+        watch.ask(PARTS, now, lambda _, at=second: asked.append(at) or page(at * 0.1, at, 1.0, 0.0))
+        found = watch.view(PARTS, now)["env"]
+        assert found.seconds is None or found.idle == pytest.approx(0.1), second
+    assert max(late - early for early, late in pairwise([*asked, second])) == 2
 
 
 def test_a_trainer_that_has_its_first_batch_does_not_wait() -> None:
