@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atropos_common.files import scratch_below
-from atropos_common.run_dir import ENV_CONTROL_SOCKET
+from atropos_common.run_dir import ENV_CONTROL_SOCKET, LONGEST_SOCKET
 from atropos_tui.profile import redact
 from atropos_tui.supervisor import bare, procfs
 from atropos_tui.supervisor.launchers.line import Frame, Line
@@ -67,7 +67,6 @@ OWNER_BEAT_S = 3.0
 SURVEY_S = 5.0
 """How often members are looked for that have since left their session, and files in /dev/shm that they use."""
 SWEEP_S = 8.0
-LONGEST_SOCKET = 107
 
 
 def environment(job: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, str]:
