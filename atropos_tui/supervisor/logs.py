@@ -82,6 +82,7 @@ class LogDrain:
             compiled = re.compile(pattern.encode())
             seen = any(compiled.search(line) for line in bytes(self._tail).splitlines())
             self._watches[pattern] = (compiled, [seen])
+            self._partial = bytes(self._tail).rpartition(b"\n")[2][:LONGEST_LINE]
 
     def seen(self, pattern: str) -> bool:
         """Whether a line matched since `watch(pattern)`."""
