@@ -130,6 +130,13 @@ class RecordTail:
             lines = [line for line in lines if self.unread not in line]
         return self._parse(lines)
 
+    def rest(self) -> Iterator[Record]:
+        """Every record that was completed since the last call, read as by `read`."""
+        while True:
+            yield from self.read()
+            if not self.behind:
+                return
+
     def _parse(self, lines: list[bytes]) -> list[Record]:
         records = []
         for line in lines:

@@ -11,6 +11,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+LONGEST_SOCKET = 107
+"""Bytes that the kernel takes for the path of a Unix socket."""
+
 ENV_RUN_DIR = "ATROPOS_RUN_DIR"
 """The run directory, for every component."""
 ENV_RUN_ID = "ATROPOS_RUN_ID"

@@ -32,6 +32,18 @@ class Card:
     capability: tuple[int, int] = (0, 0)
     """Compute capability; only `read_driver` asks for it."""
 
+    def figures(self) -> dict[str, Any]:
+        """Fields of `control.GpuStatus`."""
+        return {
+            "index": self.index,
+            "name": self.name,
+            "used_bytes": self.used,
+            "total_bytes": self.total,
+            "utilization_percent": self.utilization,
+            "power_w": self.power_w,
+            "temperature_c": self.temperature_c,
+        }
+
 
 @dataclass(frozen=True)
 class NvidiaDriver:

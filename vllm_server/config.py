@@ -28,6 +28,7 @@ from atropos_common.run_dir import (
     ENV_RUN_DIR,
     ENV_TOKEN,
     ENV_TRAINER_HOSTS,
+    LONGEST_SOCKET,
     MANIFEST_NAME,
     is_safe_name,
 )
@@ -55,7 +56,7 @@ DEFAULT_PORT = 9001
 PLUGIN_NAME = "atropos_bridge"
 """Our entry point in vLLM's group `vllm.general_plugins`."""
 
-LONGEST_TEMPORARY = 107 - len("/01234567-89ab-cdef-0123-456789abcdef")
+LONGEST_TEMPORARY = LONGEST_SOCKET - len("/01234567-89ab-cdef-0123-456789abcdef")
 """Bytes of the path of a folder in which vLLM's sockets, called by a UUID, can be bound."""
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}

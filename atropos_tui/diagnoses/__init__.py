@@ -4,11 +4,10 @@ Rules are data and small pure functions; `RULES` has them all. `engine.Watcher` 
 `diagnose` explains an end. One name may speak over several things: over a log line, and over a number.
 """
 
-from atropos_tui.diagnoses.alert_rules import ALERT
 from atropos_tui.diagnoses.exit_rules import EXIT_RULES, Evidence, describe_exit, diagnose
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES
 from atropos_tui.diagnoses.log_rules import LOG_RULES, port_taken
-from atropos_tui.diagnoses.metric_rules import METRIC_RULES
+from atropos_tui.diagnoses.metric_rules import ALERT, METRIC_RULES
 from atropos_tui.diagnoses.model import OWN_RULES, Diagnosis, Names, Rule
 from atropos_tui.diagnoses.node_rules import NODE_LOST, node_lost
 from atropos_tui.diagnoses.stall_rules import STALL_RULES

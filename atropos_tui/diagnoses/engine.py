@@ -13,7 +13,8 @@ costs no more.
 from __future__ import annotations
 
 import asyncio
-import os
+import json
+import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -24,7 +25,6 @@ from typing import Protocol
 import httpx
 
 from atropos_common.control import Role
-from atropos_common.http import certificates, door_headers
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import (
     AlignmentRecord,
@@ -38,11 +38,10 @@ from atropos_common.records import (
     TrainerRecord,
 )
 from atropos_common.run_dir import RunDir
-from atropos_tui.diagnoses.alert_rules import alert_rules
-from atropos_tui.diagnoses.flow import FlowWatch
+from atropos_tui.diagnoses.flow import FlowWatch, asking, fetch
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES, FlowRule, explain
 from atropos_tui.diagnoses.log_rules import LOG_RULES
-from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule
+from atropos_tui.diagnoses.metric_rules import METRIC_RULES, MetricRule, alert_rules
 from atropos_tui.diagnoses.model import (
     LONGEST_LINE,
     QUIET_S,
@@ -465,15 +464,12 @@ class Watcher:
         step = self._metrics.step_at
         for path in (self._run.telemetry_jsonl, *sorted(self._run.root.glob("eval.*.jsonl"))):
             tail = self._tails.setdefault(path, RecordTail(path))
-            while True:
-                for record in tail.read():
-                    said += self._metrics.feed(record)
-                    if isinstance(record, EnvCountsRecord):
-                        self._flows.count(record)
-                    elif isinstance(record, TimingRecord) and record.rank == 0:
-                        self._flows.step(record)
-                if not tail.behind:
-                    break
+            for record in tail.rest():
+                said += self._metrics.feed(record)
+                if isinstance(record, EnvCountsRecord):
+                    self._flows.count(record)
+                elif isinstance(record, TimingRecord) and record.rank == 0:
+                    self._flows.step(record)
         if self._metrics.step_at != step:
             self._since_step.clear()
         return said
@@ -517,7 +513,7 @@ class Watcher:
         )
         if stalled_s(run) is None:
             self._api = None
-        elif bare.now - self._asked_at >= ASK_S:
+        elif abs(bare.now - self._asked_at) >= ASK_S:
             self._asked_at = bare.now
             self._api = ask_api(self._api_url) if self._api_url else None
         return replace(run, api=self._api)
@@ -525,7 +521,7 @@ class Watcher:
     def _look_for_registrations(self, parts: Sequence[Part], now: float) -> None:
         """Ask run-api about environments that have not said themselves that they are registered."""
         missing = [p for p in parts if p.role is Role.ENV and p.state in RUNS and not self._flows.is_registered(p)]
-        if not missing or not self._api_url or now - self._listed_at < LIST_S:
+        if not missing or not self._api_url or abs(now - self._listed_at) < LIST_S:
             return
         self._listed_at = now
         for name, at in registrations(self._api_url):
@@ -536,11 +532,11 @@ class Watcher:
                     self._flows.registered(part, at)
 
     def _free(self, now: float) -> tuple[int, int] | tuple[None, None]:
-        if now - self._disk_at >= DISK_S:
+        if abs(now - self._disk_at) >= DISK_S:
             self._disk_at = now
             try:
-                disk = os.statvfs(self._run.root)
-                self._disk = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+                disk = shutil.disk_usage(self._run.root)
+                self._disk = disk.free, disk.total
             except OSError:
                 self._disk = (None, None)
         return self._disk
@@ -560,17 +556,11 @@ class Watcher:
         return [(name, replace(found, episode=episode))]
 
 
-def _api(url: str) -> httpx.Client:
-    return httpx.Client(
-        base_url=url, timeout=ANSWER_S, trust_env=False, headers=door_headers(os.environ), verify=certificates(url)
-    )
-
-
 def registrations(url: str) -> list[tuple[str, float]]:
     """Name and moment (Unix seconds) of each environment at the run-api at `url`; nothing where it does not tell."""
     try:
-        with _api(url) as http:
-            answer = http.get("/envs").raise_for_status().json()
+        with asking(url, ANSWER_S) as http:
+            answer = json.loads(fetch(http, "/envs"))
         return [(str(env["name"]), float(env["registered_at"])) for env in answer["envs"] if env["connected"]]
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return []
@@ -579,10 +569,10 @@ def registrations(url: str) -> list[tuple[str, float]]:
 def ask_api(url: str) -> ApiView:
     """What the run-api at `url` says of itself; its newest group only when groups wait, since it may be large."""
     try:
-        with _api(url) as http:
-            status, info = http.get("/status").json(), http.get("/info").json()
+        with asking(url, ANSWER_S) as http:
+            status, info = (json.loads(fetch(http, path)) for path in ("/status", "/info"))
             queue = int(status.get("queue_size") or 0)
-            group = len(http.get("/latest_example").json().get("tokens") or []) if queue else 0
+            group = len(json.loads(fetch(http, "/latest_example")).get("tokens") or []) if queue else 0
             return ApiView(int(info.get("batch_size", -1)), queue, group, int(status.get("current_step") or 0))
     except (httpx.HTTPError, ValueError, AttributeError, TypeError) as error:
         return ApiView(problem=f"{url}: {str(error) or type(error).__name__}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,10 @@ COUNTS_S = 30.0
 ASK_S = 1.5
 """An engine is asked no more often."""
 ANSWER_S = 2.0
+PATIENCE_S = 10.0
+"""So long an answer may take as a whole, however it drips: a program of the user's may be there."""
+MOST_BYTES = 64 * 1024 * 1024
+"""A longer answer is none."""
 RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
 READ = (METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, RUNNING, TOKENS)
 
@@ -51,6 +56,43 @@ class EngineLook:
 
     def __getitem__(self, name: str) -> float:
         return self.figures.get(name, 0.0)
+
+
+def asking(url: str, timeout_s: float) -> httpx.Client:
+    """For questions to servers of the run: no proxy, and with its key where other machines reach them.
+
+    Args:
+        url: what addresses are relative to; empty where each is given in full.
+    """
+    return httpx.Client(
+        base_url=url, timeout=timeout_s, limits=LIMITS, trust_env=False, follow_redirects=True,
+        headers=door_headers(os.environ), verify=certificates(url or "http:"),
+    )  # fmt: skip
+
+
+def fetch(http: httpx.Client, url: str) -> bytes:
+    """What a server answers to GET `url`.
+
+    Raises:
+        httpx.HTTPError: none answers, or with another status than 200, or its answer does not end.
+    """
+    give_up, parts, size = time.monotonic() + PATIENCE_S, list[bytes](), 0
+    with http.stream("GET", url) as answer:
+        answer.raise_for_status()
+        for part in answer.iter_bytes():
+            parts.append(part)
+            size += len(part)
+            if size > MOST_BYTES or time.monotonic() > give_up:
+                raise httpx.ReadTimeout(f"no end after {size:,} bytes")
+    return b"".join(parts)
+
+
+def fetch_page(http: httpx.Client, url: str) -> str | None:
+    """The same as text, decoded with replacement; None where there is none to be had."""
+    try:
+        return fetch(http, url).decode(errors="replace")
+    except (httpx.HTTPError, OSError):
+        return None
 
 
 def read_figures(text: str, names: Collection[str]) -> dict[str, list[float]]:
@@ -116,10 +158,7 @@ class FlowWatch:
         self._unhosted = self.environments[0] if alone else ""
         """The one environment, where it does not count its groups: what logs tell of groups is about it."""
         self._seen: Counter[str] = Counter()
-        self._http = httpx.Client(
-            timeout=ANSWER_S, limits=LIMITS, trust_env=False, follow_redirects=True, headers=door_headers(os.environ),
-            verify=certificates("http:"),
-        )  # fmt: skip
+        self._http = asking("", ANSWER_S)
         steps = next(
             (_flag(spec.command, "--training-steps") for spec in stack.components if spec.role is Role.TRAINER), ""
         )
@@ -162,16 +201,20 @@ class FlowWatch:
 
     def ask(self, parts: Sequence[Part], now: float, get: Callable[[str], str | None] | None = None) -> None:
         """Look at the engines that run."""
-        if now - self._asked_at < ASK_S:
+        if abs(now - self._asked_at) < ASK_S:  # a clock that was set back stops no look
             return
         self._asked_at = now
         for part in parts:
             if part.role is not Role.ENGINE or part.state not in RUNS or part.name not in self._urls:
                 continue
-            text = (get or self._get)(self._urls[part.name])
+            url = self._urls[part.name]
+            text = get(url) if get else fetch_page(self._http, url)
             look = parse_look(text, now) if text else None
             if look is not None:
-                self._looks.setdefault((part.name, part.attempt), deque(maxlen=40)).append(look)
+                looks = self._looks.setdefault((part.name, part.attempt), deque(maxlen=40))
+                if looks and look.at <= looks[-1].at:
+                    looks.clear()  # the clock was set back: what lies between is not known
+                looks.append(look)
         for part in parts:
             if part.role is Role.ENV and part.state in RUNS:
                 self._note_requests(self._env(part), parts)
@@ -192,13 +235,6 @@ class FlowWatch:
                     flow = replace(flow, waiting=self._waiting(trainer, begin, now))
                 flows[part.name] = flow
         return flows
-
-    def _get(self, url: str) -> str | None:
-        try:
-            answer = self._http.get(url)
-        except httpx.HTTPError:
-            return None
-        return answer.text if answer.status_code == 200 else None
 
     def _env(self, part: Part) -> _Env:
         env = self._envs.get(part.name)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from atropos_common.control import Role
+from atropos_common.records import DiagnosisRecord
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 QUIET_S = 600.0
@@ -34,6 +35,12 @@ class Diagnosis:
     fix: str
     rule: str = ""
     episode: int = 0
+
+    def record(self, component: str | None = None) -> DiagnosisRecord:
+        """What the journal says of it; without a component it is about the run."""
+        return DiagnosisRecord(
+            component=component, rule=self.rule, title=self.title, evidence=self.evidence, fix=self.fix
+        )
 
 
 @dataclass(frozen=True)

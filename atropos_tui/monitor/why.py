@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from atropos_common.control import ComponentStatus, Phase, Role, RunStatus, StageStatus, State
 from atropos_common.records import DiagnosisRecord, StepRecord
-from atropos_tui.diagnoses.alert_rules import ALERT
-from atropos_tui.diagnoses.metric_rules import METRIC_RULES
+from atropos_tui.diagnoses.metric_rules import ALERT, METRIC_RULES
 from atropos_tui.diagnoses.stall_rules import DISK_LOW, REFUSED, is_low
 from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import counted, duration, glyph_and_word, one_line

@@ -35,13 +35,11 @@ from atropos_common.control import (
 from atropos_common.files import is_private
 from atropos_common.http import LIMITS, certificates
 from atropos_common.records import Record, parse_line
-from atropos_common.run_dir import RunDir
+from atropos_common.run_dir import LONGEST_SOCKET, RunDir
 from atropos_tui.errors import Exit, Problem, UserError
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
-MAX_PATH_BYTES = 107
-"""What the kernel takes for the path of a Unix socket."""
 NAME_BYTES = 25
 """Of a socket's name in its folder."""
 ANSWER_S = 10.0
@@ -240,9 +238,9 @@ def socket_folder() -> Path:
     else:
         folder = Path("/tmp") / f"atropos-tui-{os.getuid()}"
     size = len(os.fsencode(folder)) + 1 + NAME_BYTES
-    if size > MAX_PATH_BYTES:
+    if size > LONGEST_SOCKET:
         reason = f"$XDG_RUNTIME_DIR is too long: a socket in {folder} would have a path of {size} bytes"
-        raise SocketError(f"{reason}, and the kernel takes {MAX_PATH_BYTES}; set it to a shorter folder, or unset it")
+        raise SocketError(f"{reason}, and the kernel takes {LONGEST_SOCKET}; set it to a shorter folder, or unset it")
     folder.mkdir(mode=0o700, exist_ok=True)
     if not is_private(folder):
         raise SocketError(f"{folder} must be a folder of this user with mode 0700; remove it, or set XDG_RUNTIME_DIR")

@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from atropos_common.control import ComponentStatus, Role, StageStatus, State
-from atropos_common.records import DiagnosisRecord, ProbeRecord, StageRecord, StateRecord
+from atropos_common.records import ProbeRecord, StageRecord, StateRecord
 from atropos_tui.diagnoses import Diagnosis, Evidence, describe_exit, diagnose, model, node_lost, port_taken
 from atropos_tui.diagnoses.engine import LogScanner, Printed
 from atropos_tui.diagnoses.exit_rules import lasting_error
 from atropos_tui.diagnoses.model import shortened
 from atropos_tui.diagnoses.roots import same_words
 from atropos_tui.diagnoses.stall_rules import Part
-from atropos_tui.profile.spec import ComponentSpec, LogCheck, RestartPolicy
+from atropos_tui.profile.spec import ComponentSpec, RestartPolicy
 from atropos_tui.supervisor.launch import Launch
 from atropos_tui.supervisor.launchers.launcher import Host, Living, Usage
 from atropos_tui.supervisor.logs import LogDrain
-from atropos_tui.supervisor.probe import Prober, ProbeResult, StageWatch
+from atropos_tui.supervisor.probe import Prober, ProbeResult, StageWatch, log_patterns
 from atropos_tui.supervisor.process import Ending, LaunchError, Leader
 from atropos_tui.supervisor.store import Store
 
@@ -281,11 +281,7 @@ class Component:
         if found.rule and said in recent:
             return
         self._said = [*self._said[-SAID_KEPT:], said]
-        self._store.emit(
-            DiagnosisRecord(
-                component=self.name, rule=found.rule, title=found.title, evidence=found.evidence, fix=found.fix
-            )
-        )
+        self._store.emit(found.record(self.name))
 
     def newest_probe(self) -> ProbeResult | None:
         """The round that matters now: readiness once it runs, else startup or liveness."""
@@ -567,10 +563,7 @@ class Component:
     def note_progress(self) -> None:
         """Write down what an adopting supervisor could not find out: health, lines seen, sessions of descendants."""
         if self._host.launcher.adoptable:
-            probes = [self.spec.probes.startup, self.spec.probes.readiness, self.spec.probes.liveness]
-            checks = [check for probe in probes if probe for check in probe.checks]
-            patterns = [check.pattern for check in checks if isinstance(check, LogCheck)]
-            patterns += [stage.pattern for stage in self.spec.stages]
+            patterns = log_patterns(self.spec.probes) + [stage.pattern for stage in self.spec.stages]
             seen = [pattern for pattern in patterns if self.log and self.log.seen(pattern)]
             found = {"proven": self._restarts.proven, "seen": seen, "stages": dict(self._stages)}
             self._host.note_progress(self.name, found)

@@ -10,21 +10,19 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
-import psutil
-
 from atropos_common.bridge import METRIC_VERSION
-from atropos_common.control import ComponentStatus, Role, RunStatus, State
+from atropos_common.control import ComponentStatus, Role, RunStatus
 from atropos_common.files import cut_torn_line, write_private
-from atropos_common.http import LIMITS, certificates, door_headers
 from atropos_common.records import ComponentUse, EngineGauges, EnvFlow, GaugesRecord, HostUse
-from atropos_tui.diagnoses.flow import read_figures
-from atropos_tui.diagnoses.stall_rules import Flow
+from atropos_tui.diagnoses.flow import asking, fetch_page, read_figures
+from atropos_tui.diagnoses.stall_rules import RUNS, Flow
+from atropos_tui.supervisor import procfs
 
 EVERY_S = 5.0
 MOST_BYTES = 2_000_000
@@ -32,10 +30,6 @@ MOST_BYTES = 2_000_000
 DENSE = 720
 """An hour."""
 ANSWER_S = 1.0
-MOST_ANSWER_BYTES = 4_000_000
-"""A longer answer is no metrics page."""
-_ANSWERING = (State.HEALTHY, State.UNHEALTHY)
-_CGROUP = Path("/sys/fs/cgroup")
 _GAUGES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -66,20 +60,17 @@ def parse_queue(text: str) -> int | None:
 
 
 class GaugeReader:
-    """Keeps connections and what is needed to turn CPU seconds into percent."""
+    """Keeps connections, and what the machine had used at the last look."""
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         """`urls`: where each component's port is asked."""
         self._urls = urls
-        self._http = httpx.Client(
-            timeout=ANSWER_S, limits=LIMITS, trust_env=False, headers=door_headers(os.environ),
-            verify=certificates("http:"),
-        )  # fmt: skip
-        self._cpu = _cpu_seconds()
+        self._http = asking("", ANSWER_S)
+        self._machine = procfs.MachineMeter()
 
     def read(self, status: RunStatus, flows: Mapping[str, Flow], folder: Path) -> GaugesRecord:
         """Look at every engine and at run-api, all at once, at the host and at the disk that holds `folder`."""
-        rows = [row for row in status.components if row.port and row.state in _ANSWERING]
+        rows = [row for row in status.components if row.port and row.state in RUNS]
         engines = [row for row in rows if row.role is Role.ENGINE]
         apis = [row for row in rows if row.role is Role.API]
         answers = self._ask([(row, "/metrics") for row in engines] + [(row, "/status") for row in apis])
@@ -93,7 +84,7 @@ class GaugeReader:
             engines={name: parse_metrics(text) for name, text in metrics.items() if text is not None},
             gpus=status.gpus,
             queue=next((depth for depth in queues if depth is not None), None),
-            host=self._host(),
+            host=HostUse(cores=float(os.cpu_count() or 1), **self._machine.read()),
             **_disk(folder),
             flows={name: _flow(found) for name, found in flows.items()},
         )  # fmt: skip
@@ -101,80 +92,19 @@ class GaugeReader:
     def close(self) -> None:
         self._http.close()
 
-    def _host(self) -> HostUse:
-        """CPU since the last call and memory, of the container where it has a limit, else of the machine."""
-        before, self._cpu = self._cpu, _cpu_seconds()
-        busy, whole = (now - then for now, then in zip(self._cpu, before, strict=True))
-        used, total = _memory()
-        percent = min(100.0, max(0.0, 100 * busy / whole)) if whole > 0 else None
-        cores = float(psutil.cpu_count() or 1)
-        return HostUse(cpu_percent=percent, cores=cores, memory_used=used, memory_total=total)
-
     def _ask(self, routes: list[tuple[ComponentStatus, str]]) -> list[str | None]:
         if not routes:
             return []
         with ThreadPoolExecutor(len(routes), thread_name_prefix="gauges") as pool:
-            return list(pool.map(lambda route: self._get(self._urls[route[0].name] + route[1]), routes))
-
-    def _get(self, url: str) -> str | None:
-        try:
-            with self._http.stream("GET", url) as answer:
-                if answer.status_code != 200:
-                    return None
-                body = b""
-                for chunk in answer.iter_bytes():
-                    body += chunk
-                    if len(body) > MOST_ANSWER_BYTES:
-                        return None
-                return body.decode("utf-8", "replace")
-        except (httpx.HTTPError, OSError):
-            return None
-
-
-def _cpu_seconds() -> tuple[float, float]:
-    """Seconds of all cores that were spent working, and all of them.
-
-    psutil's own percentages are since the last call of the same thread, and each look here may be in another one.
-    """
-    times = psutil.cpu_times()
-    whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # these are in user and nice
-    return whole - times.idle - getattr(times, "iowait", 0.0), whole
-
-
-def _memory() -> tuple[int, int]:
-    """Bytes used, and bytes there are."""
-    memory = psutil.virtual_memory()
-    used, total = memory.total - memory.available, memory.total
-    limit, held = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    if limit is not None and held is not None and limit < total:
-        return max(0, held - _reclaimable()), limit
-    return used, total
-
-
-def _cgroup_bytes(name: str) -> int | None:
-    try:
-        return int((_CGROUP / name).read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _reclaimable() -> int:
-    """Cached files of a container: the kernel gives them back when memory is needed."""
-    try:
-        for line in (_CGROUP / "memory.stat").read_text().splitlines():
-            if line.startswith("inactive_file "):
-                return int(line.split()[1])
-    except (OSError, ValueError, IndexError):
-        pass
-    return 0
+            return list(pool.map(lambda route: fetch_page(self._http, self._urls[route[0].name] + route[1]), routes))
 
 
 def _disk(folder: Path) -> dict[str, int]:
     try:
-        disk = os.statvfs(folder)
+        disk = shutil.disk_usage(folder)
     except OSError:
         return {}
-    return {"disk_free_bytes": disk.f_bavail * disk.f_frsize, "disk_bytes": disk.f_blocks * disk.f_frsize}
+    return {"disk_free_bytes": disk.free, "disk_bytes": disk.total}
 
 
 def _flow(flow: Flow) -> EnvFlow:

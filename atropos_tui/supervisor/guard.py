@@ -1,7 +1,6 @@
 """The guard, the last one to leave: when the supervisor is gone, it ends every process of the run, then itself.
 
-    python -I -S -c 'sys.path.insert(0, ROOT); from atropos_tui.supervisor.guard import main; main()' FD RUN_ID GROUP
-E|K
+    python -I -S -c '... from atropos_tui.supervisor.guard import main; main()' ROOT FD RUN_ID GROUP E|K
 
 Direct children of a killed supervisor die by their parent-death signal; their descendants do not, and double-forked
 ones belong to nobody. The guard holds the read end of a pipe, learns from it the sessions that the run started
@@ -24,7 +23,7 @@ import signal
 import sys
 import time
 
-from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor import bare, procfs
 
 TYPE_CHECKING = False  # `typing` alone would double the guard
 if TYPE_CHECKING:
@@ -35,10 +34,8 @@ if TYPE_CHECKING:
 QUIET_ROUNDS = 3
 """Empty looks at the process table, one after the other, before the run counts as gone."""
 GIVE_UP_S = 60.0
-ROOT = os.path.abspath(f"{__file__}/../../..")  # noqa: PTH100
 MAX_DEATHS = 5
 """A guard that cannot live is given up; parent-death signals still end what the supervisor started itself."""
-CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from atropos_tui.supervisor.guard import main; main()"
 
 
 def sweep(run_id: str, sessions: dict[int, int], exclude: set[int], group: str = "") -> None:
@@ -160,7 +157,7 @@ class Guard:
         os.set_blocking(self._pipe, False)
         arguments = [str(reading), self._run_id, self.group, "K" if self.keeps else "E"]
         self._popen: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", CODE, ROOT, *arguments],
+            [sys.executable, *bare(__name__), *arguments],
             env={key: value for key, value in os.environ.items() if key not in (ENV_RUN_ID, ENV_COMPONENT)},
             pass_fds=(reading, self._lock),
             stdin=subprocess.DEVNULL,

@@ -82,6 +82,7 @@ class LogDrain:
             compiled = re.compile(pattern.encode())
             seen = any(compiled.search(line) for line in bytes(self._tail).splitlines())
             self._watches[pattern] = (compiled, [seen])
+            self._partial = bytes(self._tail).rpartition(b"\n")[2][:LONGEST_LINE]
 
     def seen(self, pattern: str) -> bool:
         """Whether a line matched since `watch(pattern)`."""
@@ -136,10 +137,10 @@ class LogDrain:
             os.close(self._fd)
             self._fd = -1
 
-    def finish(self, limit: int = 64 * 1024 * 1024) -> None:
+    def finish(self) -> None:
         """Take what is still in the pipe and close it, even if a stranger holds the other end."""
         taken = 0
-        while self._fd >= 0 and taken < limit and self._read_once():
+        while self._fd >= 0 and taken < MOST_LEFT and self._read_once():
             taken += CHUNK
         self._close_pipe()
         if self.file:
@@ -307,9 +308,6 @@ def room_beside(path: Path) -> str:
     return f" ({free:,.1f} MB of {size:,.1f} MB and {disk.f_favail:,} inodes are free there)"
 
 
-__all__ = ["LogDrain", "LogFile", "attempts", "last_lines", "latest_attempt"]
-
-
 def times_path(log: Path) -> Path:
     """`N.log` -> `N.times`, `N.log.1` -> `N.times.1`."""
     return log.with_name(log.name.replace(".log", ".times"))
@@ -333,7 +331,7 @@ class TimesWriter:
         self._head = _HEAD.pack(MAGIC, os.fstat(log).st_ino)
         self._size = 0
         with contextlib.suppress(OSError):
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._fd = _open(self._path)
 
     def step_aside(self) -> None:
         """Become the older one. Comes before the log does so: no index may outlive the log whose inode it names."""

@@ -42,6 +42,9 @@ from atropos_tui.profile.spec import MetricsPolicy
 R = TypeVar("R", bound=Record)
 Field = tuple[str, str, str]
 """Of a record: the field, the name of the metric behind `atropos_`, its help."""
+Rows = Sequence[tuple[Mapping[str, str], float]]
+"""Labels, the same in each, and value."""
+Kind = GaugeMetricFamily | CounterMetricFamily
 
 STEP: Sequence[Field] = (
     ("step", "step", "Newest optimizer step."),
@@ -123,11 +126,8 @@ class Newest:
         """Blocks while it reads."""
         for path in (self._run.telemetry_jsonl, self._run.gauges_jsonl, *self._run.root.glob("eval.*.jsonl")):
             tail = self._tails.setdefault(path.name, RecordTail(path))
-            while True:
-                for record in tail.read():
-                    self._take(record)
-                if not tail.behind:
-                    break
+            for record in tail.rest():
+                self._take(record)
 
     def _take(self, record: Record) -> None:
         if isinstance(record, EvalRecord):
@@ -177,7 +177,7 @@ def _components(status: RunStatus) -> Iterator[Metric]:
         said,
     )
     restarts = [({"component": row.name}, float(row.restarts)) for row in rows]
-    yield _total("component_restarts", "Restarts after a crash.", restarts)
+    yield _family("component_restarts", "Restarts after a crash.", restarts, CounterMetricFamily)
     yield from _gauges({row.name: row for row in rows}, "component", COMPONENT)
 
 
@@ -186,7 +186,7 @@ def _used(gauges: GaugesRecord) -> Iterator[Metric]:
     yield from _gauges(gauges.engines, "engine", ENGINE)
     for field, name, text in ENGINE_TOTALS:
         if rows := list(_rows(gauges.engines, "engine", field)):
-            yield _total(name, text, rows)
+            yield _family(name, text, rows, CounterMetricFamily)
     yield from _gauges(gauges.flows, "env", ENV)
     yield from _gauges({card.label: card for card in gauges.gpus}, "gpu", GPU)
     yield from _gauges({"": gauges.host}, "", HOST)
@@ -209,15 +209,8 @@ def _rows(of: Mapping[str, BaseModel | None], label: str, field: str) -> Iterato
             yield {label: name} if label else {}, float(value)
 
 
-def _family(name: str, text: str, rows: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
-    family = GaugeMetricFamily(f"atropos_{name}", text, labels=list(rows[0][0]))
-    for labels, value in rows:
-        family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _total(name: str, text: str, rows: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
-    family = CounterMetricFamily(f"atropos_{name}", text, labels=list(rows[0][0]))
+def _family(name: str, text: str, rows: Rows, kind: type[Kind] = GaugeMetricFamily) -> Metric:
+    family = kind(f"atropos_{name}", text, labels=list(rows[0][0]))
     for labels, value in rows:
         family.add_metric(list(labels.values()), value)
     return family

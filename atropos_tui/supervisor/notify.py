@@ -17,14 +17,15 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
 import httpx
 
 from atropos_common.records import DiagnosisRecord, Record
 from atropos_common.run_dir import ENV_TOKEN
-from atropos_tui.diagnoses.alert_rules import ALERT
+from atropos_tui.diagnoses.metric_rules import ALERT
+from atropos_tui.errors import Exit
 from atropos_tui.profile.redact import REDACTED, mask
 from atropos_tui.profile.spec import NotifyPolicy, StackSpec
 from atropos_tui.supervisor.launch import resolve
@@ -64,7 +65,7 @@ def is_alert(record: Record) -> TypeGuard[DiagnosisRecord]:
 
 def event_of_exit(code: int | None) -> Event | None:
     """What an exit code of a run means; None for one that was stopped by hand, or still runs."""
-    if code is None or code == 130:
+    if code is None or code == Exit.INTERRUPTED:
         return None
     return "failed" if code else "done"
 
@@ -203,9 +204,8 @@ class Notifier:
 
     async def _listen(self) -> None:
         while True:
-            _, live = self._store.hub.subscribe(lambda: None)
             try:
-                async for record in live:
+                async for record in self._store.hub.subscribe():
                     if is_mismatch(record):
                         self._on_mismatch(record)
                     elif is_alert(record):
@@ -265,12 +265,8 @@ class Notifier:
             self._decided = lambda: result
         self._look_at_the_end()
         self._listener.cancel()
-        await _settle({self._listener, *self._under_way}, END_PATIENCE_S)
-
-
-async def _settle(tasks: Iterable[asyncio.Task[None]], patience_s: float) -> None:
-    _, late = await asyncio.wait(set(tasks), timeout=patience_s)
-    for task in late:
-        task.cancel()
-    if late:
-        await asyncio.wait(late)
+        _, late = await asyncio.wait({self._listener, *self._under_way}, timeout=END_PATIENCE_S)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)

@@ -38,6 +38,12 @@ class ProbeResult:
     detail: str
 
 
+def log_patterns(probes: Probes) -> list[str]:
+    """What the log checks of a component look for."""
+    each = (probes.startup, probes.readiness, probes.liveness)
+    return [check.pattern for probe in each if probe for check in probe.checks if isinstance(check, LogCheck)]
+
+
 class CheckFailedError(Exception):
     """A check did not pass; the message says what was found instead."""
 
@@ -58,11 +64,9 @@ class Prober:
         self._report = report
         self.last: dict[Which, ProbeResult] = {}
         self._was_ready = asyncio.Event()
-        for probe in (probes.startup, probes.readiness, probes.liveness):
-            for check in probe.checks if probe else ():
-                if isinstance(check, LogCheck):  # from the first line on, not from the first round of the probe
-                    with contextlib.suppress(re.error):  # said again, as a failure, when the check runs
-                        log.watch(check.pattern)
+        for pattern in log_patterns(probes):  # from the first line on, not from the first round of the probe
+            with contextlib.suppress(re.error):  # said again, as a failure, when the check runs
+                log.watch(pattern)
         self._task = start(self._run(probes))
 
     def cancel(self) -> None:

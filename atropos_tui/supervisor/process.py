@@ -161,13 +161,12 @@ class Child(Local):
         self._loop.add_reader(self._pidfd, self._ended)
 
     def _ended(self) -> None:
-        found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
+        self.exit_code = procfs.exit_of(self._pidfd)
+        if self.exit_code is None:
             return
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
-        self.exit_code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         self.exited.set()
         if self._abandoned:
             self.reap()

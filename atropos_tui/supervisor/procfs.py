@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 TICKS_PER_SECOND: int = os.sysconf("SC_CLK_TCK")
 SPAWNED: set[int] = set()
 """Children that were started here and are not reaped yet; all others in foreign sessions are adopted."""
+CONTAINER = "/sys/fs/cgroup"
+"""The control group that a container takes for the root of all."""
 PREFIX = "atropos-"
 """Every group of ours is called this and the run's id; nothing else is ever killed or removed."""
 SCRATCH = "atropos-scratch-"
@@ -83,40 +85,45 @@ def lives(pid: int, ticks: int) -> bool:
     return row is not None and row.alive and row.ticks == ticks
 
 
+def exit_of(pidfd: int) -> int | None:
+    """How the child behind `pidfd` has ended, negative for a signal; it stays a zombie. None while it runs."""
+    found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
 def scan() -> dict[int, Proc]:
     """Every process of the machine that can be read, by pid."""
     rows = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
     return {row.pid: row for row in rows if row is not None}
 
 
-def environ(pid: int) -> dict[str, str]:
-    """Environment that the process was started with; empty when it cannot be read (another user's, a zombie)."""
+def _block(pid: int) -> bytes:
+    """The environment that the process was started with, a zero byte before and behind each entry; empty when it
+    cannot be read (another user's, a zombie)."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
-            entries = file.read().split(b"\0")
+            return b"\0" + file.read() + b"\0"
     except OSError:
-        return {}
-    pairs = (entry.partition(b"=") for entry in entries if b"=" in entry)
+        return b""
+
+
+def environ(pid: int) -> dict[str, str]:
+    """Environment that the process was started with; empty when it cannot be read."""
+    pairs = (entry.partition(b"=") for entry in _block(pid).split(b"\0") if b"=" in entry)
     return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
 
 
 def marked(pid: int, *markers: bytes) -> bool:
     """Whether the process was started with every one of `markers` (`NAME=value`) in its environment."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
-            data = b"\0" + file.read() + b"\0"
-    except OSError:
-        return False
+    data = _block(pid)
     return all(b"\0" + marker + b"\0" in data for marker in markers)
 
 
 def component_of(pid: int, run: bytes) -> str:
     """Of which component of a run (`ATROPOS_RUN_ID=...`) the process was started; empty if of none."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
-            data = b"\0" + file.read() + b"\0"
-    except OSError:
-        return ""
+    data = _block(pid)
     begin = data.find(b"\0ATROPOS_COMPONENT=") + 1
     if not begin or b"\0" + run + b"\0" not in data:
         return ""
@@ -316,7 +323,11 @@ def part_group(group: str, component: str, attempt: int) -> str:
     if not group:
         return ""
     path = f"{group}/{_as_path_part(component)}.{attempt}"
-    return path if _make(path) else ""
+    try:
+        os.mkdir(path)  # noqa: PTH102
+    except OSError:
+        return path if os.path.isdir(path) else ""  # noqa: PTH112
+    return path
 
 
 def group_pids(group: str) -> set[int]:
@@ -333,7 +344,12 @@ def group_pids(group: str) -> set[int]:
 
 def kill_group(group: str) -> bool:
     """SIGKILL to all of `group`, also to what it is just forking; False where the kernel has no `cgroup.kill`."""
-    return _write(f"{group}/cgroup.kill", b"1")
+    try:
+        with open(f"{group}/cgroup.kill", "wb", buffering=0) as file:  # noqa: PTH123
+            file.write(b"1")
+    except OSError:
+        return False
+    return True
 
 
 def remove_group(group: str, patience_s: float = PATIENCE_S) -> bool:
@@ -414,26 +430,6 @@ def _make_fillable(path: str) -> str:
     return ""
 
 
-def _make(path: str) -> bool:
-    try:
-        os.mkdir(path)  # noqa: PTH102
-    except OSError:
-        return os.path.isdir(path)  # noqa: PTH112
-    return True
-
-
-def _write(path: str, data: bytes) -> bool:
-    try:
-        descriptor = os.open(path, os.O_WRONLY)
-        try:
-            os.write(descriptor, data)
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return False
-    return True
-
-
 def _group_tree(group: str) -> list[str]:
     """`group` and every group below it, parents first."""
     found = [group] if group else []
@@ -447,7 +443,7 @@ def _group_tree(group: str) -> list[str]:
 
 
 class MachineMeter:
-    """CPU and memory of the whole machine, from one look to the next."""
+    """CPU and memory of the machine, from one look to the next; memory of the container where that has a limit."""
 
     def __init__(self) -> None:
         self._before = _machine_ticks()
@@ -456,14 +452,9 @@ class MachineMeter:
         """`cpu_percent` of all cores since the last look, `memory_used` and `memory_total` in bytes."""
         before, self._before = self._before, _machine_ticks()
         busy, whole = (now - then for now, then in zip(self._before, before, strict=True))
-        with open("/proc/meminfo") as file:  # noqa: PTH123
-            lines = [line.split() for line in file]
-        sizes = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("MemTotal:", "MemAvailable:")}
-        return {
-            "cpu_percent": min(100.0, max(0.0, 100 * busy / whole)) if whole > 0 else None,
-            "memory_used": sizes["MemTotal:"] - sizes["MemAvailable:"],
-            "memory_total": sizes["MemTotal:"],
-        }
+        used, total = _memory()
+        percent = min(100.0, max(0.0, 100 * busy / whole)) if whole > 0 else None
+        return {"cpu_percent": percent, "memory_used": used, "memory_total": total}
 
 
 def _machine_ticks() -> tuple[int, int]:
@@ -472,6 +463,23 @@ def _machine_ticks() -> tuple[int, int]:
         user, nice, system, idle, wait, irq, soft, stolen = map(int, file.readline().split()[1:9])
     busy = user + nice + system + irq + soft + stolen
     return busy, busy + idle + wait
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes used, and bytes there are."""
+    with open("/proc/meminfo") as file:  # noqa: PTH123
+        lines = [line.split() for line in file]
+    sizes = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("MemTotal:", "MemAvailable:")}
+    total = sizes["MemTotal:"]
+    try:
+        with open(f"{CONTAINER}/memory.max") as limit, open(f"{CONTAINER}/memory.current") as held:  # noqa: PTH123
+            most, used = int(limit.read()), int(held.read())
+        with open(f"{CONTAINER}/memory.stat") as file:  # noqa: PTH123
+            # Cached files: the kernel gives them back when memory is needed.
+            used -= next((int(line.split()[1]) for line in file if line.startswith("inactive_file ")), 0)
+    except (OSError, ValueError):  # no container, or one without a limit, whose file says `max`
+        most = total
+    return (max(0, used), most) if most < total else (total - sizes["MemAvailable:"], total)
 
 
 def ancestors() -> set[int]:

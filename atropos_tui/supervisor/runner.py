@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -32,8 +33,9 @@ from atropos_common.connections import few_strangers
 from atropos_common.control import CommandRequest, Phase, Snapshot, State, WaitResult
 from atropos_common.files import is_private
 from atropos_common.http import door_key
-from atropos_common.records import DiagnosisRecord, Record
+from atropos_common.records import DiagnosisRecord
 from atropos_common.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
+from atropos_tui.errors import Exit
 from atropos_tui.profile.spec import StackSpec, check_stack
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.client import socket_path
@@ -45,7 +47,7 @@ from atropos_tui.supervisor.logs import last_lines
 from atropos_tui.supervisor.notify import Notifier
 from atropos_tui.supervisor.process import become_subreaper
 from atropos_tui.supervisor.store import Journal, OnEvent, ProcessTable, RunInUseError, RunResult, Store, Subscription
-from atropos_tui.supervisor.supervisor import EXIT_FAULT, EXIT_INTERRUPTED, RefusedError, Supervisor
+from atropos_tui.supervisor.supervisor import RefusedError, Supervisor
 from atropos_tui.supervisor.tracker import reap_leftovers, supervisor_alive
 
 GUARD_PATIENCE_S = 60.0
@@ -82,8 +84,7 @@ async def run_stack(stack: StackSpec, *, on_event: OnEvent | None = None) -> int
         become_subreaper()
         estate = await asyncio.to_thread(claim, stack, run)
         for name, found in (await asyncio.to_thread(sweep_nodes, ProcessTable.load(run.journal_json))).items():
-            more = {"rule": found.rule, "title": found.title, "evidence": found.evidence, "fix": found.fix}
-            store.emit(DiagnosisRecord(component=name, **more))
+            store.emit(found.record(name))
         run.result_json.unlink(missing_ok=True)
         return await _with_socket(stack, store, run, signals, estate)
 
@@ -121,7 +122,7 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
             await notifier.close(RunResult.load(run.result_json))
     except asyncio.CancelledError:
         guard.end_keeping()
-        RunResult(exit_code=EXIT_INTERRUPTED, reason="the supervisor was cancelled").write(run.result_json)
+        RunResult(exit_code=Exit.INTERRUPTED, reason="the supervisor was cancelled").write(run.result_json)
         raise
     finally:
         if not guard.keeps:
@@ -234,10 +235,10 @@ def _fault(supervisor: Supervisor, guard: Guard) -> int:
         reason += f"; the components go on: atropos-tui up --resume {run.root} adopts them, atropos-tui clean ends them"
     else:
         reap_leftovers(run_id, ProcessTable.load(run.journal_json))
-    result = RunResult(exit_code=EXIT_FAULT, reason=reason)
+    result = RunResult(exit_code=Exit.FAULT, reason=reason)
     result.write(run.result_json)
     supervisor.ended(result)
-    return EXIT_FAULT
+    return Exit.FAULT
 
 
 class Routes:
@@ -272,12 +273,12 @@ class Routes:
             raise RefusedError(422, "after must be a number", "leave it out to begin with now") from None
         usage = await self._supervisor.sampler.fresh()
         store = self._supervisor.store
-        status, live = store.hub.subscribe(lambda: self._supervisor.status(usage))
+        live, status = store.hub.subscribe(), self._supervisor.status(usage)  # no record can come between the two
         missed = iter(()) if after is None else store.journal.between(after, status.seq)
         lines = self._lines(Snapshot(status=status), missed, live)
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
-    async def _lines(self, snapshot: Snapshot, missed: Iterator[str], live: Subscription[Record]) -> AsyncIterator[str]:
+    async def _lines(self, snapshot: Snapshot, missed: Iterator[str], live: Subscription) -> AsyncIterator[str]:
         """Dropped subscribers see their connection break: `SubscriberDroppedError` leaves through here."""
         try:
             yield snapshot.model_dump_json() + "\n"
@@ -323,6 +324,8 @@ class Routes:
         target = request.query_params.get("for", "ready")
         try:
             timeout = float(request.query_params["timeout"]) if "timeout" in request.query_params else None
+            if timeout is not None and math.isnan(timeout):
+                raise ValueError  # it is never over, and wakes the loop at once, again and again
         except ValueError:
             raise RefusedError(422, "timeout must be a number of seconds") from None
         if target not in ("ready", "done") and target not in self._supervisor.components:

@@ -19,17 +19,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from atropos_common.files import cut_torn_line, is_own, read_regular, write_private
+from atropos_common.files import is_own, read_regular, write_private
+from atropos_common.record_tail import next_seq
 from atropos_common.records import ComponentRecord, Record
 from atropos_tui.profile.spec import StackSpec
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
-Event = TypeVar("Event")
-Snapshot = TypeVar("Snapshot")
 OnEvent = Callable[[Record], object]
 
 _SEQ = re.compile(rb'"seq":\s*(\d+)')
@@ -60,8 +59,7 @@ class Journal:
             raise RunInUseError(
                 f"{path.parent}: another supervisor runs here; attach to it, or name another --run-dir"
             ) from None
-        cut_torn_line(self._fd)
-        self.seq = _last_seq(path)
+        self.seq = next_seq(path) - 1
         self._backlog: deque[bytes] = deque(maxlen=BACKLOG_LINES)
         self._torn = b""
 
@@ -107,15 +105,20 @@ def _seq_of(line: bytes) -> int:
     return int(found.group(1)) if found else -1
 
 
-def _last_seq(path: Path) -> int:
-    with path.open("rb") as file:
-        return max(map(_seq_of, file), default=-1)
+class Kept(BaseModel):
+    """A file of the run directory that is replaced as a whole, or a part of one."""
+
+    model_config = ConfigDict(extra="ignore", defer_build=True)
+
+    def write(self, path: Path) -> None:
+        """Replace `path` atomically. A disk that refuses leaves the old file: the run goes on, and ends, without."""
+        with contextlib.suppress(OSError):
+            write_private(path, self.model_dump_json(indent=1))
 
 
-class FarEntry(BaseModel):
+class FarEntry(Kept, frozen=True):
     """A component on another node, and how that node is reached."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
     name: str
     node: str
     host: str
@@ -135,10 +138,9 @@ class FarEntry(BaseModel):
     """Of SLURM's job, whose end is that of all that was started in it."""
 
 
-class ProcessEntry(BaseModel):
+class ProcessEntry(Kept, frozen=True):
     """One process that the supervisor started. `create_time` counts seconds after the boot named by `boot_id`."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
     pid: int
     create_time: float
     ticks: int
@@ -168,10 +170,9 @@ class ProcessEntry(BaseModel):
     """Stages that it has reached, and when, in Unix seconds."""
 
 
-class ProcessTable(BaseModel):
-    """`journal.json`: which processes a crashed supervisor may have left."""
+class ProcessTable(Kept):
+    """`journal.json`: which processes a crashed supervisor may have left. Where it is old, the marker finds them."""
 
-    model_config = ConfigDict(extra="ignore", defer_build=True)
     run_id: str
     supervisor: ProcessEntry | None = None
     components: dict[str, ProcessEntry] = Field(default_factory=dict)
@@ -181,11 +182,6 @@ class ProcessTable(BaseModel):
     """One-shot steps that were done; they are not repeated under components that live on."""
     written_at: float = Field(0.0, exclude=True)
     """Of a table that was read: when its file was written, in Unix seconds."""
-
-    def write(self, path: Path) -> None:
-        """Replace `path` atomically. A disk that refuses leaves the old file; the marker still finds all."""
-        with contextlib.suppress(OSError):
-            write_private(path, self.model_dump_json(indent=1))
 
     @classmethod
     def load(cls, path: Path) -> ProcessTable | None:
@@ -201,10 +197,9 @@ class ProcessTable(BaseModel):
         return table
 
 
-class RunResult(BaseModel):
+class RunResult(Kept):
     """Exit code as in the table of exit codes: 0 done, 1 fault, 3 failed, 4 timed out, 130 interrupted."""
 
-    model_config = ConfigDict(extra="ignore", defer_build=True)
     exit_code: int
     reason: str
     component: str | None = None
@@ -212,11 +207,6 @@ class RunResult(BaseModel):
     last_lines: list[str] = Field(default_factory=list)
     """The end of its log."""
     ended_at: float = Field(default_factory=time.time)
-
-    def write(self, path: Path) -> None:
-        """Replace `path` atomically. A full disk costs the file, not the clean end."""
-        with contextlib.suppress(OSError):
-            write_private(path, self.model_dump_json(indent=1))
 
     @classmethod
     def load(cls, path: Path) -> RunResult | None:
@@ -231,18 +221,18 @@ class SubscriberDroppedError(Exception):
     """This subscriber was too slow and has lost events; subscribe again for a fresh snapshot."""
 
 
-class Subscription(Generic[Event]):
-    """Asynchronous iterator over events in order; ends when the hub closes."""
+class Subscription:
+    """Asynchronous iterator over records in order; ends when the hub closes."""
 
-    def __init__(self, hub: Hub[Event], limit: int) -> None:
+    def __init__(self, hub: Hub, limit: int) -> None:
         self._hub = hub
         self._limit = limit
-        self._events: deque[Event] = deque()
+        self._events: deque[Record] = deque()
         self._wake = asyncio.Event()
         self._closed = False
         self.dropped = False
 
-    def _offer(self, event: Event) -> None:
+    def _offer(self, event: Record) -> None:
         if len(self._events) >= self._limit:
             self.dropped = True
             self._events.clear()
@@ -260,10 +250,10 @@ class Subscription(Generic[Event]):
         self._hub.unsubscribe(self)
         self._end()
 
-    def __aiter__(self) -> Subscription[Event]:
+    def __aiter__(self) -> Subscription:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> Record:
         while not self._events:
             if self.dropped:
                 raise SubscriberDroppedError
@@ -274,35 +264,33 @@ class Subscription(Generic[Event]):
         return self._events.popleft()
 
 
-class Hub(Generic[Event]):
-    """Hands every event to every subscriber: a late one gets a snapshot and every event after it.
+class Hub:
+    """Hands every record to every subscriber.
 
     The publisher never waits; a subscriber that falls behind is dropped, and told so. All methods belong to the thread
-    of the event loop.
+    of the event loop: what is looked at after `subscribe` and before the next `await` is as of its first record.
     """
 
     def __init__(self, limit: int = 2000) -> None:
         self._limit = limit
-        self._subscribers: set[Subscription[Event]] = set()
+        self._subscribers: set[Subscription] = set()
         self._closed = False
 
-    def publish(self, event: Event) -> None:
+    def publish(self, event: Record) -> None:
         """Give `event` to all; never waits."""
         for subscriber in list(self._subscribers):
             subscriber._offer(event)
 
-    def subscribe(
-        self, snapshot: Callable[[], Snapshot], limit: int | None = None
-    ) -> tuple[Snapshot, Subscription[Event]]:
-        """A snapshot and all events after it: nothing can be published between the two, since neither waits."""
-        subscription = Subscription(self, limit or self._limit)
+    def subscribe(self) -> Subscription:
+        """All records from now on."""
+        subscription = Subscription(self, self._limit)
         if self._closed:
             subscription._end()
         else:
             self._subscribers.add(subscription)
-        return snapshot(), subscription
+        return subscription
 
-    def unsubscribe(self, subscription: Subscription[Event]) -> None:
+    def unsubscribe(self, subscription: Subscription) -> None:
         self._subscribers.discard(subscription)
 
     def close(self) -> None:
@@ -318,7 +306,7 @@ class Store:
 
     def __init__(self, stack: StackSpec, journal: Journal, on_event: OnEvent | None = None) -> None:
         self.journal = journal
-        self.hub: Hub[Record] = Hub()
+        self.hub = Hub()
         self._roles = {spec.name: spec.role.value for spec in stack.components}
         self._node = platform.node()
         self._nodes = {spec.name: spec.place.node for spec in stack.components if spec.place}

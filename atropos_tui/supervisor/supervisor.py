@@ -29,11 +29,12 @@ from atropos_common.control import (
     RunStatus,
     State,
 )
-from atropos_common.records import CommandRecord, DiagnosisRecord
+from atropos_common.records import CommandRecord
 from atropos_common.run_dir import RunDir
 from atropos_tui.diagnoses import Diagnosis, describe_exit
 from atropos_tui.diagnoses.engine import Watcher
 from atropos_tui.diagnoses.model import CANNOT_START
+from atropos_tui.errors import Exit
 from atropos_tui.profile.recipes import recipe
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.component import SIGNALS, Component, Ended, look_again, stuck
@@ -43,7 +44,6 @@ from atropos_tui.supervisor.logs import latest_attempt
 from atropos_tui.supervisor.process import LaunchError, describe
 from atropos_tui.supervisor.store import RunResult, Store
 
-EXIT_DONE, EXIT_FAULT, EXIT_FAILED, EXIT_TIMEOUT, EXIT_INTERRUPTED = 0, 1, 3, 4, 130
 KEPT_OPERATIONS = 200
 RESULT_LINES = 40
 SWEEP_S = 5.0
@@ -303,10 +303,7 @@ class Supervisor:
         tracker = self.host.tracker
         while rows := await asyncio.to_thread(tracker.strays, self._began):
             if time.monotonic() > give_up:
-                found = stuck(describe(rows))
-                self.store.emit(
-                    DiagnosisRecord(rule=found.rule, title=found.title, evidence=found.evidence, fix=found.fix)
-                )
+                self.store.emit(stuck(describe(rows)).record())
                 break
             for row in rows:
                 procfs.send(row, signal.SIGKILL)
@@ -400,7 +397,7 @@ class Supervisor:
         except LaunchError as error:
             evidence = f"before start {component.attempt + 1}"
             component.diagnose(CANNOT_START.diagnosis(evidence, error.fix, error.problem))
-            self._fail(component, EXIT_FAILED, error.problem)
+            self._fail(component, Exit.COMPONENT_FAILED, error.problem)
 
     def _look_at_the_whole(self) -> None:
         if self.phase is Phase.STARTING and self.ready():
@@ -408,7 +405,7 @@ class Supervisor:
             self.store.notify()
         done = all(each.state is State.COMPLETED for each in self.components.values())
         if done and self.phase is not Phase.STOPPING:
-            self._end_run(RunResult(exit_code=EXIT_DONE, reason="every component is done"))
+            self._end_run(RunResult(exit_code=Exit.DONE, reason="every component is done"))
 
     # An attempt is over: what follows.
 
@@ -418,7 +415,7 @@ class Supervisor:
         stopping = self.phase is Phase.STOPPING
         spec, outcome = component.spec, ended.outcome
         if outcome == "timeout":
-            self._fail(component, EXIT_TIMEOUT, component.reason)
+            self._fail(component, Exit.TIMEOUT, component.reason)
         elif outcome == "stopped" or stopping or self._is_being_stopped(component):
             clean = ended.exit_code == 0 and not outcome and stopping
             said = self._stopped_how(component, ended) if outcome == "stopped" else end
@@ -431,7 +428,7 @@ class Supervisor:
             component.rest(State.COMPLETED, end)
             if spec.ends_run:
                 reason = f"{component.name} finished"
-                self._end_run(RunResult(exit_code=EXIT_DONE, reason=reason, component=component.name))
+                self._end_run(RunResult(exit_code=Exit.DONE, reason=reason, component=component.name))
         else:
             self._crash(component, end, ended)
 
@@ -439,7 +436,7 @@ class Supervisor:
         """A stranger holds its port and did not let it go."""
         if component.state is State.PENDING and component.name not in self._unwanted:
             component.diagnose(found)
-            self._fail(component, EXIT_FAILED, f"{found.title}: {found.evidence}")
+            self._fail(component, Exit.COMPONENT_FAILED, f"{found.title}: {found.evidence}")
 
     def _is_being_stopped(self, component: Component) -> bool:
         return any(op.stage == "stop" and op.action != "kill" and component.name in op.stop for op in self._active())
@@ -459,7 +456,7 @@ class Supervisor:
             component.diagnose(ended.diagnosis, ending=True)
         delay, why_not = component.delay_after_crash(ended.error)
         if delay is None:
-            self._fail(component, EXIT_FAILED, f"{reason}; {why_not}")
+            self._fail(component, Exit.COMPONENT_FAILED, f"{reason}; {why_not}")
             return
         again_at = time.monotonic() + delay
         plan = recipe(self.stack, "restart", component.name)
@@ -514,7 +511,7 @@ class Supervisor:
         operation.status = "running"
         self._make_way(operation)
         if request.action == "down":
-            self._end_run(RunResult(exit_code=EXIT_INTERRUPTED, reason="stopped by command"), operation)
+            self._end_run(RunResult(exit_code=Exit.INTERRUPTED, reason="stopped by command"), operation)
             if request.timeout_s is not None:
                 self._loop.call_later(request.timeout_s, self._do, self._hurry)
         else:
@@ -528,31 +525,29 @@ class Supervisor:
             RefusedError: it cannot.
         """
         action, name = request.action, request.component
+        whole = action == "restart" and not name
         if action == "down":
             return
-        if action == "restart" and not name:
-            if self.phase is Phase.STOPPING:
-                raise RefusedError(409, "the stack is being stopped", "wait for its end")
-            if all(component.state.is_resting for component in self.components.values()):
-                raise RefusedError(409, "nothing runs", "start the components that shall run")
-            for other in self._by_hand():
-                whole = other.request.component or "the stack"
-                problem = f"{other.action} of {whole} is under way ({other.id})"
-                raise RefusedError(409, problem, "wait until that command is done")
-            return
-        if not name:
+        if not name and not whole:
             raise RefusedError(422, f"{action} needs a component", f"one of: {', '.join(self.components)}")
-        if name not in self.components:
+        if name and name not in self.components:
             raise self._unknown(name)
         if self.phase is Phase.STOPPING and action != "kill":
-            raise RefusedError(409, "the stack is being stopped", "wait for its end, or kill the component")
-        self._check_state(action, self.components[name])
-        if action in ("start", "restart"):  # stop and kill always win
-            for other in self._by_hand():
-                if name in {*other.stop, *other.start}:
-                    whole = f"{other.action} {other.request.component or ''}".strip()
-                    problem = f"{name} is part of {whole} ({other.id})"
-                    raise RefusedError(409, problem, "wait until that command is done")
+            fix = "wait for its end" + (", or kill the component" if name else "")
+            raise RefusedError(409, "the stack is being stopped", fix)
+        if name:
+            self._check_state(action, self.components[name])
+        elif all(component.state.is_resting for component in self.components.values()):
+            raise RefusedError(409, "nothing runs", "start the components that shall run")
+        if action not in ("start", "restart"):
+            return  # stop and kill always win
+        for other in self._by_hand():
+            whose, wait = other.request.component, "wait until that command is done"
+            if whole:
+                raise RefusedError(409, f"{other.action} of {whose or 'the stack'} is under way ({other.id})", wait)
+            if name in {*other.stop, *other.start}:
+                told = f"{other.action} {whose or 'of the stack'}"
+                raise RefusedError(409, f"{name} is part of {told} ({other.id})", wait)
 
     def _check_state(self, action: Action, component: Component) -> None:
         name, state = component.name, component.state
@@ -576,7 +571,7 @@ class Supervisor:
         if self._interrupts > 1:
             self._hurry()
         else:
-            self._end_run(RunResult(exit_code=EXIT_INTERRUPTED, reason=f"interrupted by {name}"))
+            self._end_run(RunResult(exit_code=Exit.INTERRUPTED, reason=f"interrupted by {name}"))
 
     def _hurry(self) -> None:
         for component in self.components.values():

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atropos_common.run_dir import ENV_COMPONENT, ENV_RUN_ID
 from atropos_tui.supervisor import procfs
@@ -161,6 +161,31 @@ class Tracker:
             and procfs.environ(row.pid).get(ENV_RUN_ID, self._run_id) == self._run_id
         }
         return [table[pid] for pid in procfs.with_descendants(table, adopted) if table[pid].alive]
+
+
+class UseMeter:
+    """CPU and memory of components, from one look to the next."""
+
+    def __init__(self) -> None:
+        self._cpu: dict[tuple[int, int], int] = {}
+        self._looked = 0.0
+
+    def read(self, members: Mapping[str, list[procfs.Proc]]) -> dict[str, dict[str, Any]]:
+        """By component its `pids`, `memory_bytes`, and `cpu_percent` of one core since the last look."""
+        now = time.monotonic()
+        elapsed_s, self._looked = now - self._looked, now
+        found = {name: self._of(rows, elapsed_s) for name, rows in members.items()}
+        self._cpu = {row.key: row.cpu_ticks for rows in members.values() for row in rows}
+        return found
+
+    def _of(self, rows: list[procfs.Proc], elapsed_s: float) -> dict[str, Any]:
+        memory = [size for size in (procfs.resident(row.pid) for row in rows) if size is not None]
+        known = [row.cpu_ticks - self._cpu[row.key] for row in rows if row.key in self._cpu]
+        return {
+            "pids": sorted(row.pid for row in rows),
+            "cpu_percent": 100 * sum(known) / procfs.TICKS_PER_SECOND / elapsed_s if elapsed_s and known else None,
+            "memory_bytes": sum(memory) if memory else None,
+        }
 
 
 @dataclass(frozen=True)

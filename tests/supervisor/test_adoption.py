@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from atropos_common.control import CommandRequest, ComponentStatus, Role, State
+from atropos_common.record_tail import RecordTail
 from atropos_common.records import StateRecord, parse_line
 from atropos_common.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
 from atropos_tui.profile import ports
@@ -83,7 +84,7 @@ def check_counted(supervisor: Background, name: str) -> int:
 
 def steps(supervisor: Background, component: str) -> list[tuple[str, int, str]]:
     """New state, attempt and reason of everything that happened to `component`, under whichever supervisor."""
-    records = [parse_line(line) for line in supervisor.run.supervisor_jsonl.read_text().splitlines()]
+    records = list(RecordTail(supervisor.run.supervisor_jsonl).rest())  # not a line that is just being written
     assert [record.seq for record in records] == list(range(len(records)))
     rows = [record for record in records if isinstance(record, StateRecord) and record.component == component]
     return [(row.new, row.attempt, row.reason) for row in rows]

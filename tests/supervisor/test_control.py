@@ -167,6 +167,8 @@ async def test_wait(launch: Any) -> None:
         assert (late.outcome, "last is pending, waiting for slow" in late.detail) == ("timeout", True)
         with pytest.raises(Refused, match="nothing called"):
             await client.wait("nonsense")
+        with pytest.raises(Refused, match="timeout must be a number"):
+            await asyncio.wait_for(client._request("GET", "/wait", params={"for": "done", "timeout": "nan"}), 5)
         assert (await client.wait("slow", timeout=10)).outcome == "reached"
         assert (await client.wait("ready", timeout=10)).outcome == "reached"
         assert (await client.status()).phase is Phase.RUNNING

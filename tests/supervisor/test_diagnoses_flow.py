@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import threading
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from atropos_common.bridge import METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS
 from atropos_common.control import Role, State
 from atropos_common.records import EnvCountsRecord, TimingRecord
 from atropos_common.run_dir import ENV_ENGINE_URLS
+from atropos_tui.diagnoses import flow as flow_module
 from atropos_tui.diagnoses.flow import FlowWatch, parse_look
 from atropos_tui.diagnoses.flow_rules import explain
 from atropos_tui.diagnoses.stall_rules import FLAT, Flow, Part, RunSnapshot, no_batches
@@ -122,6 +127,34 @@ def test_a_page_of_another_server_is_no_look() -> None:
     assert parse_look('vllm:num_requests_running{engine="0"} 3.0\n', 1.0) is None
 
 
+def test_a_page_without_an_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of the user's on the engine's port: it says a line now and then, and never that it is done."""
+    monkeypatch.setattr(flow_module, "PATIENCE_S", 0.2, raising=False)
+    over = threading.Event()
+
+    class Endless(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while not over.wait(0.02):
+                    self.wfile.write(b"a_figure 1.0\n")
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    stack = STACK.model_copy(update={"components": [component(Role.ENGINE, "vllm", port=server.server_address[1])]})
+    look = threading.Thread(target=FlowWatch(stack).ask, args=(PARTS, BEGAN), daemon=True)
+    look.start()
+    look.join(10)
+    held_up = look.is_alive()
+    over.set()
+    server.shutdown()
+    assert not held_up
+
+
 def played(*, requests: int = 3) -> tuple[FlowWatch, float]:
     """Twenty seconds: of each two the engine has a request for half a second; steps of 4 s wait for 3; no ninth."""
     watch, env = FlowWatch(STACK), PARTS[2]
@@ -192,6 +225,18 @@ def test_an_engine_that_nobody_asks_makes_a_silent_environment_and_no_bottleneck
     assert explain({"env": found}, ())["env"].rule == "environment_silent"
     again = [part(Role.ENV, BEGAN + 20, attempt=2) if each.role is Role.ENV else each for each in PARTS]
     assert explain(watch.view(again, BEGAN + 24), ()) == {}, "its next attempt is not registered yet"
+
+
+def test_a_clock_that_is_set_back_stops_no_look_and_makes_no_idleness() -> None:
+    """Half a minute back, an hour after the registration: the engine has been busy all the time but for a tenth."""
+    watch, asked = FlowWatch(STACK), []
+    watch.registered(PARTS[2], BEGAN)
+    for second in range(3600, 3660):
+        now = BEGAN + second - (30 if second >= 3630 else 0)
+        watch.ask(PARTS, now, lambda _, at=second: asked.append(at) or page(at * 0.1, at, 1.0, 0.0))
+        found = watch.view(PARTS, now)["env"]
+        assert found.seconds is None or found.idle == pytest.approx(0.1), second
+    assert max(late - early for early, late in pairwise([*asked, second])) == 2
 
 
 def test_a_trainer_that_has_its_first_batch_does_not_wait() -> None:

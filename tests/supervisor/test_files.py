@@ -16,6 +16,7 @@ import pytest
 
 from atropos_common.records import DiagnosisRecord, parse_line
 from atropos_tui.supervisor import logs
+from atropos_tui.supervisor.launchers.keeper_launcher import ResumedDrain
 from atropos_tui.supervisor.logs import LogDrain, LogFile, last_lines, latest_attempt
 from atropos_tui.supervisor.store import Journal, ProcessTable, RunInUseError
 
@@ -267,3 +268,15 @@ def test_a_disk_problem_is_told_once_a_minute_and_at_the_end(tmp_path: Path, mon
     first, last = asyncio.run(drain())
     assert first == "no room; 6 bytes of output are lost so far"
     assert last.startswith(f"{tmp_path}/1.log: the disk was full (") and "30 bytes of output are lost" in last
+
+
+async def test_a_line_that_was_begun_before_somebody_looks_for_it_is_seen(tmp_path: Path) -> None:
+    """As when a supervisor adopts a component that is in the middle of a line."""
+    log = tmp_path / "1.log"
+    log.write_bytes(b"up\nloading weights ... ")
+    resumed, drain = ResumedDrain(log, []), LogDrain(None, None)
+    drain.take(log.read_bytes())
+    for each in (resumed, drain):
+        each.watch("^loading .* done$")
+        each.take(b"done\n")
+        assert each.seen("^loading .* done$")

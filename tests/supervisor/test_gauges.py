@@ -10,7 +10,7 @@ import pytest
 from atropos_common.control import CommandRequest
 from atropos_common.record_tail import RecordTail
 from atropos_common.records import GaugesRecord, Record
-from atropos_tui.supervisor import gauges, supervisor
+from atropos_tui.supervisor import gauges, procfs, supervisor
 from atropos_tui.supervisor.launchers import launcher
 from tests.supervisor.harness import part, python, wait_until
 
@@ -58,3 +58,16 @@ async def test_no_descriptor_to_measure_with_is_no_fault(launch: Any, monkeypatc
     async with launch(part("sleeps")) as running:
         await wait_until(lambda: not any(left.values()) and running.run.gauges_jsonl.exists())
         assert not running.run.fault_txt.exists()
+
+
+def test_memory_is_that_of_the_container_where_it_has_a_limit(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel keeps of files is not in use; a group that is not the container's own root has no such files."""
+    monkeypatch.setattr(procfs, "CONTAINER", str(tmp_path))
+    whole = procfs.MachineMeter().read()["memory_total"]
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 200000\n")
+    assert procfs.MachineMeter().read()["memory_total"] == whole
+    (tmp_path / "memory.max").write_text("1000000\n")
+    found = procfs.MachineMeter().read()
+    assert (found["memory_used"], found["memory_total"]) == (500_000, 1_000_000)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from atropos_common.control import State
+from atropos_common.records import Record
 from atropos_tui.supervisor import component, procfs
 from atropos_tui.supervisor.store import Hub, SubscriberDroppedError
 
@@ -51,35 +52,31 @@ def test_conditions() -> None:
     assert State.STOPPING not in {s for s in State if s.satisfies("started")}
 
 
-async def test_snapshot_then_every_later_event() -> None:
-    hub: Hub[int] = Hub()
-    state = [0]
-    for number in range(1, 4):
-        state[0] = number
-        hub.publish(number)
-    snapshot, live = hub.subscribe(lambda: state[0])
-    hub.publish(4)
-    hub.publish(5)
+async def test_every_event_after_the_subscription() -> None:
+    hub, records = Hub(), [Record(seq=number) for number in range(7)]
+    for record in records[:4]:
+        hub.publish(record)
+    live = hub.subscribe()
+    for record in records[4:6]:
+        hub.publish(record)
     hub.close()
-    assert snapshot == 3
-    assert [event async for event in live] == [4, 5]
-    hub.publish(6)
-    assert [event async for event in hub.subscribe(lambda: 0)[1]] == []
+    assert [event async for event in live] == records[4:6]
+    hub.publish(records[6])
+    assert [event async for event in hub.subscribe()] == []
 
 
 async def test_a_slow_subscriber_is_dropped_and_told_the_fast_one_loses_nothing() -> None:
-    hub: Hub[int] = Hub(limit=10)
-    _, slow = hub.subscribe(lambda: None)
-    _, fast = hub.subscribe(lambda: None)
+    hub = Hub(limit=10)
+    slow, fast = hub.subscribe(), hub.subscribe()
     got: list[int] = []
 
     async def read() -> None:
         async for event in fast:
-            got.append(event)
+            got.append(event.seq)
 
     reader = asyncio.create_task(read())
     for number in range(100):
-        hub.publish(number)
+        hub.publish(Record(seq=number))
         if number % 5 == 0:
             await asyncio.sleep(0)
     hub.close()

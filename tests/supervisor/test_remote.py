@@ -310,7 +310,7 @@ async def test_a_sweep_ends_what_a_killed_far_end_has_left(tmp_path: Path, prefi
     others = await pids_in(tmp_path / "others")
     (tmp_path / "manifest").touch()
     place = Place(node="far", host="h", address="127.0.0.1", prefix=prefix, python=sys.executable)
-    command = place.command(place.python, "-I", "-S", "-c", remote_launcher.CODE, remote_launcher.ROOT)
+    command = place.command(place.python, *remote_launcher.ARGUMENTS)
     entry = FarEntry(name="one", node="far", host="h", command=command, clears=[str(tmp_path / "manifest")])
     try:
         assert await asyncio.to_thread(sweep_there, entry, "swept") == ""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.run_dir import RunDir
+from atropos_common.run_dir import LONGEST_SOCKET, RunDir
 from atropos_tui.cli import main
 from tests.ui.run_maker import make_run, start_records, write_records
 from tests.unit.cli_places import own_places  # noqa: F401
@@ -167,13 +167,13 @@ def test_a_folder_too_long_for_a_socket_ends_in_a_clear_error(
         client.socket_path(RunDir(tmp_path / "run"))
     assert not list(long.iterdir())
     name = len(os.fsencode(edge)) + 1 + len("atropos-tui/") + client.NAME_BYTES + 1
-    fits = edge / ("y" * (client.MAX_PATH_BYTES - name))
+    fits = edge / ("y" * (LONGEST_SOCKET - name))
     fits.mkdir(parents=True)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(fits))
     run = RunDir(tmp_path / "r")
     run.create()
     server, path = runner.listen(run)
-    assert len(os.fsencode(path)) == client.MAX_PATH_BYTES
+    assert len(os.fsencode(path)) == LONGEST_SOCKET
     runner.unlisten(server, path, run)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(fits.parent / (fits.name + "y")))
     fits.rename(fits.parent / (fits.name + "y"))

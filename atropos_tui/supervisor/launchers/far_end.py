@@ -1,6 +1,6 @@
 """The far end of a launcher: starts one component on its node, and is all that the supervisor has there.
 
-    PREFIX python -I -S -c 'import sys; sys.path.insert(0, sys.argv.pop(1)); from ... import main; main()' ROOT
+    PREFIX python -I -S -c '... from atropos_tui.supervisor.launchers.far_end import main; main()' ROOT
 
 Its stdin and stdout are a line of frames (`line.Line`); nothing secret is on a command line. It says `MAGIC`
 first, since a login shell may print before it. Then it hears one of two:
@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atropos_common.files import scratch_below
-from atropos_common.run_dir import ENV_CONTROL_SOCKET
+from atropos_common.run_dir import ENV_CONTROL_SOCKET, LONGEST_SOCKET
 from atropos_tui.profile import redact
-from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor import bare, procfs
 from atropos_tui.supervisor.launchers.line import Frame, Line
 from atropos_tui.supervisor.launchers.outbox import Beats, Channels, Outbox
 from atropos_tui.supervisor.logs import MOST_LEFT, read_some
@@ -51,15 +51,13 @@ from atropos_tui.supervisor.process import (
     remove_files,
     spawn,
 )
-from atropos_tui.supervisor.tracker import Tracker
+from atropos_tui.supervisor.tracker import Tracker, UseMeter
 
 if TYPE_CHECKING:
     from atropos_tui.gpu import Nvml
 
-ROOT = str(Path(__file__).resolve().parents[3])
-CODE = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); from atropos_tui.supervisor.launchers.far_end import main; main()"
-)
+ARGUMENTS = bare(__name__)
+"""Of the interpreter of its node."""
 MAGIC = b"\natropos-line 1\n"
 BEAT_S = 2.0
 OWNER_S = 60.0
@@ -69,7 +67,6 @@ OWNER_BEAT_S = 3.0
 SURVEY_S = 5.0
 """How often members are looked for that have since left their session, and files in /dev/shm that they use."""
 SWEEP_S = 8.0
-LONGEST_SOCKET = 107
 
 
 def environment(job: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, str]:
@@ -105,8 +102,7 @@ class FarEnd:
         self._hurry = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._cpu: dict[tuple[int, int], int] = {}
-        self._cpu_at = 0.0
+        self._use = UseMeter()
         self._driver: Nvml | None = None
         self._heard = time.monotonic()
         self._over = asyncio.Event()
@@ -275,18 +271,8 @@ class FarEnd:
 
     def _usage(self) -> dict[str, Any]:
         rows = self._tracker.members(self._name)
-        now, before = time.monotonic(), self._cpu
-        known = [row.cpu_ticks - before[row.key] for row in rows if row.key in before]
-        cpu = 100 * sum(known) / procfs.TICKS_PER_SECOND / (now - self._cpu_at) if known else None
-        self._cpu, self._cpu_at = {row.key: row.cpu_ticks for row in rows}, now
-        memory = [size for size in (procfs.resident(row.pid) for row in rows) if size is not None]
-        return {
-            "pids": sorted(row.pid for row in rows),
-            "cpu_percent": cpu,
-            "memory_bytes": sum(memory) if memory else None,
-            "machine": self._machine.read(),
-            **self._gpu_use({row.pid for row in rows}),
-        }
+        own = self._use.read({self._name: rows})[self._name]
+        return {**own, "machine": self._machine.read(), **self._gpu_use(set(own["pids"]))}
 
     def _gpu_use(self, pids: set[int]) -> dict[str, Any]:
         """The cards of this node, and what these processes hold of them; nothing without a driver."""
@@ -304,19 +290,7 @@ class FarEnd:
         held = {card.index: sum(size or 0 for pid, size in (card.processes or {}).items() if pid in pids)
                 for card in cards}  # fmt: skip
         known = any(pid in pids for card in cards for pid in card.processes or ())
-        rows = [
-            {
-                "index": card.index,
-                "name": card.name,
-                "used_bytes": card.used,
-                "total_bytes": card.total,
-                "utilization_percent": card.utilization,
-                "power_w": card.power_w,
-                "temperature_c": card.temperature_c,
-                "held_bytes": held[card.index],
-            }
-            for card in cards
-        ]
+        rows = [card.figures() | {"held_bytes": held[card.index]} for card in cards]
         return {"cards": rows, "gpu_bytes": sum(held.values()) if known else None}
 
 

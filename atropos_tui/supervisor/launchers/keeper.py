@@ -1,6 +1,6 @@
 """The parent of one component that may outlive its supervisor: waits for it, writes its log, and can be taken over.
 
-    python -I -S -c 'sys.path.insert(0, ROOT); from ...launchers.keeper import main; main()' LISTENER
+    python -I -S -c '... from atropos_tui.supervisor.launchers.keeper import main; main()' ROOT LISTENER
 
 LISTENER is the descriptor of a Unix socket. The supervisor connects and, when it wants a component, says `start` with
 the marshalled fields of a `Job`. The component is the keeper's child, in a session of its own, and dies with it. From
@@ -21,7 +21,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any
 
 from atropos_common.parent_death import become
 from atropos_tui.supervisor import procfs
-from atropos_tui.supervisor.launchers.line import Line, LineClosedError
+from atropos_tui.supervisor.launchers.line import Line, LineClosedError, is_own
 from atropos_tui.supervisor.logs import MOST_LEFT, SAY_AGAIN_S, LogFile, read_some, widen
 
 GREETING_S = 2.0
@@ -104,11 +103,11 @@ class Keeper:
         self._let_go()
         self._line, self._muted = line, False
         self._poll.register(line.reading, select.POLLIN)
-        self._say("kept", f"{os.getpid()} {self._pid} {self._ticks} {self._started}")
-        self._say("notes", self._notes)
+        self._say("kept", f"{os.getpid()} {self._pid} {self._ticks} {self._started}".encode())
+        self._say("notes", self._notes.encode())
         self._tell()
         if self._exit is not None:
-            self._say("exit", str(self._exit))
+            self._say("exit", b"%d" % self._exit)
         self._say("ready")
 
     def _let_go(self) -> None:
@@ -118,10 +117,7 @@ class Keeper:
             self._line.close()
             self._line = None
 
-    def _say(self, kind: str, text: str = "") -> None:
-        self._send(kind, text.encode())
-
-    def _send(self, kind: str, payload: bytes) -> None:
+    def _say(self, kind: str, payload: bytes = b"") -> None:
         """Say it, if somebody listens; wait for a busy one, as the component itself would."""
         if self._line is not None and not self._muted:
             try:
@@ -138,11 +134,10 @@ class Keeper:
             self._finish()
 
     def _ended(self) -> None:
-        found = os.waitid(os.P_PIDFD, self._child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is not None:
+        self._exit = procfs.exit_of(self._child)
+        if self._exit is not None:
             self._poll.unregister(self._child)
-            self._exit = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-            self._say("exit", str(self._exit))
+            self._say("exit", b"%d" % self._exit)
 
     def _copy(self) -> int:
         """Move one chunk; how many bytes it had."""
@@ -161,14 +156,15 @@ class Keeper:
             self._trouble = problem
             if time.monotonic() - self._told[0] >= SAY_AGAIN_S:
                 self._tell()
-        self._send("output", data)
+        self._say("output", data)
         return len(data)
 
     def _tell(self) -> None:
         """Tell of trouble with the log that was not told yet; without a listener it waits for the next one."""
         lost = self._log.lost_bytes if self._log else 0
         if self._line is not None and self._trouble and (self._log is None or lost > self._told[1]):
-            self._say("problem", self._trouble + (f"; {lost:,} bytes of output are lost so far" if lost else ""))
+            words = self._trouble + (f"; {lost:,} bytes of output are lost so far" if lost else "")
+            self._say("problem", words.encode())
             self._told = time.monotonic(), lost
             self._trouble = ""
 
@@ -205,8 +201,7 @@ def _start(job: dict[str, Any], writing: int) -> int:
 def accept(listener: socket.socket) -> Line | None:
     """The line to the next caller; None if it is another user, to whom nothing is said."""
     caller, _ = listener.accept()
-    _, uid, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if uid == os.getuid():
+    if is_own(caller):
         descriptor = caller.detach()
         return Line(descriptor, descriptor)
     caller.close()

@@ -20,7 +20,6 @@ import re
 import secrets
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -30,19 +29,15 @@ from pathlib import Path
 
 from atropos_common.run_dir import ENV_RUN_ID, RunDir
 from atropos_tui.profile.spec import ComponentSpec, StackError, StackSpec
-from atropos_tui.supervisor import procfs
+from atropos_tui.supervisor import bare, procfs
 from atropos_tui.supervisor.launch import Launch, prepare
 from atropos_tui.supervisor.launchers.launcher import Inherited, Launcher, Living, OnExit, OnProblem, entry_of
-from atropos_tui.supervisor.launchers.line import Frame, Line
+from atropos_tui.supervisor.launchers.line import Frame, Line, is_own
 from atropos_tui.supervisor.logs import FULL, TAIL_BYTES, LogDrain
 from atropos_tui.supervisor.process import LaunchError, Local, remove_files
 from atropos_tui.supervisor.store import ProcessEntry, ProcessTable
 from atropos_tui.supervisor.tracker import Tracker, reap_leftovers
 
-ROOT = str(Path(__file__).resolve().parents[3])
-CODE = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); from atropos_tui.supervisor.launchers.keeper import main; main()"
-)
 KEEPER_TRIES = 2
 """A keeper that is killed before it has started the component is nobody's crash: so many more are tried."""
 GREETING_S = 15.0
@@ -184,7 +179,7 @@ class Spare:
             stderr = os.open(run.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
                 self.popen = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", CODE, ROOT, str(listener.fileno())],
+                    [sys.executable, *bare("atropos_tui.supervisor.launchers.keeper"), str(listener.fileno())],
                     env={ENV_RUN_ID: run_id},
                     pass_fds=(listener.fileno(),),
                     stdin=subprocess.DEVNULL,
@@ -247,8 +242,7 @@ def _connect(address: str) -> Line:
     try:
         line.settimeout(GREETING_S)
         line.connect(f"\0{address}")
-        _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid != os.getuid():
+        if not is_own(line):
             raise KeeperError("the keeper's address belongs to another user")
     except OSError as error:
         line.close()

@@ -43,7 +43,7 @@ from atropos_tui.supervisor.process import (
     spawn,
 )
 from atropos_tui.supervisor.store import FarEntry, ProcessEntry, ProcessTable
-from atropos_tui.supervisor.tracker import Tracker
+from atropos_tui.supervisor.tracker import Tracker, UseMeter
 
 GROUP_PATIENCE_S = 0.05
 """A control group that is not free by then goes with the run's own group at the end."""
@@ -289,7 +289,7 @@ class UsageSampler:
         """Every card of the machine and of other nodes, as of the newest sample."""
         self._measuring: asyncio.Task[None] | None = None
         self._taken = 0.0
-        self._cpu: dict[tuple[int, int], int] = {}
+        self._use = UseMeter()
         self._usage: dict[str, Usage] = {}
         self._machine = procfs.MachineMeter()
         self._own: dict[str, Any] = {}
@@ -326,37 +326,16 @@ class UsageSampler:
         patience_s = GPU_PATIENCE_S if self._gpu_memory.reader.awake else 0.0
         members = {name: found.pids for name, found in usage.items()}
         held, cards = await self._gpu_memory.note(members, patience_s)
-        self.gpus = [
-            GpuStatus(
-                index=card.index,
-                name=card.name,
-                used_bytes=card.used,
-                total_bytes=card.total,
-                utilization_percent=card.utilization,
-                power_w=card.power_w,
-                temperature_c=card.temperature_c,
-                held_bytes=self._gpu_memory.held_on(card, members),
-            )
-            for card in cards
-        ]
+        self.gpus = [GpuStatus(**card.figures(), held_bytes=self._gpu_memory.held_on(card, members)) for card in cards]
         return {name: replace(found, gpu_bytes=held.get(name)) for name, found in usage.items()}
 
     def _sample(self) -> dict[str, Usage]:
         at = time.time()
         rows = self._tracker.survey()
-        now = time.monotonic()
-        elapsed = now - self._taken if self._taken else None
-        usage = {name: self._measure(members, elapsed, at) for name, members in rows.items()}
-        self._cpu = {row.key: row.cpu_ticks for members in rows.values() for row in members}
-        self._taken = now
+        self._taken = time.monotonic()
+        usage = {name: Usage(**found, at=at) for name, found in self._use.read(rows).items()}
         self._own = self._machine.read()
         return usage
-
-    def _measure(self, members: list[procfs.Proc], elapsed: float | None, at: float) -> Usage:
-        memory = [size for size in (procfs.resident(row.pid) for row in members) if size is not None]
-        known = [row.cpu_ticks - self._cpu[row.key] for row in members if row.key in self._cpu]
-        cpu = 100 * sum(known) / procfs.TICKS_PER_SECOND / elapsed if elapsed and known else None
-        return Usage(sorted(row.pid for row in members), cpu, sum(memory) if memory else None, at=at)
 
 
 class Host:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import select
+import socket
+import struct
 
 from atropos_tui.supervisor.logs import read_some
 
@@ -21,6 +23,12 @@ Frame = tuple[str, bytes]
 def head(kind: str, payload: bytes = b"") -> bytes:
     """What comes before the payload of a frame."""
     return f"{kind} {len(payload)}\n".encode()
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Whether a process of this user is at the other end of a Unix socket."""
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(uid == os.getuid())
 
 
 class LineClosedError(OSError):

@@ -35,7 +35,7 @@ from atropos_tui.diagnoses import Diagnosis, node_lost
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor import procfs
 from atropos_tui.supervisor.launch import Launch, scratch_name
-from atropos_tui.supervisor.launchers.far_end import CODE, MAGIC, OWNER_BEAT_S, ROOT
+from atropos_tui.supervisor.launchers.far_end import ARGUMENTS, MAGIC, OWNER_BEAT_S
 from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Living, OnExit, OnProblem, Usage, entry_of
 from atropos_tui.supervisor.launchers.line import Line, head
 from atropos_tui.supervisor.launchers.outbox import Beats, Channels, Outbox, number_of
@@ -399,7 +399,7 @@ class RemoteLauncher(DirectLauncher):
             name=spec.name,
             node=spec.place.node,
             host=spec.place.host,
-            command=spec.place.command(spec.place.python, "-I", "-S", "-c", CODE, ROOT),
+            command=spec.place.command(spec.place.python, *ARGUMENTS),
             clears=[os.path.abspath(path) for path in launch.clears],  # noqa: PTH100
             folders=folders,
             turn=turn_of_job() if self._stack.launcher == "slurm" else "",
@@ -438,9 +438,6 @@ class RemoteLauncher(DirectLauncher):
             "scratch": entry.folders[1] if spec.scratch else "",
             "packages": self._packages if spec.gpus else "",
         }
-
-    def prepare(self, spec: ComponentSpec, attempt: int, launch: Launch) -> int | None:
-        return None if spec.is_far else super().prepare(spec, attempt, launch)
 
     def close(self) -> None:
         self._watching.cancel()
