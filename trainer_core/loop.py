@@ -56,7 +56,7 @@ from trainer_core.policy.load import end_tokens, train_only
 from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
-from trainer_core.policy.routing import RouterShape, replay_in
+from trainer_core.policy.routing import replay_in
 from trainer_core.policy.sharding import compute_dtype
 from trainer_core.policy.speed import (
     compile_layers,
@@ -78,12 +78,11 @@ from trainer_core.report import (
     tracker_metrics,
     write_records,
 )
+from trainer_core.rollouts.asking import MissingAsker, RouterShape, RoutingAsker
 from trainer_core.rollouts.batch import Batch
 from trainer_core.rollouts.client import RolloutSource, open_api
-from trainer_core.rollouts.missing import MissingAsker
 from trainer_core.rollouts.packing import PackedRow
 from trainer_core.rollouts.recorded import RecordedLags, RecordedRollouts, Recorder, Witness, open_rollouts
-from trainer_core.rollouts.routing import RoutingAsker
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
 from trainer_core.saving import Saver
 from trainer_core.server.client import IdleMeter
