@@ -47,8 +47,7 @@ from trainer_core.errors import (
 from trainer_core.minibatches import Minibatches, merged
 from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiffs, thresholds
 from trainer_core.objective.custom import own_loss
-from trainer_core.objective.loss import Formula
-from trainer_core.objective.penalties import balance_coefficient
+from trainer_core.objective.loss import Formula, balance_coefficient
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.kernel_choice import use_attention

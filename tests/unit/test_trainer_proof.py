@@ -15,7 +15,7 @@ from atropos_common.model_math import why_refused
 from benchmarks.model_zoo import MORE, WINDOW, ZOO, Architecture, build, save
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
-from trainer_core.objective.penalties import balance_coefficient, balance_loss
+from trainer_core.objective.loss import balance_coefficient, balance_loss
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
 from trainer_core.policy import attention, logprobs

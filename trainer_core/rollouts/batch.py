@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from atropos_common.bridge import completion_digest
 from trainer_core.errors import MissingLogprobs
-from trainer_core.rollouts.baseline import Baselines
 from trainer_core.rollouts.fields import (
     FLOAT32_MAX,
     IGNORED,
@@ -40,6 +39,8 @@ from trainer_core.rollouts.fields import (
 
 FLAT = 1e-6
 """Scores of a group that differ less, relative to the largest one above 1, are equal: rounding alone does that."""
+WINDOW = 256
+"""Scores that the running mean stands for: of more than that, each new one weighs 1 / WINDOW."""
 
 NO_LOGPROBS = (
     "GRPO requires inference_logprobs for importance sampling, and {what}. "
@@ -266,6 +267,51 @@ def _equal(scores: NDArray[np.float64]) -> bool:
         return bool(np.ptp(scores) < FLAT * max(1.0, float(np.abs(scores).max())))
 
 
+@dataclass
+class _Running:
+    """Mean and variance (the population's) of about the last `WINDOW` scores."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def add(self, scores: NDArray[np.float64]) -> None:
+        """Chan et al. 1983, "Algorithms for computing the sample variance": two sets of scores become one."""
+        new = len(scores)
+        total = self.count + new
+        mean = (self.count * self.mean + new * float(scores.mean())) / total
+        old_part = self.count * (self.variance + (self.mean - mean) ** 2)
+        self.variance = (old_part + new * (float(scores.var()) + (float(scores.mean()) - mean) ** 2)) / total
+        self.mean, self.count = mean, min(total, WINDOW)
+
+
+class Baselines:
+    """A running mean for each environment, from the first batch of this attempt on.
+
+    REINFORCE with a baseline (Williams 1992), which takes no bias from it but what a score adds to its own baseline:
+    1 / N of N scores, as in a group of N.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[str, _Running] = {}
+
+    def advantages(self, env: str, scores: NDArray[np.float64], *, std: bool) -> NDArray[np.float64]:
+        """Scores minus the mean of those so far, these included, divided by their standard deviation; all zero where
+        that deviation is below `FLAT` times the larger of the mean and 1.
+
+        Args:
+            env: the environment's name.
+            scores: [N] of its groups of one in this batch.
+        """
+        running = self._running.setdefault(env, _Running())
+        running.add(scores)
+        deviation = running.variance**0.5
+        if not deviation >= FLAT * max(1.0, abs(running.mean)):
+            return np.zeros_like(scores)
+        centred = scores - running.mean
+        return centred / deviation if std else centred
+
+
 def read_batch(
     groups: Sequence[Any], *, seq_len: int, temperature: float = 1.0, advantage_std: bool = True,
     selection: Selection | None = None, logprobs_seen: bool = False, recompute: bool = False,
@@ -367,7 +413,7 @@ class _Reader:
         for env in {groups[i][0].env for i in alone}:
             places = [i for i in alone if groups[i][0].env == env]
             scores = np.concatenate([groups[i][1] for i in places])
-            values = baselines.advantages(env, scores, FLAT, std=self.advantage_std)
+            values = baselines.advantages(env, scores, std=self.advantage_std)
             found.update({i: values[at : at + 1] for at, i in enumerate(places)})
         return found
 
