@@ -163,6 +163,16 @@ def test_what_does_not_go_our_way_at_all_is_refused_in_words(name: str) -> None:
     assert name == "Llama 4" or "leaves out where the sequences of a row lie" in str(refused.value)
 
 
+def test_a_class_that_fails_without_a_word_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    model = _made("Qwen3")
+    monkeypatch.setattr("trainer_core.policy.proof.row_logprobs", fails)
+    with pytest.raises(UsageError, match=r"it cannot compute it \(NotImplementedError"):
+        prove(model)
+
+
 @pytest.mark.parametrize("labels", [1, 3])
 def test_the_last_word_has_its_gradient(labels: int) -> None:
     """Scaled and capped logits, in chunks, against plain float64."""
