@@ -96,10 +96,6 @@ class Selection:
         over = (length - (self.max_completion - self.overlong_buffer)) / self.overlong_buffer
         return self.overlong_penalty * min(1.0, max(0.0, over))
 
-    def cut_off(self, length: int) -> bool:
-        """Whether a completion of `length` tokens is left out for its length."""
-        return self.overlong_mask and self.max_completion is not None and length >= self.max_completion
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -486,10 +482,10 @@ class _Reader:
             return
         if rollout.complete:
             batch.sample_len = batch.sample_len or len(rollout.tokens)
-        self._measure(rollout, mask)
+        reached_limit = self._measure(rollout, mask)
         if flat and self.selection.drop_flat:
             reason = "in a group of equal scores"
-        elif self.selection.overlong_mask and self.selection.cut_off(_longest_turn(mask)):
+        elif self.selection.overlong_mask and reached_limit:
             reason = f"cut off at --max-completion-tokens {self.selection.max_completion}"
         else:
             batch.rollouts.append(rollout)
@@ -499,13 +495,15 @@ class _Reader:
         batch.leave_out(reason, 1)
         batch.unselected_scores.append(rollout.score)
 
-    def _measure(self, rollout: Rollout, mask: list[Any]) -> None:
-        """How long it became, and how it ended."""
+    def _measure(self, rollout: Rollout, mask: list[Any]) -> bool:
+        """Count how long it became, and how it ended; whether a turn of it was as long as one may be."""
         generated, limit = np.flatnonzero(rollout.trained), self.selection.max_completion
         self.batch.completion_tokens.append(len(generated))
         self.batch.ended.append(int(rollout.tokens[generated[-1]]) in self.selection.end_tokens)
-        if limit is not None:
-            self.batch.reached_limit.append(_longest_turn(mask) >= limit)
+        if limit is None:
+            return False
+        self.batch.reached_limit.append(_longest_turn(mask) >= limit)
+        return self.batch.reached_limit[-1]
 
 
 def _longest_turn(mask: list[Any]) -> int:
