@@ -137,8 +137,7 @@ def parse_args(argv: list[str] | None = None) -> TrainingConfig:
 
 def _value(name: str, value: Any) -> Any:
     if isinstance(value, list):
-        value = " ".join(value) if name != "train_layer_indices" else ",".join(value)
-        value = value.replace(" ", ",") if name.endswith("indices") else value
+        value = ("," if name.endswith("indices") else " ").join(value)
     optional = TrainingConfig.model_fields[name].default is None
     return None if optional and isinstance(value, str) and value.lower() in ("none", "") else value
 

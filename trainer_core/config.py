@@ -593,23 +593,23 @@ def _rollout_contradictions(config: TrainingConfig) -> list[str]:
             f"--rollouts trains without a server, and --weight-bridge-mode {config.weight_bridge_mode} needs one: "
             "leave it out, or lora_only to train adapters"
         )
-    if config.routing_replay:
-        problems += [f"--routing-replay {why}" for why, wrong in _not_replayed(config).items() if wrong]
+    if config.routing_replay and config.rollouts is not None:
+        problems.append(
+            "--routing-replay asks the server which experts it took, and --rollouts trains without one: leave one of "
+            "them out"
+        )
+    if config.routing_replay and config.weight_bridge_mode == "lora_restart":
+        problems.append(
+            "--routing-replay asks the server, which forgets at every restart, and --weight-bridge-mode lora_restart "
+            "restarts it: use lora_only"
+        )
+    if config.routing_replay and config.engine_reload == "restart":
+        problems.append(
+            "--routing-replay asks the server, which forgets at every restart: leave out --engine-reload restart"
+        )
     if config.rollouts is not None and config.record_rollouts is not None:
         problems.append("--record-rollouts does nothing with --rollouts: they are in a file already")
     return problems
-
-
-def _not_replayed(config: TrainingConfig) -> dict[str, bool]:
-    """What `routing_replay` cannot go with, in words, and whether it is so."""
-    return {
-        "asks the server which experts it took, and --rollouts trains without one: leave one of them out":
-            config.rollouts is not None,
-        "asks the server, which forgets at every restart, and --weight-bridge-mode lora_restart restarts it: use "
-        "lora_only": config.weight_bridge_mode == "lora_restart",
-        "asks the server, which forgets at every restart: leave out --engine-reload restart":
-            config.engine_reload == "restart",
-    }  # fmt: skip
 
 
 _ADAPTER_FIELDS = {

@@ -287,18 +287,24 @@ class Run:
     def _batches(self, api: RolloutSource, routing: RoutingAsker | None, opened: ExitStack) -> BatchSource:
         """Batches of `api`; what they lack is asked of the servers, or of the file that they come from."""
         witnesses: list[Witness] = [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
-        recorder = None if self.world.rank else _recorder(self.config, opened)
-        if recorder is not None:
+        record = None
+        if self.config.record_rollouts is not None and not self.world.rank:
+            recorder = Recorder(self.config.record_rollouts)
+            opened.callback(recorder.close)
             witnesses = [recorder.overhear(witness) for witness in witnesses]
+            record = recorder.write
+        meter = (
+            RecordedLags(api) if isinstance(api, RecordedRollouts) else LagMeter([each.versions for each in witnesses])
+        )
         return BatchSource(
             self.config, api, self.telemetry,
             selection=self.objective.selection(self.model.config.vocab_size, end_tokens(self.model)),
             advantage_std=self.objective.advantage_std,
-            lag_meter=_lag_meter(api, witnesses),
+            lag_meter=meter,
             while_waiting=self.while_waiting,
             missing=MissingAsker([witness.logprobs for witness in witnesses]),
             routing=routing,
-            record=None if recorder is None else recorder.write,
+            record=record,
         )  # fmt: skip
 
     def _require_recording(self) -> None:
@@ -615,20 +621,6 @@ def _source(
     if rollouts is not None and not isinstance(rollouts, (str, Path)):
         return rollouts
     return open_api(config, step, stop) if config.rollouts is None else open_rollouts(config)
-
-
-def _recorder(config: TrainingConfig, opened: ExitStack) -> Recorder | None:
-    if config.record_rollouts is None:
-        return None
-    recorder = Recorder(config.record_rollouts)
-    opened.callback(recorder.close)
-    return recorder
-
-
-def _lag_meter(api: RolloutSource, witnesses: Sequence[Witness]) -> LagMeter:
-    if isinstance(api, RecordedRollouts):
-        return RecordedLags(api)
-    return LagMeter([witness.versions for witness in witnesses])
 
 
 @contextmanager
