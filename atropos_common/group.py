@@ -245,8 +245,8 @@ def gpu_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def first_line(error: Exception) -> str:
-    """Of what torch says, without the C++ stack below it."""
+def first_line(error: BaseException) -> str:
+    """Of what an error says, without the C++ stack below it of torch; its kind where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.trainer_step import make_batch, sizes
-from trainer_core.policy.attention import _varlen, layout, one_by_one
-from trainer_core.policy.flash4 import flash4, kernels
+from trainer_core.policy.attention import _varlen, flash4, kernels, layout, one_by_one
 
 SHORT = [1, 7, 300, 1000, 64, 2048, 129]
 LONG = [32_768]

@@ -33,10 +33,10 @@ from benchmarks.children import TAIL, TOKEN, ChildError, Server, environment, fr
 from benchmarks.shapes import SHAPES
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import row_scores
-from trainer_core.policy.routing import RouterShape, own_experts, replay_in
+from trainer_core.policy.routing import own_experts, replay_in
+from trainer_core.rollouts.asking import RouterShape, RoutingAsker
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
-from trainer_core.rollouts.routing import RoutingAsker
 from trainer_core.server.client import ServerClient
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from atropos_common.manifest import ManifestError
 from atropos_common.run_dir import RunDir
-from trainer_core.config import TrainingConfig, validate
+from trainer_core.config import TrainingConfig, flag, validate
 from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
 from trainer_core.ranks import GONE_CODE, on_every_rank, own_rank, rank_count, restore_master, write_code
 
@@ -100,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     aliases: dict[str, list[str]] = {}
     for alias, name in TrainingConfig.ALIASES.items():
-        aliases.setdefault(name, []).append(_flag(alias))
+        aliases.setdefault(name, []).append(flag(alias))
     group: Any = parser
     for name, field in TrainingConfig.model_fields.items():
         if name in TrainingConfig.SECTIONS:
@@ -115,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
             options |= {"metavar": "{" + ",".join(typing.get_args(kind)) + "}"}
         else:
             options |= {"metavar": getattr(kind, "__name__", "value").upper()}
-        group.add_argument(_flag(name), *aliases.get(name, []), **options)
+        group.add_argument(flag(name), *aliases.get(name, []), **options)
     return parser
 
 
@@ -137,14 +137,9 @@ def parse_args(argv: list[str] | None = None) -> TrainingConfig:
 
 def _value(name: str, value: Any) -> Any:
     if isinstance(value, list):
-        value = " ".join(value) if name != "train_layer_indices" else ",".join(value)
-        value = value.replace(" ", ",") if name.endswith("indices") else value
+        value = ("," if name.endswith("indices") else " ").join(value)
     optional = TrainingConfig.model_fields[name].default is None
     return None if optional and isinstance(value, str) and value.lower() in ("none", "") else value
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _kind(annotation: Any) -> Any:

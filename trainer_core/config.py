@@ -25,6 +25,11 @@ from atropos_common.bridge import ADAPTER_CONFIG
 from atropos_common.run_dir import RunDir
 
 
+def flag(name: str) -> str:
+    """How a field is named on the command line."""
+    return "--" + name.replace("_", "-")
+
+
 def parse_layer_indices(value: Any) -> Any:
     """`"0-3,28-31"` as the sorted list of indices; lists pass through."""
     if not isinstance(value, str):
@@ -477,7 +482,7 @@ class TrainingConfig(BaseModel):
             value = getattr(self, name)
             if name not in self.model_fields_set or value is None:
                 continue
-            args.append("--" + name.replace("_", "-"))
+            args.append(flag(name))
             if isinstance(value, bool):
                 args.append(str(value).lower())
             elif isinstance(value, (list, tuple)):
@@ -588,23 +593,23 @@ def _rollout_contradictions(config: TrainingConfig) -> list[str]:
             f"--rollouts trains without a server, and --weight-bridge-mode {config.weight_bridge_mode} needs one: "
             "leave it out, or lora_only to train adapters"
         )
-    if config.routing_replay:
-        problems += [f"--routing-replay {why}" for why, wrong in _not_replayed(config).items() if wrong]
+    if config.routing_replay and config.rollouts is not None:
+        problems.append(
+            "--routing-replay asks the server which experts it took, and --rollouts trains without one: leave one of "
+            "them out"
+        )
+    if config.routing_replay and config.weight_bridge_mode == "lora_restart":
+        problems.append(
+            "--routing-replay asks the server, which forgets at every restart, and --weight-bridge-mode lora_restart "
+            "restarts it: use lora_only"
+        )
+    if config.routing_replay and config.engine_reload == "restart":
+        problems.append(
+            "--routing-replay asks the server, which forgets at every restart: leave out --engine-reload restart"
+        )
     if config.rollouts is not None and config.record_rollouts is not None:
         problems.append("--record-rollouts does nothing with --rollouts: they are in a file already")
     return problems
-
-
-def _not_replayed(config: TrainingConfig) -> dict[str, bool]:
-    """What `routing_replay` cannot go with, in words, and whether it is so."""
-    return {
-        "asks the server which experts it took, and --rollouts trains without one: leave one of them out":
-            config.rollouts is not None,
-        "asks the server, which forgets at every restart, and --weight-bridge-mode lora_restart restarts it: use "
-        "lora_only": config.weight_bridge_mode == "lora_restart",
-        "asks the server, which forgets at every restart: leave out --engine-reload restart":
-            config.engine_reload == "restart",
-    }  # fmt: skip
 
 
 _ADAPTER_FIELDS = {
@@ -646,7 +651,7 @@ def _adapter_contradictions(config: TrainingConfig) -> list[str]:
     problems = []
     if not config.trains_adapters:
         return [
-            f"--{name.replace('_', '-')} is for adapters: use --weight-bridge-mode lora_only or lora_restart"
+            f"{flag(name)} is for adapters: use --weight-bridge-mode lora_only or lora_restart"
             for name in ("lora_adapter_path", "lora_merged_export")
             if getattr(config, name)
         ]
@@ -663,7 +668,7 @@ def _adapter_contradictions(config: TrainingConfig) -> list[str]:
             ours, wanted = getattr(config, name), theirs.get(name, type(config).model_fields[name].default)
             if (sorted(ours) if isinstance(ours, list) else ours) != wanted:
                 problems.append(
-                    f"--{name.replace('_', '-')} {ours}: the adapter in {config.lora_adapter_path} has {wanted}; leave "
+                    f"{flag(name)} {ours}: the adapter in {config.lora_adapter_path} has {wanted}; leave "
                     "it out to train that one on"
                 )
     return problems
@@ -673,7 +678,7 @@ def _objective_contradictions(config: TrainingConfig) -> list[str]:
     problems = []
     if config.ratio_base == "rollout":
         problems += [
-            f"--{name.replace('_', '-')} belongs to --ratio-base proximal: against the rollout policy the ratio "
+            f"{flag(name)} belongs to --ratio-base proximal: against the rollout policy the ratio "
             "already corrects for it"
             for name in ("tis_cap", "tis_mask", "tis_mask_low", "tis_mask_high")
             if getattr(config, name) != type(config).model_fields[name].default
@@ -690,8 +695,8 @@ def _objective_contradictions(config: TrainingConfig) -> list[str]:
     if "dual_clip" in config.model_fields_set and config.dual_clip and config.objective == "cispo":
         problems.append("--dual-clip does nothing with --objective cispo, which clips the weight on both sides anyway")
     if config.max_completion_tokens is None and (config.overlong_buffer or config.overlong_mask):
-        flag = "--overlong-mask" if config.overlong_mask else "--overlong-buffer"
-        problems.append(f"{flag} needs --max-completion-tokens: what is too long?")
+        which = "overlong_mask" if config.overlong_mask else "overlong_buffer"
+        problems.append(f"{flag(which)} needs --max-completion-tokens: what is too long?")
     if (
         config.overlong_buffer
         and config.max_completion_tokens
@@ -727,9 +732,8 @@ def _problem(item: dict[str, Any]) -> str:
     if not item["loc"]:
         return message
     name = str(item["loc"][0])
-    flag = "--" + name.replace("_", "-")
     if item["type"] == "missing":
-        return f"{flag} is required"
+        return f"{flag(name)} is required"
     if item["type"] == "extra_forbidden":
         return f"{name}: no such setting"
-    return f"{flag} {item['input']!r}: {message}"
+    return f"{flag(name)} {item['input']!r}: {message}"

@@ -12,27 +12,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 
-
-class Row(Protocol):
-    """What is asked of a row, as `PackedRow` says it."""
-
-    @property
-    def tokens(self) -> torch.Tensor: ...
-    @property
-    def positions(self) -> torch.Tensor: ...
-    @property
-    def lengths(self) -> tuple[int, ...]: ...
-    @property
-    def predict(self) -> torch.Tensor: ...
-    @property
-    def experts(self) -> torch.Tensor | None: ...
+from trainer_core.rollouts.packing import PackedRow
 
 
 class RowPart(NamedTuple):
@@ -60,7 +47,7 @@ class Context:
     rank: int
     size: int
 
-    def part(self, row: Row) -> RowPart:
+    def part(self, row: PackedRow) -> RowPart:
         """This rank's part of `row`, which the others have as well."""
         count = len(row.tokens)
         each = -(-count // self.size)

@@ -47,8 +47,7 @@ from trainer_core.errors import (
 from trainer_core.minibatches import Minibatches, merged
 from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiffs, thresholds
 from trainer_core.objective.custom import own_loss
-from trainer_core.objective.loss import Formula
-from trainer_core.objective.penalties import balance_coefficient
+from trainer_core.objective.loss import Formula, balance_coefficient
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper, for_device
 from trainer_core.policy.kernel_choice import use_attention
@@ -56,7 +55,7 @@ from trainer_core.policy.load import end_tokens, train_only
 from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
-from trainer_core.policy.routing import RouterShape, replay_in
+from trainer_core.policy.routing import replay_in
 from trainer_core.policy.sharding import compute_dtype
 from trainer_core.policy.speed import (
     compile_layers,
@@ -78,12 +77,11 @@ from trainer_core.report import (
     tracker_metrics,
     write_records,
 )
+from trainer_core.rollouts.asking import MissingAsker, RouterShape, RoutingAsker
 from trainer_core.rollouts.batch import Batch
 from trainer_core.rollouts.client import RolloutSource, open_api
-from trainer_core.rollouts.missing import MissingAsker
 from trainer_core.rollouts.packing import PackedRow
 from trainer_core.rollouts.recorded import RecordedLags, RecordedRollouts, Recorder, Witness, open_rollouts
-from trainer_core.rollouts.routing import RoutingAsker
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
 from trainer_core.saving import Saver
 from trainer_core.server.client import IdleMeter
@@ -289,18 +287,24 @@ class Run:
     def _batches(self, api: RolloutSource, routing: RoutingAsker | None, opened: ExitStack) -> BatchSource:
         """Batches of `api`; what they lack is asked of the servers, or of the file that they come from."""
         witnesses: list[Witness] = [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
-        recorder = None if self.world.rank else _recorder(self.config, opened)
-        if recorder is not None:
+        record = None
+        if self.config.record_rollouts is not None and not self.world.rank:
+            recorder = Recorder(self.config.record_rollouts)
+            opened.callback(recorder.close)
             witnesses = [recorder.overhear(witness) for witness in witnesses]
+            record = recorder.write
+        meter = (
+            RecordedLags(api) if isinstance(api, RecordedRollouts) else LagMeter([each.versions for each in witnesses])
+        )
         return BatchSource(
             self.config, api, self.telemetry,
             selection=self.objective.selection(self.model.config.vocab_size, end_tokens(self.model)),
             advantage_std=self.objective.advantage_std,
-            lag_meter=_lag_meter(api, witnesses),
+            lag_meter=meter,
             while_waiting=self.while_waiting,
             missing=MissingAsker([witness.logprobs for witness in witnesses]),
             routing=routing,
-            record=None if recorder is None else recorder.write,
+            record=record,
         )  # fmt: skip
 
     def _require_recording(self) -> None:
@@ -617,20 +621,6 @@ def _source(
     if rollouts is not None and not isinstance(rollouts, (str, Path)):
         return rollouts
     return open_api(config, step, stop) if config.rollouts is None else open_rollouts(config)
-
-
-def _recorder(config: TrainingConfig, opened: ExitStack) -> Recorder | None:
-    if config.record_rollouts is None:
-        return None
-    recorder = Recorder(config.record_rollouts)
-    opened.callback(recorder.close)
-    return recorder
-
-
-def _lag_meter(api: RolloutSource, witnesses: Sequence[Witness]) -> LagMeter:
-    if isinstance(api, RecordedRollouts):
-        return RecordedLags(api)
-    return LagMeter([witness.versions for witness in witnesses])
 
 
 @contextmanager

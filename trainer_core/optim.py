@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from atropos_common.model_math import PART_PARAMETERS, effective_optimizer
-from trainer_core.config import TrainingConfig
+from trainer_core.config import TrainingConfig, flag
 from trainer_core.errors import UsageError
 from trainer_core.offload import SMALL, HostMemory
 from trainer_core.policy.sharding import compute_dtype, local, rows_of, scatter
@@ -328,7 +328,7 @@ def for_device(config: TrainingConfig, device: torch.device) -> TrainingConfig:
         update["optimizer"] = optimizer
     for name in ("optimizer_offload", "activation_offload"):
         if getattr(config, name):
-            print(f"--{name.replace('_', '-')} does nothing on a CPU: its memory is the host's")
+            print(f"{flag(name)} does nothing on a CPU: its memory is the host's")
             update[name] = False
     return config.model_copy(update=update)
 

@@ -28,9 +28,9 @@ from trainer_core.errors import EngineError, EngineGone
 from trainer_core.objective.alignment import Alignment, DiffSums, ProbeDiffs, diff_sums
 from trainer_core.policy.logprobs import completions_logprobs, head_scores, head_type, predicting_states
 from trainer_core.ranks import ALONE, World
+from trainer_core.rollouts.asking import RoutingAsker
 from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
-from trainer_core.rollouts.routing import RoutingAsker
 from trainer_core.server.client import GeneratedTokens, ServerClient
 
 LEFT = 0.3

@@ -310,7 +310,7 @@ class BenchmarkTotals:
         """The fields of a `benchmark` record. `tokens_per_s` counts every token trained on, prompts included, by the
         seconds of all steps."""
         steps, syncs = max(1, self.steps), max(1, self.syncs)
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        memory = memory_fields()
         return {
             "mode": self.mode,
             "total_s": time.perf_counter() - self.began,
@@ -323,8 +323,8 @@ class BenchmarkTotals:
             "avg_data_wait_s": self.wait_s / steps,
             "total_data_wait_s": self.wait_s,
             "engine_idle_fraction": self.idle_s / self.told_s if self.told_s else None,
-            "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-            "avg_bytes": self.byte_sum // steps if cuda else None,
+            "peak_bytes": memory["peak_bytes"],
+            "avg_bytes": None if memory["allocated_bytes"] is None else self.byte_sum // steps,
             "tokens_per_s": self.tokens / self.step_s if self.step_s else 0.0,
         }
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from trainer_core.objective.alignment import DiffSums
-from trainer_core.objective.loss import Correction, LossSums, Sequences
-from trainer_core.objective.penalties import balance_loss, reference_kl, teacher_kl
+from trainer_core.objective.loss import Correction, LossSums, Sequences, balance_loss, reference_kl, teacher_kl
 from trainer_core.objective.registry import Counts, Objective, count
 from trainer_core.optim import Stepper
 from trainer_core.policy.logprobs import TokenScores, row_logprobs, row_scores

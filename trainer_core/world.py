@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from atropos_common.files import write_private
-from atropos_common.group import MAC_BYTES, SECRET_BYTES, Gloo, SealedStore, prove
+from atropos_common.group import MAC_BYTES, SECRET_BYTES, Gloo, SealedStore, first_line, prove
 from atropos_common.node import interface_of
 from atropos_common.parent_death import die_with_parent
 from trainer_core.context_parallel import Context
@@ -208,7 +208,7 @@ class Ranks(World):
 
     def close(self, error: BaseException | None = None) -> None:
         known = error is None or self.known(error)
-        (self._folder / f"left.{self.rank}").write_text("" if known else f"{error or type(error).__name__}")
+        (self._folder / f"left.{self.rank}").write_text("" if known or error is None else first_line(error))
         self._leaving.set()
         self._closed.set()
         if known:
@@ -317,7 +317,7 @@ class Ranks(World):
                 return ""
             leave_word(self._folder, rank, "its process is gone")
             return f"rank {rank} has ended"
-        return f"rank {rank} has ended: {said.splitlines()[0]}" if said else ""
+        return f"rank {rank} has ended: {said}" if said else ""
 
 
 class Dealt(World):

@@ -35,7 +35,7 @@ from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import completions_logprobs, sequence_logprobs
-from trainer_core.policy.lora import adapter_parameters, add_adapter, save_adapter
+from trainer_core.policy.lora import adapter_parameters, add_adapter, write_adapter
 from trainer_core.rollouts.packing import pack
 from trainer_core.server.client import ServerClient
 from trainer_core.step import accumulate
@@ -194,10 +194,10 @@ def test_an_adapter_that_does_not_fit(server: Server, tmp_path: Path, alone: Non
     torch.manual_seed(1)
     other = build(type(CONFIGS["qwen3"])(**SMALL | {"hidden_size": 16, "head_dim": 16}))
     add_adapter(other, config(server.model, tmp_path))
-    save_adapter(other, tmp_path / "smaller")
+    write_adapter(other, tmp_path / "smaller")
     higher = load_model(server.model, torch.float32, CPU)
     add_adapter(higher, config(server.model, tmp_path, lora_r=32))
-    save_adapter(higher, tmp_path / "higher")
+    write_adapter(higher, tmp_path / "higher")
     for name, says in (("smaller", "the model's layer needs"), ("higher", "rank 32 is greater"), ("none", "holds no")):
         with pytest.raises(EngineError, match=says):
             engine.load_adapter(str(tmp_path / name), 9)

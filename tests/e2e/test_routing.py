@@ -23,7 +23,7 @@ from trainer_core.errors import UsageError
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import whole_row
 from trainer_core.policy.routing import own_experts, replay_in
-from trainer_core.rollouts.routing import RoutingAsker
+from trainer_core.rollouts.asking import RoutingAsker
 from trainer_core.server.client import ServerClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -27,10 +27,11 @@ from trainer_core.policy.load import load_model, train_only
 from trainer_core.policy.lora import add_adapter, load_adapter
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
-from trainer_core.policy.routing import RouterShape, replay_in
+from trainer_core.policy.routing import replay_in
 from trainer_core.policy.sharding import compute_dtype, load_for, shard
 from trainer_core.policy.speed import compile_layers, compiles, gathered_bytes, use_checkpointing
 from trainer_core.ranks import ALONE, World
+from trainer_core.rollouts.asking import RouterShape
 from trainer_core.rollouts.batch import Rollout
 from trainer_core.rollouts.packing import PackedRow, empty_row, pack
 from trainer_core.saving import BackgroundSave

@@ -31,7 +31,7 @@ from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.ranks import World
 from trainer_core.rollouts.source import LagMeter
 from trainer_core.server.client import ServerClient
-from trainer_core.weight_sync.base import FIRST_PAUSE_S, Backoff, Start, SyncReport
+from trainer_core.weight_sync.base import Start, SyncReport
 from trainer_core.weight_sync.broadcast import Broadcast, require_nodes
 from trainer_core.weight_sync.collectives import meeting_point
 from trainer_core.weight_sync.orders import Follower, Order, Orders
@@ -443,26 +443,6 @@ def test_a_group_that_keeps_failing_is_tried_ever_more_rarely(
     sync.attach(Start())
     assert "a worker broke" in sync.left_out[receivers[1].url]
     assert 2 <= receivers[1].joins <= 10, "twice each, about 0, 0.2, 0.6, 1.4 and 3.0 s after the start, or later"
-
-
-def test_only_the_same_servers_are_left_in_peace() -> None:
-    backoff = Backoff()
-
-    def attempt(*instances: str, fails: bool = True) -> str:
-        try:
-            with backoff.attempt(*instances):
-                if fails:
-                    raise EngineGone(f"{instances} failed")
-        except EngineGone as error:
-            return str(error)
-        return ""
-
-    assert attempt("a", "b") == "('a', 'b') failed"
-    assert attempt("a", "b", fails=False) == "('a', 'b') failed", "too early, and why it waits is not forgotten"
-    assert attempt("a", "c") == "('a', 'c') failed", "another server: at once"
-    time.sleep(FIRST_PAUSE_S)
-    assert attempt("a", "c", fails=False) == ""
-    assert attempt("a", "c") == "('a', 'c') failed", "a success wipes the slate"
 
 
 def leave(arguments: list[str]) -> int:

@@ -113,6 +113,11 @@ def test_defaults_in_a_run_directory(tmp_path: Path) -> None:
         assert recording.record_rollouts == str(kept)
 
 
+def test_layer_indices_may_stand_apart() -> None:
+    for words in (["0-3", "7"], ["0-3,7"], ["0-3, 7"]):
+        assert parse_args(["--model", "m", "--train-layer-indices", *words]).train_layer_indices == [0, 1, 2, 3, 7]
+
+
 def test_layer_indices_reject_nonsense() -> None:
     with pytest.raises(UsageError, match="no layer index"):
         parse_args(["--model", "m", "--lora-layer-indices", "a-b"])

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from trainer_core.errors import UsageError
-from trainer_core.policy import flash4
+from trainer_core.policy import attention
 from trainer_core.policy.attention import NAME_FLASH4, layout, packed_attention, register
 from trainer_core.policy.kernel_choice import _heads, use_attention, wrong_kernels
 
@@ -57,8 +57,8 @@ class Kernels:
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     made = Kernels()
-    monkeypatch.setattr(flash4, "kernels", lambda: made)
-    flash4.PROVEN.clear()
+    monkeypatch.setattr(attention, "kernels", lambda: made)
+    attention.PROVEN.clear()
     wrong_kernels.cache_clear()
     return made
 
@@ -66,14 +66,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 @pytest.mark.parametrize("window", [None, 16])
 def test_right_kernels_are_taken(window: int | None) -> None:
     assert wrong_kernels(CPU, torch.bfloat16, 4, 2, 64, 32, window) == ""
-    assert {(64, 32)} == flash4.PROVEN
+    assert {(64, 32)} == attention.PROVEN
 
 
 def test_wrong_gradients_are_seen(kernels: Kernels) -> None:
     """So is a head of 80 with 4.0.0b18: right forward, wrong backward."""
     kernels.factor = 1.02
     assert wrong_kernels(CPU, torch.bfloat16, 4, 2, 80, 80, None) == "heads of 80 come out wrong, by 0.02 of their size"
-    assert not flash4.PROVEN
+    assert not attention.PROVEN
 
 
 def test_what_does_not_run_is_told(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_registered_operators_are_sound() -> None:
     query, key = (torch.randn(6, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
     starts = torch.tensor([0, 2, 6], dtype=torch.int32)
     value = key.detach().clone().requires_grad_()
-    checks = torch.library.opcheck(flash4._forward, (query, key, value, starts, 4, 0.35, -1))
+    checks = torch.library.opcheck(attention._flash4_forward, (query, key, value, starts, 4, 0.35, -1))
     assert set(checks.values()) == {"SUCCESS"}
 
 

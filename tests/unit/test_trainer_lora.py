@@ -22,7 +22,7 @@ from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
 from trainer_core.policy.load import load_config, load_model
 from trainer_core.policy.logprobs import completions_logprobs, sequence_logprobs
-from trainer_core.policy.lora import adapter_parameters, add_adapter, load_adapter, save_adapter
+from trainer_core.policy.lora import adapter_parameters, add_adapter, load_adapter, write_adapter
 from trainer_core.policy.speed import use_checkpointing
 from trainer_core.rollouts.packing import pack
 from trainer_core.step import accumulate
@@ -114,7 +114,7 @@ def test_peft_loads_what_is_saved(base: Path, tmp_path: Path, scale: float) -> N
 
     model = adapted(base, config(base, lora_target_modules=["all-linear"], lora_use_rslora=scale == 4))
     scramble(model)
-    save_adapter(model, tmp_path / "adapter")
+    write_adapter(model, tmp_path / "adapter")
     assert misfit(tmp_path / "adapter", linear_shapes(load_config(str(base)))) is None, "the server takes it"
     assert {m.scaling["default"] for m in model.modules() if hasattr(m, "lora_A")} == {scale}
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"))
@@ -173,8 +173,8 @@ def test_the_base_may_be_bfloat16_and_the_adapter_stays_float32(qwen: Path, tmp_
     trained(model, config(qwen, lr=1e-6), steps=1)
     after = list(adapter_parameters(model).values())
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a small update must not be lost"
-    save_adapter(model, tmp_path / "served", torch.bfloat16)
-    save_adapter(model, tmp_path / "kept")
+    write_adapter(model, tmp_path / "served", torch.bfloat16)
+    write_adapter(model, tmp_path / "kept")
     sizes = [(tmp_path / name / "adapter_model.safetensors").stat().st_size for name in ("served", "kept")]
     assert sizes[0] < 0.6 * sizes[1]
 
@@ -210,7 +210,7 @@ def test_targets_that_the_model_lacks_are_refused(qwen: Path, fields: dict[str, 
     ],
 )
 def test_another_adapter_is_not_loaded(qwen: Path, tmp_path: Path, fields: dict[str, Any], says: str) -> None:
-    save_adapter(adapted(qwen), tmp_path / "saved")
+    write_adapter(adapted(qwen), tmp_path / "saved")
     model = adapted(qwen, config(qwen, **fields))
     before = {name: p.detach().clone() for name, p in adapter_parameters(model).items()}
     with pytest.raises(UsageError, match=says):
@@ -219,7 +219,7 @@ def test_another_adapter_is_not_loaded(qwen: Path, tmp_path: Path, fields: dict[
 
 
 def test_half_an_adapter_is_refused_in_words(qwen: Path, tmp_path: Path) -> None:
-    save_adapter(adapted(qwen), tmp_path / "saved")
+    write_adapter(adapted(qwen), tmp_path / "saved")
     (tmp_path / "saved" / "adapter_model.safetensors").write_bytes(b"half")
     with pytest.raises(UsageError, match="no adapter that can be read"):
         load_adapter(adapted(qwen), tmp_path / "saved")

@@ -214,14 +214,14 @@ def test_a_full_disk_at_the_swap_is_waited_out(
 ) -> None:
     """It ended the attempt of the trainer, though the checkpoint that followed waited for the same room."""
     failures = iter([SafetensorError("I/O error: No space left on device (os error 28)")] * 2)
-    save = lora.save_adapter
+    save = lora.write_adapter
 
     def full(model: Any, folder: Path, dtype: Any = None) -> None:
-        if folder.name.startswith(f"v{VICTIM}-") and (error := next(failures, None)):
+        if folder.name.startswith(f".v{VICTIM}-") and (error := next(failures, None)):
             raise error
         save(model, folder, dtype)
 
-    monkeypatch.setattr(lora, "save_adapter", full)
+    monkeypatch.setattr(lora, "write_adapter", full)
     monkeypatch.setattr("trainer_core.saving.FULL_DISK_RETRY_S", 0.1)
     run(AdapterEngine(tmp_path, base), base, tmp_path)
     assert capsys.readouterr().out.count("Training pauses until there is room") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 
@@ -12,7 +13,7 @@ import torch
 
 from atropos_common.run_dir import ENV_NODE_ADDRESS
 from trainer_core.ranks import ENV_MEETING
-from trainer_core.weight_sync.orders import FIRST_WORD, Follower, Order, Orders
+from trainer_core.weight_sync.orders import FIRST_WORD, SECRET_BYTES, Follower, Meeting, Order, Orders
 from trainer_core.weight_sync.outgoing import Outgoing
 
 
@@ -78,3 +79,15 @@ def test_orders_reach_the_other_ranks_and_strangers_are_left_out(
         assert stranger.recv(1) == b""  # shown the door
     made[0].close()
     orders.close()
+
+
+def test_a_rank_leaves_in_order_when_rank_0_has_been_killed() -> None:
+    """A connection that was reset cannot be shut down any more."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        meeting = Meeting("127.0.0.1", listener.getsockname()[1], "0" * (2 * SECRET_BYTES))
+        follower = Follower(meeting, 1, torch.device("cpu"), Outgoing.__new__(Outgoing))
+        connection, _ = listener.accept()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+    follower._thread.join(30)
+    follower.close()

@@ -12,7 +12,7 @@ import torch
 
 from tests.unit.trainer_rollouts import plain_logprobs, rollouts_of
 from trainer_core.config import TrainingConfig
-from trainer_core.objective.penalties import reference_kl, teacher_kl
+from trainer_core.objective.loss import reference_kl, teacher_kl
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
 from trainer_core.policy.load import load_model

@@ -15,7 +15,7 @@ from atropos_common.model_math import why_refused
 from benchmarks.model_zoo import MORE, WINDOW, ZOO, Architecture, build, save
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
-from trainer_core.objective.penalties import balance_coefficient, balance_loss
+from trainer_core.objective.loss import balance_coefficient, balance_loss
 from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
 from trainer_core.policy import attention, logprobs
@@ -161,6 +161,16 @@ def test_what_does_not_go_our_way_at_all_is_refused_in_words(name: str) -> None:
         prove(model)
     assert why_refused(model.config.to_dict()), "and from the configuration alone"
     assert name == "Llama 4" or "leaves out where the sequences of a row lie" in str(refused.value)
+
+
+def test_a_class_that_fails_without_a_word_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    model = _made("Qwen3")
+    monkeypatch.setattr("trainer_core.policy.proof.row_logprobs", fails)
+    with pytest.raises(UsageError, match=r"it cannot compute it \(NotImplementedError"):
+        prove(model)
 
 
 @pytest.mark.parametrize("labels", [1, 3])

@@ -26,11 +26,11 @@ from tests.unit.trainer_stand_ins import (
     run_config,
 )
 from trainer_core.config import TrainingConfig, validate
-from trainer_core.errors import EngineError, TrainerError, UsageError
+from trainer_core.errors import EngineError, EngineGone, TrainerError, UsageError
 from trainer_core.loop import train
 from trainer_core.weight_sync import none_reload
-from trainer_core.weight_sync.base import Start
-from trainer_core.weight_sync.none_reload import Reload
+from trainer_core.weight_sync.base import FIRST_PAUSE_S, Start
+from trainer_core.weight_sync.none_reload import Backoff, Reload
 
 CPU = torch.device("cpu")
 NOTHING = "it was started without ATROPOS_WEIGHT_UPDATES=1"
@@ -376,3 +376,23 @@ def test_settings_that_cannot_work(fields: dict[str, Any], says: str) -> None:
     assert made is None
     assert says in " ".join(problems)
     assert isinstance(validate({"model_name": "m", "max_policy_lag": 2})[0], TrainingConfig)
+
+
+def test_only_the_same_server_is_left_in_peace() -> None:
+    backoff = Backoff()
+
+    def attempt(instance: str, fails: bool = True) -> str:
+        try:
+            with backoff.attempt(instance):
+                if fails:
+                    raise EngineGone(f"{instance} failed")
+        except EngineGone as error:
+            return str(error)
+        return ""
+
+    assert attempt("a") == "a failed"
+    assert attempt("a", fails=False) == "a failed", "too early, and why it waits is not forgotten"
+    assert attempt("b") == "b failed", "another server: at once"
+    time.sleep(FIRST_PAUSE_S)
+    assert attempt("b", fails=False) == ""
+    assert attempt("b") == "b failed", "a success wipes the slate"

@@ -23,12 +23,12 @@ from trainer_core.objective.registry import Objective
 from trainer_core.optim import Stepper
 from trainer_core.policy.attention import register
 from trainer_core.policy.logprobs import completions_logprobs, row_logprobs, row_scores, whole_row
-from trainer_core.policy.routing import RouterShape, own_experts, replay_in
+from trainer_core.policy.routing import own_experts, replay_in
 from trainer_core.policy.speed import use_checkpointing
 from trainer_core.probe import ProbeAnswers, compare
+from trainer_core.rollouts.asking import RouterShape, RoutingAsker
 from trainer_core.rollouts.batch import Batch, Rollout, Selection
 from trainer_core.rollouts.packing import PackedRow, pack, packed_experts
-from trainer_core.rollouts.routing import RoutingAsker
 from trainer_core.rollouts.source import BatchSource, LagMeter
 from trainer_core.server.client import GeneratedTokens
 from trainer_core.step import accumulate

@@ -75,8 +75,8 @@ def dies_while_others_wait(folder: Path, how: str) -> int:
     world.agree(None)
     if world.rank == 1:
         (folder / "died").write_text(repr(time.monotonic()))
-        if how == "raised":
-            world.close(ValueError("bad row"))
+        if how in ("raised", "wordless"):
+            world.close(ValueError("bad row") if how == "raised" else AssertionError())
             return 1
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "waiting":
@@ -96,12 +96,13 @@ def dies_while_others_wait(folder: Path, how: str) -> int:
         ("waiting", GONE_CODE, "rank 1 has ended"),
         ("collective", 5, "rank 1 has ended"),
         ("raised", 5, "rank 1 has ended: bad row"),
+        ("wordless", 5, "rank 1 has ended: AssertionError"),
     ],
 )
 def test_end_of_one_is_seen_by_the_other(tmp_path: Path, how: str, code: int, words: str) -> None:
     first, second = run_ranks("tests.unit.test_trainer_world:dies_while_others_wait", tmp_path, how)
     assert (first.code, words in first.output) == (code, True), first
-    assert second.code == (1 if how == "raised" else -signal.SIGKILL)
+    assert second.code == (1 if how in ("raised", "wordless") else -signal.SIGKILL)
     assert first.at - float((tmp_path / "died").read_text()) < LIMIT_S
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from atropos_common.bridge import MOST_COMPLETIONS, KnownLogprobs, prompt_digest
 from trainer_core.errors import EngineError, EngineGone
+from trainer_core.rollouts.asking import MissingAsker
 from trainer_core.rollouts.batch import Batch, read_batch
-from trainer_core.rollouts.missing import MissingAsker
 from trainer_core.rollouts.source import LagMeter
 from vllm_server.recorded import OVERHEAD, CompletionStore, record
 from vllm_server.versions import VersionHistory

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from trainer_core.config import TrainingConfig
+from trainer_core.config import TrainingConfig, flag
 from trainer_core.errors import LossError
 from trainer_core.objective.loss import Formula, LossSums, Sequences, from_function
 
@@ -51,7 +51,7 @@ def own_loss(
         raise LossError(f"{name} must take {wanted}: {error}") from None
     sums = _try(found, name, device)
     alone = ("kl_coef", "ref_kl_coef", "distill_coef", "router_aux_loss_coef") if sums else ()
-    lost = [f"--{term.replace('_', '-')}" for term in alone if getattr(config, term)]
+    lost = [flag(term) for term in alone if getattr(config, term)]
     lost += ["--ratio-base proximal"] if sums and config.ratio_base == "proximal" else []
     if lost:
         raise LossError(f"{name} returns LossSums, to which {', '.join(lost)} cannot be added: return losses by token")

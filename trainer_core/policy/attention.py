@@ -1,16 +1,23 @@
 """Causal attention over packed sequences of different lengths, as an attention implementation of transformers.
 
-On CUDA in half precision FlashAttention 2 (`torch.nn.attention.varlen`) or FlashAttention 4 (`flash4.py`) runs over the
-packed row as it is; `kernel_choice.use_attention` chooses. On a CPU, or in float32, there
-is no such kernel: each sequence becomes a row of one right-padded batch for SDPA, which is exact, since a causal row
-never looks at what follows it. Scores that are soft-capped or have a sink beside them are computed whole, a sequence at
-a time.
+On CUDA in half precision FlashAttention 2 (`torch.nn.attention.varlen`) or FlashAttention 4 runs over the packed row as
+it is; `kernel_choice.use_attention` chooses. On a CPU, or in float32, there is no such kernel: each sequence becomes a
+row of one right-padded batch for SDPA, which is exact, since a causal row never looks at what follows it. Scores that
+are soft-capped or have a sink beside them are computed whole, a sequence at a time.
+
+FlashAttention 4's kernels are those of the package `flash-attn-4` (CuTe DSL, compiled for the device on first use;
+sm_90 and newer), here as two operators that torch.compile does not look into. They take fewer heads for keys than for
+queries, and windows. Source: flash_attn/cute/interface.py. Which sizes of heads they get right, `kernel_choice` proves
+on the device.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import warnings
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -19,7 +26,6 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trainer_core.context_parallel import Context
-from trainer_core.policy.flash4 import PROVEN, flash4
 
 NAME = "atropos_packed"
 NAME_FLASH4 = "atropos_packed_4"
@@ -27,6 +33,8 @@ NAME_FLASH4 = "atropos_packed_4"
 HALF = (torch.bfloat16, torch.float16)
 KERNEL_HEAD = 256
 """Largest head that the kernel for variable lengths computes."""
+PROVEN: set[tuple[int, int]] = set()
+"""Sizes of a head, of keys and of values, that `kernel_choice.wrong_kernels` has found right on this device."""
 
 
 @dataclass(frozen=True)
@@ -247,3 +255,90 @@ def _whole(
         scores = torch.cat([scores, beside], dim=-1)
     shares = scores.softmax(-1)
     return (shares if sinks is None else shares[..., :-1]).to(value.dtype) @ value
+
+
+@cache
+def kernels() -> Any | None:
+    """The package's interface; None where it is not installed, or not with what it needs."""
+    # One warning for each argument that its compiler passes on as it is.
+    warnings.filterwarnings("ignore", message="Argument .* cannot be converted to a JitArgument", category=UserWarning)
+    try:
+        return importlib.import_module("flash_attn.cute.interface")
+    except Exception:  # with another cutlass than its own it fails in ways of its own
+        return None
+
+
+def flash4(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, *,
+    scale: float | None = None, window: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Causal attention within each sequence of a packed row.
+
+    Args:
+        query: [N, heads, head_dim] in half precision; key: [N, kv_heads, head_dim]; value: [N, kv_heads, value_dim].
+        starts: [sequences + 1] int32, where each sequence begins and the last one ends.
+        longest: at least the tokens of the longest sequence.
+        window: tokens that each one sees, itself included; None is all before it.
+
+    Returns:
+        [N, heads, value_dim].
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out, _ = _flash4_forward(query, key, value, starts, longest, scale, -1 if window is None else window - 1)
+    return out
+
+
+def _flash4_arguments(starts: torch.Tensor, longest: int, scale: float, left: int) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest,
+        "softmax_scale": scale, "causal": left < 0, "window_size_left": None if left < 0 else left,
+        "window_size_right": None if left < 0 else 0,
+    }  # fmt: skip
+
+
+@torch.library.custom_op("atropos::flash4_forward", mutates_args=())
+def _flash4_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float,
+    left: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    found = kernels()._flash_attn_fwd(  # type: ignore[union-attr]  # who calls has asked
+        query, key, value, **_flash4_arguments(starts, longest, scale, left), return_lse=True
+    )
+    return found[0], found[1]
+
+
+@_flash4_forward.register_fake
+def _(query, key, value, *_):  # type: ignore[no-untyped-def]
+    tokens, heads, _ = query.shape
+    return query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(heads, tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("atropos::flash4_backward", mutates_args=())
+def _flash4_backward(
+    to_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+    sums: torch.Tensor, starts: torch.Tensor, longest: int, scale: float, left: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    to_query, to_key, to_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    kernels()._flash_attn_bwd(  # type: ignore[union-attr]
+        query, key, value, out, to_out, sums, dq=to_query, dk=to_key, dv=to_value,
+        **_flash4_arguments(starts, longest, scale, left),
+    )  # fmt: skip
+    return to_query, to_key, to_value
+
+
+@_flash4_backward.register_fake
+def _(to_out, query, key, value, *_):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+
+
+def _flash4_keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, starts, *ctx.rest = inputs
+    ctx.save_for_backward(query, key, value, *output, starts)
+
+
+def _flash4_differentiate(ctx: Any, to_out: torch.Tensor, to_sums: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    found = _flash4_backward(to_out.contiguous(), *ctx.saved_tensors, *ctx.rest)
+    return *found, None, None, None, None
+
+
+_flash4_forward.register_autograd(_flash4_differentiate, setup_context=_flash4_keep)

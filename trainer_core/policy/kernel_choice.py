@@ -14,8 +14,7 @@ from torch import nn
 
 from trainer_core.config import AttentionKernel
 from trainer_core.errors import UsageError
-from trainer_core.policy.attention import HALF, NAME_FLASH4, layout, one_by_one
-from trainer_core.policy.flash4 import PROVEN, flash4, kernels
+from trainer_core.policy.attention import HALF, NAME_FLASH4, PROVEN, flash4, kernels, layout, one_by_one
 from trainer_core.policy.sharding import compute_dtype
 
 BOUND = 0.01

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from atropos_common.group import first_line
 from atropos_common.manifest import Shard, TensorView
 from atropos_common.model_math import OWN_ATTENTION, Dimensions, why_refused
 from atropos_common.quantized import method_of
@@ -52,8 +53,7 @@ def load_config(model_name: str, *, frozen: bool = False, shared: bool = False) 
     try:
         config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UsageError(f"--model-name {model_name}: no model there ({first})") from None
+        raise UsageError(f"--model-name {model_name}: no model there ({first_line(error)})") from None
     if refused := why_refused(config.to_dict(), frozen=frozen, shared=shared):
         raise UsageError(f"--model-name {model_name}: {refused[0]}; {refused[1]}")
     return _plain(config)
@@ -163,8 +163,9 @@ def _dequantized(model_name: str | Path, method: str, config: Any, dtype: torch.
             )
         weights = (read if how is not None else read.dequantize(dtype)).state_dict()
     except (ImportError, ValueError, RuntimeError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UsageError(f"--model-name {model_name}: its weights are quantized ({method}): {first}") from None
+        raise UsageError(
+            f"--model-name {model_name}: its weights are quantized ({method}): {first_line(error)}"
+        ) from None
     model = empty_model(_plain(config), dtype)
     wanted = model.state_dict()
     if missing := sorted(wanted.keys() - weights.keys()):

@@ -7,7 +7,6 @@ Dropout is off: with it the ratio would compare two different masks.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,18 +128,9 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None = No
         name: parameter.detach().to(dtype or parameter.dtype).to("cpu").contiguous()
         for name, parameter in adapter_parameters(model).items()
     }
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     model.peft_config[_ADAPTER].save_pretrained(str(folder))  # type: ignore[index,operator]
-
-
-def save_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Make `folder` hold the adapter, whole or not at all."""
-    aside = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    write_adapter(model, aside, dtype)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
 
 
 @torch.no_grad()

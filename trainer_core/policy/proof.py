@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from atropos_common.group import first_line
 from atropos_common.model_math import suspects
 from trainer_core.errors import UsageError
 from trainer_core.policy.logprobs import row_logprobs, whole_row
@@ -52,7 +53,7 @@ def prove(model: nn.Module) -> float:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a class of transformers that nobody tried here raises
-        what = f"it cannot compute it ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+        what = f"it cannot compute it ({type(error).__name__}: {first_line(error)})"
         raise UsageError(_refusal(model, what)) from error
     largest = differences.max().item()
     exact = all(parameter.dtype in _HALF or parameter.element_size() >= 4 for parameter in model.parameters())

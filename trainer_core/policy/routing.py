@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from atropos_common.model_math import sparse_layers, why_not_replayed
 from trainer_core.errors import UsageError
 from trainer_core.policy.load import decoder_layers
 from trainer_core.policy.logprobs import EXPERTS, predicting_states, whole_row
+from trainer_core.rollouts.asking import RouterShape
 from trainer_core.rollouts.packing import PackedRow
 
 _SHOWN = 64
@@ -61,18 +61,6 @@ def _sigmoid_of_chosen(router: Any, logits: torch.Tensor, experts: torch.Tensor)
 
 
 _FORMULAS: tuple[Weigh, ...] = (_share, _share_of_chosen, _softmax_of_chosen, _sigmoid, _sigmoid_of_chosen)
-
-
-@dataclass(frozen=True)
-class RouterShape:
-    """What a recorded choice looks like for a model."""
-
-    layers: int
-    sparse: tuple[int, ...]
-    """Which of the layers choose."""
-    chosen: int
-    """Experts a token."""
-    experts: int
 
 
 class _Here(threading.local):

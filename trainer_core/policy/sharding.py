@@ -116,14 +116,20 @@ class Rows:
     """Rows, from the first one on; of a scalar 0 and 1."""
 
 
+def row_bounds(count: int, size: int) -> list[int]:
+    """Where each of `size` ranks' rows of `count` begin, as torch.chunk cuts them, and the number of all."""
+    each = -(-count // size)
+    return [min(rank * each, count) for rank in range(size + 1)]
+
+
 def rows_of(parameter: torch.Tensor) -> Rows:
     """This rank's rows of a parameter; all, where it is not sharded."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return Rows(shape, 0, shape[0] if shape else 1)
-    each = -(-shape[0] // parameter.device_mesh.size())  # as torch.chunk
-    first = min(each * parameter.device_mesh.get_local_rank(), shape[0])
-    return Rows(shape, first, min(each, shape[0] - first))
+    rank = parameter.device_mesh.get_local_rank()
+    first, end = row_bounds(shape[0], parameter.device_mesh.size())[rank : rank + 2]
+    return Rows(shape, first, end - first)
 
 
 def gathered(model: nn.Module, compute: Callable[[], T]) -> T:

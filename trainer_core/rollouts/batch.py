@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from atropos_common.bridge import completion_digest
 from trainer_core.errors import MissingLogprobs
-from trainer_core.rollouts.baseline import Baselines
 from trainer_core.rollouts.fields import (
     FLOAT32_MAX,
     IGNORED,
@@ -40,6 +39,8 @@ from trainer_core.rollouts.fields import (
 
 FLAT = 1e-6
 """Scores of a group that differ less, relative to the largest one above 1, are equal: rounding alone does that."""
+WINDOW = 256
+"""Scores that the running mean stands for: of more than that, each new one weighs 1 / WINDOW."""
 
 NO_LOGPROBS = (
     "GRPO requires inference_logprobs for importance sampling, and {what}. "
@@ -94,10 +95,6 @@ class Selection:
             return 0.0
         over = (length - (self.max_completion - self.overlong_buffer)) / self.overlong_buffer
         return self.overlong_penalty * min(1.0, max(0.0, over))
-
-    def cut_off(self, length: int) -> bool:
-        """Whether a completion of `length` tokens is left out for its length."""
-        return self.overlong_mask and self.max_completion is not None and length >= self.max_completion
 
 
 @dataclass(frozen=True)
@@ -266,6 +263,51 @@ def _equal(scores: NDArray[np.float64]) -> bool:
         return bool(np.ptp(scores) < FLAT * max(1.0, float(np.abs(scores).max())))
 
 
+@dataclass
+class _Running:
+    """Mean and variance (the population's) of about the last `WINDOW` scores."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def add(self, scores: NDArray[np.float64]) -> None:
+        """Chan et al. 1983, "Algorithms for computing the sample variance": two sets of scores become one."""
+        new = len(scores)
+        total = self.count + new
+        mean = (self.count * self.mean + new * float(scores.mean())) / total
+        old_part = self.count * (self.variance + (self.mean - mean) ** 2)
+        self.variance = (old_part + new * (float(scores.var()) + (float(scores.mean()) - mean) ** 2)) / total
+        self.mean, self.count = mean, min(total, WINDOW)
+
+
+class Baselines:
+    """A running mean for each environment, from the first batch of this attempt on.
+
+    REINFORCE with a baseline (Williams 1992), which takes no bias from it but what a score adds to its own baseline:
+    1 / N of N scores, as in a group of N.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[str, _Running] = {}
+
+    def advantages(self, env: str, scores: NDArray[np.float64], *, std: bool) -> NDArray[np.float64]:
+        """Scores minus the mean of those so far, these included, divided by their standard deviation; all zero where
+        that deviation is below `FLAT` times the larger of the mean and 1.
+
+        Args:
+            env: the environment's name.
+            scores: [N] of its groups of one in this batch.
+        """
+        running = self._running.setdefault(env, _Running())
+        running.add(scores)
+        deviation = running.variance**0.5
+        if not deviation >= FLAT * max(1.0, abs(running.mean)):
+            return np.zeros_like(scores)
+        centred = scores - running.mean
+        return centred / deviation if std else centred
+
+
 def read_batch(
     groups: Sequence[Any], *, seq_len: int, temperature: float = 1.0, advantage_std: bool = True,
     selection: Selection | None = None, logprobs_seen: bool = False, recompute: bool = False,
@@ -367,7 +409,7 @@ class _Reader:
         for env in {groups[i][0].env for i in alone}:
             places = [i for i in alone if groups[i][0].env == env]
             scores = np.concatenate([groups[i][1] for i in places])
-            values = baselines.advantages(env, scores, FLAT, std=self.advantage_std)
+            values = baselines.advantages(env, scores, std=self.advantage_std)
             found.update({i: values[at : at + 1] for at, i in enumerate(places)})
         return found
 
@@ -440,10 +482,10 @@ class _Reader:
             return
         if rollout.complete:
             batch.sample_len = batch.sample_len or len(rollout.tokens)
-        self._measure(rollout, mask)
+        reached_limit = self._measure(rollout, mask)
         if flat and self.selection.drop_flat:
             reason = "in a group of equal scores"
-        elif self.selection.overlong_mask and self.selection.cut_off(_longest_turn(mask)):
+        elif self.selection.overlong_mask and reached_limit:
             reason = f"cut off at --max-completion-tokens {self.selection.max_completion}"
         else:
             batch.rollouts.append(rollout)
@@ -453,13 +495,15 @@ class _Reader:
         batch.leave_out(reason, 1)
         batch.unselected_scores.append(rollout.score)
 
-    def _measure(self, rollout: Rollout, mask: list[Any]) -> None:
-        """How long it became, and how it ended."""
+    def _measure(self, rollout: Rollout, mask: list[Any]) -> bool:
+        """Count how long it became, and how it ended; whether a turn of it was as long as one may be."""
         generated, limit = np.flatnonzero(rollout.trained), self.selection.max_completion
         self.batch.completion_tokens.append(len(generated))
         self.batch.ended.append(int(rollout.tokens[generated[-1]]) in self.selection.end_tokens)
-        if limit is not None:
-            self.batch.reached_limit.append(_longest_turn(mask) >= limit)
+        if limit is None:
+            return False
+        self.batch.reached_limit.append(_longest_turn(mask) >= limit)
+        return self.batch.reached_limit[-1]
 
 
 def _longest_turn(mask: list[Any]) -> int:

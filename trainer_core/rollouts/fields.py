@@ -246,14 +246,15 @@ def masked_tokens(spot: str, masks: list[Any], ids: NDArray[np.int64]) -> NDArra
     return generated
 
 
-def rollout_logprobs(spot: str, logprobs: list[Any], generated: NDArray[np.bool_]) -> NDArray[np.float64]:
+def rollout_logprobs(
+    spot: str, given: list[Any], generated: NDArray[np.bool_], *, name: str = "inference_logprobs"
+) -> NDArray[np.float64]:
     """[L]; those of generated tokens are finite, though not all of them logprobs."""
-    same_length(spot, len(generated), inference_logprobs=logprobs)
-    values = _numbers(spot, "inference_logprobs", logprobs)
+    same_length(spot, len(generated), **{name: given})
+    values = _numbers(spot, name, given)
     own = values[generated]
     if not np.isfinite(own).all() or (own < LOWEST_LOGPROB).any():
-        what = f"{spot}: inference_logprobs holds NaN, Infinity or a number below {LOWEST_LOGPROB:g}"
-        raise _wrong("inference_logprobs", what)
+        raise _wrong(name, f"{spot}: {name} holds NaN, Infinity or a number below {LOWEST_LOGPROB:g}")
     return values
 
 
@@ -275,15 +276,9 @@ def advantages(
     return values
 
 
-def reference_logprobs(spot: str, given: list[Any] | None, generated: NDArray[np.bool_]) -> NDArray[np.float32] | None:
-    """[L] of `ref_logprobs`, NaN where the environment gives none; null where it gives no list."""
-    if given is None:
-        return None
-    same_length(spot, len(generated), ref_logprobs=given)
-    values = _numbers(spot, "ref_logprobs", given)
-    own = values[generated]
-    if not np.isfinite(own).all() or (own < LOWEST_LOGPROB).any():
-        raise _wrong("ref_logprobs", f"{spot}: ref_logprobs holds NaN, Infinity or a number below {LOWEST_LOGPROB:g}")
+def reference_logprobs(spot: str, given: list[Any], generated: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """[L] of `ref_logprobs`, NaN where the environment gives none."""
+    values = rollout_logprobs(spot, given, generated, name="ref_logprobs")
     return np.where(values <= POSITIVE_TOLERANCE, values, np.nan).astype(np.float32)
 
 

@@ -19,12 +19,10 @@ from atropos_common.bridge import MOST_DIGESTS
 from atropos_common.records import MISSING, AlignmentRecord
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import ApiError, EngineError, EngineGone, MissingLogprobs, TooMuchLeftOut
-from trainer_core.rollouts.baseline import Baselines
-from trainer_core.rollouts.batch import ASKED, RECOMPUTED, Batch, Rollout, Selection, read_batch
+from trainer_core.rollouts.asking import MissingAsker, RoutingAsker
+from trainer_core.rollouts.batch import ASKED, RECOMPUTED, Baselines, Batch, Rollout, Selection, read_batch
 from trainer_core.rollouts.client import Background, RawBatch, RolloutSource, RunApi
 from trainer_core.rollouts.fields import NOBODY_READS, WHY_UNUSED
-from trainer_core.rollouts.missing import MissingAsker
-from trainer_core.rollouts.routing import RoutingAsker
 from trainer_core.telemetry import Telemetry
 
 REPEAT_S = 60.0

@@ -5,6 +5,8 @@ Modes whose trainer keeps weights of its own share more: servers come and go, an
 
 from __future__ import annotations
 
+import secrets
+import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -21,7 +23,7 @@ from atropos_common.bridge import BridgeInfo
 from atropos_common.run_dir import RunDir
 from trainer_core.config import Mode, TrainingConfig
 from trainer_core.durable import why_full
-from trainer_core.errors import EngineGone, Stopped
+from trainer_core.errors import EngineGone, Stopped, TrainerError
 from trainer_core.ranks import ALONE, World
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import Lifecycle, supervised, wait_for_server
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 """How often `check` asks whether it is still the same server."""
 FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 5.0
 
 T = TypeVar("T")
 
@@ -101,21 +102,6 @@ class WeightSync(ABC):
         supervisor = supervised(config, stop)
         self._coming = supervisor.coming if supervisor else lambda: None
 
-    def _where_there_is_room(self, write: Callable[[], None], folder: Path) -> None:
-        """`write`, again after each wait for room in `folder`.
-
-        Raises:
-            OSError, SafetensorError: it fails for another reason, or nobody waits.
-        """
-        while True:
-            try:
-                write()
-                return
-            except (OSError, SafetensorError) as error:
-                if self.wait_for_room is None or not (words := why_full(error)):
-                    raise
-                self.wait_for_room(folder, words)
-
     @property
     def spread(self) -> World:
         """The ranks over which models are spread, each with all of the policy as far as it can tell; `dealt` of them
@@ -183,35 +169,6 @@ class WeightSync(ABC):
         return wait_for_server(ready, self.config.engine_timeout, self.stop, meanwhile=meanwhile, coming=self._coming)
 
 
-class Backoff:
-    """Pauses that double, between attempts that the same servers failed; a new server is tried at once."""
-
-    def __init__(self) -> None:
-        self._failed: tuple[str, ...] = ()
-        """Instances of the last attempt, if it failed."""
-        self._last_error = ""
-        self._pause_s = self._not_before = 0.0
-
-    @contextmanager
-    def attempt(self, *instances: str) -> Iterator[None]:
-        """Around one attempt.
-
-        Raises:
-            EngineGone: what the attempt said, or what the last one said, when it is too early for another.
-        """
-        again = instances == self._failed
-        if again and time.monotonic() < self._not_before:
-            raise EngineGone(self._last_error)
-        try:
-            yield
-        except EngineGone as error:
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if again else FIRST_PAUSE_S
-            self._failed, self._last_error = instances, str(error)
-            self._not_before = time.monotonic() + self._pause_s
-            raise
-        self._failed = ()
-
-
 class SeparateWeights(WeightSync):
     """Base of the strategies whose trainer has weights of its own: each server answers with the present ones.
 
@@ -227,7 +184,6 @@ class SeparateWeights(WeightSync):
         self.fed: set[ServerClient] = set()
         """Servers that answer with the present weights, as far as is known."""
         self._looked = 0.0
-        self.backoff = Backoff()
 
     def attach(self, start: Start) -> torch.nn.Module:
         """Load the weights of `start` and let every server answer with them.
@@ -329,10 +285,51 @@ class SeparateWeights(WeightSync):
     def _restart_is_due(self) -> bool:
         return self.version % self.config.vllm_restart_interval == 0
 
-    def _folder_for(self, what: str) -> Path:
-        """Where servers on this machine find `what` (weights, adapters) to load."""
+
+class WrittenWeights(SeparateWeights):
+    """Base of the strategies whose servers load each version from a folder on this machine."""
+
+    def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event, what: str) -> None:
+        """Args:
+        what: is written (weights, adapters), the name of a folder.
+        """
+        super().__init__(config, device, stop)
         run = RunDir.from_env()
-        return ((run.bridge if run else Path(self.config.save_path)) / what).absolute()
+        self._folder = ((run.bridge if run else Path(config.save_path)) / what).resolve()
+        self._tag = secrets.token_hex(3)
+        """Of this attempt: a server may still read, or start from, what an earlier one wrote that came as far."""
+
+    def _path(self, version: int) -> Path:
+        return self._folder / f"v{version}-{self._tag}"
+
+    def _write_present(self, write: Callable[[Path], None], what: str, room: str) -> None:
+        """Let `write` fill the folder of the present version, which gets its name once it is whole; again after each
+        wait for room.
+
+        Args:
+            what, room: what is written, and to make room for it, in words.
+
+        Raises:
+            TrainerError: the disk is full and nobody waits, or the folder cannot be written to.
+        """
+        target = self._path(self.version)
+        aside = target.with_name(f".{target.name}.writing")
+        while True:
+            try:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+                write(aside)
+                shutil.rmtree(target, ignore_errors=True)
+                aside.rename(target)
+                return
+            except (OSError, SafetensorError) as error:
+                shutil.rmtree(aside, ignore_errors=True)
+                if self.wait_for_room is None or not (words := why_full(error)):
+                    raise TrainerError(
+                        f"{what} of version {self.version} cannot be written into {self._folder}: {error}. The server "
+                        f"keeps the older version. {room} there, or put the run on another disk"
+                    ) from None
+                self.wait_for_room(self._folder, words)
 
 
 _STRATEGIES: dict[Mode, tuple[str, str]] = {

@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 
 from atropos_common.bridge import BridgeInfo
-from atropos_common.group import BRISK_S, POLL_S
+from atropos_common.group import BRISK_S, POLL_S, first_line
 from atropos_common.transfer import TransferBackend, TransferInit, TransferReport, TransferUpdate
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
@@ -410,7 +410,7 @@ class Broadcast(SeparateWeights):
         dead = {name: e for name, e in failures.items() if isinstance(e, EngineGone) and not e.answered}
         silent = [] if dead else [name for name in missing if name in calls.waiting()]
         causes = dead or ({} if silent else failures) or {"": error}
-        said = [str(cause).strip().splitlines()[0] for cause in causes.values()]
+        said = [first_line(cause) for cause in causes.values()]
         text = "; ".join([*(f"no word from {name}" for name in silent), *said])
         lost = [*dead, *silent]
         return GroupBroke(f"the broadcast broke (phase {phase}): {text}", lost, () if lost else failures)

@@ -8,7 +8,6 @@ sees to.
 
 from __future__ import annotations
 
-import secrets
 import shutil
 import threading
 import time
@@ -16,16 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from atropos_common.bridge import LORA_RANKS, BridgeInfo, few_graph_sizes, server_rank
 from atropos_common.manifest import Manifest, ManifestError
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import EngineGone, TrainerError, UsageError
-from trainer_core.policy.lora import add_adapter, base_parameters, load_adapter, save_adapter
+from trainer_core.errors import EngineGone, UsageError
+from trainer_core.policy.lora import add_adapter, base_parameters, load_adapter, write_adapter
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import Lifecycle, make_lifecycle
-from trainer_core.weight_sync.base import Phases, SeparateWeights, T
+from trainer_core.weight_sync.base import Phases, T, WrittenWeights
 from trainer_core.weight_sync.shared_vllm import SingleCopy
 
 KEPT = 4
@@ -33,17 +31,14 @@ KEPT = 4
 while a server still finishes completions on them."""
 
 
-class LoraSwap(SeparateWeights):
+class LoraSwap(WrittenWeights):
     """Strategy of mode `lora_only`: each version is an adapter, saved and swapped."""
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
-        super().__init__(config, device, stop)
+        super().__init__(config, device, stop, "adapters")
         if server_rank(config.lora_r) is None:
             raise UsageError(f"--lora-r {config.lora_r}: vLLM serves adapters up to rank {LORA_RANKS[-1]}")
         self._base = SharedBase(config, device, stop) if config.single_copy else None
-        self._folder = self._folder_for("adapters")
-        self._tag = secrets.token_hex(3)
-        """Of this attempt: a server may still read an adapter of an earlier one that came as far."""
 
     def load(self, weights: Path | None) -> torch.nn.Module:
         """The base model with the adapter in `weights`, else one to start from, or a new one."""
@@ -93,27 +88,13 @@ class LoraSwap(SeparateWeights):
         return super()._await_server(attempt, meanwhile)
 
     def _save(self) -> None:
-        """The present adapter for the server, which computes with it in the base model's type.
-
-        Raises:
-            TrainerError: the disk is full, or the folder cannot be written to.
-        """
-        try:
-            path = self._path(self.version)
-            self._where_there_is_room(lambda: save_adapter(self.model, path, self._dtype), path.parent)
-        except (OSError, SafetensorError) as error:
-            raise TrainerError(
-                f"the adapter of version {self.version} cannot be written into {self._folder}: {error}. The server "
-                "keeps the older one. Make room there, or put the run on another disk"
-            ) from None
-
-    def _path(self, version: int) -> Path:
-        return (self._folder / f"v{version}-{self._tag}").resolve()
+        """The present adapter for the server, which computes with it in the base model's type."""
+        self._write_present(lambda folder: write_adapter(self.model, folder, self._dtype), "the adapter", "Make room")
 
     def _forget(self) -> None:
         """Remove adapters that no server reads again, of earlier attempts too."""
         newest = {self._path(version) for version in range(self.version - KEPT + 1, self.version + 1)}
-        old = {path.resolve() for path in self._folder.glob("v*")} - newest
+        old = set(self._folder.glob("v*")) - newest
         try:
             known = [engine.adapters() for engine in self.engines] if old else []
         except EngineGone:

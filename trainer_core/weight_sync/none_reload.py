@@ -7,36 +7,64 @@ last load, so rollouts lag up to `vllm_restart_interval` versions. A server that
 
 from __future__ import annotations
 
-import secrets
 import shutil
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
 
 from atropos_common.bridge import BridgeInfo, LoadWeightsRequest
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import EngineGone, TrainerError, UsageError
+from trainer_core.errors import EngineGone, UsageError
 from trainer_core.policy.sharding import weights
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import make_lifecycle
-from trainer_core.weight_sync.base import Phases, SeparateWeights
+from trainer_core.weight_sync.base import FIRST_PAUSE_S, Phases, WrittenWeights
 
+LONGEST_PAUSE_S = 5.0
 TAKES_WEIGHTS = "ATROPOS_WEIGHT_UPDATES"
 """What the server's environment must say."""
 
 
-class Reload(SeparateWeights):
+class Backoff:
+    """Pauses that double, between attempts that the same server failed; a new one is tried at once."""
+
+    def __init__(self) -> None:
+        self._failed = ""
+        """Instance of the last attempt, if it failed."""
+        self._last_error = ""
+        self._pause_s = self._not_before = 0.0
+
+    @contextmanager
+    def attempt(self, instance: str) -> Iterator[None]:
+        """Around one attempt.
+
+        Raises:
+            EngineGone: what the attempt said, or what the last one said, when it is too early for another.
+        """
+        again = instance == self._failed
+        if again and time.monotonic() < self._not_before:
+            raise EngineGone(self._last_error)
+        try:
+            yield
+        except EngineGone as error:
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if again else FIRST_PAUSE_S
+            self._failed, self._last_error = instance, str(error)
+            self._not_before = time.monotonic() + self._pause_s
+            raise
+        self._failed = ""
+
+
+class Reload(WrittenWeights):
     """Strategy of mode `none`."""
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
-        super().__init__(config, device, stop)
-        self._folder = self._folder_for("weights")
-        self._tag = secrets.token_hex(3)
-        """Of this attempt: a server may still start from what an earlier one wrote."""
+        super().__init__(config, device, stop, "weights")
+        self._backoff = Backoff()
         if not config.vllm_urls:
             self.lifecycle = make_lifecycle(config, stop, env={TAKES_WEIGHTS: "1"})
         self._given: Path | None = None
@@ -65,7 +93,7 @@ class Reload(SeparateWeights):
             with clock("save"):
                 self._save()
         clock.seconds |= self._give_all()
-        self._given = self._path
+        self._given = self._path(self.version)
         self._forget()
         return True
 
@@ -86,7 +114,7 @@ class Reload(SeparateWeights):
         return {"restart": restarts} if restarts else self._loaded
 
     def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
-        with self.backoff.attempt(info.instance_id):
+        with self._backoff.attempt(info.instance_id):
             self._offer(engine, info)
 
     def _offer(self, engine: ServerClient, info: BridgeInfo) -> None:
@@ -131,45 +159,24 @@ class Reload(SeparateWeights):
 
     def _present(self) -> Path:
         """The folder of the present weights, written if need be."""
-        if not self._path.is_dir():
+        path = self._path(self.version)
+        if not path.is_dir():
             self._save()
-        return self._path
+        return path
 
     def _save(self) -> None:
         self._write(weights(self.model))
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Write the present weights, unfused, under their final name once they are whole.
-
-        Raises:
-            TrainerError: the disk is full, or the folder cannot be written to.
-        """
-        target = self._path
-        aside = target.with_name(f".{target.name}.writing")
-
-        def write() -> None:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            save_torch_state_dict(tensors, aside)
-            aside.rename(target)
-
-        try:
-            self._where_there_is_room(write, self._folder)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            size = sum(param.nbytes for param in self.model.parameters())
-            raise TrainerError(
-                f"the weights of version {self.version} cannot be written into {self._folder}: {error}. The server "
-                f"keeps the older ones. Free {2 * size / 1e9:.1f} GB there, or put the run on another disk"
-            ) from None
-
-    @property
-    def _path(self) -> Path:
-        return self._folder / f"v{self.version}-{self._tag}"
+        """Write the present weights, unfused."""
+        size = sum(param.nbytes for param in self.model.parameters())
+        self._write_present(
+            lambda folder: save_torch_state_dict(tensors, folder), "the weights", f"Free {2 * size / 1e9:.1f} GB"
+        )
 
     def _forget(self) -> None:
         """Remove all weights but the present ones and those that servers have; earlier attempts' and half-written
         ones too."""
         for path in self._folder.iterdir():
-            if path not in (self._path, self._given):
+            if path not in (self._path(self.version), self._given):
                 shutil.rmtree(path, ignore_errors=True)

@@ -238,7 +238,8 @@ class Follower:
     def close(self) -> None:
         """Take no more orders."""
         self._leaving = True
-        self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # rank 0 is gone
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._leave()
         self._socket.close()

@@ -22,7 +22,7 @@ from atropos_common.strided import contiguous
 from atropos_common.transfer import SLOTS, Chunk, SentTensor, chunks, place
 from trainer_core.errors import UsageError
 from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout, view_of
-from trainer_core.policy.sharding import local
+from trainer_core.policy.sharding import local, row_bounds
 
 CHUNK_BYTES = 256 << 20
 """Of one chunk: long enough to run at the link's speed, short enough to unpack while the next one comes."""
@@ -190,8 +190,7 @@ def _bounds(name: str, param: torch.Tensor, size: int) -> list[int]:
         return [0, *[param.numel()] * size]
     if tuple(param.placements) != (Shard(0),):
         raise UsageError(f"mode broadcast sends parameters cut along their first dimension, and {name} is not")
-    rows = -(-param.shape[0] // size)  # as torch.chunk cuts
-    return [min(rank * rows, param.shape[0]) * math.prod(param.shape[1:]) for rank in range(size + 1)]
+    return [first * math.prod(param.shape[1:]) for first in row_bounds(param.shape[0], size)]
 
 
 def _cut(name: str, spot: Spot, bounds: list[int]) -> Iterator[TensorPart]:

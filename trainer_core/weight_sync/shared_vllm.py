@@ -23,6 +23,7 @@ import psutil
 import torch
 
 from atropos_common.bridge import BridgeInfo
+from atropos_common.group import first_line
 from atropos_common.manifest import CudaIpc, Manifest, ManifestError, Shard, TensorEntry, read_manifest
 from atropos_common.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
 from trainer_core.config import TrainingConfig
@@ -154,7 +155,7 @@ class SingleCopy(WeightSync):
             try:
                 lost = self._move_out(self._model, copies)
             except RuntimeError as error:  # one read of a dead process's memory makes every later use of the GPU fail
-                lost = f"the GPU does not answer any more ({str(error).splitlines()[0]})"
+                lost = f"the GPU does not answer any more ({first_line(error)})"
             self._lost = next(filter(None, self.world.gather(lost)), "")
         return self._lost
 
