@@ -41,9 +41,7 @@ from vllm_server.config import (
 )
 from vllm_server.generate import Generator
 from vllm_server.load import LoadMetrics
-from vllm_server.recorded import record
-from vllm_server.routing import Experts, RoutingKeeper, RoutingStore
-from vllm_server.versions import SpanFile
+from vllm_server.recorded import Experts, RoutingKeeper, RoutingStore, record
 from vllm_server.weights import broadcast, reload
 from vllm_server.weights.graph_check import UnsafeGraphs, stale_kinds
 
@@ -364,10 +362,9 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     keeper = await record_routing(bridge, args) if args.records_routing else None
     engine.generate = record(engine.generate, bridge.completions, bridge.history, keeper)
     names = args.served_model_name or [args.model]
-    spans = SpanFile(config.spans_path, bridge.spans)
     adapters = lora.Adapters(bridge, app.state.openai_serving_models, config.run_dir)
     generator = Generator(
-        engine, history=bridge.history, spans=spans, completions=bridge.completions, model_names=names,
+        engine, history=bridge.history, spans=bridge.spans, completions=bridge.completions, model_names=names,
         adapters=adapters,
     )  # fmt: skip
     if config.shared_weights:

@@ -38,8 +38,7 @@ from vllm_server.auth import GenerationHold, error_response
 from vllm_server.config import ServerConfig
 from vllm_server.generate import Generator
 from vllm_server.load import ServerLoad
-from vllm_server.recorded import CompletionStore
-from vllm_server.routing import RoutingStore
+from vllm_server.recorded import CompletionStore, RoutingStore
 from vllm_server.versions import MAX_LEASE_S, BridgeState, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class WeightBridge:
         self.model = model
         self.vllm_version = vllm_version
         self.history = VersionHistory()
-        self.spans = SpanStore()
+        self.spans = SpanStore(config.spans_path)
         self.completions = CompletionStore()
         self.routing: RoutingStore | None = None
         """Null where the engine does not record which experts it takes."""

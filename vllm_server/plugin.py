@@ -245,7 +245,7 @@ class AtroposWorkerExtension:
 
     def atropos_record_routing(self) -> str | None:
         """Keep the experts of every token from now on, on a CPU; or why that cannot be."""
-        from vllm_server.routing import SlotRecorder
+        from vllm_server.recorded import SlotRecorder
 
         try:
             self._atropos_routing = SlotRecorder(self.model_runner)  # type: ignore[attr-defined]

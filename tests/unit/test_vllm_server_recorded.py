@@ -38,7 +38,7 @@ def test_a_completion_is_found_by_its_prompt_and_how_it_begins() -> None:
 
 
 def test_the_oldest_prompts_go_first() -> None:
-    store = CompletionStore(most_tokens=3 * (3 + OVERHEAD))
+    store = CompletionStore(most_bytes=3 * (3 * 8 + OVERHEAD))
     for prompt in range(6):
         store.remember([9], [], [], temperature=1.0, oldest_version=0)  # one that was given up takes no room
         store.remember([prompt], [1, 2, 3], [-1.0] * 3, temperature=1.0, oldest_version=0)
