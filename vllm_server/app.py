@@ -28,7 +28,7 @@ from atropos_common.http import allowed_hosts, door_keys
 from atropos_common.manifest import ManifestError, Shard, read_manifest
 from vllm_server import bridge as bridge_routes
 from vllm_server import compat, generate, lora, part, plugin, refusals
-from vllm_server.auth import Access, GenerationHold
+from vllm_server.auth import Access, GenerationHold, LoadMetrics
 from vllm_server.bridge import WeightBridge
 from vllm_server.config import (
     DEFAULT_HOST,
@@ -40,7 +40,6 @@ from vllm_server.config import (
     require_own_folder,
 )
 from vllm_server.generate import Generator
-from vllm_server.load import LoadMetrics
 from vllm_server.recorded import Experts, RoutingKeeper, RoutingStore, record
 from vllm_server.weights import broadcast, reload
 from vllm_server.weights.graph_check import UnsafeGraphs, stale_kinds

@@ -1,6 +1,6 @@
 """The only file that knows how vLLM differs between releases (0.26 to 0.32): where its own server's parts lie.
 
-Nothing of vLLM is patched, but for a function of its sampler where `sampling.py` is asked to. Everything here is what
+Nothing of vLLM is patched, but for a function of its sampler (`plugin.scale_raw_logprobs`). Everything here is what
 vLLM's own API server calls, under one name each. Importing this module imports nothing of vLLM; asking it for one of
 these parts does.
 """

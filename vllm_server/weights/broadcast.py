@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Coroutine
 from typing import Any
 
@@ -17,18 +16,19 @@ from fastapi import APIRouter
 from atropos_common.bridge import BridgeInfo
 from atropos_common.run_dir import ENV_TRAINER_HOSTS
 from atropos_common.transfer import TransferInit, TransferReport, TransferUpdate
-from vllm_server.auth import error_response
-from vllm_server.bridge import ASLEEP, WeightBridge, timed
+from vllm_server.bridge import ASLEEP, NotDone, WeightBridge, answered, timed
 from vllm_server.weights.collectives import REFUSED
-
-logger = logging.getLogger(__name__)
 
 GRACE_S = 15.0
 """A worker that has not given up this long after its own timeout is stuck."""
 
 
-class BrokenTransfer(RuntimeError):
-    """The trainer's broadcast did not arrive; the message names the phase."""
+class BrokenTransfer(NotDone):
+    """The trainer's broadcast did not arrive; the message names the phase, or begins with `REFUSED`."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.status = 409 if REFUSED in why else 503
 
 
 class Transfers:
@@ -46,8 +46,7 @@ class Transfers:
         """
         async with self.bridge.lock:
             self._require_awake()
-            self._require_known(request.address)
-            self._require_in_place()
+            self._require_in_place(request.address)
             await self._workers(self._join(request), request.timeout_s)
             return self.bridge.info()
 
@@ -77,14 +76,12 @@ class Transfers:
         if self.bridge.sleeping:
             raise BrokenTransfer(REFUSED + ASLEEP)
 
-    def _require_known(self, address: str) -> None:
+    def _require_in_place(self, address: str) -> None:
         if not self.bridge.config.may_meet(address):
             raise BrokenTransfer(
                 f"{REFUSED}weights would come from {address}, which is not this machine's loopback; to take them from "
                 f"there, start this server with {ENV_TRAINER_HOSTS}={address}"
             )
-
-    def _require_in_place(self) -> None:
         if reason := self.bridge.not_in_place:
             raise BrokenTransfer(
                 f"{REFUSED}a broadcast would write weights in place, and {reason}. Use another weight bridge mode "
@@ -132,21 +129,13 @@ def make_router(transfers: Transfers) -> APIRouter:
 
     @router.post("/bridge/transfer/init")
     async def init(request: TransferInit) -> Any:
-        return await _told(transfers.join(request))
+        return await answered(transfers.join(request))
 
     @router.post("/bridge/transfer/update")
     async def update(request: TransferUpdate) -> Any:
-        return await _told(transfers.update(request))
+        return await answered(transfers.update(request))
 
     return router
-
-
-async def _told(action: Coroutine[Any, Any, Any]) -> Any:
-    try:
-        return await action
-    except BrokenTransfer as error:
-        logger.error("%s", error)
-        return error_response(409 if REFUSED in str(error) else 503, str(error))
 
 
 async def _init(engine: Any, info: dict[str, Any]) -> None:

@@ -26,8 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from atropos_common.bridge import LoadWeightsRequest, WeightsLoaded
 from atropos_common.files import write_private
-from vllm_server.auth import error_response
-from vllm_server.bridge import ASLEEP, WeightBridge, timed
+from vllm_server.bridge import ASLEEP, NotDone, WeightBridge, answered, folder_of_run, timed
 from vllm_server.config import ENV_START_WEIGHTS, ServerConfig
 from vllm_server.weights.copy_recorder import NO_WEIGHT, TIED_HEAD, CopyRecorder
 from vllm_server.weights.loaders import FOLDER_FORMAT, PLAIN_FORMAT, register_loaders
@@ -41,12 +40,16 @@ SAFETENSORS_FORMATS = ("auto", "hf", "safetensors")
 """Values of --load-format that read what a trainer writes."""
 
 
-class RefusedWeights(ValueError):
+class RefusedWeights(NotDone):
     """Weights that this server does not take; the old ones go on serving."""
 
+    status = 409
 
-class BrokenLoad(RuntimeError):
+
+class BrokenLoad(NotDone):
     """A load that broke off: the weights are mixed, and nobody is answered."""
+
+    status = 503
 
 
 class StartWeights(BaseModel):
@@ -60,7 +63,7 @@ def note_of(config: ServerConfig) -> StartWeights | None:
     """The weights that an earlier server was told to start again with, where they are still there."""
     try:
         note = StartWeights.model_validate_json(config.start_weights_path.read_bytes())
-        checked_folder(note.path, config.run_dir)
+        folder_of_run(note.path, config.run_dir, "weights", RefusedWeights)
         shapes_in(Path(note.path))
     except FileNotFoundError:
         return None
@@ -80,24 +83,6 @@ def prepare_start(config: ServerConfig, args: Namespace, *, plain: bool) -> None
         args.load_format = PLAIN_FORMAT if plain else FOLDER_FORMAT
         logger.info("starting with the weights of version %d: %s", note.weight_version, note.path)
     register_loaders()
-
-
-def checked_folder(path: str, root: Path | None) -> Path:
-    """`path`, resolved.
-
-    Raises:
-        RefusedWeights: not a folder, or outside the run's directory.
-    """
-    try:
-        folder = Path(path).resolve()
-        there = folder.is_dir()
-    except (OSError, ValueError) as error:  # a name that the kernel does not take
-        raise RefusedWeights(f"{path!r} is no path: {error}") from None
-    if root is not None and not folder.is_relative_to(root.resolve()):
-        raise RefusedWeights(f"{path} lies outside {root}: weights are loaded from the run's directory only")
-    if not there:
-        raise RefusedWeights(f"{path} is not a folder")
-    return folder
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -174,7 +159,7 @@ class Reloader:
                 served.
             BrokenLoad: the server is unhealthy now, and serves nobody.
         """
-        folder = checked_folder(request.path, self.bridge.config.run_dir)
+        folder = folder_of_run(request.path, self.bridge.config.run_dir, "weights", RefusedWeights)
         shapes = await asyncio.to_thread(shapes_in, folder)
         if request.at_restart:
             return self._note(folder, request)
@@ -326,14 +311,6 @@ def make_router(reloader: Reloader) -> APIRouter:
 
     @router.post("/bridge/load")
     async def load(request: LoadWeightsRequest) -> Any:
-        try:
-            return await reloader.load(request)
-        except RefusedWeights as error:
-            return error_response(409, str(error))
-        except Exception as error:
-            logger.exception("the weights in %s were not loaded", request.path)
-            return error_response(
-                503, f"{error}" if isinstance(error, BrokenLoad) else f"{type(error).__name__}: {error}"
-            )
+        return await answered(reloader.load(request))
 
     return router
