@@ -25,9 +25,8 @@ from atropos_common.files import read_regular, write_private
 from atropos_common.run_dir import RunDir
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused, EngineUnavailable, Generation
-from atropos_envs.evaluation import Graded
+from atropos_envs.evaluation import Graded, is_news
 from atropos_envs.hosted import Hosted
-from atropos_envs.tally import is_news
 
 log = logging.getLogger(__name__)
 

@@ -30,10 +30,9 @@ from atropos_common.http import DOOR_USER
 from atropos_common.run_dir import ENV_DOOR_KEY, ENV_ENGINE_URLS, ENV_REFILL, ENV_SEQUENCES
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.engine_client import EngineClient, EngineRefused, addresses, begin_group
-from atropos_envs.evaluation import EvalLog, component_name, eval_path
+from atropos_envs.evaluation import FLAT, NOT_FINITE, SURPLUS, EvalLog, Tally, component_name, eval_path
 from atropos_envs.places import Places, Slot
 from atropos_envs.registration import Registration
-from atropos_envs.tally import FLAT, NOT_FINITE, SURPLUS, Tally
 
 log = logging.getLogger(__name__)
 

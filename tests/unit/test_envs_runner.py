@@ -19,9 +19,8 @@ from atropos_common.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord
 from atropos_envs import EnvFault, needs_no_torch, runner
 from atropos_envs.base import StackEnv
 from atropos_envs.engine_client import EngineClient
-from atropos_envs.evaluation import EvalLog
+from atropos_envs.evaluation import EvalLog, Tally, reason_of
 from atropos_envs.hosted import Foreign, Hosted, hosted, missing_package
-from atropos_envs.tally import Tally, reason_of
 from atropos_envs.tiny_model import make_tokenizer
 from atropos_tui.diagnoses import Evidence, diagnose
 from atropos_tui.profile.spec import ComponentSpec
