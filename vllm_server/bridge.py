@@ -128,6 +128,7 @@ class WeightBridge:
         """Why new weights must not be written over those in memory, in a server that takes new ones."""
         self.sleeping = False
         self.load_obstacle: str | None = None
+        """Why weights of a folder cannot be written over those in memory; null when they can."""
         self.started_from: str | None = None
         self.lock = asyncio.Lock()
         """Held by whoever changes what answers."""

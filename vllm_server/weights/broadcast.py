@@ -47,7 +47,7 @@ class Transfers:
         async with self.bridge.lock:
             self._require_awake()
             self._require_in_place(request.address)
-            await self._workers(self._join(request), request.timeout_s)
+            await self._workers(_init(self.bridge.engine, request.model_dump()), request.timeout_s)
             return self.bridge.info()
 
     async def update(self, request: TransferUpdate) -> TransferReport:
@@ -88,16 +88,6 @@ class Transfers:
                 "(none, which restarts the server where it must, or lora_only)"
             )
 
-    async def _join(self, request: TransferInit) -> None:
-        await _init(self.bridge.engine, request.model_dump())
-        await self._raise_failure()
-
-    async def _raise_failure(self) -> None:
-        """What a rank noted of the call before; a refusal explains the others' broken connections."""
-        found = await self.bridge.engine.collective_rpc("atropos_transfer_failure")
-        if failures := [failure for failure in found if failure]:
-            raise BrokenTransfer(max(failures, key=lambda failure: REFUSED in failure))
-
     async def _receive(self, request: TransferUpdate) -> None:
         engine = self.bridge.engine
         try:
@@ -109,11 +99,17 @@ class Transfers:
             await engine.start_weight_update()
         await _update(engine, request.model_dump())
         await engine.finish_weight_update()
-        await self._raise_failure()
 
     async def _workers(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        """What a rank noted of `work` is its failure; a refusal explains the others' broken connections."""
+
+        async def work_of_all() -> list[str | None]:
+            await work
+            noted: list[str | None] = await self.bridge.engine.collective_rpc("atropos_transfer_failure")
+            return noted
+
         try:
-            await asyncio.wait_for(work, timeout_s + GRACE_S)
+            found = await asyncio.wait_for(work_of_all(), timeout_s + GRACE_S)
         except TimeoutError:
             raise BrokenTransfer(
                 f"a worker is stuck: no answer for {timeout_s + GRACE_S:.0f} s, {GRACE_S:.0f} s beyond its timeout; "
@@ -121,6 +117,8 @@ class Transfers:
             ) from None
         except Exception as error:
             raise BrokenTransfer(_said(error)) from error
+        if failures := [failure for failure in found if failure]:
+            raise BrokenTransfer(max(failures, key=lambda failure: REFUSED in failure))
 
 
 def make_router(transfers: Transfers) -> APIRouter:

@@ -134,22 +134,17 @@ class Reloader:
 
     def __init__(self, bridge: WeightBridge, args: Namespace) -> None:
         self.bridge = bridge
-        self.started_from = os.environ.get(ENV_START_WEIGHTS)
         self._args = args
         self._own: Shapes | None = None
-        bridge.load_obstacle, bridge.started_from = self.obstacle(), self.started_from
-
-    def obstacle(self) -> str | None:
-        """Why weights cannot be written over those in memory; null when they can."""
-        args = self._args
-        found = {
-            "it was started without ATROPOS_WEIGHT_UPDATES=1": not self.bridge.config.weight_updates,
-            f"{self.bridge.not_in_place}": self.bridge.not_in_place,
+        bridge.started_from = os.environ.get(ENV_START_WEIGHTS)
+        obstacles = {
+            "it was started without ATROPOS_WEIGHT_UPDATES=1": not bridge.config.weight_updates,
+            f"{bridge.not_in_place}": bridge.not_in_place,
             "it serves adapters (--enable-lora)": args.enable_lora,
             "a part of its weights is offloaded (--cpu-offload-gb)": getattr(args, "cpu_offload_gb", 0),
             "it has several replicas (--data-parallel-size)": int(args.data_parallel_size) > 1,
         }
-        return next((reason for reason, holds in found.items() if holds), None)
+        bridge.load_obstacle = next((reason for reason, holds in obstacles.items() if holds), None)
 
     async def load(self, request: LoadWeightsRequest) -> WeightsLoaded:
         """Answer with the weights in `path`, as `weight_version`.
@@ -164,9 +159,9 @@ class Reloader:
         if request.at_restart:
             return self._note(folder, request)
         state = self.bridge.state
-        if self.started_from == str(folder) and state.weight_version is None and not state.dirty:
+        if self.bridge.started_from == str(folder) and state.weight_version is None and not state.dirty:
             return await self._as_started(request)
-        if reason := self.obstacle():
+        if reason := self.bridge.load_obstacle:
             raise RefusedWeights(f"weights cannot be loaded into this server while it runs: {reason}. Restart it")
         own = await asyncio.to_thread(self._own_shapes)
         require_same(shapes, own, tied=bool(self.bridge.engine.model_config.hf_config.tie_word_embeddings))
@@ -220,7 +215,7 @@ class Reloader:
         """
         config = self.bridge.config
         if not config.weight_updates:
-            raise RefusedWeights(f"{self.obstacle()}")
+            raise RefusedWeights(f"{self.bridge.load_obstacle}")
         if config.private_dir:
             raise RefusedWeights("a restarted server would not find these weights: start this one with LOGDIR=DIR")
         if self._args.load_format not in (*SAFETENSORS_FORMATS, FOLDER_FORMAT, PLAIN_FORMAT):
@@ -242,7 +237,7 @@ class Reloader:
             RefusedWeights: those are not safetensors, so that nothing can be compared.
         """
         if self._own is None:
-            known = [Path(path).expanduser() for path in (self.started_from, self._args.model) if path]
+            known = [Path(path).expanduser() for path in (self.bridge.started_from, self._args.model) if path]
             folder = next((path for path in known if path.is_dir()), None)  # a trainer may have removed the first
             self._own = shapes_in(folder or _downloaded(self._args))
         return self._own
