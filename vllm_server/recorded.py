@@ -46,7 +46,7 @@ PLAIN = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "min_tokens": 0,
 }  # fmt: skip
-MASKS = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs")
+MASKS = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "thinking_token_budget")
 """Options of vLLM's as they leave the distribution alone, and those that must not be there: others would be in the
 logprobs."""
 
@@ -252,7 +252,7 @@ def record(
 
 def _is_plain(params: Any) -> bool:
     plain = all(getattr(params, name) == value for name, value in PLAIN.items())
-    return plain and not any(getattr(params, name, None) for name in MASKS)
+    return plain and all(getattr(params, name, None) in (None, [], {}) for name in MASKS)
 
 
 def _keep(output: Any, temperature: float, version: int, store: CompletionStore) -> None:

@@ -58,6 +58,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, []),
     "structured_outputs": (None,),
     "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "none", "auto"),  # a call that must come is written under a grammar
+    "thinking_token_budget": (None, -1),
     "watermarking": (None, False),
     "use_beam_search": (None, False),
 }

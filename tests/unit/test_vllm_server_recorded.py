@@ -76,8 +76,12 @@ def test_plainly_sampled_text_is_recorded_and_the_caller_sees_nothing_of_it() ->
 
 
 @pytest.mark.parametrize(
-    "options", [{"top_p": 0.9}, {"top_k": 3}, {"logit_bias": {3: 1.0}}, {"logprobs": 1}, {"output_kind": 1}]
-)
+    "options",
+    [
+        {"top_p": 0.9}, {"top_k": 3}, {"logit_bias": {3: 1.0}}, {"thinking_token_budget": 0}, {"logprobs": 1},
+        {"output_kind": 1},
+    ],
+)  # fmt: skip
 def test_what_would_be_another_distribution_is_not(options: dict[str, Any]) -> None:
     """Nor what asks for logprobs itself, nor a stream of deltas."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams

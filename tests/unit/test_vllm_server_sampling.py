@@ -115,6 +115,10 @@ async def _asked(
         ({"logprobs": 0, "temperature": 0.0, "top_p": 0.9}, {}, 200),
         ({"logprobs": 1, "response_format": {"type": "json_object"}}, {}, 400),
         ({"logprobs": 1, "response_format": {"type": "text"}}, {}, 200),
+        ({"logprobs": True, "tool_choice": "required"}, {}, 400),
+        ({"logprobs": True, "tool_choice": {"type": "function", "function": {"name": "look"}}}, {}, 400),
+        ({"logprobs": True, "tool_choice": "auto"}, {}, 200),
+        ({"logprobs": True, "thinking_token_budget": 0}, {}, 400),
     ],
 )
 async def test_vllm_s_own_routes(body: dict[str, Any], defaults: dict[str, Any], status: int) -> None:
@@ -143,6 +147,7 @@ async def test_it_leaves_the_rest_alone() -> None:
         ({"repetition_penalty": 1.1, "logit_bias": {"5": 1.0}}, {}, "train",
          {"repetition_penalty": 1, "logit_bias": None}, "repetition_penalty, logit_bias"),
         ({"temperature": 0.0, "top_p": 0.5}, {}, "train", {"temperature": 0.0, "top_p": 0.5}, None),
+        ({"tool_choice": "required"}, {}, "train", {"tool_choice": None}, "tool_choice"),
     ],
 )  # fmt: skip
 async def test_rollouts_over_v1_sample_plainly(
