@@ -263,6 +263,10 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
     if sys.flags.safe_path:
         # vLLM starts helpers by `python -m`, which would look for its modules in the working directory first.
         env.setdefault("PYTHONSAFEPATH", "1")
+    if _sampling(env) != "as_asked":
+        # Calls of tools that say `strict`, and some models' always, would be written under a grammar. That changes the
+        # distribution, and no option of a request shows it.
+        env.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
     # A training stack reports to its owner only.
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Who opened a connection should be the one to close it. Ours give it up after 2 s, an environment's aiohttp after

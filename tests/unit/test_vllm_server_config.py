@@ -131,6 +131,7 @@ def test_environment_for_vllm_on_the_cpu() -> None:
     assert "VLLM_USE_V1" not in env
     assert env["VLLM_PLUGINS"] == "mine,atropos_bridge"
     assert env["TORCHDYNAMO_DISABLE"] == "1"
+    assert env["VLLM_ENFORCE_STRICT_TOOL_CALLING"] == "0", "no grammar behind a rollout's back"
     assert any("VLLM_USE_V1 is ignored" in note for note in notes)
 
 
@@ -146,8 +147,9 @@ def test_environment_for_vllm_on_a_gpu_keeps_what_the_user_set() -> None:
     assert prepare_environment(env, cpu=False) == []
     assert env["VLLM_PLUGINS"] == "atropos_bridge,other"
     assert "TORCHDYNAMO_DISABLE" not in env
-    env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "7"}
+    env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "7", "ATROPOS_SAMPLING": "as_asked"}
     prepare_environment(env, cpu=True)
+    assert "VLLM_ENFORCE_STRICT_TOOL_CALLING" not in env, "sampled as asked"
     assert env["TORCHDYNAMO_DISABLE"] == "0"
     assert env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "7"
 
