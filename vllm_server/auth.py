@@ -38,6 +38,7 @@ from atropos_common.bridge import (
     TOKEN_HEADER,
 )
 from atropos_common.http import host_refusal, key_refusal, opens, origin_refusal
+from vllm_server.versions import BridgeState
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -81,20 +82,26 @@ def path_kind(path: str) -> Kind:
 
 
 class GenerationHold:
-    """Whether generation may go on: open, held, or refused with a reason."""
+    """Whether generation may go on, as the state of the bridge has it: open, held, or refused with a reason."""
 
     def __init__(self, *, held: bool) -> None:
+        self.state = BridgeState(held=held)
         self._open = asyncio.Event()
-        self.refusal: str | None = None
-        """Why generation and `/health` answer 503; None when all is well."""
         if not held:
             self._open.set()
 
     @property
     def held(self) -> bool:
-        return not self._open.is_set()
+        return self.state.held
+
+    @property
+    def refusal(self) -> str | None:
+        """Why generation and `/health` answer 503; None when all is well."""
+        return self.state.fault
 
     def release(self) -> None:
+        """Let in who waits, and whoever comes."""
+        self.state.held = False
         self._open.set()
 
     async def wait(self) -> None:

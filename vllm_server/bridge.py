@@ -39,7 +39,7 @@ from vllm_server.auth import GenerationHold, ServerLoad, error_response
 from vllm_server.config import ServerConfig
 from vllm_server.generate import Generator
 from vllm_server.recorded import CompletionStore, RoutingStore
-from vllm_server.versions import MAX_LEASE_S, BridgeState, SpanStore, VersionHistory
+from vllm_server.versions import MAX_LEASE_S, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class WeightBridge:
         self.completions = CompletionStore()
         self.routing: RoutingStore | None = None
         """Null where the engine does not record which experts it takes."""
-        self.state = BridgeState(held=gate.held)
+        self.state = gate.state
         self.manifest: Manifest | None = None
         self.workers = 1
         self.receives: TransferBackend | None = None
@@ -174,7 +174,6 @@ class WeightBridge:
         was_paused = self.state.paused
         lease: dict[str, Any] = {"lease_s": request.lease_s, "dirty": request.dirty, "holder": request.holder}
         self.state.pause(**lease, now=time.monotonic())
-        self.gate.refusal = None
         self._arm_lease(request.lease_s + request.wait_s)  # already now, should the engine refuse
         if not was_paused:
             await self._stop_generating(request)
@@ -208,7 +207,6 @@ class WeightBridge:
         """The weights are not whole: unhealthy, and no answer to anyone, until someone declares them complete."""
         self._disarm_lease()
         self.state.fail(fault)
-        self.gate.refusal = fault
         logger.error("unhealthy: %s", fault)
 
     async def resume(self, request: ResumeRequest) -> BridgeInfo:
@@ -234,10 +232,9 @@ class WeightBridge:
     async def declare(self, version: int) -> None:
         """What answers from here on is `version`: end pause, hold and fault. The caller holds the lock."""
         self.history.change(version, time.monotonic())
+        await self.engine.resume_generation()
         self.state.resume(version)
         self._disarm_lease()
-        await self.engine.resume_generation()
-        self.gate.refusal = None
         self.gate.release()
         self.stamp()
 
@@ -313,7 +310,6 @@ class WeightBridge:
                     self.fail(f"the pause's lease is over, and the engine did not go on: {error}")
             elif expiry == "fault":
                 logger.error("unhealthy: %s", self.state.fault)
-                self.gate.refusal = self.state.fault
 
     async def health_generate(self, generator: Generator) -> JSONResponse:
         """Generate one token for real, whatever the hold says; a pause within its lease is healthy."""
