@@ -485,16 +485,19 @@ def prepare_bridge_dir(config: ServerConfig) -> None:
     """Make the bridge directory, drop what an earlier server left there, and write the token if it is ours.
 
     Raises:
-        ConfigError: others may write there.
+        ConfigError: nobody, or others, may write there.
     """
-    config.bridge_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    require_own_folder(config.bridge_dir)
-    _remove_counters(config.manifest_path)
-    config.manifest_path.unlink(missing_ok=True)
-    config.state_path.unlink(missing_ok=True)
-    if config.token_generated:
-        write_private(config.token_path, config.token)
-        logger.info("control routes ask for a token; it is in %s", config.token_path)
+    try:
+        config.bridge_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        require_own_folder(config.bridge_dir)
+        _remove_counters(config.manifest_path)
+        config.manifest_path.unlink(missing_ok=True)
+        config.state_path.unlink(missing_ok=True)
+        if config.token_generated:
+            write_private(config.token_path, config.token)
+            logger.info("control routes ask for a token; it is in %s", config.token_path)
+    except OSError as error:
+        raise ConfigError(f"the bridge directory {config.bridge_dir} cannot be used ({error.strerror})") from None
 
 
 def clean_up(config: ServerConfig) -> None:

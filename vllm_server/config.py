@@ -197,8 +197,16 @@ def take_temporary_folder(config: ServerConfig, env: os._Environ[str]) -> None:
 
     Args:
         env: changed in place, unless a socket in the folder would have too long a path.
+
+    Raises:
+        ConfigError: it cannot be made.
     """
-    config.temporary.mkdir(mode=0o700)
+    try:
+        config.temporary.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"{config.temporary.parent} takes no temporary folder ({error.strerror}): set TMPDIR to one that does"
+        ) from None
     if len(os.fsencode(config.temporary)) <= LONGEST_TEMPORARY:
         env.update(scratch_below(env, config.temporary.name)[1])
         tempfile.tempdir = None  # of the environment before

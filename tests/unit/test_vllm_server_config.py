@@ -63,6 +63,17 @@ def test_a_temporary_folder_too_deep_for_sockets_is_not_taken(tmp_path: Path, mo
     assert not any(deep.iterdir())
 
 
+def test_a_temporary_folder_that_cannot_be_made_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SLURM names one that only the first node has."""
+    from vllm_server.__main__ import main
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    assert main(["--model", "owner/name", "--uds", str(tmp_path / "socket")]) == 2
+    assert f"{tmp_path / 'none'} takes no temporary folder" in capsys.readouterr().err
+
+
 def test_a_full_environment_is_taken_as_given(tmp_path: Path) -> None:
     env = {
         "VLLM_ENABLE_SHARED_WEIGHTS": "1", "LOGDIR": str(tmp_path), "ATROPOS_TOKEN": "0123456789abcdef",
