@@ -74,14 +74,12 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
             if not plugin.is_told_to_go():
                 return 0
         check_arguments(args, config)
-        if args.headless:
-            return part.run(args)
     except ConfigError as error:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2
     try:
-        return uvloop.run(serve(config, args, waits=waits))
-    except (ConfigError, EngineStartError) as error:
+        return part.run(args) if args.headless else uvloop.run(serve(config, args, waits=waits))
+    except (ConfigError, compat.EngineStartError) as error:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except UnsafeGraphs as error:
@@ -93,10 +91,6 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
         clean_up(config)
     # The same process under the same id, so whoever supervises it sees one start that takes longer.
     return os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm_server", *argv, "--enforce-eager"])
-
-
-class EngineStartError(RuntimeError):
-    """vLLM's engine did not start; its own lines say why."""
 
 
 class ServerPlace(NamedTuple):
@@ -312,11 +306,10 @@ async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> Async
         sock: the server's, which a forked engine must not hold.
 
     Raises:
-        ConfigError: vLLM refuses the model or a flag.
-        EngineStartError: the engine process failed. Both say in one line what vLLM says, without its traceback.
+        ConfigError, EngineStartError: as `compat.starting`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        try:
+        with compat.starting("vLLM's engine"):
             if why_not:
                 logger.info("the engine process starts afresh, and imports vLLM again: %s", why_not)
                 client = compat.build_async_engine_client(args)
@@ -324,12 +317,6 @@ async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> Async
                 plugin.prepare_fork(sock.fileno())
                 client = compat.forked_engine_client(args, lambda: plugin.why_not_fork(os.environ, cpu=compat.is_cpu()))
             engine = await stack.enter_async_context(client)
-        except Exception as error:
-            logger.debug("engine start", exc_info=True)
-            reason = " ".join(str(error).split())[:400]
-            if isinstance(error, ValueError | OSError):
-                raise ConfigError(f"vLLM refuses this configuration: {reason}") from None
-            raise EngineStartError(f"vLLM's engine did not start: {reason} (its log lines are above)") from error
         yield engine
 
 
